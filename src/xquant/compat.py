@@ -1,0 +1,50 @@
+"""The only file that knows transformers versions.
+
+Supported from 5.8 on. What changed since: ``crop`` takes a final length up to 5.13 and a (negative)
+number of tokens to remove from 5.18 on; ``get_max_cache_shape`` became ``get_max_length`` in 5.13.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+VERSION = Version(transformers.__version__)
+CROP_ZERO_EMPTIES = Version("5.18") > VERSION
+"""Whether ``crop(0)`` means "down to nothing" (old) rather than "remove nothing"."""
+
+
+def text_config(model: nn.Module) -> PreTrainedConfig:
+    """The decoder's own configuration, also of a model with several modalities."""
+    config: PreTrainedConfig = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]
+    return config
+
+
+def default_layers(config: PreTrainedConfig) -> list[Any]:
+    """The cache layers that transformers itself would use, one per decoder layer."""
+    return list(DynamicCache(config=config).layers)
+
+
+def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
+    """The attention function that ``name`` stands for in the file that defines ``module``."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    return function
+
+
+def register_attention(name: str, like: str, function: Callable[..., Any]) -> None:
+    """Register ``function`` under ``name`` with the masks of the implementation ``like``."""
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[like])
+
+
+def rotary_arguments(rotary: nn.Module) -> dict[str, str]:
+    """Further arguments of a rotary embedding: models with two kinds of RoPE name the layer type."""
+    accepted = inspect.signature(rotary.forward).parameters
+    return {"layer_type": "full_attention"} if "layer_type" in accepted else {}

@@ -1,0 +1,326 @@
+"""CompressedLayer: one attention layer of the cache, the same for every method.
+
+Tokens live in three places: whole blocks are sealed in the stream, the newest are kept as they are in
+the tail, and sinks, once sealed, are kept as they are beside their block.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .methods import LayerCodec, Method, Seen
+from .models.base import rotate
+from .stream import Stream
+from .tokens import TokenIndex
+
+States = tuple[Tensor, Tensor]
+
+
+class CompressedLayer(CacheLayerMixin):
+    """The compressed past of one layer.
+
+    Args:
+        codec: how the method stores this layer.
+        method: its options.
+        index: positions, padding and sinks, shared by the layers of a cache.
+        through_store: every token reads the store, itself included (``attend="store"``); otherwise
+            the tokens of one forward pass attend to each other's exact states.
+        below: the compressed layer below, for methods that predict across layers.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        method: Method,
+        index: TokenIndex,
+        through_store: bool,
+        below: "CompressedLayer | None",
+    ) -> None:
+        self.codec, self.method, self.index = codec, method, index
+        self.through_store, self.below = through_store, below
+        self.stream = Stream(codec.segments, method.group)
+        self.reset()
+
+    def reset(self) -> None:
+        self.stream.reset()
+        self.tail: Tensor | None = None  # [B, t, W]
+        self.sinks: Tensor | None = None  # [B, S, W], once a block was sealed
+        self.sink_at: Tensor | None = None  # [B, S] column of each sink, -1 where not sealed yet
+        self.release()
+
+    def release(self) -> None:
+        """Forget what is only needed within a forward pass."""
+        self.recalled: Tensor | None = None
+        self.fresh: Tensor | None = None
+
+    # -- sizes ---------------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        return self.stream.tokens + (0 if self.tail is None else self.tail.shape[1])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.tail is not None
+
+    @property
+    def sink_nbytes(self) -> int:
+        if self.sinks is None or self.sink_at is None:
+            return 0
+        return self.sinks.nbytes + self.sink_at.nbytes
+
+    @property
+    def tail_nbytes(self) -> int:
+        return 0 if self.tail is None else self.tail.nbytes
+
+    # -- writing -------------------------------------------------------------------------------
+
+    def append(self, seen: Seen) -> None:
+        """Add the tokens just seen, and seal what has become whole blocks.
+
+        Raises:
+            ValueError: the states hold NaN or infinities; nothing was added.
+        """
+        rows = self.codec.features(seen)
+        if not bool(torch.isfinite(rows).all()):
+            raise ValueError(
+                f"NaN or infinity in the hidden states of layer {self.codec.view.index}: the cache"
+                " was left as it was before this forward pass"
+            )
+        self.release()
+        tail = rows if self.tail is None else torch.cat([self.tail, rows], 1)
+        if self.through_store and self.method.tail:
+            self.fresh = tail
+        blocks = (tail.shape[1] - self.method.tail) // self.stream.block
+        if blocks > 0:
+            count = blocks * self.stream.block
+            self._seal(tail[:, :count])
+            tail = tail[:, count:]
+        # A copy: a view would keep the whole chunk alive.
+        self.tail = tail.clone()
+        if self.codec.feeds_above:
+            self.recalled = self._recall()
+
+    def _seal(self, rows: Tensor) -> None:
+        start, stop = self.stream.tokens, self.stream.tokens + rows.shape[1]
+        shape = (rows.shape[1] // self.stream.block, self.stream.block)
+        excluded = self.index.excluded(start, stop)
+        if excluded is not None:
+            self._keep_sinks(rows, start, stop)
+            excluded = excluded.unflatten(1, shape)
+        below = self._below(start, stop)
+        below = None if below is None else below.unflatten(1, shape)
+        self.stream.seal(self.codec.encode(rows.unflatten(1, shape), below), excluded)
+
+    def _keep_sinks(self, rows: Tensor, start: int, stop: int) -> None:
+        if self.index.sinks == 0:
+            return
+        if self.sinks is None or self.sink_at is None:
+            shape = (rows.shape[0], self.index.sinks)
+            self.sinks = rows.new_zeros(*shape, rows.shape[2])
+            self.sink_at = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
+        rank = self.index.sink.cumsum(1) - 1
+        sequence, column = self.index.sink[:, start:stop].nonzero(as_tuple=True)
+        slot = rank[sequence, column + start]
+        self.sinks[sequence, slot] = rows[sequence, column]
+        self.sink_at[sequence, slot] = (column + start).int()
+
+    def _below(self, start: int, stop: int) -> Tensor | None:
+        if not self.codec.reads_below:
+            return None
+        assert self.below is not None
+        assert self.below.recalled is not None
+        return self.below.recalled[:, start:stop]
+
+    # -- reading -------------------------------------------------------------------------------
+
+    def _recall(self, tokens: int | None = None) -> Tensor | None:
+        """What the codec recalls of the first ``tokens`` sealed tokens (all by default).
+
+        With ``through_store`` the tail follows, as it would read once sealed.
+        """
+        sealed = self.stream.tokens if tokens is None else min(tokens, self.stream.tokens)
+        dtype = self.codec.view.dtype
+        parts = [self.stream.read(dtype, sealed)] if sealed else []
+        if self.through_store and self.tail is not None and self.tail.shape[1]:
+            parts.append(self._through(self.tail))
+        if not parts:
+            return None
+        rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        recalled = self.codec.recall(rows, self._below(0, rows.shape[1]))
+        if self.codec.feeds_above:
+            recalled = self._place_sinks(recalled, self.sinks)
+            if self.through_store and self.tail is not None:
+                recalled = self._place_tail_sinks(recalled, self.tail)
+        return recalled
+
+    def _through(self, tail: Tensor) -> Tensor:
+        start, block = self.stream.tokens, self.stream.block
+        rows = []
+        for at in range(0, tail.shape[1], block):
+            part = tail[:, at : at + block]
+            below = self._below(start + at, start + at + part.shape[1])
+            below = None if below is None else below.unsqueeze(1)
+            rows.append(self.codec.encode(part.unsqueeze(1), below).squeeze(1))
+        excluded = self.index.excluded(start, start + tail.shape[1])
+        return self.stream.roundtrip(torch.cat(rows, 1), excluded)
+
+    def _place_sinks(self, rows: Tensor, exact: Tensor | None) -> Tensor:
+        """Put the exact rows of sealed sinks into ``rows`` ``[B, T, .]``."""
+        if exact is None or self.sink_at is None:
+            return rows
+        sequence, slot = ((self.sink_at >= 0) & (self.sink_at < rows.shape[1])).nonzero(
+            as_tuple=True
+        )
+        column = self.sink_at[sequence, slot].long()
+        return rows.index_put((sequence, column), exact[sequence, slot])
+
+    def _place_tail_sinks(self, rows: Tensor, exact: Tensor) -> Tensor:
+        start = self.stream.tokens
+        keep = self.index.sink[:, start : start + exact.shape[1]].unsqueeze(-1)
+        return torch.cat([rows[:, :start], torch.where(keep, exact, rows[:, start:])], 1)
+
+    def _rebuild(self, tokens: int) -> States:
+        """Keys and values of the first ``tokens`` tokens, before RoPE unless the codec stores them
+        rotated: two ``[B, tokens, G*D]``. Sealed tokens come from their codes, others exactly."""
+        assert self.tail is not None
+        recalled = self.recalled if self.recalled is not None else self._recall(tokens)
+        exact_tail = self.tail
+        if not self.through_store:
+            exact_tail = self.tail[:, : max(tokens - self.stream.tokens, 0)]
+        sinks = self.sinks if self.sinks is not None else self.tail[:, :0]
+        count = sinks.shape[1]
+        exact = self.codec.exact(torch.cat([sinks, exact_tail], 1))
+        if recalled is None:
+            return exact
+        coded = self.codec.rebuild(recalled[:, :tokens])
+        states = []
+        for rows, true in zip(coded, exact, strict=True):
+            rows = self._place_sinks(rows, true[:, :count])
+            if self.through_store:
+                rows = self._place_tail_sinks(rows, true[:, count:])
+            elif true.shape[1] > count:
+                rows = torch.cat([rows, true[:, count:]], 1)
+            states.append(rows)
+        return states[0], states[1]
+
+    def _heads(self, states: States, start: int) -> States:
+        """Token-major states of the tokens from ``start`` on to rotated heads ``[B, G, t, D]``."""
+        view = self.codec.view
+        key, value = (s.unflatten(-1, (view.kv_heads, view.head_size)) for s in states)
+        if not self.codec.rotated:
+            cos, sin = self.index.rope(key)
+            stop = start + key.shape[1]
+            key = rotate(key, cos[:, start:stop], sin[:, start:stop])
+        return key.transpose(1, 2), value.transpose(1, 2)
+
+    def states(self) -> States:
+        """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""
+        return self._heads(self._rebuild(self.get_seq_length()), 0)
+
+    def read(
+        self, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What the newest tokens attend to, after their `append`.
+
+        Args:
+            key, value: the newest tokens' exact states ``[B, G, t, D]``.
+            mask: as the attention function got it, ``[B, 1, t, T]`` or None.
+
+        Returns:
+            keys and values ``[B, G, T', D]`` and the mask for them. ``T' = T`` but for
+            ``through_store`` with a tail, where recent tokens appear twice (exact and as stored) and
+            the mask picks one of the two for every query.
+        """
+        past = self.get_seq_length() - key.shape[2]
+        result: tuple[Tensor, Tensor, Tensor | None]
+        if self.through_store:
+            stored = self.states()
+            if self.fresh is not None:
+                result = self._banded(stored, mask, key.shape[2])
+            else:
+                result = *stored, mask
+        elif past:
+            old_key, old_value = self._heads(self._rebuild(past), 0)
+            result = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2), mask
+        else:
+            result = key, value, mask
+        if self.below is not None:
+            self.below.release()
+        return result
+
+    def _banded(
+        self, stored: States, mask: Tensor | None, queries: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.fresh is not None
+        total, fresh = stored[0].shape[2], self.fresh.shape[1]
+        key, value = self._heads(self.codec.exact(self.fresh), total - fresh)
+        columns = torch.arange(total, device=key.device)
+        age = columns[total - queries :, None] - columns[None]
+        recent = (age < self.method.tail) & (columns >= total - fresh)
+        if mask is None:
+            mask = (age >= 0)[None, None]
+        closed = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        older = mask.masked_fill(recent, closed)
+        newer = mask.masked_fill(~recent, closed)[..., total - fresh :]
+        keys, values = torch.cat([stored[0], key], 2), torch.cat([stored[1], value], 2)
+        return keys, values, torch.cat([older, newer], -1)
+
+    # -- the batch and the length --------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``abs(tokens_to_remove)`` tokens. Sealed codes that stay are not touched."""
+        if self.tail is None:
+            return
+        keep = max(self.get_seq_length() - abs(tokens_to_remove), 0)
+        if keep == 0:
+            return self.reset()
+        self.tail = self.tail[:, : max(keep - self.stream.tokens, 0)].clone()
+        self.stream.crop(keep)
+        if self.sink_at is not None:
+            self.sink_at = self.sink_at.masked_fill(self.sink_at >= keep, -1)
+        self.release()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.tail is None:
+            return
+        self.stream.select(indices)
+        self.tail = self.tail[indices.to(self.tail.device)]
+        if self.sinks is not None and self.sink_at is not None:
+            self.sinks = self.sinks[indices.to(self.sinks.device)]
+            self.sink_at = self.sink_at[indices.to(self.sink_at.device)]
+        self.release()
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.tail is not None:
+            batch = torch.arange(self.tail.shape[0])
+            self.batch_select_indices(batch.repeat_interleave(repeats))
+
+    # -- parts of transformers' layer contract that do not apply ---------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise ValueError("a compressed layer is filled by forward passes only")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> States:
+        raise ValueError("use the cache's own update(): a layer alone does not see the layer input")
+
+    def offload(self) -> None:
+        raise ValueError("offloading is not supported by compressed layers")
+
+    prefetch = offload

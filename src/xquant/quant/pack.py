@@ -1,0 +1,62 @@
+"""Bit packing: ``b``-bit codes take ``b`` bits.
+
+A width is stored as planes of 4, 2 and 1 bits (3 = 2 + 1), so every width from 1 to 8 packs without
+waste. Within a plane of width ``w`` the block's tokens are cut into ``8 / w`` equal runs and one byte
+holds the same place of each run: unpacking is a shift and a mask over whole rows of channels.
+"""
+
+import torch
+from torch import Tensor
+
+_PLANES = (8, 4, 2, 1)
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """Widths of the planes that hold a ``bits``-bit code, low bits first: ``3 -> (2, 1)``.
+
+    Raises:
+        ValueError: ``bits`` is not between 1 and 8.
+    """
+    if not 1 <= bits <= 8:
+        raise ValueError(f"codes have 1 to 8 bits, not {bits}")
+    return tuple(w for w in _PLANES if bits & w)
+
+
+def packed_rows(tokens: int, bits: int) -> int:
+    """Bytes per channel that ``tokens`` codes of ``bits`` bits take, each plane rounded up."""
+    return sum(-(-tokens * w // 8) for w in planes(bits))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack ``codes`` (uint8, ``[..., T, C]``, each below ``2**bits``) to uint8 ``[..., rows, C]``."""
+    tokens = codes.shape[-2]
+    packed, shift = [], 0
+    for width in planes(bits):
+        per_byte = 8 // width
+        rows = -(-tokens // per_byte)
+        plane = (codes >> shift) & (2**width - 1)
+        plane = torch.nn.functional.pad(plane, (0, 0, 0, rows * per_byte - tokens))
+        runs = plane.unflatten(-2, (per_byte, rows)).unbind(-3)
+        byte = runs[0].clone()
+        for j, run in enumerate(runs[1:], 1):
+            byte |= run << (j * width)
+        packed.append(byte)
+        shift += width
+    return packed[0] if len(packed) == 1 else torch.cat(packed, -2)
+
+
+def unpack(packed: Tensor, bits: int, tokens: int) -> Tensor:
+    """The inverse of :func:`pack`: uint8 codes ``[..., T, C]`` with ``T = tokens``."""
+    codes, start, shift = None, 0, 0
+    for width in planes(bits):
+        per_byte = 8 // width
+        rows = -(-tokens // per_byte)
+        plane = packed.narrow(-2, start, rows)
+        if per_byte > 1:
+            mask = 2**width - 1
+            runs = [(plane >> (j * width)) & mask for j in range(per_byte)]
+            plane = torch.cat(runs, -2).narrow(-2, 0, tokens)
+        codes = plane if codes is None else codes | (plane << shift)
+        start, shift = start + rows, shift + width
+    assert codes is not None
+    return codes

@@ -1,0 +1,80 @@
+"""The index of a cache: what must be known of every token, once for all layers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class TokenIndex:
+    """Positions, padding and sinks of ``T`` tokens of ``B`` sequences.
+
+    ``positions`` int32 ``[B, T]``; ``real`` bool ``[B, T]``, False for padding; ``sink`` bool
+    ``[B, T]``, True for the first ``sinks`` real tokens of each sequence: with left padding they
+    stand in different columns.
+    """
+
+    def __init__(self, sinks: int, rope: Rope) -> None:
+        self.sinks = sinks
+        self._rope = rope
+        self.reset()
+
+    def reset(self) -> None:
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self.positions = torch.empty(0, 0, dtype=torch.int32)
+        self.real = torch.empty(0, 0, dtype=torch.bool)
+        self.sink = torch.empty(0, 0, dtype=torch.bool)
+
+    @property
+    def length(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def batch(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.real.nbytes + self.sink.nbytes
+
+    def append(self, positions: Tensor, real: Tensor) -> None:
+        """Add tokens: positions ``[B, t]`` of any integer dtype, ``real`` bool ``[B, t]``."""
+        if self.batch == 0:
+            empty = positions[:, :0]
+            self.positions, self.real, self.sink = empty.int(), empty.bool(), empty.bool()
+        rank = real.cumsum(1) + self.real.sum(1, keepdim=True)
+        self.positions = torch.cat([self.positions, positions.int()], 1)
+        self.real = torch.cat([self.real, real], 1)
+        self.sink = torch.cat([self.sink, real & (rank <= self.sinks)], 1)
+        self.forget_rope()
+
+    def excluded(self, start: int, stop: int) -> Tensor | None:
+        """Tokens that must not set a quantization range (bool ``[B, stop-start]``), None if none."""
+        mask = self.sink[:, start:stop] | ~self.real[:, start:stop]
+        return mask if bool(mask.any()) else None
+
+    def rope(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of all tokens, ``[B, T, R]`` in the dtype and on the device of ``like``.
+
+        Computed once per forward pass and shared by the layers; nothing of it stays resident.
+        """
+        if self._angles is None:
+            self._angles = self._rope(like, self.positions)
+        cos, sin = self._angles
+        return cos.to(like.device), sin.to(like.device)
+
+    def forget_rope(self) -> None:
+        self._angles = None
+
+    def crop(self, length: int) -> None:
+        self._each(lambda t: t[:, :length].clone())
+
+    def select(self, indices: Tensor) -> None:
+        self._each(lambda t: t[indices.to(t.device)])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.positions, self.real = change(self.positions), change(self.real)
+        self.sink = change(self.sink)
+        self.forget_rope()
