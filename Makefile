@@ -29,7 +29,7 @@ demo: env
 	@echo 'The page: $(DEMO)/report.html'
 
 test: env
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 lint: env
 	$(BIN)/ruff check

@@ -55,7 +55,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def release(self) -> None:
         """Forget what is only needed within a forward pass."""
-        self.recalled: Tensor | None = None
+        self.recalled: Tensor | None = None  # kept only where the layer above needs it
+        self.carried: Tensor | None = None
         self.fresh: Tensor | None = None
 
     # -- sizes ---------------------------------------------------------------------------------
@@ -112,6 +113,7 @@ class CompressedLayer(CacheLayerMixin):
         self.tail = tail.clone()
         if self.codec.feeds_above:
             self.recalled = self._recall()
+            self.carried = self._carry(self.recalled)
 
     def _seal(self, rows: Tensor) -> None:
         start, stop = self.stream.tokens, self.stream.tokens + rows.shape[1]
@@ -141,8 +143,20 @@ class CompressedLayer(CacheLayerMixin):
         if not self.codec.reads_below:
             return None
         assert self.below is not None
-        assert self.below.recalled is not None
-        return self.below.recalled[:, start:stop]
+        carried = self.below.carried
+        if carried is None:  # asked for outside a forward pass
+            carried = self.below._carry(self.below._recall())
+        assert carried is not None
+        return carried[:, start:stop]
+
+    def _carry(self, recalled: Tensor | None) -> Tensor | None:
+        """What the layer above predicts from: sinks are exact there too."""
+        if recalled is None:
+            return None
+        carried = self._place_sinks(self.codec.carry(recalled), self.sinks)
+        if self.through_store and self.tail is not None:
+            carried = self._place_tail_sinks(carried, self.tail)
+        return carried
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -159,12 +173,7 @@ class CompressedLayer(CacheLayerMixin):
         if not parts:
             return None
         rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        recalled = self.codec.recall(rows, self._below(0, rows.shape[1]))
-        if self.codec.feeds_above:
-            recalled = self._place_sinks(recalled, self.sinks)
-            if self.through_store and self.tail is not None:
-                recalled = self._place_tail_sinks(recalled, self.tail)
-        return recalled
+        return self.codec.recall(rows, self._below(0, rows.shape[1]))
 
     def _through(self, tail: Tensor) -> Tensor:
         start, block = self.stream.tokens, self.stream.block

@@ -48,9 +48,9 @@ class LayerCodec(ABC):
     width: int
     """``W``."""
     reads_below: bool = False
-    """Whether `encode` and `recall` need the features recalled by the layer below."""
+    """Whether `encode` and `recall` need what the layer below carries."""
     feeds_above: bool = False
-    """Whether the layer above needs what this layer recalls."""
+    """Whether the layer above needs what this layer carries."""
     rotated: bool = False
     """Whether keys are stored after RoPE."""
 
@@ -76,6 +76,10 @@ class LayerCodec(ABC):
     def recall(self, rows: Tensor, below: Tensor | None) -> Tensor:
         """What `rebuild` works on, from decoded rows ``[B, T, C]``."""
         return rows
+
+    def carry(self, recalled: Tensor) -> Tensor:
+        """What the layer above gets as ``below``, ``[B, T, W]``, in the space of the features."""
+        return recalled
 
     @abstractmethod
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:

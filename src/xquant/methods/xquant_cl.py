@@ -104,11 +104,13 @@ class DeltaCodec(LayerCodec):
 
     def recall(self, rows: Tensor, below: Tensor | None) -> Tensor:
         delta = rows if self.synthesis is None else by_block(rows, self.synthesis, self.block)
-        total = delta if below is None else below + delta
+        return delta if below is None else below + delta
+
+    def carry(self, recalled: Tensor) -> Tensor:
         if self.accumulator == 16:
-            return total
-        packed = quantize(total, self.accumulator, -1, self.block)
-        return dequantize(*packed, -1, self.block, total.dtype)
+            return recalled
+        packed = quantize(recalled, self.accumulator, -1, self.block)
+        return dequantize(*packed, -1, self.block, recalled.dtype)
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.view.project(self.view.normalize(recalled) if self.residual else recalled)

@@ -1,0 +1,76 @@
+"""The operations matrix: methods x families x every way people generate."""
+
+from functools import cache as memoize
+from typing import Any
+
+import pytest
+import torch
+from matrix import IDENTITY, LOW
+from models import FAMILIES, tiny
+from operations import OPERATIONS, Operation
+from transformers import DynamicCache
+
+from xquant import KVCache
+
+WINDOWED = ("gemma2", "gemma3")
+
+
+@memoize
+def family_model(family: str) -> Any:
+    return tiny(family)
+
+
+@memoize
+def expected(family: str, operation: Operation) -> torch.Tensor:
+    model = family_model(family)
+    with torch.inference_mode():
+        return operation(model, lambda: DynamicCache(config=model.config))
+
+
+def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
+    if family in WINDOWED and operation.__name__ == "crop_and_continue":
+        pytest.skip("transformers cannot crop a sliding window that has passed")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("spec", IDENTITY)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation: Operation) -> None:
+    skip_what_transformers_cannot(family, operation)
+    want = expected(family, operation)
+    model = family_model(family)
+    got = operation(model, lambda: KVCache(model, spec))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("spec", LOW)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.inference_mode()
+def test_low_bits_run_with_lengths_and_positions_right(
+    family: str, spec: str, operation: Operation
+) -> None:
+    skip_what_transformers_cannot(family, operation)
+    model = family_model(family)
+    caches: list[KVCache] = []
+
+    def make() -> KVCache:
+        caches.append(KVCache(model, spec))
+        return caches[-1]
+
+    tokens = operation(model, make)
+    want = expected(family, operation)
+    assert tokens.shape == want.shape
+    cache = caches[-1]
+    length = tokens.shape[1] - 1
+    assert cache.get_seq_length() in (length, length + 1)  # assisted decoding may end past its last
+    assert {layer.get_seq_length() for layer in cache.compressed} == {cache.index.length}
+    real = cache.index.real
+    ranks = (real.cumsum(1) - 1).int()
+    assert torch.equal(cache.index.positions[real], ranks[real])
+    for layer in cache.compressed:
+        key, value = layer.states()
+        assert key.shape[2] == value.shape[2] == cache.index.length
+        assert key.isfinite().all() and value.isfinite().all()
+        assert layer.stream.nbytes == layer.stream.blocks * layer.stream.block_nbytes()
