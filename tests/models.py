@@ -34,7 +34,13 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "initializer_range": 0.3,
 }
-MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention", "full_attention"]
+MIXED = [
+    "sliding_attention",
+    "full_attention",
+    "sliding_attention",
+    "full_attention",
+    "full_attention",
+]
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -45,7 +51,12 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma2": (
         Gemma2ForCausalLM,
         Gemma2Config,
-        {"head_dim": 16, "layer_types": MIXED, "sliding_window": 16, "attn_logit_softcapping": 20.0},
+        {
+            "head_dim": 16,
+            "layer_types": MIXED,
+            "sliding_window": 16,
+            "attn_logit_softcapping": 20.0,
+        },
     ),
     "gemma3": (
         Gemma3ForCausalLM,

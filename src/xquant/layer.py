@@ -201,29 +201,30 @@ class CompressedLayer(CacheLayerMixin):
         keep = self.index.sink[:, start : start + exact.shape[1]].unsqueeze(-1)
         return torch.cat([rows[:, :start], torch.where(keep, exact, rows[:, start:])], 1)
 
-    def _rebuild(self, tokens: int) -> States:
-        """Keys and values of the first ``tokens`` tokens, before RoPE unless the codec stores them
-        rotated: two ``[B, tokens, G*D]``. Sealed tokens come from their codes, others exactly."""
+    def _parts(self, tokens: int) -> list[States]:
+        """Rotated heads ``[B, G, t, D]`` of the first ``tokens`` tokens, in order: those that come
+        from codes, then those of the tail, exactly."""
         assert self.tail is not None
-        recalled = self.recalled if self.recalled is not None else self._recall(tokens)
-        exact_tail = self.tail
-        if not self.through_store:
-            exact_tail = self.tail[:, : max(tokens - self.stream.tokens, 0)]
-        sinks = self.sinks if self.sinks is not None else self.tail[:, :0]
+        sinks = self.tail[:, :0] if self.sinks is None else self.sinks
         count = sinks.shape[1]
-        exact = self.codec.exact(torch.cat([sinks, exact_tail], 1))
+        tail = self.tail
+        if not self.through_store:
+            tail = tail[:, : max(tokens - self.stream.tokens, 0)]
+        exact = self.codec.exact(torch.cat([sinks, tail], 1))
+        exact_tail = exact[0][:, count:], exact[1][:, count:]
+        recalled = self.recalled if self.recalled is not None else self._recall(tokens)
         if recalled is None:
-            return exact
-        coded = self.codec.rebuild(recalled[:, :tokens])
-        states = []
-        for rows, true in zip(coded, exact, strict=True):
+            return [self._heads(exact_tail, 0)]
+        coded = []
+        for rows, true in zip(self.codec.rebuild(recalled[:, :tokens]), exact, strict=True):
             rows = self._place_sinks(rows, true[:, :count])
             if self.through_store:
                 rows = self._place_tail_sinks(rows, true[:, count:])
-            elif true.shape[1] > count:
-                rows = torch.cat([rows, true[:, count:]], 1)
-            states.append(rows)
-        return states[0], states[1]
+            coded.append(rows)
+        parts = [self._heads((coded[0], coded[1]), 0)]
+        if not self.through_store and tail.shape[1]:
+            parts.append(self._heads(exact_tail, self.stream.tokens))
+        return parts
 
     def _heads(self, states: States, start: int) -> States:
         """Token-major states of the tokens from ``start`` on to rotated heads ``[B, G, t, D]``."""
@@ -237,7 +238,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""
-        return self._heads(self._rebuild(self.get_seq_length()), 0)
+        return _join(self._parts(self.get_seq_length()))
 
     def read(
         self, key: Tensor, value: Tensor, mask: Tensor | None
@@ -254,29 +255,23 @@ class CompressedLayer(CacheLayerMixin):
             the mask picks one of the two for every query.
         """
         past = self.get_seq_length() - key.shape[2]
-        result: tuple[Tensor, Tensor, Tensor | None]
         if self.through_store:
-            stored = self.states()
+            states = self.states()
             if self.fresh is not None:
-                result = self._banded(stored, mask, key.shape[2])
-            else:
-                result = *stored, mask
+                states, mask = self._banded(states, mask, key.shape[2])
         elif past:
-            old_key, old_value = self._heads(self._rebuild(past), 0)
-            result = torch.cat([old_key, key], 2), torch.cat([old_value, value], 2), mask
+            states = _join([*self._parts(past), (key, value)])
         else:
-            result = key, value, mask
+            states = key, value
         if self.below is not None:
             self.below.release()
-        return result
+        return *states, mask
 
-    def _banded(
-        self, stored: States, mask: Tensor | None, queries: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _banded(self, stored: States, mask: Tensor | None, queries: int) -> tuple[States, Tensor]:
         assert self.fresh is not None
         total, fresh = stored[0].shape[2], self.fresh.shape[1]
-        key, value = self._heads(self.codec.exact(self.fresh), total - fresh)
-        columns = torch.arange(total, device=key.device)
+        exact = self._heads(self.codec.exact(self.fresh), total - fresh)
+        columns = torch.arange(total, device=stored[0].device)
         age = columns[total - queries :, None] - columns[None]
         recent = (age < self.method.tail) & (columns >= total - fresh)
         if mask is None:
@@ -284,8 +279,7 @@ class CompressedLayer(CacheLayerMixin):
         closed = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         older = mask.masked_fill(recent, closed)
         newer = mask.masked_fill(~recent, closed)[..., total - fresh :]
-        keys, values = torch.cat([stored[0], key], 2), torch.cat([stored[1], value], 2)
-        return keys, values, torch.cat([older, newer], -1)
+        return _join([stored, exact]), torch.cat([older, newer], -1)
 
     # -- the batch and the length --------------------------------------------------------------
 
@@ -333,3 +327,10 @@ class CompressedLayer(CacheLayerMixin):
         raise ValueError("offloading is not supported by compressed layers")
 
     prefetch = offload
+
+
+def _join(parts: list[States]) -> States:
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)

@@ -61,11 +61,13 @@ class Stream:
         return [s.quantizer.encode(x, excluded) for s, x in zip(self.segments, parts, strict=True)]
 
     def _unpack(self, pool: list[Packed], tokens: int, dtype: torch.dtype) -> Tensor:
-        parts = [
-            s.quantizer.decode(packed, tokens, dtype)
-            for s, packed in zip(self.segments, pool, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        count, device = next((t.shape[0], t.device) for t in pool[0].values())
+        widths = [s.channels for s in self.segments]
+        rows = torch.empty(count, tokens, sum(widths), dtype=dtype, device=device)
+        parts = rows.split(widths, -1)
+        for segment, packed, out in zip(self.segments, pool, parts, strict=True):
+            segment.quantizer.decode(packed, out)
+        return rows
 
     def seal(self, blocks: Tensor, excluded: Tensor | None = None) -> None:
         """Pack and append ``blocks`` ``[B, m, n, C]``; ``excluded`` bool ``[B, m, n]``, see `quant`."""

@@ -110,7 +110,7 @@ class DeltaCodec(LayerCodec):
         if self.accumulator == 16:
             return recalled
         packed = quantize(recalled, self.accumulator, -1, self.block)
-        return dequantize(*packed, -1, self.block, recalled.dtype)
+        return dequantize(*packed, -1, self.block, torch.empty_like(recalled))
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.view.project(self.view.normalize(recalled) if self.residual else recalled)

@@ -26,9 +26,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     width = cos.shape[-1]
     turned, passed = x[..., :width], x[..., width:]
-    first, second = turned.chunk(2, -1)
-    turned = turned * cos + torch.cat((-second, first), -1) * sin
-    return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
+    (x1, x2), (cos1, cos2), (sin1, sin2) = (t.chunk(2, -1) for t in (turned, cos, sin))
+    return torch.cat((x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, passed), -1)
 
 
 @dataclass(eq=False)

@@ -61,20 +61,17 @@ def quantize(
 
 
 def dequantize(
-    codes: Tensor, scale: Tensor, zero: Tensor, dim: int, group: int, dtype: torch.dtype
+    codes: Tensor, scale: Tensor, zero: Tensor, dim: int, group: int, out: Tensor
 ) -> Tensor:
-    """The inverse of :func:`quantize`, in ``dtype``; the arithmetic is done in fp32."""
+    """The inverse of :func:`quantize`, into ``out`` (the shape of ``codes``); computed in fp32."""
+    exact = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     scale, zero = scale.float(), zero.float()
-    if scale.shape[dim] == 1:
-        return torch.addcmul(zero, codes.float(), scale).to(dtype)
-    out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for j, start in enumerate(range(0, codes.shape[dim], group)):
         length = min(group, codes.shape[dim] - start)
-        part = codes.narrow(dim, start, length).float()
         torch.addcmul(
             zero.narrow(dim, j, 1),
-            part,
+            codes.narrow(dim, start, length).float(),
             scale.narrow(dim, j, 1),
-            out=out.narrow(dim, start, length),
+            out=exact.narrow(dim, start, length),
         )
-    return out.to(dtype)
+    return out if exact is out else out.copy_(exact)

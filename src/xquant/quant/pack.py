@@ -54,7 +54,9 @@ def unpack(packed: Tensor, bits: int, tokens: int) -> Tensor:
         plane = packed.narrow(-2, start, rows)
         if per_byte > 1:
             mask = 2**width - 1
-            runs = [(plane >> (j * width)) & mask for j in range(per_byte)]
+            runs = [plane & mask]
+            runs += [(plane >> (j * width)) & mask for j in range(1, per_byte - 1)]
+            runs.append(plane >> (8 - width))
             plane = torch.cat(runs, -2).narrow(-2, 0, tokens)
         codes = plane if codes is None else codes | (plane << shift)
         start, shift = start + rows, shift + width

@@ -23,8 +23,8 @@ class Quantizer(Protocol):
         """Blocks ``[N, n, C]`` to tensors of leading dimension ``N``; see :func:`quantize`."""
         ...
 
-    def decode(self, packed: Packed, tokens: int, dtype: torch.dtype) -> Tensor:
-        """Back to ``[N, n, C]`` in ``dtype``, ``n = tokens``."""
+    def decode(self, packed: Packed, out: Tensor) -> None:
+        """Back to rows, written into ``out`` ``[N, n, C]``."""
         ...
 
     def nbytes(self, tokens: int, channels: int) -> int:
@@ -43,8 +43,8 @@ class Plain:
             x = x.clamp(-FP16_MAX, FP16_MAX)
         return {"values": x.to(self.dtype, copy=True)}
 
-    def decode(self, packed: Packed, tokens: int, dtype: torch.dtype) -> Tensor:
-        return packed["values"].to(dtype)
+    def decode(self, packed: Packed, out: Tensor) -> None:
+        out.copy_(packed["values"])
 
     def nbytes(self, tokens: int, channels: int) -> int:
         return tokens * channels * self.dtype.itemsize
@@ -70,9 +70,9 @@ class Affine:
         codes, scale, zero = quantize(x, self.bits, self._dim, self.group, excluded)
         return {"codes": pack(codes, self.bits), "scale": scale, "zero": zero}
 
-    def decode(self, packed: Packed, tokens: int, dtype: torch.dtype) -> Tensor:
-        codes = unpack(packed["codes"], self.bits, tokens)
-        return dequantize(codes, packed["scale"], packed["zero"], self._dim, self.group, dtype)
+    def decode(self, packed: Packed, out: Tensor) -> None:
+        codes = unpack(packed["codes"], self.bits, out.shape[-2])
+        dequantize(codes, packed["scale"], packed["zero"], self._dim, self.group, out)
 
     def nbytes(self, tokens: int, channels: int) -> int:
         along, across = (channels, tokens) if self.per == "token" else (tokens, channels)
