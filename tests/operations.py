@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import left_padded, prompt
 from torch import Tensor
+
+from models import left_padded, prompt
 
 Make = Callable[[], Any]
 Operation = Callable[[Any, Make], Tensor]

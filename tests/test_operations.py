@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
+
 from matrix import IDENTITY, LOW
 from models import FAMILIES, tiny
 from operations import OPERATIONS, Operation
-from transformers import DynamicCache
-
 from xquant import KVCache
 
 WINDOWED = ("gemma2", "gemma3")

@@ -31,8 +31,8 @@ class ObservingCache:
     attachment: "Attachment"
 
     @abstractmethod
-    def begin(self) -> None:
-        """A forward pass of the decoder starts."""
+    def begin(self, batch: int) -> None:
+        """A forward pass of the decoder on ``batch`` sequences starts."""
 
     @abstractmethod
     def observe(
@@ -137,18 +137,23 @@ class Attachment:
         return known[1]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (a for a in (*args, *kwargs.values()) if isinstance(a, ObservingCache))
-        self.cache = next(given, None)
-        if self.cache is None:
+        inputs = [*args, *kwargs.values()]
+        cache = next((a for a in inputs if isinstance(a, ObservingCache)), None)
+        self.cache = None
+        if cache is None:
             return
         if torch.compiler.is_compiling():
             raise ValueError("a compressed cache cannot be used in a compiled forward pass")
-        if self.cache.attachment is not self:
-            self.cache = None
+        if cache.attachment is not self:
             raise ValueError(
-                "this cache was made for another model (or before detach): make a new one"
+                "this cache was made for another model, or before detach: make a new one"
             )
-        self.cache.begin()
+        tokens = kwargs.get("input_ids")
+        tokens = (
+            kwargs.get("inputs_embeds", args[0] if args else None) if tokens is None else tokens
+        )
+        cache.begin(tokens.shape[0])
+        self.cache = cache
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         cache, self.cache = self.cache, None

@@ -70,7 +70,12 @@ class KVCache(Cache, ObservingCache):
 
     # -- a forward pass ------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, batch: int) -> None:
+        if self.index.batch not in (0, batch):
+            raise ValueError(
+                f"this cache holds a batch of {self.index.batch}, the input has {batch}: use"
+                " batch_repeat_interleave or batch_select_indices, or a new cache"
+            )
         # Layers that are not ours cannot be cropped past their window, so they are put back whole.
         others = {
             i: copy.copy(layer)
@@ -83,11 +88,6 @@ class KVCache(Cache, ObservingCache):
         self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
     ) -> None:
         batch, length = x.shape[:2]
-        if self.index.batch not in (0, batch):
-            raise ValueError(
-                f"this cache holds a batch of {self.index.batch}, the input has {batch}: use"
-                " batch_repeat_interleave or batch_select_indices, or a new cache"
-            )
         self._pending[view.index] = x
         if view.index != self.attachment.view.compressed[0].index:
             return

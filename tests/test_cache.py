@@ -1,0 +1,295 @@
+"""KVCache as a transformers cache: attaching, refusing, reporting, and reading through the store."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from matrix import LOW
+from models import FAMILIES, left_padded, prompt, tiny
+from xquant import KVCache, attach, detach
+from xquant.methods import METHODS
+
+
+def logits(model: Any, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids, past_key_values=cache, use_cache=cache is not None, **kwargs).logits
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called)
+        for m in model.modules()
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_detach_leaves_the_model_as_it_was(family: str) -> None:
+    model = tiny(family)
+    before = logits(model, prompt())
+    names, implementation, count = set(vars(model)), model.config._attn_implementation, hooks(model)
+    KVCache(model, "xquant-cl-2bit:first_layers=1")
+    assert model.config._attn_implementation != implementation
+    assert torch.equal(logits(model, prompt()), before)
+    detach(model)
+    assert (set(vars(model)), model.config._attn_implementation) == (names, implementation)
+    assert hooks(model) == count
+    assert torch.equal(logits(model, prompt()), before)
+    detach(model)
+
+
+def test_attach_is_idempotent() -> None:
+    model = tiny("llama")
+    first = attach(model)
+    count = hooks(model)
+    KVCache(model, "kivi-2bit")
+    assert attach(model) is first
+    assert hooks(model) == count
+
+
+def test_codecs_are_built_once_and_again_when_weights_change() -> None:
+    model = tiny("llama")
+    first = KVCache(model, "xquant-4bit").compressed[0].codec
+    assert KVCache(model, "xquant-4bit").compressed[0].codec is first
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(2)
+    cache = KVCache(model, "xquant-16bit:group=8")
+    assert KVCache(model, "xquant-4bit").compressed[0].codec is not first
+    got = logits(model, prompt(), KVCache(model, "xquant-16bit:group=8", attend="store"))
+    assert torch.allclose(got, logits(model, prompt()), atol=1e-3)
+    del cache
+
+
+def test_an_attached_model_still_takes_other_caches() -> None:
+    model = tiny("llama")
+    want = logits(model, prompt(), DynamicCache(config=model.config))
+    attach(model)
+    assert torch.equal(logits(model, prompt(), DynamicCache(config=model.config)), want)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@torch.inference_mode()
+def test_other_attention_implementations_get_whole_keys_and_values(when: str) -> None:
+    AttentionInterface.register("mine", sdpa_attention_forward)
+    AttentionMaskInterface.register("mine", AttentionMaskInterface()["sdpa"])
+    model = tiny("llama")
+    want = model.generate(prompt(), max_new_tokens=20, do_sample=False)
+    if when == "before":
+        model.set_attn_implementation("mine")
+    cache = KVCache(model, "xquant-16bit:group=8")
+    if when == "after":
+        model.set_attn_implementation("mine")
+    got = model.generate(prompt(), max_new_tokens=20, do_sample=False, past_key_values=cache)
+    assert torch.equal(got, want)
+
+
+# -- refusing --------------------------------------------------------------------------------------
+
+
+def test_a_cache_of_another_model_is_refused() -> None:
+    model, attached, other = tiny("llama"), tiny("llama"), tiny("llama")
+    attach(attached)
+    for stranger in (attached, other):
+        cache = KVCache(model, "kivi-2bit")
+        with pytest.raises(ValueError, match="made for"):
+            logits(stranger, prompt(), cache)
+        assert cache.get_seq_length() == 0
+        assert logits(model, prompt(), cache).isfinite().all()
+
+
+def test_another_batch_size_is_refused_and_leaves_the_cache_whole() -> None:
+    model = tiny("gemma3")
+    cache = KVCache(model, "kivi-2bit:group=8")
+    logits(model, prompt(2), cache)
+    with pytest.raises(ValueError, match="batch of 2, the input has 3"):
+        logits(model, prompt(3, 1), cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * 5
+    assert logits(model, prompt(2, 1), cache).isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_nan_is_refused_and_leaves_the_cache_as_it_was(family: str) -> None:
+    model, cache = tiny(family), None
+    want = logits(model, prompt(1, 50))[:, 40:]
+    cache = KVCache(model, "kivi-16bit:group=8")
+    logits(model, prompt(1, 50)[:, :40], cache)
+
+    def poison(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output * torch.nan
+
+    handle = model.model.layers[2].mlp.register_forward_hook(poison)
+    with pytest.raises(ValueError, match="NaN or infinity in the hidden states of layer 3"):
+        logits(model, prompt(1, 9, seed=5), cache)
+    handle.remove()
+    assert [layer.get_seq_length() for layer in cache.layers] == [40] * 5
+    assert cache.index.length == 40
+    assert torch.allclose(logits(model, prompt(1, 50)[:, 40:], cache), want, atol=1e-4)
+
+
+def test_a_static_or_compiled_cache_is_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="cache_implementation"):
+        model.generate(
+            prompt(),
+            max_new_tokens=2,
+            cache_implementation="static",
+            past_key_values=KVCache(model, "kivi-2bit"),
+        )
+    assert not KVCache(model, "kivi-2bit").is_compileable
+
+
+def test_direct_updates_are_refused() -> None:
+    cache = KVCache(tiny("llama"), "kivi-2bit")
+    states = torch.randn(1, 2, 3, 12)
+    with pytest.raises(ValueError, match="filled by forward passes"):
+        cache.update(states, states, 0)
+
+
+def test_what_is_not_a_supported_model_is_refused_by_name() -> None:
+    from transformers import (
+        CohereConfig,
+        CohereForCausalLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        Olmo2Config,
+        Olmo2ForCausalLM,
+    )
+
+    with pytest.raises(TypeError, match="Linear"):
+        KVCache(nn.Linear(2, 2), "full")
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=20))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
+        KVCache(gpt2, "full")
+    small: dict[str, Any] = {
+        "vocab_size": 131,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    olmo = Olmo2ForCausalLM(Olmo2Config(**small, pad_token_id=0))
+    with pytest.raises(ValueError, match="Olmo2ForCausalLM.*key norm spans heads"):
+        KVCache(olmo, "full")
+    cohere = CohereForCausalLM(CohereConfig(**small, initializer_range=0.3)).eval()
+    cache = KVCache(cohere, "xquant-4bit")  # its rotary embedding interleaves channels
+    with pytest.raises(ValueError, match="CohereForCausalLM is not supported: the keys"):
+        logits(cohere, prompt(), cache)
+    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="no full-attention layer.*sliding window of 16"):
+        KVCache(tiny("mistral", sliding_window=16), "full")
+
+
+def test_bad_arguments_are_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="attend is chunk or store"):
+        KVCache(model, "full", attend="all")
+    with pytest.raises(ValueError, match="only 5 layers are compressed"):
+        KVCache(model, "xquant-cl-2bit:first_layers=6")
+    with pytest.raises(ValueError, match="outlier=true needs the gqa form"):
+        KVCache(model, "xquant-2bit:outlier=true,form=mha")
+
+
+# -- reading through the store ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", LOW)
+@torch.inference_mode()
+def test_reading_through_the_store_reads_what_a_later_token_would(spec: str) -> None:
+    """40 tokens are whole blocks of 8: what a store-reading pass saw is what the store then holds."""
+    model = tiny("llama")
+    spec = spec.replace(",tail=5", "")
+    cache = KVCache(model, spec, attend="store")
+    seen = {}
+    answer = cache.answer
+
+    def record(index: int, *args: Any) -> Any:
+        seen[index] = answer(index, *args)
+        return seen[index]
+
+    cache.answer = record  # type: ignore[method-assign]
+    logits(model, prompt(), cache)
+    for layer in cache.compressed:
+        assert layer.stream.tokens == 40
+        key, value = layer.states()
+        assert torch.equal(seen[layer.codec.view.index][0], key)
+        assert torch.equal(seen[layer.codec.view.index][1], value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_tail_longer_than_the_text_reads_everything_exactly(family: str) -> None:
+    model = tiny(family)
+    want = logits(model, prompt())
+    got = logits(model, prompt(), KVCache(model, "kivi-1bit:group=8,tail=40", attend="store"))
+    assert torch.allclose(got, want, atol=1e-4)
+    far = logits(model, prompt(), KVCache(model, "kivi-1bit:group=8,tail=4", attend="store"))
+    assert torch.allclose(far[:, :4], want[:, :4], atol=1e-4)
+    assert not torch.allclose(far[:, 20:], want[:, 20:], atol=1e-1)
+
+
+def test_padding_does_not_change_what_is_stored() -> None:
+    """A prompt alone and the same prompt left-padded in a batch decode to the same logits."""
+    model = tiny("llama")
+    batch = left_padded([40, 16])
+    cache = KVCache(model, "kivi-2bit:group=8,sink=1", attend="store")
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    both = logits(
+        model,
+        batch["input_ids"],
+        cache,
+        attention_mask=batch["attention_mask"],
+        position_ids=positions,
+    )
+    alone = logits(
+        model,
+        batch["input_ids"][1:, 24:],
+        KVCache(model, "kivi-2bit:group=8,sink=1", attend="store"),
+    )
+    assert torch.allclose(both[1:, 24:], alone, atol=1e-4)
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_report_counts_every_byte(family: str, name: str) -> None:
+    model = tiny(family)
+    spec = METHODS[name].example + ":group=8,sink=1"
+    cache = KVCache(model, spec)
+    assert cache.report().bits_per_value == 0
+    logits(model, prompt(2, 43), cache)
+    report = cache.report()
+    held: set[int] = set()
+    total = 0
+    for owner in [*cache.compressed, cache.index, *(c.stream for c in cache.compressed)]:
+        tensors = [t for t in vars(owner).values() if isinstance(t, torch.Tensor)]
+        tensors += [t for packed in getattr(owner, "pool", []) for t in packed.values()]
+        for tensor in tensors:
+            if tensor.data_ptr() not in held:
+                held.add(tensor.data_ptr())
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view keeps more alive"
+                total += tensor.nbytes
+    assert report.cache_bytes - report.skipped_bytes == total
+    assert (report.tokens, report.batch) == (43, 2)
+    sealed = sum(layer.stream.blocks * layer.stream.block_nbytes() for layer in cache.compressed)
+    assert sum(report.sealed_bytes.values()) == sealed
+    values = sum(2 * c.codec.view.kv_width * 2 * 40 for c in cache.compressed)
+    assert report.bits_per_value == pytest.approx(8 * (sealed + report.sink_bytes) / values)
+    assert str(report).splitlines()
+    assert report.layers_skipped == ({} if family == "llama" else {
+        0: "sliding window of 16 tokens", 2: "sliding window of 16 tokens"
+    })  # fmt: skip
+
+
+def test_repeated_sequences_share_their_blocks() -> None:
+    model = tiny("llama")
+    cache = KVCache(model, "kivi-2bit:group=8")
+    logits(model, prompt(), cache)
+    before = sum(cache.report().sealed_bytes.values())
+    cache.batch_repeat_interleave(4)
+    report = cache.report()
+    assert (report.batch, sum(report.sealed_bytes.values())) == (4, before)
