@@ -172,14 +172,14 @@ def test_what_is_not_a_supported_model_is_refused_by_name() -> None:
         "num_key_value_heads": 2,
     }
     olmo = Olmo2ForCausalLM(Olmo2Config(**small, pad_token_id=0))
-    with pytest.raises(ValueError, match="Olmo2ForCausalLM.*key norm spans heads"):
+    with pytest.raises(ValueError, match=r"Olmo2ForCausalLM.*key norm spans heads"):
         KVCache(olmo, "full")
     cohere = CohereForCausalLM(CohereConfig(**small, initializer_range=0.3)).eval()
     cache = KVCache(cohere, "xquant-4bit")  # its rotary embedding interleaves channels
     with pytest.raises(ValueError, match="CohereForCausalLM is not supported: the keys"):
         logits(cohere, prompt(), cache)
     assert cache.get_seq_length() == 0
-    with pytest.raises(ValueError, match="no full-attention layer.*sliding window of 16"):
+    with pytest.raises(ValueError, match=r"no full-attention layer.*sliding window of 16"):
         KVCache(tiny("mistral", sliding_window=16), "full")
 
 

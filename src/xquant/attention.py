@@ -148,11 +148,8 @@ class Attachment:
             raise ValueError(
                 "this cache was made for another model, or before detach: make a new one"
             )
-        tokens = kwargs.get("input_ids")
-        tokens = (
-            kwargs.get("inputs_embeds", args[0] if args else None) if tokens is None else tokens
-        )
-        cache.begin(tokens.shape[0])
+        named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        cache.begin(next(t for t in (*named, *args) if isinstance(t, Tensor)).shape[0])
         self.cache = cache
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
