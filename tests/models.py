@@ -76,7 +76,7 @@ def tiny(family: str, **changes: Any) -> Any:
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=2.0)
     model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = VOCABULARY  # never generated
     return model
 
 

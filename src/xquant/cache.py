@@ -176,7 +176,13 @@ class KVCache(Cache, ObservingCache):
 
     def reset(self) -> None:
         """Empty the cache for another batch; the model stays attached."""
-        super().reset()
+        # Layers that are not ours are made anew: before 5.18, theirs keep their length when reset.
+        own = compat.default_layers(compat.text_config(self.attachment.view.model))
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, CompressedLayer):
+                layer.reset()
+            else:
+                self.layers[i] = own[i]
         self.index.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
