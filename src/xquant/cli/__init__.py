@@ -1,0 +1,50 @@
+"""The command ``xquant``: one verb a file. `main` turns every expected failure into one line."""
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+EXTRAS = {
+    "click": "cli",
+    "rich": "cli",
+    "platformdirs": "cli",
+    "matplotlib": "plots",
+    "jinja2": "plots",
+    "markupsafe": "plots",
+}
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 0, 2 (bad input, one line on stderr) or 130."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    try:
+        from .app import run
+
+        run(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; Python must not try to flush to it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ModuleNotFoundError as error:
+        if error.name in EXTRAS:
+            return _fail(f"{error.name} is missing: pip install 'xquant-kv[{EXTRAS[error.name]}]'")
+        if error.name is not None:  # without a name it is load_model's own advice
+            raise
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (ValueError, TypeError) as error:
+        return _fail(str(error))
+    return 0
+
+
+def _fail(message: str) -> int:
+    print("xquant:", " ".join(message.split()), file=sys.stderr)
+    return BAD_INPUT

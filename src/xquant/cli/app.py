@@ -1,0 +1,37 @@
+"""The verbs together, and click's usage errors as the ValueErrors that `main` reports."""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from .. import __version__
+from . import compare, generate, methods, perplexity
+
+
+@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="xquant %(version)s")
+def xquant() -> None:
+    """Compress the KV cache of language models, and measure what that costs."""
+
+
+for _verb in (methods.methods, generate.generate, perplexity.perplexity, compare.compare):
+    xquant.add_command(_verb)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; by default that of the process.
+
+    Raises:
+        ValueError: unknown verb or option, or a value of the wrong kind; further errors as the verbs.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Not xquant.main(): it writes to stderr when interrupted.
+    try:
+        with xquant.make_context("xquant", words) as context:
+            xquant.invoke(context)
+    except click.exceptions.Exit:
+        pass  # --help and --version have said what they have to say
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "xquant"
+        raise ValueError(f"{error.format_message()} See '{where} --help'.") from error

@@ -1,0 +1,166 @@
+"""What the verbs share: options, checks that come before long work, tables and progress."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..evals.results import STDOUT, stamp, write_json
+
+DTYPES = ("float32", "bfloat16", "float16")
+PIPED_WIDTH = 200
+
+json_option = click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    help="Also write the result as a JSON array; '-' writes it to standard output, alone.",
+)
+methods_option = click.option(
+    "--method",
+    "specs",
+    metavar="SPEC",
+    multiple=True,
+    help="Method, such as xquant-cl-2bit:sink=1; may be given several times.",
+)
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """MODEL, ``--dtype`` and ``--device``."""
+    dtype = click.option(
+        "--dtype",
+        type=click.Choice(DTYPES),
+        default="float32",
+        show_default=True,
+        help="Of the weights.",
+    )
+    device = click.option(
+        "--device", help="Such as cpu or cuda:1.  [default: cuda where there is one]"
+    )
+    return click.argument("model")(dtype(device(command)))
+
+
+def text_options(default: str | None = None) -> Callable[..., Any]:
+    """``--text`` (required where it has no default), ``--context`` and ``--windows``."""
+    # To click, a default of None is a default.
+    otherwise: dict[str, Any] = {"default": default} if default else {"required": True}
+    options = (
+        click.option(
+            "--text",
+            metavar="FILE",
+            show_default=True,
+            help='Text file, .jsonl with "text" fields, or help-topics (Python\'s own help).',
+            **otherwise,
+        ),
+        click.option(
+            "--context", type=int, default=2048, show_default=True, help="Tokens of a window."
+        ),
+        click.option(
+            "--windows",
+            type=int,
+            default=4,
+            show_default=True,
+            help="Windows from the text's start.",
+        ),
+    )
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
+    """The model and its tokenizer, with transformers' notes switched off.
+
+    Raises:
+        ValueError: no such device or model.
+    """
+    import torch
+    from transformers.utils import logging
+
+    from .. import load_model
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no device '{where}' here ({str(error).splitlines()[0]})") from error
+    return load_model(model, dtype=getattr(torch, dtype), device=where)
+
+
+def check_file(target: str | None) -> None:
+    """Raise ValueError unless ``target`` (``-`` and None included) can be written as a file."""
+    if target is None or target == STDOUT:
+        return
+    path = Path(target)
+    if not target or path.is_dir():
+        raise ValueError(f"cannot write '{target}': it is not a file name")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write '{target}': there is no folder '{path.parent}'")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"cannot write '{target}': permission denied")
+
+
+def check_folder(target: str) -> None:
+    """Raise ValueError unless the folder ``target`` can be written to, or made."""
+    path = Path(target)
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not target or not nearest.is_dir():
+        raise ValueError(f"cannot write to '{target}': '{nearest}' is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to '{target}': permission denied")
+
+
+def finish(
+    rows: Iterable[Mapping[str, Any]], json_file: str | None, **subject: Any
+) -> list[dict[str, Any]]:
+    """Stamp the rows of a run, write them where ``--json`` says, and return them."""
+    stamped = stamp(rows, **subject)
+    if json_file is not None:
+        write_json(json_file, stamped)
+    return stamped
+
+
+def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; ``columns`` gives each heading its justification."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in columns.items():
+        table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*row)
+    # Without a terminal there is no width to fit: lines stay whole for grep and the like.
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False).print(table)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A callback (done, total, what) that draws a bar on stderr, on a terminal only."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+    with bar:
+        task = bar.add_task("")
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        yield show

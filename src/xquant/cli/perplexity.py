@@ -1,0 +1,96 @@
+"""``xquant perplexity``: what compression costs a model, through the real packed store."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from ..evals.results import STDOUT
+from .common import (
+    check_file,
+    finish,
+    json_option,
+    load,
+    methods_option,
+    model_options,
+    print_table,
+    progress_bar,
+    text_options,
+)
+
+COLUMNS = {
+    "method": "left",
+    "perplexity": "right",
+    "relative": "right",
+    "bits per value": "right",
+    "of fp16 cache": "right",
+    "cache, MB": "right",
+    "seconds": "right",
+}
+
+
+@click.command()
+@model_options
+@methods_option
+@text_options()
+@json_option
+def perplexity(json_file: str | None, **asked: Any) -> None:
+    """Measure MODEL's perplexity on a text with the cache compressed by each method.
+
+    The text is cut into windows from its start; every token reads keys and values that went through
+    the packed store. The full cache is measured in the same run.
+    """
+    if not asked["specs"]:
+        raise ValueError("no method to measure: give --method SPEC")
+    check_file(json_file)
+    rows, subject = run(**asked)
+    finish(rows, json_file, **subject)
+    if json_file != STDOUT:
+        print_rows(rows)
+
+
+def run(
+    model: str,
+    dtype: str,
+    device: str | None,
+    specs: Sequence[str],
+    text: str,
+    context: int,
+    windows: int,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
+    from .. import parse_method
+    from ..evals import perplexity as evaluation
+    from ..evals.text import read_text, text_name
+
+    methods = [parse_method(spec) for spec in specs]
+    words = read_text(text)
+    network, tokenizer = load(model, dtype, device)
+    with progress_bar() as show:
+        rows = evaluation.perplexity(network, tokenizer, words, methods, context, windows, show)
+    subject = {
+        "model": model,
+        "text": text_name(text),
+        "dtype": dtype,
+        "device": str(network.device),
+    }
+    return [row.to_dict() for row in rows], subject
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table on standard output."""
+    print_table(
+        COLUMNS,
+        [
+            (
+                row["method"],
+                f"{row['perplexity']:.3f}",
+                f"{row['ratio']:.4f}",
+                f"{row['bits_per_value']:.2f}",
+                f"{row['cache_ratio']:.1%}",
+                f"{row['cache_bytes'] / 1e6:.2f}",
+                f"{row['seconds']:.1f}",
+            )
+            for row in rows
+        ],
+    )

@@ -1,0 +1,106 @@
+"""Results as data: a JSON array of rows, each with all that is needed to repeat it."""
+
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+STDOUT = "-"
+
+
+def environment() -> dict[str, Any]:
+    """The command, the versions and the hardware of this process, as plain JSON values."""
+    import torch
+    import transformers
+
+    from .. import __version__
+
+    return {
+        "command": _command(),
+        "xquant": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def stamp(rows: Iterable[Mapping[str, Any]], **subject: Any) -> list[dict[str, Any]]:
+    """``rows`` made self-contained: with their ``subject`` (model, text ...) and the environment."""
+    where = environment()
+    return [{**row, **subject, "environment": where} for row in rows]
+
+
+def write_json(target: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write ``rows`` to a file, or to standard output for ``"-"``.
+
+    A number that is not finite becomes ``null``, since JSON has no other word for it.
+    """
+    text = json.dumps([_plain(row) for row in rows], indent=2, ensure_ascii=False) + "\n"
+    if str(target) == STDOUT:
+        sys.stdout.write(text)
+    else:
+        write_atomically(target, text)
+
+
+def write_atomically(target: str | Path, content: str | bytes) -> None:
+    """Write a file that appears whole or not at all; a link is followed, a device is written to."""
+    path, data = Path(target), content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _command() -> str:
+    name = Path(sys.argv[0]).name
+    return shlex.join(["xquant" if name == "__main__.py" else name, *sys.argv[1:]])
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is tracked in, with ``-dirty`` where edited."""
+    here = Path(__file__)
+    # A package installed inside some other project's checkout is not tracked there.
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None
+    return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True)
+    except OSError:
+        return None
+    return run.stdout.strip() if run.returncode == 0 else None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

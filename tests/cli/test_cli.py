@@ -1,0 +1,190 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from words import model_folder, text_of
+from xquant.cli import main
+from xquant.methods import METHODS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(model_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "t.txt").write_text(text_of(100))
+    return str(tmp_path / "t.txt")
+
+
+@pytest.fixture
+def run(capfd):
+    """Run the command in this process: (status, stdout, stderr)."""
+
+    def call(*arguments):
+        status = main([str(a) for a in arguments])
+        return status, *capfd.readouterr()
+
+    return call
+
+
+def test_methods_lists_every_method(run):
+    status, out, err = run("methods", "--json", "-")
+    rows = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [row["name"] for row in rows] == list(METHODS)
+    keys = {"name", "spec", "paper", "needs_calibration", "summary", "options", "environment"}
+    assert all(row.keys() == keys for row in rows)
+    status, out, err = run("methods")
+    assert (status, err) == (0, "")
+    assert all(row["spec"] in out for row in rows)
+
+
+def test_perplexity_prints_a_table_or_json_or_both(run, model, text, tmp_path):
+    asked = ("perplexity", model, "--method", "kivi-4bit:group=8", "--method", "full")
+    asked += ("--text", text, "--context", 40, "--windows", 2, "--device", "cpu")
+    status, out, err = run(*asked, "--json", "-")
+    rows = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [row["method"] for row in rows] == ["kivi-4bit:group=8", "full"]
+    assert rows[0]["tokens"] == 78
+    assert (rows[0]["model"], rows[0]["text"]) == (model, "t.txt")
+    status, out, err = run(*asked, "--json", tmp_path / "r.json")
+    assert (status, err) == (0, "")
+    assert "kivi-4bit:group=8" in out
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert written[0]["window_nll"] == rows[0]["window_nll"]
+
+
+def test_generate_prints_the_text_then_the_report(run, model):
+    asked = ("generate", model, "--prompt", "w5 w6 w7", "--max-new-tokens", 4, "--device", "cpu")
+    status, out, err = run(*asked, "--json", "-")
+    (row,) = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (row["method"], row["prompt"], row["tokens"]) == ("xquant-4bit", "w5 w6 w7", 4)
+    assert row["report"]["tokens"] == 6
+    assert row["tokens_per_second"] > 0
+    assert 0 < row["full_cache_bytes"] < row["cache_bytes"]  # all of it still in the fp32 tail
+    status, out, err = run(*asked)
+    assert (status, err) == (0, "")
+    assert out.startswith(row["text"])
+    assert "fp16 cache" in out
+
+
+def test_sampling_repeats_with_its_seed(run, model):
+    asked = ("generate", model, "--prompt", "w5", "--max-new-tokens", 12, "--temperature", 3)
+
+    def sample(seed):
+        return json.loads(run(*asked, "--seed", seed, "--json", "-")[1])[0]["text"]
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_compare_writes_its_four_files(run, model, text, tmp_path):
+    folder = tmp_path / "new" / "out"
+    status, out, err = run(
+        "compare", model, "--method", "kivi-4bit:group=8", "--text", text, "--context", 40,
+        "--windows", 1, "--output", folder,
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    files = {"results.json", "report.html", "perplexity.svg", "perplexity.png"}
+    assert set(os.listdir(folder)) == files
+    rows = json.loads((folder / "results.json").read_text())
+    assert [row["method"] for row in rows] == ["full", "kivi-4bit:group=8"]
+    assert out.index("full") < out.index("kivi-4bit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "Missing command"),
+        ("nonsense", "No such command 'nonsense'"),
+        ("methods --nonsense", "No such option"),
+        ("methods --json NONE/r.json", "there is no folder"),
+        ("methods --json TMP", "is not a file name"),
+        ("generate", "Missing argument 'MODEL'"),
+        ("generate MODEL --prompt w2 --method xquant-9bit", "bits=9"),
+        ("generate MODEL --prompt w2 --method nonsense", "unknown method 'nonsense'"),
+        ("generate MODEL --prompt w2 --max-new-tokens 0", "0 is not in the range"),
+        ("generate MODEL --prompt w2 --max-new-tokens 512", "past the model's 512 positions"),
+        ("generate MODEL --prompt w2 --temperature nan", "temperature of nan"),
+        ("generate MODEL --prompt w2 --chat", "no chat template"),
+        ("generate MODEL --prompt w2 --dtype int8", "'int8' is not one of"),
+        ("generate MODEL --prompt w2 --device nonsense", "no device 'nonsense'"),
+        ("generate NONE --prompt w2", "no model folder"),
+        ("generate TMP --prompt w2", "is not a model folder"),
+        ("perplexity MODEL --text TEXT", "give --method"),
+        ("perplexity MODEL --method full", "Missing option '--text'"),
+        ("perplexity MODEL --method full --text NONE", "there is no text file"),
+        ("perplexity MODEL --method full --text TEXT", "past the model's 512 positions"),
+        ("perplexity MODEL --method full --text TEXT --context 101", "holds 100 tokens"),
+        ("perplexity MODEL --method full --text TEXT --context many", "'many' is not a valid"),
+        ("compare MODEL", "Missing option '--output'"),
+        ("compare MODEL --text TEXT --context 40 --output OUT", "holds 2 windows"),
+        ("compare MODEL --method bad --output OUT", "unknown method 'bad'"),
+        ("compare MODEL --text TEXT --output TEXT", "is not a folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(run, model, text, tmp_path, arguments, message):
+    places = {"MODEL": model, "TEXT": text, "TMP": str(tmp_path)}
+    places |= {"NONE": str(tmp_path / "none"), "OUT": str(tmp_path / "out")}
+    words = []
+    for word in arguments.split():
+        head, slash, rest = word.partition("/")
+        words.append(places.get(head, head) + slash + rest)
+    status, out, err = run(*words)
+    assert (status, out) == (2, "")
+    assert err.startswith("xquant: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert os.listdir(tmp_path) == ["t.txt"]
+
+
+@pytest.mark.parametrize("prompt", ["", "   "])
+def test_a_prompt_without_tokens_is_refused(run, model, prompt):
+    status, out, err = run("generate", model, "--prompt", prompt)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_method_and_files_are_checked_before_the_model_is_loaded(run, monkeypatch, tmp_path, text):
+    monkeypatch.setattr("xquant.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    full = ("--method", "full", "--text", text)
+    for bad in (
+        ("perplexity", "m", "--method", "bad", "--text", text),
+        ("perplexity", "m", "--method", "full", "--text", tmp_path),
+        ("perplexity", "m", *full, "--json", tmp_path / "none" / "r.json"),
+        ("compare", "m", *full, "--output", text),
+    ):
+        assert run(*bad)[0] == 2
+
+
+def test_an_interrupt_is_quiet_and_a_bug_is_not(run, monkeypatch):
+    def fail_with(error):
+        monkeypatch.setattr("xquant.cli.methods.finish", lambda *_: (_ for _ in ()).throw(error))
+
+    fail_with(KeyboardInterrupt())
+    assert run("methods") == (130, "", "")
+    fail_with(RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("methods")
+
+
+@pytest.mark.parametrize(("package", "extra"), [("click", "cli"), ("matplotlib", "plots")])
+def test_a_missing_extra_is_named(run, monkeypatch, tmp_path, package, extra):
+    for name in [name for name in sys.modules if name.startswith("xquant.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    status, _, err = run("compare", "m", "--output", tmp_path / "out")
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"pip install 'xquant-kv[{extra}]'" in err
+
+
+def test_the_command_runs_as_a_module():
+    command = [sys.executable, "-m", "xquant.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("xquant ")

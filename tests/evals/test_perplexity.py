@@ -1,0 +1,80 @@
+import math
+
+import pytest
+import torch
+
+from models import tiny
+from words import text_of, word_tokenizer
+from xquant.evals.perplexity import perplexity
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama")
+
+
+def run(model, methods, tokens=100, context=40, windows=2, **more):
+    return perplexity(model, word_tokenizer(), text_of(tokens), methods, context, windows, **more)
+
+
+def test_the_full_cache_scores_what_the_model_alone_scores(model):
+    (row,) = run(model, ["full"])
+    ids = torch.tensor(word_tokenizer()(text_of(100), verbose=False)["input_ids"])
+    nll = []
+    for window in ids[:80].view(2, 40):
+        with torch.inference_mode():
+            logits = model(window[None]).logits[0]
+        nll.append(-logits[:-1].log_softmax(-1).gather(1, window[1:, None]).mean().item())
+    assert row.window_nll == pytest.approx(nll, rel=1e-5)
+    assert row.perplexity == pytest.approx(math.exp(sum(nll) / 2), rel=1e-5)
+    assert (row.ratio, row.tokens, row.windows, row.context) == (1, 78, 2, 40)
+
+
+def test_fewer_bits_cost_more_and_hold_less(model):
+    rows = run(model, ["xquant-8bit:group=8", "kivi-2bit:group=8"], context=48)
+    good, poor = rows
+    assert [row.method for row in rows] == ["xquant-8bit:group=8", "kivi-2bit:group=8"]
+    assert abs(good.ratio - 1) < 0.05 < abs(poor.ratio - 1)
+    assert poor.bits_per_value < good.bits_per_value
+    assert poor.cache_bytes < good.cache_bytes < good.full_cache_bytes
+    assert good.cache_ratio == pytest.approx(good.cache_bytes / good.full_cache_bytes)
+    assert good.full_perplexity == poor.full_perplexity
+
+
+def test_slices_of_positions_score_as_one(model, monkeypatch):
+    whole = run(model, ["full"])[0]
+    monkeypatch.setattr("xquant.evals.perplexity.SCORED_AT_ONCE", 7)
+    assert run(model, ["full"])[0].window_nll == pytest.approx(whole.window_nll, rel=1e-6)
+
+
+def test_progress_counts_every_forward_pass_and_the_full_cache_runs_once(model):
+    seen = []
+    rows = run(
+        model,
+        ["full", "kivi-4bit:group=8", "full", "kivi-4bit:group=8"],
+        progress=lambda *now: seen.append(now),
+    )
+    assert [row.method for row in rows] == ["full", "kivi-4bit:group=8"]
+    assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
+    assert {total for _, total, _ in seen} == {4}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tokens": 30}, "holds 30 tokens and one window needs 40"),
+        ({"windows": 3}, "holds 2 windows of 40 tokens, not 3"),
+        ({"tokens": 60}, "holds 1 window of 40 tokens, not 2"),
+        ({"context": 513}, "past the model's 512 positions"),
+        ({"context": 1}, "at least 2 tokens"),
+        ({"windows": 0}, "at least 1"),
+        ({"methods": []}, "no method"),
+        ({"methods": ["nonsense"]}, "unknown method"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_the_first_pass(model, asked, message):
+    def forbidden(*now):
+        raise AssertionError("a forward pass was begun")
+
+    with pytest.raises(ValueError, match=message):
+        run(model, **{"methods": ["full"], **asked}, progress=forbidden)

@@ -1,0 +1,51 @@
+import json
+
+import pytest
+
+from xquant.evals.text import HELP_TOPICS, read_text, text_name
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.raw", "a.md", "a"])
+def test_a_plain_file_is_read_whole(tmp_path, name):
+    (tmp_path / name).write_text("eins\n\nzwei ä\n", encoding="utf-8")
+    assert read_text(tmp_path / name) == "eins\n\nzwei ä\n"
+    assert text_name(str(tmp_path / name)) == name
+
+
+def test_jsonl_fields_are_joined_by_blank_lines(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"text": "one"}, {"text": "two\u2028three", "id": 7}]
+    path.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows) + "\n\n")
+    assert read_text(path) == "one\n\ntwo\u2028three"
+
+
+def test_help_topics_is_long_and_the_same_every_time():
+    text = read_text(HELP_TOPICS)
+    assert len(text) > 100_000
+    assert text == read_text(HELP_TOPICS)
+    assert text_name(HELP_TOPICS) == HELP_TOPICS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b" \n", "holds no text"),
+        ("a.txt", b"\xff\xfe\x00", "not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"', "line 2: not JSON"),
+        ("a.jsonl", b'{"text": 3}', "line 1"),
+        ("a.jsonl", b"[1]", "line 1"),
+        ("a.jsonl", b"\n", "holds no text"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_text(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_and_a_folder_are_told_apart(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no text file"):
+        read_text(tmp_path / "none.txt")
+    with pytest.raises(ValueError, match="is a folder"):
+        read_text(tmp_path)
