@@ -144,6 +144,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(run, model, text, tmp_path, ar
     assert os.listdir(tmp_path) == ["t.txt"]
 
 
+def test_damaged_weights_are_bad_input(run, tmp_path):
+    folder = model_folder(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(bytes(100))
+    status, out, err = run("generate", folder, "--prompt", "w2")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "damaged" in err
+
+
 @pytest.mark.parametrize("prompt", ["", "   "])
 def test_a_prompt_without_tokens_is_refused(run, model, prompt):
     status, out, err = run("generate", model, "--prompt", prompt)

@@ -83,9 +83,10 @@ def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
     """The model and its tokenizer, with transformers' notes switched off.
 
     Raises:
-        ValueError: no such device or model.
+        ValueError: no such device or model, or a damaged one.
     """
     import torch
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     from .. import load_model
@@ -98,7 +99,10 @@ def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"no device '{where}' here ({str(error).splitlines()[0]})") from error
-    return load_model(model, dtype=getattr(torch, dtype), device=where)
+    try:
+        return load_model(model, dtype=getattr(torch, dtype), device=where)
+    except SafetensorError as error:
+        raise ValueError(f"cannot load '{model}': its weights are damaged ({error})") from error
 
 
 def check_file(target: str | None) -> None:

@@ -68,7 +68,7 @@ def _draw(axes: Any, lines: Mapping[str, Sequence[Point]]) -> None:
     ratios = [1.0, *(y for _, y, _ in everything)]
     if max(ratios) / min(ratios) > LOG_FROM:
         axes.set_yscale("log")
-        _plain_ticks(axes.yaxis)
+        _plain_ticks(axes.yaxis, max(ratios) / min(ratios))
     axes.grid(color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -76,17 +76,20 @@ def _draw(axes: Any, lines: Mapping[str, Sequence[Point]]) -> None:
     _place_labels(axes, everything)
 
 
-def _plain_ticks(axis: Any) -> None:
-    """Ticks at 1, 1.2, 1.5, 2, 3, 4, 6 and their tenfolds, written as plain numbers."""
+def _plain_ticks(axis: Any, span: float) -> None:
+    """Ticks written as plain numbers, as many in a decade as the ``span`` of the values has room for."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0), numticks=12))
+    few, some, many = (1.0,), (1.0, 2.0, 5.0), (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0)
+    subs = many if span < 12 else some if span < 1e4 else few
+    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
 
 def _place_labels(axes: Any, points: Sequence[Point]) -> None:
     """Write each label at the first place around its point that is free of other labels and points."""
+    from matplotlib.patheffects import withStroke
     from matplotlib.transforms import Bbox
 
     figure = axes.figure
@@ -104,6 +107,7 @@ def _place_labels(axes: Any, points: Sequence[Point]) -> None:
         note = axes.annotate(
             label, (x, y), (0, 0), textcoords="offset points", fontsize=8, ha="center", va="center"
         )
+        note.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
         half = note.get_window_extent(renderer).size / scale / 2
         for distance, (right, up) in product((6, 14, 24, 36), around):
             note.set_position((right * (half[0] + distance), up * (half[1] + distance)))
