@@ -1,0 +1,110 @@
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xquant.quant import Affine, Plain
+from xquant.quant.affine import dequantize, quantize
+
+BITS = (1, 2, 3, 4, 8)
+bits = st.sampled_from(BITS)
+dims = st.sampled_from([-1, -2])
+
+
+@st.composite
+def tensors(draw: Any) -> torch.Tensor:
+    shape = draw(st.tuples(st.integers(1, 2), st.integers(1, 20), st.integers(1, 12)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    scale = 10.0 ** draw(st.integers(-6, 4))
+    shift = draw(st.sampled_from([0.0, 1.0, -300.0]))
+    return (torch.randn(shape, generator=generator) * scale + shift).clamp(-6e4, 6e4)
+
+
+def there_and_back(x: torch.Tensor, b: int, dim: int, group: int, **kwargs: Any) -> torch.Tensor:
+    codes, scale, zero = quantize(x, b, dim, group, **kwargs)
+    return dequantize(codes, scale, zero, dim, group, torch.empty_like(x, dtype=torch.float32))
+
+
+@settings(max_examples=200, deadline=None)
+@given(tensors(), bits, dims, st.integers(1, 25))
+def test_error_is_at_most_half_a_step_and_the_rounding_of_scale_and_zero(
+    x: torch.Tensor, b: int, dim: int, group: int
+) -> None:
+    codes, scale, zero = quantize(x, b, dim, group)
+    groups = -(-x.shape[dim] // group)
+    assert scale.shape[dim] == zero.shape[dim] == groups
+    assert scale.dtype == zero.dtype == torch.float16
+    assert codes.dtype == torch.uint8 and int(codes.max()) < 2**b
+    back = there_and_back(x, b, dim, group)
+    step, low = (
+        t.float().repeat_interleave(group, dim).narrow(dim, 0, x.shape[dim]) for t in (scale, zero)
+    )
+    # Inside the codes' range the error is half a step. fp16 rounds zero by 2^-11 of itself and the
+    # scale by 2^-11 of itself, which moves the top code by as much of the range; subnormals by 2^-25.
+    slack = 2**-11 * (low.abs() + (2**b - 1) * step) + 2**-25 * 2**b
+    assert ((back - x).abs() <= step / 2 + 1.01 * slack + 1e-6 * x.abs()).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensors(), bits, st.integers(1, 25), st.integers(0, 2**32 - 1))
+def test_excluded_tokens_do_not_touch_the_others(
+    x: torch.Tensor, b: int, group: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    excluded = torch.rand(x.shape[:-1], generator=generator) < 0.3
+    other = torch.where(excluded[..., None], torch.tensor(torch.inf), x)
+    one = quantize(x, b, -2, group, excluded)
+    two = quantize(other, b, -2, group, excluded)
+    assert torch.equal(one[0][~excluded], two[0][~excluded])
+    assert torch.equal(one[1], two[1]) and torch.equal(one[2], two[2])
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("b", BITS)
+def test_edges_are_finite_and_saturate(b: int, dim: int) -> None:
+    edges = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38, 65504.0, 6e-8, 0.0, 1e-30])
+    for dtype in (torch.float32, torch.bfloat16):
+        back = there_and_back(edges.to(dtype).view(1, 2, 4), b, dim, 2)
+        assert back.isfinite().all() and back.abs().max() <= 2 * 65504
+    constant = torch.full((1, 6, 6), 3.25)
+    assert torch.equal(there_and_back(constant, b, dim, 4), constant)
+    tiny = torch.full((1, 4, 4), 1e-12)
+    assert there_and_back(tiny, b, dim, 4).abs().max() <= 1e-7
+    everything = torch.ones(1, 4, dtype=torch.bool)
+    assert there_and_back(torch.randn(1, 4, 4), b, dim, 4, excluded=everything).isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+def test_nan_is_refused(dim: int) -> None:
+    x = torch.zeros(1, 4, 4)
+    x[0, 2, 2] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        quantize(x, 4, dim, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits,
+    st.sampled_from(["token", "channel"]),
+    st.integers(1, 30),
+    st.integers(1, 40),
+    st.integers(1, 9),
+)
+def test_bytes_are_what_the_formula_says(
+    b: int, per: Any, group: int, n: int, channels: int
+) -> None:
+    for quantizer in (Affine(b, per, group), Plain(torch.float16), Plain(torch.float32)):
+        packed = quantizer.encode(torch.randn(3, n, channels), None)
+        assert sum(t.nbytes for t in packed.values()) == 3 * quantizer.nbytes(n, channels)
+        out = torch.empty(3, n, channels, dtype=torch.bfloat16)
+        quantizer.decode(packed, out)
+        assert out.isfinite().all()
+
+
+def test_plain_in_the_models_dtype_is_the_identity() -> None:
+    x = torch.randn(2, 5, 3)
+    out = torch.empty_like(x)
+    Plain(torch.float32).decode(Plain(torch.float32).encode(x, None), out)
+    assert torch.equal(out, x)
