@@ -101,16 +101,16 @@ class CompressedLayer(CacheLayerMixin):
                 " was left as it was before this forward pass"
             )
         self.release()
-        tail = rows if self.tail is None else torch.cat([self.tail, rows], 1)
+        # Copies: views would keep the model's activations, or a whole sealed chunk, alive.
+        tail = rows.clone() if self.tail is None else torch.cat([self.tail, rows], 1)
         if self.through_store and self.method.tail:
             self.fresh = tail
         blocks = (tail.shape[1] - self.method.tail) // self.stream.block
         if blocks > 0:
             count = blocks * self.stream.block
             self._seal(tail[:, :count])
-            tail = tail[:, count:]
-        # A copy: a view would keep the whole chunk alive.
-        self.tail = tail.clone()
+            tail = tail[:, count:].clone()
+        self.tail = tail
         if self.codec.feeds_above:
             self.recalled = self._recall()
             self.carried = self._carry(self.recalled)
@@ -202,7 +202,7 @@ class CompressedLayer(CacheLayerMixin):
         return torch.cat([rows[:, :start], torch.where(keep, exact, rows[:, start:])], 1)
 
     def _parts(self, tokens: int) -> list[States]:
-        """Rotated heads ``[B, G, t, D]`` of the first ``tokens`` tokens, in order: those that come
+        """Rotated heads ``[B, t, G, D]`` of the first ``tokens`` tokens, in order: those that come
         from codes, then those of the tail, exactly."""
         assert self.tail is not None
         sinks = self.tail[:, :0] if self.sinks is None else self.sinks
@@ -227,14 +227,14 @@ class CompressedLayer(CacheLayerMixin):
         return parts
 
     def _heads(self, states: States, start: int) -> States:
-        """Token-major states of the tokens from ``start`` on to rotated heads ``[B, G, t, D]``."""
+        """States ``[B, t, G*D]`` of the tokens from ``start`` on to rotated heads ``[B, t, G, D]``."""
         view = self.codec.view
         key, value = (s.unflatten(-1, (view.kv_heads, view.head_size)) for s in states)
         if not self.codec.rotated:
             cos, sin = self.index.rope(key)
             stop = start + key.shape[1]
             key = rotate(key, cos[:, start:stop], sin[:, start:stop])
-        return key.transpose(1, 2), value.transpose(1, 2)
+        return key, value
 
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""
@@ -256,30 +256,34 @@ class CompressedLayer(CacheLayerMixin):
         """
         past = self.get_seq_length() - key.shape[2]
         if self.through_store:
-            states = self.states()
+            parts = self._parts(past + key.shape[2])
             if self.fresh is not None:
-                states, mask = self._banded(states, mask, key.shape[2])
+                exact = self.codec.exact(self.fresh)
+                start = past + key.shape[2] - self.fresh.shape[1]
+                parts.append(self._heads(exact, start))
+                mask = self._band(mask, key.shape[2], start)
+            states = _join(parts)
         elif past:
-            states = _join([*self._parts(past), (key, value)])
+            new = key.transpose(1, 2), value.transpose(1, 2)
+            states = _join([*self._parts(past), new])
         else:
             states = key, value
         if self.below is not None:
             self.below.release()
         return *states, mask
 
-    def _banded(self, stored: States, mask: Tensor | None, queries: int) -> tuple[States, Tensor]:
-        assert self.fresh is not None
-        total, fresh = stored[0].shape[2], self.fresh.shape[1]
-        exact = self._heads(self.codec.exact(self.fresh), total - fresh)
-        columns = torch.arange(total, device=stored[0].device)
-        age = columns[total - queries :, None] - columns[None]
-        recent = (age < self.method.tail) & (columns >= total - fresh)
+    def _band(self, mask: Tensor | None, queries: int, start: int) -> Tensor:
+        """The mask over all tokens as stored, then over the exact ones from ``start`` on: each query
+        reads its last ``tail`` tokens exactly and older ones as stored."""
+        columns = torch.arange(self.get_seq_length(), device=self.index.positions.device)
+        age = columns[-queries:, None] - columns[None]
+        recent = (age < self.method.tail) & (columns >= start)
         if mask is None:
             mask = (age >= 0)[None, None]
         closed = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
         older = mask.masked_fill(recent, closed)
-        newer = mask.masked_fill(~recent, closed)[..., total - fresh :]
-        return _join([stored, exact]), torch.cat([older, newer], -1)
+        newer = mask.masked_fill(~recent, closed)[..., start:]
+        return torch.cat([older, newer], -1)
 
     # -- the batch and the length --------------------------------------------------------------
 
@@ -330,7 +334,8 @@ class CompressedLayer(CacheLayerMixin):
 
 
 def _join(parts: list[States]) -> States:
-    if len(parts) == 1:
-        return parts[0]
-    keys, values = zip(*parts, strict=True)
-    return torch.cat(keys, 2), torch.cat(values, 2)
+    """Parts of a context, ``[B, t, G, D]`` each, as the attention function takes them, ``[B, G, T, D]``."""
+    keys, values = (
+        torch.cat(part, 1) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)
+    )
+    return keys.transpose(1, 2), values.transpose(1, 2)

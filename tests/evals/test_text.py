@@ -5,11 +5,16 @@ import pytest
 from xquant.evals.text import HELP_TOPICS, read_text, text_name
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.raw", "a.md", "a"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a"])
 def test_a_plain_file_is_read_whole(tmp_path, name):
     (tmp_path / name).write_text("eins\n\nzwei ä\n", encoding="utf-8")
     assert read_text(tmp_path / name) == "eins\n\nzwei ä\n"
     assert text_name(str(tmp_path / name)) == name
+
+
+def test_rows_of_a_raw_file_are_joined_by_blank_lines(tmp_path):
+    (tmp_path / "a.raw").write_text(" = One = \n two")
+    assert read_text(tmp_path / "a.raw") == " = One = \n\n two"
 
 
 def test_jsonl_fields_are_joined_by_blank_lines(tmp_path):
