@@ -97,7 +97,8 @@ class Attachment:
         self.view = view
         self.cache: ObservingCache | None = None
         self.seats: dict[int, Seat] = {}
-        self._codecs: dict[Method, tuple[Any, list[LayerCodec]]] = {}
+        self._codecs: dict[Method, list[LayerCodec]] = {}
+        self._built_from: list[Any] = []
         self._handles = [
             view.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
             view.decoder.register_forward_hook(self._end, always_call=True),
@@ -130,11 +131,15 @@ class Attachment:
         """The method's codecs for the compressed layers, kept until the projections change."""
         weights = [w for v in self.view.compressed for w in (v.key_weight, v.value_weight)]
         state = [(w.data_ptr(), w.dtype, w.device, _version(w)) for w in weights]
-        known = self._codecs.get(method)
-        if known is None or known[0] != state:
+        if state != self._built_from:
+            self._codecs.clear()
+            for view in self.view.compressed:
+                view.forget_offline()
+            self._built_from = state
+        if method not in self._codecs:
             with torch.no_grad():
-                known = self._codecs[method] = (state, method.codecs(self.view.compressed))
-        return known[1]
+                self._codecs[method] = method.codecs(self.view.compressed)
+        return self._codecs[method]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [*args, *kwargs.values()]

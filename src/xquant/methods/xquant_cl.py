@@ -68,6 +68,12 @@ class XQuantCL(QuantizedMethod):
         return codecs
 
 
+def joint_basis(view: AttentionView) -> Tensor:
+    """``U^T`` ``[2 G D, d]`` of ``[W_k W_v]`` (fewer rows where d is smaller)."""
+    basis, _ = left_basis(torch.cat([view.key_weight, view.value_weight]))
+    return basis
+
+
 class DeltaCodec(LayerCodec):
     """A layer that adds its decoded delta to the accumulator; the base starts it from nothing."""
 
@@ -83,7 +89,7 @@ class DeltaCodec(LayerCodec):
         bits = method.first_bits if base else method.bits
         basis = None
         if not mha and not base:
-            basis, _ = left_basis(torch.cat([view.key_weight, view.value_weight]))
+            basis = view.offline("joint", lambda: joint_basis(view))
         if method.rotate and bits < 16:
             size = view.hidden if basis is None else len(basis)
             rotation = hadamard(size).to(view.device, view.dtype)

