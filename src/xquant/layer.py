@@ -121,7 +121,7 @@ class CompressedLayer(CacheLayerMixin):
         excluded = self.index.excluded(start, stop)
         if excluded is not None:
             self._keep_sinks(rows, start, stop)
-            excluded = excluded.unflatten(1, shape)
+            excluded = excluded.to(rows.device).unflatten(1, shape)
         below = self._below(start, stop)
         below = None if below is None else below.unflatten(1, shape)
         self.stream.seal(self.codec.encode(rows.unflatten(1, shape), below), excluded)
@@ -133,8 +133,9 @@ class CompressedLayer(CacheLayerMixin):
             shape = (rows.shape[0], self.index.sinks)
             self.sinks = rows.new_zeros(*shape, rows.shape[2])
             self.sink_at = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
-        rank = self.index.sink.cumsum(1) - 1
-        sequence, column = self.index.sink[:, start:stop].nonzero(as_tuple=True)
+        sink = self.index.sink.to(rows.device)
+        rank = sink.cumsum(1) - 1
+        sequence, column = sink[:, start:stop].nonzero(as_tuple=True)
         slot = rank[sequence, column + start]
         self.sinks[sequence, slot] = rows[sequence, column]
         self.sink_at[sequence, slot] = (column + start).int()
@@ -147,7 +148,7 @@ class CompressedLayer(CacheLayerMixin):
         if carried is None:  # asked for outside a forward pass
             carried = self.below._carry(self.below._recall())
         assert carried is not None
-        return carried[:, start:stop]
+        return carried[:, start:stop].to(self.codec.view.device)
 
     def _carry(self, recalled: Tensor | None) -> Tensor | None:
         """What the layer above predicts from: sinks are exact there too."""
@@ -184,6 +185,7 @@ class CompressedLayer(CacheLayerMixin):
             below = None if below is None else below.unsqueeze(1)
             rows.append(self.codec.encode(part.unsqueeze(1), below).squeeze(1))
         excluded = self.index.excluded(start, start + tail.shape[1])
+        excluded = None if excluded is None else excluded.to(tail.device)
         return self.stream.roundtrip(torch.cat(rows, 1), excluded)
 
     def _place_sinks(self, rows: Tensor, exact: Tensor | None) -> Tensor:
@@ -198,7 +200,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def _place_tail_sinks(self, rows: Tensor, exact: Tensor) -> Tensor:
         start = self.stream.tokens
-        keep = self.index.sink[:, start : start + exact.shape[1]].unsqueeze(-1)
+        keep = self.index.sink[:, start : start + exact.shape[1], None].to(rows.device)
         return torch.cat([rows[:, :start], torch.where(keep, exact, rows[:, start:])], 1)
 
     def _parts(self, tokens: int) -> list[States]:
@@ -275,7 +277,8 @@ class CompressedLayer(CacheLayerMixin):
     def _band(self, mask: Tensor | None, queries: int, start: int) -> Tensor:
         """The mask over all tokens as stored, then over the exact ones from ``start`` on: each query
         reads its last ``tail`` tokens exactly and older ones as stored."""
-        columns = torch.arange(self.get_seq_length(), device=self.index.positions.device)
+        assert self.tail is not None
+        columns = torch.arange(self.get_seq_length(), device=self.tail.device)
         age = columns[-queries:, None] - columns[None]
         recent = (age < self.method.tail) & (columns >= start)
         if mask is None:
