@@ -3,6 +3,7 @@
 ``make`` gives a fresh cache, ours or transformers' own, so that one function serves both.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,17 @@ def reset(model: Any, make: Make) -> Tensor:
     return generate(model, cache, prompt())
 
 
+def copied(model: Any, make: Make) -> Tensor:
+    prefix, ids = make(), prompt()
+    model(ids[:, :30], past_key_values=prefix, use_cache=True)
+    generate(model, copy.deepcopy(prefix), torch.cat([ids[:, :30], prompt(1, 9, seed=6)], 1))
+    return generate(model, prefix, ids)
+
+
+def prefill_by_generate(model: Any, make: Make) -> Tensor:
+    return generate(model, make(), prompt(2, 41), prefill_chunk_size=7)
+
+
 def remove(cache: Any, count: int) -> None:
     """Crop by ``count`` tokens in the way that every supported transformers understands."""
     if hasattr(cache, "activate_past_recording") and any(cache.is_sliding):
@@ -110,4 +122,5 @@ def remove(cache: Any, count: int) -> None:
 OPERATIONS: list[Operation] = [
     greedy, sampling, beams, several_sequences, padded, chunked_prefill, second_turn,
     crop_and_continue, prompt_lookup, assisted, select, repeat, reset,
+    copied, prefill_by_generate,
 ]  # fmt: skip

@@ -217,6 +217,14 @@ class KVCache(Cache, ObservingCache):
         if self.index.batch:
             self.index.select(beam_idx)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """A cache of its own for the same model, which is how a prompt's cache is used again."""
+        shared = (self.attachment, *(layer.codec for layer in self.compressed))
+        memo.update((id(thing), thing) for thing in shared)
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
+
     # -- bytes ---------------------------------------------------------------------------------
 
     @property
