@@ -54,8 +54,9 @@ class Plain:
 class Affine:
     """Asymmetric uniform codes of ``bits`` bits with fp16 scale and zero per group.
 
-    ``per="token"``: groups of ``group`` channels within a token. ``per="channel"``: groups of
-    ``group`` tokens within a channel.
+    ``per="token"``: as few groups of at most ``group`` channels within a token as there can be, all of
+    one size (the last may be shorter): 192 channels in groups of 128 are twice 96. ``per="channel"``:
+    groups of ``group`` tokens within a channel.
     """
 
     bits: int
@@ -66,13 +67,19 @@ class Affine:
     def _dim(self) -> int:
         return -1 if self.per == "token" else -2
 
+    def _size(self, x: Tensor) -> int:
+        if self.per == "channel":
+            return self.group
+        channels = x.shape[-1]
+        return -(-channels // -(-channels // self.group))
+
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        codes, scale, zero = quantize(x, self.bits, self._dim, self.group, excluded)
+        codes, scale, zero = quantize(x, self.bits, self._dim, self._size(x), excluded)
         return {"codes": pack(codes, self.bits), "scale": scale, "zero": zero}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         codes = unpack(packed["codes"], self.bits, out.shape[-2])
-        dequantize(codes, packed["scale"], packed["zero"], self._dim, self.group, out)
+        dequantize(codes, packed["scale"], packed["zero"], self._dim, self._size(out), out)
 
     def nbytes(self, tokens: int, channels: int) -> int:
         along, across = (channels, tokens) if self.per == "token" else (tokens, channels)
