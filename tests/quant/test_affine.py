@@ -76,6 +76,15 @@ def test_edges_are_finite_and_saturate(b: int, dim: int) -> None:
     assert there_and_back(torch.randn(1, 4, 4), b, dim, 4, excluded=everything).isfinite().all()
 
 
+@pytest.mark.parametrize("b", BITS)
+def test_fp16_stays_finite(b: int) -> None:
+    x = torch.tensor([[[0.0, 65504.0]]]).half()
+    out = torch.empty_like(x)
+    quantizer = Affine(b, "token", 16)
+    quantizer.decode(quantizer.encode(x, None), out)
+    assert torch.equal(out, x)
+
+
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_nan_is_refused(dim: int) -> None:
     x = torch.zeros(1, 4, 4)

@@ -2,8 +2,10 @@
 
 What happens at the edges, on purpose:
 
-* infinities, and values past fp16, saturate at +-65504; NaN raises;
-* a constant group (or one whose range underflows fp16) gets scale 0 and decodes to its zero point;
+* infinities, and values past fp16, saturate at +-65504; NaN raises. A group whose range is more than
+  65504 times its ``2**b - 1`` steps (only at 1 bit) saturates at its zero point plus 65504;
+* a constant group decodes to its value as fp16 holds it, or closer; a range that underflows fp16 gets
+  scale 0 and decodes to its zero point;
 * codes are computed with the *rounded* scale and zero, so rounding them costs no accuracy twice;
 * tokens marked ``excluded`` (sinks, padding) do not widen the range of the group they fall in.
 """
@@ -31,7 +33,7 @@ def quantize(
         by the number of groups).
 
     Raises:
-        ValueError: ``x`` holds NaN.
+        ValueError: ``x`` holds NaN in a token that sets a range.
     """
     levels = 2**bits - 1
     x = x.float().clamp(-FP16_MAX, FP16_MAX)
@@ -46,6 +48,7 @@ def quantize(
         if outside is not None:
             hidden = outside.narrow(dim, start, length)
             low, high = part.masked_fill(hidden, torch.inf), part.masked_fill(hidden, -torch.inf)
+            part = part.masked_fill(hidden, 0)
         low, high = low.amin(dim, keepdim=True), high.amax(dim, keepdim=True)
         if torch.isnan(low).any():
             raise ValueError("NaN cannot be quantized")
@@ -74,4 +77,6 @@ def dequantize(
             scale.narrow(dim, j, 1),
             out=exact.narrow(dim, start, length),
         )
+    if out.dtype == torch.float16:
+        exact.clamp_(-FP16_MAX, FP16_MAX)  # the top code of a rounded-up scale may lie past it
     return out if exact is out else out.copy_(exact)
