@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: env
 	$(BIN)/xquant compare smollm2 --context 1024 --windows 3 --output $(DEMO)
-	$(BIN)/xquant generate smollm2 --method xquant-cl-2bit --chat \
-		--prompt 'Explain in three sentences why the sky is blue.' --max-new-tokens 96
+	$(BIN)/xquant generate smollm2 --method xquant-4bit --chat \
+		--prompt 'Write a long story about a lighthouse keeper and a storm.' --max-new-tokens 400
 	@echo 'The page: $(DEMO)/report.html'
 
 test: env
