@@ -9,7 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -186,5 +186,4 @@ class QuantizedMethod(Method):
 
     def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
-        assert per in get_args(Granularity)
         return Plain(dtype) if bits == 16 else Affine(bits, per, self.group)

@@ -87,7 +87,17 @@ class XQuant(QuantizedMethod):
         ]
 
 
-class InputCodec(LayerCodec):
+class _FromInput(LayerCodec):
+    """Keeps post-norm X of a token, whatever form it is packed in."""
+
+    def features(self, seen: Seen) -> Tensor:
+        return seen.x
+
+    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.view.project(features)
+
+
+class InputCodec(_FromInput):
     """The MHA form: post-norm X, per token."""
 
     def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
@@ -103,9 +113,6 @@ class InputCodec(LayerCodec):
             self.key_weight = (self.key_weight @ self.rotation).contiguous()
             self.value_weight = (self.value_weight @ self.rotation).contiguous()
 
-    def features(self, seen: Seen) -> Tensor:
-        return seen.x
-
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
         if self.rotation is None:
             return features
@@ -117,11 +124,8 @@ class InputCodec(LayerCodec):
         value = F.linear(recalled, self.value_weight, self.view.value_bias)
         return self.view.finish_keys(key), value
 
-    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        return self.view.project(features)
 
-
-class LatentCodec(LayerCodec):
+class LatentCodec(_FromInput):
     """The GQA form: X U_k per channel and X U_v per token; the fused S B^T bring K and V back."""
 
     def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
@@ -146,9 +150,6 @@ class LatentCodec(LayerCodec):
         values = Segment(self.split[1], method.quantizer(bits, "token", view.dtype))
         self.segments = (*keys, values)
 
-    def features(self, seen: Seen) -> Tensor:
-        return seen.x
-
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
         flat = by_block(features.flatten(1, 2), self.basis, self.block)
         return flat.unflatten(1, features.shape[1:3])
@@ -157,6 +158,3 @@ class LatentCodec(LayerCodec):
         key, value = recalled.split(self.split, -1)
         key = F.linear(key, self.key_weight, self.view.key_bias)
         return self.view.finish_keys(key), F.linear(value, self.value_weight, self.view.value_bias)
-
-    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        return self.view.project(features)

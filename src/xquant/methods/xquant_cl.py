@@ -8,7 +8,7 @@ from torch import Tensor
 from ..models import AttentionView
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
-from .base import BITS, LayerCodec, QuantizedMethod, Seen, bits_field, by_block
+from .base import LayerCodec, QuantizedMethod, Seen, bits_field, by_block
 from .xquant import FORMS, InputCodec, LatentCodec, XQuant, is_mha, left_basis
 
 
@@ -46,7 +46,7 @@ class XQuantCL(QuantizedMethod):
             " auto is residual for mha and post for gqa",
         },
     )
-    accumulator: int = bits_field(16, choices=BITS, help="bits of the accumulator e_b, 16 is full")
+    accumulator: int = bits_field(16, help="bits of the accumulator e_b, 16 is full")
     rotate: bool = field(default=False, metadata={"help": "rotate deltas before quantizing"})
 
     def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
