@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from calibrated import calibration
 from matrix import LOW
 from models import tiny
 from xquant import attach, parse_method
 from xquant.layer import CompressedLayer
 from xquant.methods import Seen
+from xquant.quant import Ragged
 from xquant.quant.pack import packed_rows
+from xquant.quant.quantizer import OUTLIER_NBYTES
 from xquant.tokens import TokenIndex
 
 TOKENS, BATCH = 43, 2
@@ -25,8 +28,9 @@ def stack(model: Any, spec: str) -> tuple[list[CompressedLayer], TokenIndex]:
     method, attachment = parse_method(spec), attach(model)
     index = TokenIndex(method.sink, attachment.view.rope)
     layers: list[CompressedLayer] = []
-    for codec in attachment.codecs(method):
+    for codec in attachment.codecs(method, calibration(model, method)):
         layers.append(CompressedLayer(codec, method, index, False, layers[-1] if layers else None))
+    CompressedLayer.link(layers)
     return layers, index
 
 
@@ -74,7 +78,11 @@ def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
     if table is not None:
         for i, packed in enumerate(layer.stream.pool):
             for name, tensor in packed.items():
-                yield f"{name} {i}", tensor[table].numpy().tobytes()
+                if isinstance(tensor, Ragged):
+                    runs = tensor[table.flatten()].runs
+                    yield f"ragged {name} {i}", b"|".join(run.numpy().tobytes() for run in runs)
+                else:
+                    yield f"{name} {i}", tensor[table].numpy().tobytes()
     for name in ("tail", "sinks", "sink_at"):
         tensor = getattr(layer, name)
         yield name, b"" if tensor is None else tensor.numpy().tobytes()
@@ -108,8 +116,9 @@ def test_a_sealed_block_holds_still(spec: str) -> None:
         for i, layer in enumerate(layers):
             for j, packed in enumerate(layer.stream.pool):
                 for name, tensor in packed.items():
-                    for block in range(len(tensor)):
-                        digest = hashlib.sha256(tensor[block].numpy().tobytes()).hexdigest()
+                    runs = tensor.runs if isinstance(tensor, Ragged) else tensor
+                    for block, run in enumerate(runs):
+                        digest = hashlib.sha256(run.numpy().tobytes()).hexdigest()
                         key = (i, j * 1000 + block, name)
                         assert kept.setdefault(key, digest) == digest
     assert kept
@@ -126,6 +135,33 @@ FORMULAS = [
         "kivi-2bit:group=12",
         lambda d, c: [affine(12, 2, c, 12, "channel") + affine(12, 2, c, 12, "token")] * 5,
     ),
+    (
+        "kivi-4bit:group=8,key_bits=5,value_bits=3,first_layers=1,first_bits=7",
+        lambda d, c: [
+            affine(8, k, c, 8, "channel") + affine(8, v, c, 8, "token")
+            for k, v in [(7, 7), *[(5, 3)] * 4]
+        ],
+    ),
+    ("int3-gs10:group=8", lambda d, c: [2 * affine(8, 3, c, 10, "token")] * 5),
+    ("nf4:group=8", lambda d, c: [2 * affine(8, 4, c, c, "token")] * 5),
+    (
+        "asymkv-1.7bit:group=8,tail=0",
+        lambda d, c: [
+            affine(8, 2, c, 8, "channel") + affine(8, v, c, 8, "token") for v in (2, 2, 1, 1, 1)
+        ],
+    ),
+    (
+        "crosslayer:group=8,tail=0,kq=2,vq=0,km=2,vm=0",  # layers 0 and 1, then 2 and 3, then 4 alone
+        lambda d, c: [
+            affine(8, 2, c, 8, "channel") + affine(8, 1, c, 8, "token"),
+            affine(8, 2, c, 8, "channel") + affine(8, 1, c, 8, "token") - c,
+            affine(8, 1, c, 8, "channel") + affine(8, 1, c, 8, "token"),
+            affine(8, 1, c, 8, "channel") + affine(8, 1, c, 8, "token") - 2 * c,
+            affine(8, 1, c, 8, "channel") + affine(8, 1, c, 8, "token"),
+        ],
+    ),
+    ("kvquant-3bit-1%:group=8", lambda d, c: [2 * 8 * c * 3 // 8 + 4 * 8 + 2 * 8] * 5),
+    ("kvquant-2bit:group=8", lambda d, c: [2 * 8 * c * 2 // 8 + 4 * 8] * 5),
     ("xquant-3bit:group=10,form=mha", lambda d, c: [affine(10, 3, d, 10, "token")] * 5),
     (
         "xquant-2bit:group=8,form=gqa,first_layers=2,first_bits=8",
@@ -157,7 +193,8 @@ def test_bytes_follow_the_formula_of_the_page(spec: str, formula: Any) -> None:
     for layer, block_bytes in zip(layers, formula(48, 24), strict=True):
         columns, rest = divmod(TOKENS, layer.stream.block)
         width = layer.codec.width * 4
-        assert layer.stream.nbytes == BATCH * columns * block_bytes
+        apart = OUTLIER_NBYTES * layer.stream.outliers
+        assert layer.stream.nbytes == BATCH * columns * block_bytes + apart
         assert layer.tail_nbytes == BATCH * rest * width
         assert layer.sink_nbytes == BATCH * 2 * (width + 4)
         assert layer.stream.table_nbytes == 8 * BATCH * columns
@@ -179,7 +216,9 @@ def test_crop_keeps_the_codes_that_remain(spec: str) -> None:
         assert layer.get_seq_length() == 27
         kept = len(layer.stream.lengths)
         for name, data in contents(layer):
-            if " " in name:  # a packed tensor; both sequences' first blocks are as they were
+            if name.startswith("ragged"):
+                assert held[name].startswith(data.split(b"|")[0])
+            elif " " in name:  # a packed tensor; both sequences' first blocks are as they were
                 size = len(data) // (BATCH * kept)
                 rows = [held[name][i : i + kept * size] for i in (0, len(held[name]) // BATCH)]
                 assert data == b"".join(rows)

@@ -6,14 +6,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xquant.quant import Affine, Plain, Segment
+from xquant.quant import Affine, Codebook, Plain, Ragged, Segment
+from xquant.quant.quantizer import OUTLIER_NBYTES
 from xquant.stream import Stream
 
-BLOCK, CHANNELS = 6, 5
+BLOCK, CHANNELS = 6, 9
 LAYOUT = (
     Segment(1, Plain(torch.float16)),
     Segment(2, Affine(3, "channel", 6)),
     Segment(2, Affine(2, "token", 2)),
+    Segment(4, Codebook(2, "token", 0, torch.tensor([-1.0, -0.2, 0.3, 1.0]), share=0.1)),
 )
 STEPS = st.lists(
     st.one_of(
@@ -34,8 +36,10 @@ def test_a_stream_reads_what_was_sealed_whatever_happened_since(steps: Any, seed
     for step, argument in steps:
         if step == "seal":
             blocks = torch.randn(len(rows), argument, BLOCK, CHANNELS, generator=generator)
-            rows = torch.cat([rows, stream.roundtrip(blocks.flatten(1, 2))], 1)
-            stream.seal(blocks)
+            packed = stream.pack(blocks.flatten(0, 1), None)
+            read = stream.unpack(packed, BLOCK, torch.float32).unflatten(0, blocks.shape[:2])
+            rows = torch.cat([rows, read.flatten(1, 2)], 1)
+            stream.seal(packed, len(blocks))
         elif step == "crop":
             rows = rows[:, : max(rows.shape[1] - argument, 0)]
             stream.crop(rows.shape[1])
@@ -45,18 +49,56 @@ def test_a_stream_reads_what_was_sealed_whatever_happened_since(steps: Any, seed
             stream.select(indices)
         tokens = rows.shape[1]
         assert stream.tokens == tokens
-        assert stream.nbytes == stream.blocks * stream.block_nbytes()
+        outliers = OUTLIER_NBYTES * stream.outliers
+        assert stream.nbytes == stream.blocks * stream.block_nbytes() + outliers
         assert stream.blocks <= len(rows) * len(stream.lengths)
         for wanted in {tokens, tokens // 2} - {0}:
             assert torch.equal(stream.read(torch.float32, wanted), rows[:, :wanted])
 
 
+def seal(stream: Stream, blocks: torch.Tensor) -> None:
+    stream.seal(stream.pack(blocks.flatten(0, 1), None), len(blocks))
+
+
 def test_copies_of_a_sequence_share_blocks_and_lost_blocks_are_dropped() -> None:
     stream = Stream(LAYOUT, BLOCK)
-    stream.seal(torch.randn(2, 3, BLOCK, CHANNELS))
+    seal(stream, torch.randn(2, 3, BLOCK, CHANNELS))
     stream.select(torch.tensor([0, 0, 1, 0]))
     assert stream.blocks == 6
     stream.select(torch.tensor([0, 1]))
     assert stream.blocks == 3
-    stream.seal(torch.randn(2, 1, BLOCK, CHANNELS))
+    seal(stream, torch.randn(2, 1, BLOCK, CHANNELS))
     assert stream.blocks == 5
+
+
+def test_growing_does_not_touch_the_outliers_that_are_there() -> None:
+    stream = Stream(LAYOUT, BLOCK)
+    seal(stream, torch.randn(1, 3, BLOCK, CHANNELS))
+    before = stream.pool[3]["outlier_value"]
+    assert isinstance(before, Ragged) and before.nbytes
+    seal(stream, torch.randn(1, 2, BLOCK, CHANNELS))
+    after = stream.pool[3]["outlier_value"]
+    assert isinstance(after, Ragged) and len(after) == 5
+    assert all(old is new for old, new in zip(before.runs, after.runs, strict=False))
+    assert all(run.untyped_storage().nbytes() == run.nbytes for run in after.runs)
+
+
+def test_borrowed_codes_follow_their_lender_through_every_change() -> None:
+    lender = Stream((Segment(3, Affine(2, "channel", BLOCK)),), BLOCK)
+    borrower = Stream((Segment(3, Affine(2, "channel", BLOCK), borrows=True),), BLOCK)
+    borrower.lender = lender
+    blocks = torch.randn(2, 3, BLOCK, 3)
+    lent = lender.pack(blocks.flatten(0, 1), None)
+    own = borrower.pack(blocks.flatten(0, 1) * 2 + 1, None)
+    whole = borrower.unpack(own, BLOCK, torch.float32).unflatten(0, (2, 3)).flatten(1, 2)
+    for fields in own:
+        del fields["codes"]
+    lender.seal(lent, 2)
+    borrower.seal(own, 2)
+    assert torch.equal(borrower.read(torch.float32, 18), whole)
+    for stream in (lender, borrower):
+        stream.crop(14)
+        stream.select(torch.tensor([1, 1]))
+    assert torch.equal(borrower.read(torch.float32, 14), whole[[1, 1], :14])
+    assert borrower.nbytes == borrower.blocks * borrower.block_nbytes() == 3 * 3 * (2 + 2)
+    assert lender.nbytes == borrower.nbytes + 3 * 3 * 2

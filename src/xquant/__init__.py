@@ -10,32 +10,58 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import attach, detach
     from .cache import KVCache
+    from .calibrate.artifact import Calibration
+    from .calibrate.run import calibrate
     from .load import load_model
-    from .methods import Full, Kivi, Method, XQuant, XQuantCL
+    from .methods import (
+        AsymKV,
+        CrossLayer,
+        Full,
+        Integer,
+        Kivi,
+        KVQuant,
+        Method,
+        NormalFloat,
+        XQuant,
+        XQuantCL,
+    )
     from .report import Report
     from .spec import parse_method
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsymKV",
+    "Calibration",
+    "CrossLayer",
     "Full",
+    "Integer",
     "KVCache",
+    "KVQuant",
     "Kivi",
     "Method",
+    "NormalFloat",
     "Report",
     "XQuant",
     "XQuantCL",
     "attach",
+    "calibrate",
     "detach",
     "load_model",
     "parse_method",
 ]
 
+_METHODS = (
+    *("AsymKV", "CrossLayer", "Full", "Integer", "KVQuant", "Kivi", "Method", "NormalFloat"),
+    *("XQuant", "XQuantCL"),
+)
 _HOMES = {
     **dict.fromkeys(("attach", "detach"), "attention"),
-    **dict.fromkeys(("Full", "Kivi", "Method", "XQuant", "XQuantCL"), "methods"),
+    **dict.fromkeys(_METHODS, "methods"),
+    "Calibration": "calibrate.artifact",
     "KVCache": "cache",
     "Report": "report",
+    "calibrate": "calibrate.run",
     "load_model": "load",
     "parse_method": "spec",
 }

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .methods import LayerCodec, Method
+from .calibrate.artifact import Calibration
+from .methods import LayerCodec, Method, Seen
 from .models import AttentionView, ModelView, view_model
 
 _ATTACHMENT = "_xquant_attachment"
@@ -59,6 +60,7 @@ class Seat:
         self.clear()
 
     def clear(self) -> None:
+        self.x: Tensor | None = None
         self.residual: Tensor | None = None
         self.raw_key: Tensor | None = None
         self.open = False
@@ -84,10 +86,26 @@ class Seat:
         if cache is None:
             return
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.x = x
         if self.residual is None:
             self.residual = x
         self.open = True
         cache.observe(self.view, x, kwargs.get("position_ids"), kwargs.get("attention_mask"))
+
+    def seen(self, key: Tensor, value: Tensor) -> Seen:
+        """All that was seen of the tokens whose ``key`` and ``value`` ``[B, G, T, D]`` a cache is given.
+
+        Raises:
+            ValueError: no forward pass of the model is at this layer.
+        """
+        x, residual, raw_key = self.x, self.residual, self.raw_key
+        if x is None or residual is None or raw_key is None:
+            raise ValueError(
+                "keys and values alone cannot be stored: this cache is filled by forward passes of"
+                f" the model it was made for ({type(self.attachment.view.model).__name__})"
+            )
+        self.x = None
+        return Seen(x, residual, raw_key, key, value)
 
 
 class Attachment:
@@ -97,7 +115,7 @@ class Attachment:
         self.view = view
         self.cache: ObservingCache | None = None
         self.seats: dict[int, Seat] = {}
-        self._codecs: dict[Method, list[LayerCodec]] = {}
+        self._codecs: dict[tuple[Method, Calibration | None], list[LayerCodec]] = {}
         self._built_from: list[Any] = []
         self._handles = [
             view.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -127,19 +145,29 @@ class Attachment:
         for seat in self.seats.values():
             delattr(seat.view.module, _SEAT)
 
-    def codecs(self, method: Method) -> list[LayerCodec]:
-        """The method's codecs for the compressed layers, kept until the projections change."""
-        weights = [w for v in self.view.compressed for w in (v.key_weight, v.value_weight)]
-        state = [(w.data_ptr(), w.dtype, w.device, _version(w)) for w in weights]
+    def codecs(self, method: Method, calibration: Calibration | None = None) -> list[LayerCodec]:
+        """The method's codecs for the compressed layers, kept until the projections change.
+
+        Raises:
+            ValueError: a calibration that is missing, or made for another method or model; options
+                that the model does not allow.
+        """
+        views = self.view.compressed
+        state = [view.weights_state for view in views]
         if state != self._built_from:
             self._codecs.clear()
-            for view in self.view.compressed:
+            for view in views:
                 view.forget_offline()
             self._built_from = state
-        if method not in self._codecs:
+        made = method, calibration
+        if made not in self._codecs:
+            if calibration is not None:
+                calibration.check(method.calibrated_as, views)
+            elif method.needs_calibration:
+                raise ValueError(method.how_to_calibrate)
             with torch.no_grad():
-                self._codecs[method] = method.codecs(self.view.compressed)
-        return self._codecs[method]
+                self._codecs[made] = method.codecs(views, calibration)
+        return self._codecs[made]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [*args, *kwargs.values()]
@@ -163,10 +191,6 @@ class Attachment:
             seat.clear()
         if cache is not None:
             cache.finish()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def attach(model: nn.Module) -> Attachment:

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from os import PathLike
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import Cache
 
 from . import compat
 from .attention import ObservingCache, attach
+from .calibrate.artifact import Calibration
 from .layer import CompressedLayer, States
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView
@@ -39,28 +41,44 @@ class KVCache(Cache, ObservingCache):
         attend: ``"chunk"``: tokens of one forward pass attend to each other exactly and to earlier
             ones through the store. ``"store"``: every token reads the store from the first on, itself
             included, which is what perplexity is measured with.
+        calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
 
     Raises:
-        ValueError: unknown method or option, or a model that cannot be served; the message says why.
+        ValueError: unknown method or option, a calibration that is missing or made for something else,
+            or a model that cannot be served; the message says why.
+        OSError: the calibration's file cannot be read.
         TypeError: ``model`` is not a transformers model.
     """
 
-    def __init__(self, model: nn.Module, method: str | Method, attend: str = "chunk") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        method: str | Method,
+        attend: str = "chunk",
+        calibration: Calibration | str | PathLike[str] | None = None,
+    ) -> None:
         self.method = parse_method(method)
         if attend not in ATTEND:
             raise ValueError(f"attend is {' or '.join(ATTEND)}, not '{attend}'")
+        if attend == "store" and not self.method.causal:
+            raise ValueError(
+                f"{self.method.spec} stores codes of a layer above, which do not exist yet when a token"
+                " attends to itself: it can generate, but not attend to the store alone"
+            )
+        if isinstance(calibration, str | PathLike):
+            calibration = Calibration.load(calibration)
         self.attachment = attach(model)
         view = self.attachment.view
         self.index = TokenIndex(self.method.sink, view.rope)
         layers: list[Any] = compat.default_layers(compat.text_config(model))
         below = None
-        codecs = self.attachment.codecs(self.method)
+        codecs = self.attachment.codecs(self.method, calibration)
         for layer, codec in zip(view.compressed, codecs, strict=True):
             below = layers[layer.index] = CompressedLayer(
                 codec, self.method, self.index, attend == "store", below
             )
         super().__init__(layers=layers)
-        self._pending: dict[int, Tensor] = {}
+        CompressedLayer.link(self.compressed)
         self._before: tuple[int, dict[int, Any]] = (0, {})
 
     @property
@@ -88,7 +106,6 @@ class KVCache(Cache, ObservingCache):
         self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
     ) -> None:
         batch, length = x.shape[:2]
-        self._pending[view.index] = x
         if view.index != self.attachment.view.compressed[0].index:
             return
         if positions is None:
@@ -115,13 +132,7 @@ class KVCache(Cache, ObservingCache):
             own: States = layer.update(key_states, value_states, *args, **kwargs)
             return own
         seat = self.attachment.seats[layer_idx]
-        x = self._pending.pop(layer_idx, None)
-        if x is None or seat.raw_key is None or seat.residual is None:
-            raise ValueError(
-                "keys and values alone cannot be stored: this cache is filled by forward passes of"
-                f" the model it was made for ({type(self.attachment.view.model).__name__})"
-            )
-        seen = Seen(x, seat.residual, seat.raw_key, key_states, value_states)
+        seen = seat.seen(key_states, value_states)
         if layer.get_seq_length() == 0:
             self._check(layer.codec, seen)
         layer.append(seen)
@@ -137,7 +148,6 @@ class KVCache(Cache, ObservingCache):
         return layer.read(key, value, mask)
 
     def finish(self) -> None:
-        self._pending.clear()
         self.index.forget_rope()
         for layer in self.compressed:
             layer.release()
@@ -247,10 +257,15 @@ class KVCache(Cache, ObservingCache):
         tail = sum(layer.tail_nbytes for layer in self.compressed)
         tables = sum(layer.stream.table_nbytes for layer in self.compressed)
         index = self.index.nbytes + tables
+        codebooks = sum(layer.stream.shared_nbytes for layer in self.compressed)
         others = [la for la in self.layers if not isinstance(la, CompressedLayer)]
         skipped = sum(_held(layer) for layer in others)
-        resident = sealed.total() + sinks + tail + index
+        resident = sealed.total() + codebooks + sinks + tail + index
         model = view.model
+
+        def bits(size: int) -> float:
+            return 8 * size / sealed_values if sealed_values else 0.0
+
         return Report(
             method=self.method.spec,
             batch=self.index.batch,
@@ -259,13 +274,15 @@ class KVCache(Cache, ObservingCache):
             layers_compressed=[layer.codec.view.index for layer in self.compressed],
             layers_skipped=dict(view.skipped),
             sealed_bytes=dict(sealed),
+            table_bytes=codebooks,
             sink_bytes=sinks,
             tail_bytes=tail,
             index_bytes=index,
             skipped_bytes=skipped,
             cache_bytes=resident + skipped,
             full_cache_bytes=2 * values + sum(_values(layer) for layer in others) * 2,
-            bits_per_value=8 * (sealed.total() + sinks) / sealed_values if sealed_values else 0.0,
+            bits_per_value=bits(sealed.total() + codebooks + sinks),
+            code_bits=bits(sealed["codes"] + sealed["values"]),
             cache_ratio=resident / (2 * values) if values else 0.0,
             model_bytes=sum(p.nbytes for p in model.parameters()),
             codec_bytes=sum(la.codec.nbytes for la in self.compressed),

@@ -4,12 +4,15 @@ Tokens live in three places: whole blocks are sealed in the stream, the newest a
 the tail, and sinks, once sealed, are kept as they are beside their block.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from .methods import LayerCodec, Method, Seen
 from .models.base import rotate
+from .quant import Packed
 from .stream import Stream
 from .tokens import TokenIndex
 
@@ -44,7 +47,23 @@ class CompressedLayer(CacheLayerMixin):
         self.codec, self.method, self.index = codec, method, index
         self.through_store, self.below = through_store, below
         self.stream = Stream(codec.segments, method.group)
+        self.span: Sequence[CompressedLayer] = (self,)
+        self.lender: CompressedLayer | None = None
         self.reset()
+
+    @staticmethod
+    def link(layers: "Sequence[CompressedLayer]") -> None:
+        """Join the layers that are sealed together, and lend the codes that some borrow."""
+        start = 0
+        while start < len(layers):
+            codec = layers[start].codec
+            span = layers[start : start + codec.span]
+            for layer in span:
+                layer.span = span
+                if any(segment.borrows for segment in layer.codec.segments):
+                    layer.lender = span[codec.lender]
+                    layer.stream.lender = layer.lender.stream
+            start += codec.span
 
     def reset(self) -> None:
         self.stream.reset()
@@ -105,26 +124,36 @@ class CompressedLayer(CacheLayerMixin):
         tail = rows.clone() if self.tail is None else torch.cat([self.tail, rows], 1)
         if self.through_store and self.method.tail:
             self.fresh = tail
-        blocks = (tail.shape[1] - self.method.tail) // self.stream.block
-        if blocks > 0:
-            count = blocks * self.stream.block
-            self._seal(tail[:, :count])
-            tail = tail[:, count:].clone()
         self.tail = tail
+        if self is self.span[-1]:
+            self._seal_span((tail.shape[1] - self.method.tail) // self.stream.block)
         if self.codec.feeds_above:
             self.recalled = self._recall()
             self.carried = self._carry(self.recalled)
 
-    def _seal(self, rows: Tensor) -> None:
-        start, stop = self.stream.tokens, self.stream.tokens + rows.shape[1]
-        shape = (rows.shape[1] // self.stream.block, self.stream.block)
+    def _seal_span(self, blocks: int) -> None:
+        """Seal the oldest ``blocks`` of the tails of all layers of the span."""
+        if blocks <= 0:
+            return
+        packed = self.span[0].codec.merge([layer._pack(blocks) for layer in self.span])
+        for layer, fields in zip(self.span, packed, strict=True):
+            assert layer.tail is not None
+            layer.stream.seal(fields, layer.tail.shape[0])
+            layer.tail = layer.tail[:, blocks * layer.stream.block :].clone()
+
+    def _pack(self, blocks: int) -> list[Packed]:
+        assert self.tail is not None
+        start, shape = self.stream.tokens, (blocks, self.stream.block)
+        stop = start + blocks * self.stream.block
+        rows = self.tail[:, : stop - start]
         excluded = self.index.excluded(start, stop)
         if excluded is not None:
             self._keep_sinks(rows, start, stop)
-            excluded = excluded.to(rows.device).unflatten(1, shape)
+            excluded = excluded.to(rows.device).unflatten(1, shape).flatten(0, 1)
         below = self._below(start, stop)
         below = None if below is None else below.unflatten(1, shape)
-        self.stream.seal(self.codec.encode(rows.unflatten(1, shape), below), excluded)
+        encoded = self.codec.encode(rows.unflatten(1, shape), below)
+        return self.stream.pack(encoded.flatten(0, 1), excluded)
 
     def _keep_sinks(self, rows: Tensor, start: int, stop: int) -> None:
         if self.index.sinks == 0:
@@ -177,16 +206,30 @@ class CompressedLayer(CacheLayerMixin):
         return self.codec.recall(rows, self._below(0, rows.shape[1]))
 
     def _through(self, tail: Tensor) -> Tensor:
-        start, block = self.stream.tokens, self.stream.block
+        """``tail`` ``[B, t, W]`` as it will read once sealed, decoded to ``[B, t, C]``.
+
+        It is cut into blocks from the first row on; the last may be shorter.
+        """
         rows = []
-        for at in range(0, tail.shape[1], block):
-            part = tail[:, at : at + block]
-            below = self._below(start + at, start + at + part.shape[1])
-            below = None if below is None else below.unsqueeze(1)
-            rows.append(self.codec.encode(part.unsqueeze(1), below).squeeze(1))
-        excluded = self.index.excluded(start, start + tail.shape[1])
-        excluded = None if excluded is None else excluded.to(tail.device)
-        return self.stream.roundtrip(torch.cat(rows, 1), excluded)
+        for at in range(0, tail.shape[1], self.stream.block):
+            packed = self._pack_part(tail, at)
+            if self.lender is not None:
+                assert self.lender.tail is not None
+                packed = self.stream.borrow(packed, self.lender._pack_part(self.lender.tail, at))
+            tokens = min(self.stream.block, tail.shape[1] - at)
+            rows.append(self.stream.unpack(packed, tokens, tail.dtype))
+        return torch.cat(rows, 1)
+
+    def _pack_part(self, tail: Tensor, at: int) -> list[Packed]:
+        """The block of ``tail`` from ``at`` on, packed but not sealed."""
+        part = tail[:, at : at + self.stream.block]
+        start = self.stream.tokens + at
+        stop = start + part.shape[1]
+        below = self._below(start, stop)
+        below = None if below is None else below.unsqueeze(1)
+        encoded = self.codec.encode(part.unsqueeze(1), below).squeeze(1)
+        excluded = self.index.excluded(start, stop)
+        return self.stream.pack(encoded, None if excluded is None else excluded.to(part.device))
 
     def _place_sinks(self, rows: Tensor, exact: Tensor | None) -> Tensor:
         """Put the exact rows of sealed sinks into ``rows`` ``[B, T, .]``."""

@@ -2,11 +2,10 @@
 
 import dataclasses
 import re
+from fractions import Fraction
 from typing import Any
 
 from .methods import METHODS, Method
-
-_BITS = re.compile(r"(\d+)bit")
 
 
 def parse_method(spec: str | Method) -> Method:
@@ -18,36 +17,43 @@ def parse_method(spec: str | Method) -> Method:
     if isinstance(spec, Method):
         return spec
     head, _, options = spec.strip().partition(":")
-    name = max((n for n in METHODS if head == n or head.startswith(n + "-")), key=len, default=None)
+    named = (n for n in METHODS if head.startswith(n) and not head[len(n) :][:1].isalpha())
+    name = max(named, key=len, default=None)
     if name is None:
         raise ValueError(f"unknown method '{spec}'; known are {', '.join(METHODS)}")
     cls = METHODS[name]
-    values = _parse_head(cls, spec, head[len(name) :])
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.name not in cls.head_fields()}
+    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+    match = re.fullmatch(cls.head_pattern, head[len(name) :])
+    if match is None:
+        raise ValueError(f"'{spec}' is not how {name} is written; write it like '{cls.example}'")
+    written = [(key, text) for key, text in match.groupdict().items() if text is not None]
+    known = cls.option_help()
+    values: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
         key, equals, text = option.partition("=")
-        if key not in fields or not equals:
-            raise ValueError(f"{name} has no option '{option}'; options are {', '.join(fields)}")
-        values[key] = _parse_value(name, key, text, fields[key].type)
+        if key not in known or not equals:
+            raise ValueError(f"{name} has no option '{option}'; options are {', '.join(known)}")
+        if key == "preset":
+            if text not in cls.presets:
+                raise ValueError(f"{name}: preset={text} is not one of {', '.join(cls.presets)}")
+            values.update(cls.presets[text])
+        else:
+            written.append((key, text))
+    values.update((key, _parse_value(name, key, text, kinds[key])) for key, text in written)
     return cls(**values)
 
 
-def _parse_head(cls: type[Method], spec: str, rest: str) -> dict[str, Any]:
-    if not cls.head_fields():
-        if rest:
-            raise ValueError(f"unknown method '{spec}'; {cls.name} takes no bits")
-        return {}
-    match = _BITS.fullmatch(rest.removeprefix("-"))
-    if match is None:
-        raise ValueError(f"'{spec}' does not say how many bits; write it like '{cls.example}'")
-    return {"bits": int(match[1])}
-
-
-def _parse_value(method: str, key: str, text: str, kind: Any) -> int | bool | str:
+def _parse_value(method: str, key: str, text: str, kind: Any) -> int | float | bool | str | None:
+    if kind in (int | None, float | None):
+        if text == "auto":
+            return None
+        kind = int if kind == int | None else float
     try:
         if kind is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is float:
+            return float(Fraction(text))
         return int(text) if kind is int else text
-    except (KeyError, ValueError):
-        wanted = "true or false" if kind is bool else "a whole number"
+    except (KeyError, ValueError, ZeroDivisionError):
+        wanted = {bool: "true or false", float: "a number", int: "a whole number"}[kind]
         raise ValueError(f"{method}: {key}={text} is not {wanted}") from None

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .quant import Packed, Segment
+from .quant import Packed, Ragged, Segment
 
 
 class Stream:
@@ -26,6 +26,7 @@ class Stream:
     def __init__(self, segments: Sequence[Segment], block: int) -> None:
         self.segments = tuple(segments)
         self.block = block
+        self.lender: Stream | None = None  # whose codes the borrowing segments use
         self.reset()
 
     def reset(self) -> None:
@@ -41,7 +42,7 @@ class Stream:
     @property
     def blocks(self) -> int:
         """Resident blocks; a block that several sequences share counts once."""
-        return next(iter(self.pool[0].values())).shape[0] if self.pool else 0
+        return len(next(iter(self.pool[0].values()))) if self.pool else 0
 
     @property
     def nbytes(self) -> int:
@@ -52,64 +53,80 @@ class Stream:
     def table_nbytes(self) -> int:
         return 0 if self.table is None else self.table.nbytes
 
-    def block_nbytes(self) -> int:
-        """Bytes of one block by the quantizers' formulas."""
-        return sum(s.quantizer.nbytes(self.block, s.channels) for s in self.segments)
+    @property
+    def outliers(self) -> int:
+        """Elements that are stored apart from their codes."""
+        values = (packed.get("outlier_value") for packed in self.pool)
+        return sum(len(run) for v in values if isinstance(v, Ragged) for run in v.runs)
 
-    def _pack(self, blocks: Tensor, excluded: Tensor | None) -> list[Packed]:
-        parts = blocks.split([s.channels for s in self.segments], dim=-1)
+    def block_nbytes(self) -> int:
+        """Bytes of one block by the quantizers' formulas, before any outliers."""
+        return sum(s.nbytes(self.block) for s in self.segments)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the codebooks and offline scales that the blocks, if there are any, are read with."""
+        return sum(s.quantizer.table_nbytes for s in self.segments) if self.pool else 0
+
+    def pack(self, rows: Tensor, excluded: Tensor | None) -> list[Packed]:
+        """Blocks ``[N, n, C]`` as the segments store them, ``excluded`` bool ``[N, n]``; see `quant`.
+
+        Borrowing segments are packed with their own codes: `seal` wants to see them without.
+        """
+        parts = rows.split([s.channels for s in self.segments], dim=-1)
         return [s.quantizer.encode(x, excluded) for s, x in zip(self.segments, parts, strict=True)]
 
-    def _unpack(self, pool: list[Packed], tokens: int, dtype: torch.dtype) -> Tensor:
-        count, device = next((t.shape[0], t.device) for t in pool[0].values())
+    def unpack(self, pool: list[Packed], tokens: int, dtype: torch.dtype) -> Tensor:
+        """Rows ``[N, tokens, C]`` of packed blocks with all their codes."""
+        first = next(iter(pool[-1].values()))
+        assert isinstance(first, Tensor)
         widths = [s.channels for s in self.segments]
-        rows = torch.empty(count, tokens, sum(widths), dtype=dtype, device=device)
+        rows = torch.empty(len(first), tokens, sum(widths), dtype=dtype, device=first.device)
         parts = rows.split(widths, -1)
         for segment, packed, out in zip(self.segments, pool, parts, strict=True):
             segment.quantizer.decode(packed, out)
         return rows
 
-    def seal(self, blocks: Tensor, excluded: Tensor | None = None) -> None:
-        """Pack and append ``blocks`` ``[B, m, n, C]``; ``excluded`` bool ``[B, m, n]``, see `quant`."""
-        batch, columns = blocks.shape[:2]
-        flat = None if excluded is None else excluded.flatten(0, 1)
-        new = self._pack(blocks.flatten(0, 1), flat)
-        ids = self.blocks + torch.arange(batch * columns, device=blocks.device).view(batch, columns)
+    def seal(self, packed: list[Packed], batch: int) -> None:
+        """Append blocks, packed in the order of ``[B, m]``."""
+        count = len(next(iter(packed[0].values())))
+        device = next(t for t in packed[0].values() if isinstance(t, Tensor)).device
+        ids = self.blocks + torch.arange(count, device=device).view(batch, -1)
         if self.pool:
-            self.pool = [
-                {name: torch.cat([old[name], t]) for name, t in packed.items()}
-                for old, packed in zip(self.pool, new, strict=True)
+            packed = [
+                {name: _join(old[name], t) for name, t in new.items()}
+                for old, new in zip(self.pool, packed, strict=True)
             ]
-        else:
-            self.pool = new
+        self.pool = packed
         self.table = ids if self.table is None else torch.cat([self.table, ids], 1)
-        self.lengths += [self.block] * columns
+        self.lengths += [self.block] * ids.shape[1]
+
+    def _gather(self, ids: Tensor) -> list[Packed]:
+        """The packed blocks ``ids``, with borrowed codes."""
+        pool = self.pool
+        if not torch.equal(ids, torch.arange(self.blocks, device=ids.device)):
+            pool = [{name: t[ids] for name, t in packed.items()} for packed in pool]
+        if self.lender is None:
+            return pool
+        return self.borrow(pool, self.lender._gather(ids))
+
+    def borrow(self, pool: list[Packed], lent: list[Packed]) -> list[Packed]:
+        """``pool`` with the codes of ``lent`` where a segment borrows them."""
+        return [
+            {**packed, "codes": other["codes"]} if segment.borrows else packed
+            for segment, packed, other in zip(self.segments, pool, lent, strict=True)
+        ]
 
     def read(self, dtype: torch.dtype, tokens: int) -> Tensor:
         """The first ``tokens`` sealed rows, decoded: ``[B, tokens, C]`` in ``dtype``."""
         assert self.table is not None
         columns = next(j for j, end in enumerate(accumulate(self.lengths), 1) if end >= tokens)
-        ids = self.table[:, :columns].flatten()
-        pool = self.pool
-        if not torch.equal(ids, torch.arange(self.blocks, device=ids.device)):
-            pool = [{name: t[ids] for name, t in packed.items()} for packed in pool]
-        rows = self._unpack(pool, self.block, dtype).unflatten(0, (-1, columns))
+        pool = self._gather(self.table[:, :columns].flatten())
+        rows = self.unpack(pool, self.block, dtype).unflatten(0, (-1, columns))
         if all(length == self.block for length in self.lengths[: columns - 1]):
             return rows.flatten(1, 2)[:, :tokens]
         parts = [rows[:, j, : self.lengths[j]] for j in range(columns)]
         return torch.cat(parts, 1)[:, :tokens]
-
-    def roundtrip(self, rows: Tensor, excluded: Tensor | None = None) -> Tensor:
-        """``rows`` ``[B, t, C]`` as they would read once sealed, without sealing them.
-
-        They are cut into blocks from the first row on; the last block may be shorter.
-        """
-        out = []
-        for start in range(0, rows.shape[1], self.block):
-            part = rows[:, start : start + self.block]
-            mask = None if excluded is None else excluded[:, start : start + self.block]
-            out.append(self._unpack(self._pack(part, mask), part.shape[1], rows.dtype))
-        return torch.cat(out, 1)
 
     def crop(self, tokens: int) -> None:
         """Keep the first ``tokens`` sealed tokens of every sequence."""
@@ -138,3 +155,12 @@ class Stream:
             self.pool = [{name: t[used] for name, t in packed.items()} for packed in self.pool]
             table = renumbered
         self.table = table
+
+
+def _join(old: Tensor | Ragged, new: Tensor | Ragged) -> Tensor | Ragged:
+    """Blocks after each other. Ragged ones are linked, dense ones copied into one tensor."""
+    if isinstance(old, Ragged):
+        assert isinstance(new, Ragged)
+        return old + new
+    assert isinstance(new, Tensor)
+    return torch.cat([old, new])

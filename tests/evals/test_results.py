@@ -3,7 +3,8 @@ import os
 
 import pytest
 
-from xquant.evals.results import environment, stamp, write_atomically, write_json
+from xquant.evals.results import environment, stamp, write_json
+from xquant.files import write_atomically
 
 
 def test_rows_are_self_contained_and_valid_json(tmp_path):

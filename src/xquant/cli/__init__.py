@@ -9,6 +9,7 @@ EXTRAS = {
     "click": "cli",
     "rich": "cli",
     "platformdirs": "cli",
+    "sklearn": "calibrate",
     "matplotlib": "plots",
     "jinja2": "plots",
     "markupsafe": "plots",

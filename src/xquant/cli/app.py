@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from . import compare, generate, methods, perplexity
+from . import calibrate, compare, generate, methods, perplexity
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -15,7 +15,13 @@ def xquant() -> None:
     """Compress the KV cache of language models, and measure what that costs."""
 
 
-for _verb in (methods.methods, generate.generate, perplexity.perplexity, compare.compare):
+for _verb in (
+    methods.methods,
+    generate.generate,
+    perplexity.perplexity,
+    compare.compare,
+    calibrate.calibrate,
+):
     xquant.add_command(_verb)
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -13,6 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..evals.results import STDOUT, stamp, write_json
+
+if TYPE_CHECKING:
+    from ..calibrate.artifact import Calibration
+    from ..methods import Method
 
 DTYPES = ("float32", "bfloat16", "float16")
 PIPED_WIDTH = 200
@@ -29,6 +33,13 @@ methods_option = click.option(
     metavar="SPEC",
     multiple=True,
     help="Method, such as xquant-cl-2bit:sink=1; may be given several times.",
+)
+calibrations_option = click.option(
+    "--calibration",
+    "artifacts",
+    metavar="FILE",
+    multiple=True,
+    help="Artifact of 'xquant calibrate'; may be given several times, one a method.",
 )
 
 
@@ -47,16 +58,22 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("model")(dtype(device(command)))
 
 
-def text_options(default: str | None = None) -> Callable[..., Any]:
-    """``--text`` (required where it has no default), ``--context`` and ``--windows``."""
+def text_options(
+    default: str | None = None, windows: int = 4, help: str = ""
+) -> Callable[..., Any]:
+    """``--text``, ``--context`` and ``--windows``.
+
+    ``--text`` is required unless it has a default, or a ``help`` that says what happens without it.
+    """
     # To click, a default of None is a default.
-    otherwise: dict[str, Any] = {"default": default} if default else {"required": True}
+    otherwise: dict[str, Any] = {"default": default} if default else {"required": not help}
     options = (
         click.option(
             "--text",
             metavar="FILE",
             show_default=True,
-            help='Text file, .jsonl with "text" fields, or help-topics (Python\'s own help).',
+            help=help
+            or 'Text file, .jsonl with "text" fields, or help-topics (Python\'s own help).',
             **otherwise,
         ),
         click.option(
@@ -65,7 +82,7 @@ def text_options(default: str | None = None) -> Callable[..., Any]:
         click.option(
             "--windows",
             type=int,
-            default=4,
+            default=windows,
             show_default=True,
             help="Windows from the text's start.",
         ),
@@ -99,6 +116,38 @@ def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"no device '{where}' here ({str(error).splitlines()[0]})") from error
     return load_model(model, dtype=getattr(torch, dtype), device=where)
+
+
+def load_calibrations(files: Sequence[str]) -> "list[Calibration]":
+    """The artifacts in ``files``.
+
+    Raises:
+        ValueError: two are for the same method, or one is none; FileNotFoundError: there is none.
+    """
+    from ..calibrate.artifact import Calibration
+
+    found: dict[str, Calibration] = {}
+    for file in files:
+        calibration = Calibration.load(file)
+        if calibration.method in found:
+            raise ValueError(f"two calibrations are for {calibration.method}")
+        found[calibration.method] = calibration
+    return list(found.values())
+
+
+def check_calibrations(methods: "Sequence[Method]", calibrations: "Sequence[Calibration]") -> None:
+    """Raise ValueError where an artifact is for none of the methods, or a method lacks its own."""
+    wanted = {method.calibrated_as for method in methods}
+    made = {calibration.method for calibration in calibrations}
+    for calibration in calibrations:
+        if calibration.method not in wanted:
+            raise ValueError(
+                f"the calibration is for {calibration.method}, which is not among"
+                f" {', '.join(method.spec for method in methods)}"
+            )
+    for method in methods:
+        if method.needs_calibration and method.calibrated_as not in made:
+            raise ValueError(method.how_to_calibrate)
 
 
 def check_file(target: str | None) -> None:

@@ -5,13 +5,16 @@ from typing import Any
 
 import click
 
-from ..evals.results import STDOUT, write_atomically, write_json
+from ..evals.results import STDOUT, write_json
 from ..evals.text import HELP_TOPICS
+from ..files import write_atomically
 from .common import (
+    calibrations_option,
     check_file,
     check_folder,
     finish,
     json_option,
+    load_calibrations,
     methods_option,
     model_options,
     text_options,
@@ -27,6 +30,7 @@ DEFAULT_METHODS = (
     "xquant-cl-2bit",
     "kivi-4bit",
     "kivi-2bit",
+    "crosslayer",
 )
 
 
@@ -34,6 +38,7 @@ DEFAULT_METHODS = (
 @model_options
 @methods_option
 @text_options(default=HELP_TOPICS)
+@calibrations_option
 @click.option(
     "--output", metavar="DIR", required=True, help="Folder of the files; made if missing."
 )
@@ -42,7 +47,8 @@ def compare(output: str, specs: tuple[str, ...], json_file: str | None, **asked:
     """Compare methods on MODEL: perplexity against the size of the cache.
 
     Writes results.json, report.html, perplexity.svg and perplexity.png into --output. The full cache
-    is always the first row; without --method a selection of XQuant, XQuant-CL and KIVI follows it.
+    is always the first row; without --method a selection follows it, and the method of every
+    --calibration.
     """
     # Imported before the long work, so that a missing package is told of at once.
     import jinja2  # noqa: F401
@@ -53,7 +59,10 @@ def compare(output: str, specs: tuple[str, ...], json_file: str | None, **asked:
 
     check_file(json_file)
     check_folder(output)
-    rows, subject = run(specs=(BASELINE, *(specs or DEFAULT_METHODS)), **asked)
+    if not specs:
+        calibrated = (made.method for made in load_calibrations(asked["artifacts"]))
+        specs = (*DEFAULT_METHODS, *calibrated)
+    rows, subject = run(specs=(BASELINE, *specs), **asked)
     rows = finish(rows, json_file, **subject)
     svg, png = perplexity_figure(rows)
     folder = Path(output)

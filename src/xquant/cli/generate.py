@@ -7,7 +7,16 @@ from typing import Any
 import click
 
 from ..evals.results import STDOUT
-from .common import check_file, finish, json_option, load, model_options
+from .common import (
+    calibrations_option,
+    check_calibrations,
+    check_file,
+    finish,
+    json_option,
+    load,
+    load_calibrations,
+    model_options,
+)
 
 
 @click.command()
@@ -18,6 +27,7 @@ from .common import check_file, finish, json_option, load, model_options
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of sampling.")
 @click.option("--chat", is_flag=True, help="Put the prompt in the model's chat template.")
+@calibrations_option
 @json_option
 def generate(
     model: str,
@@ -29,6 +39,7 @@ def generate(
     temperature: float,
     seed: int,
     chat: bool,
+    artifacts: tuple[str, ...],
     json_file: str | None,
 ) -> None:
     """Continue a prompt with MODEL (a folder, a hub id, smollm2 or smollm2-mha).
@@ -38,6 +49,8 @@ def generate(
     from .. import KVCache, parse_method
 
     method = parse_method(spec)
+    calibrations = load_calibrations(artifacts)
+    check_calibrations([method], calibrations)
     if not prompt:
         raise ValueError("the prompt is empty")
     if not (math.isfinite(temperature) and temperature >= 0):
@@ -45,7 +58,7 @@ def generate(
     check_file(json_file)
     network, tokenizer = load(model, dtype, device)
     inputs = _encode(network, tokenizer, prompt, chat, max_new_tokens)
-    cache = KVCache(network, method)
+    cache = KVCache(network, method, calibration=calibrations[0] if calibrations else None)
     started = time.perf_counter()
     new = _continue(network, tokenizer, inputs, cache, max_new_tokens, temperature, seed)
     seconds = time.perf_counter() - started

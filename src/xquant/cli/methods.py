@@ -1,16 +1,25 @@
 """``xquant methods``: what there is to choose from."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ..evals.results import STDOUT
 from .common import check_file, finish, json_option, print_table
+
+if TYPE_CHECKING:
+    from ..methods import Method
 
 
 @click.command()
 @json_option
 def methods(json_file: str | None) -> None:
     """List the methods, their papers and their options."""
+    from .. import parse_method
     from ..methods import METHODS
+
+    def calibrated(method: "type[Method]") -> bool:
+        return parse_method(method.example).needs_calibration
 
     check_file(json_file)
     rows = [
@@ -18,7 +27,7 @@ def methods(json_file: str | None) -> None:
             "name": name,
             "spec": method.example,
             "paper": method.paper,
-            "needs_calibration": method.needs_calibration,
+            "needs_calibration": calibrated(method),
             "summary": method.summary,
             "options": method.option_help(),
         }
@@ -30,7 +39,7 @@ def methods(json_file: str | None) -> None:
     print_table(
         {"write it as": "left", "what it stores": "left", "paper": "left", "calibration": "left"},
         [
-            (m.example, m.summary, m.paper, "needed" if m.needs_calibration else "none")
+            (m.example, m.summary, m.paper, "needed" if calibrated(m) else "none")
             for m in METHODS.values()
         ],
     )

@@ -7,10 +7,13 @@ import click
 
 from ..evals.results import STDOUT
 from .common import (
+    calibrations_option,
+    check_calibrations,
     check_file,
     finish,
     json_option,
     load,
+    load_calibrations,
     methods_option,
     model_options,
     print_table,
@@ -23,6 +26,7 @@ COLUMNS = {
     "perplexity": "right",
     "relative": "right",
     "bits per value": "right",
+    "in codes": "right",
     "of fp16 cache": "right",
     "cache, MB": "right",
     "seconds": "right",
@@ -33,6 +37,7 @@ COLUMNS = {
 @model_options
 @methods_option
 @text_options()
+@calibrations_option
 @json_option
 def perplexity(json_file: str | None, **asked: Any) -> None:
     """Measure MODEL's perplexity on a text with the cache compressed by each method.
@@ -57,6 +62,7 @@ def run(
     text: str,
     context: int,
     windows: int,
+    artifacts: Sequence[str],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
     from .. import parse_method
@@ -64,15 +70,20 @@ def run(
     from ..evals.text import read_text, text_name
 
     methods = [parse_method(spec) for spec in specs]
+    calibrations = load_calibrations(artifacts)
+    check_calibrations(methods, calibrations)
     words = read_text(text)
     network, tokenizer = load(model, dtype, device)
     with progress_bar() as show:
-        rows = evaluation.perplexity(network, tokenizer, words, methods, context, windows, show)
+        rows = evaluation.perplexity(
+            network, tokenizer, words, methods, context, windows, show, calibrations
+        )
     subject = {
         "model": model,
         "text": text_name(text),
         "dtype": dtype,
         "device": str(network.device),
+        "calibrations": {made.method: made.text for made in calibrations},
     }
     return [row.to_dict() for row in rows], subject
 
@@ -87,6 +98,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                 f"{row['perplexity']:.3f}",
                 f"{row['ratio']:.4f}",
                 f"{row['bits_per_value']:.2f}",
+                f"{row['code_bits']:.2f}",
                 f"{row['cache_ratio']:.1%}",
                 f"{row['cache_bytes'] / 1e6:.2f}",
                 f"{row['seconds']:.1f}",

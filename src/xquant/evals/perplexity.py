@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .. import compat
 from ..cache import KVCache
+from ..calibrate.artifact import Calibration
 from ..methods import Full, Method
 from ..report import Report
 from ..spec import parse_method
+from .text import cut_windows
 
 SCORED_AT_ONCE = 256
 """Positions whose log-probabilities are held in fp32 at a time."""
@@ -37,6 +38,7 @@ class PerplexityRow:
     full_perplexity: float
     ratio: float  # perplexity / full_perplexity
     bits_per_value: float
+    code_bits: float  # those of the codes alone, the papers' equivalent bit-width
     cache_ratio: float  # resident bytes over the fp16 cache
     cache_bytes: int
     full_cache_bytes: int  # of the fp16 cache
@@ -71,10 +73,12 @@ def perplexity(
     context: int = 2048,
     windows: int = 4,
     progress: Progress | None = None,
+    calibrations: Sequence[Calibration] = (),
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on the first ``windows * context`` tokens of ``text``.
 
-    Returns a row for each different method, in the order given.
+    Each of ``calibrations`` goes to the methods it was made for. Returns a row for each different
+    method, in the order given.
 
     Raises:
         ValueError: unknown method, no method, ``context`` or ``windows`` that the model or the text
@@ -84,45 +88,29 @@ def perplexity(
     if not wanted:
         raise ValueError("no method to measure")
     ids = cut_windows(model, tokenizer, text, context, windows)
-    return measure(model, ids, wanted, progress)
-
-
-def cut_windows(model: Any, tokenizer: Any, text: str, context: int, windows: int) -> Tensor:
-    """The text's first tokens as ``[windows, context]``; ValueError where it holds fewer."""
-    if context < 2:
-        raise ValueError(f"a context of {context} scores nothing: at least 2 tokens are needed")
-    if windows < 1:
-        raise ValueError(f"{windows} windows measure nothing: at least 1 is needed")
-    positions = getattr(compat.text_config(model), "max_position_embeddings", None)
-    if positions is not None and context > positions:
-        raise ValueError(f"a context of {context} is past the model's {positions} positions")
-    # verbose=False: a text longer than the model's context is no mistake here.
-    encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    held = len(encoded) // context
-    if held == 0:
-        raise ValueError(
-            f"the text holds {len(encoded)} tokens and one window needs {context}:"
-            " give a longer text or a smaller context"
-        )
-    if windows > held:
-        raise ValueError(
-            f"the text holds {held} window{'s' * (held > 1)} of {context} tokens, not {windows}"
-        )
-    return torch.tensor(encoded[: windows * context]).view(windows, context)
+    return measure(model, ids, wanted, progress, calibrations)
 
 
 def measure(
-    model: Any, ids: Tensor, methods: Sequence[Method], progress: Progress | None = None
+    model: Any,
+    ids: Tensor,
+    methods: Sequence[Method],
+    progress: Progress | None = None,
+    calibrations: Sequence[Calibration] = (),
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on windows ``ids [N, T]``; the full cache is measured once, asked or not."""
     baseline = Full()
     tallies = {method: _Tally() for method in (baseline, *methods)}
+    made_for = {calibration.method: calibration for calibration in calibrations}
+    use = {method: made_for.get(method.calibrated_as) for method in tallies}
+    for method in tallies:  # so that bad input is told of before the first forward pass
+        KVCache(model, method, attend="store", calibration=use[method])
     total, done = len(ids) * len(tallies), 0
     for window in ids.to(model.device):
         for method, tally in tallies.items():
             if progress is not None:
                 progress(done, total, method.spec)
-            nll, seconds, tally.report = _score(model, window, method)
+            nll, seconds, tally.report = _score(model, window, method, use[method])
             tally.nll.append(nll)
             tally.seconds += seconds
             done += 1
@@ -133,10 +121,12 @@ def measure(
 
 
 @torch.inference_mode()
-def _score(model: Any, window: Tensor, method: Method) -> tuple[float, float, Report]:
+def _score(
+    model: Any, window: Tensor, method: Method, calibration: Calibration | None
+) -> tuple[float, float, Report]:
     """Mean negative log-likelihood (nats) of ``window [T]`` after its first token, and seconds."""
     # Made before the clock starts: the first cache of a method does the method's offline work.
-    cache = KVCache(model, method, attend="store")
+    cache = KVCache(model, method, attend="store", calibration=calibration)
     started = time.perf_counter()
     logits = model(window[None], past_key_values=cache, use_cache=True).logits[0, :-1]
     parts = zip(logits.split(SCORED_AT_ONCE), window[1:].split(SCORED_AT_ONCE), strict=True)
@@ -157,6 +147,7 @@ def _row(spec: str, tally: _Tally, full: float, ids: Tensor) -> PerplexityRow:
         full_perplexity=full,
         ratio=tally.perplexity / full,
         bits_per_value=report.bits_per_value,
+        code_bits=report.code_bits,
         cache_ratio=report.cache_ratio,
         cache_bytes=report.cache_bytes,
         full_cache_bytes=report.full_cache_bytes,

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import platform
 import shlex
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from ..files import write_atomically
 
 STDOUT = "-"
 
@@ -50,21 +51,6 @@ def write_json(target: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
         sys.stdout.write(text)
     else:
         write_atomically(target, text)
-
-
-def write_atomically(target: str | Path, content: str | bytes) -> None:
-    """Write a file that appears whole or not at all; a link is followed, a device is written to."""
-    path, data = Path(target), content.encode() if isinstance(content, str) else content
-    if path.exists() and not path.is_file():
-        path.write_bytes(data)
-        return
-    path = path.resolve()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

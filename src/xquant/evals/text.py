@@ -2,6 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HELP_TOPICS = "help-topics"
 """Name of the built-in text: the language reference that Python's ``help()`` shows."""
@@ -45,6 +49,34 @@ def read_text(source: str | Path) -> str:
 def text_name(source: str | Path) -> str:
     """What a result calls the text: the built-in name, or the file's name without its folder."""
     return Path(source).name
+
+
+def cut_windows(model: Any, tokenizer: Any, text: str, context: int, windows: int) -> "Tensor":
+    """The text's first tokens as ``[windows, context]``; ValueError where it holds fewer."""
+    import torch
+
+    from .. import compat
+
+    if context < 2:
+        raise ValueError(f"a context of {context} scores nothing: at least 2 tokens are needed")
+    if windows < 1:
+        raise ValueError(f"{windows} windows measure nothing: at least 1 is needed")
+    positions = getattr(compat.text_config(model), "max_position_embeddings", None)
+    if positions is not None and context > positions:
+        raise ValueError(f"a context of {context} is past the model's {positions} positions")
+    # verbose=False: a text longer than the model's context is no mistake here.
+    encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    held = len(encoded) // context
+    if held == 0:
+        raise ValueError(
+            f"the text holds {len(encoded)} tokens and one window needs {context}:"
+            " give a longer text or a smaller context"
+        )
+    if windows > held:
+        raise ValueError(
+            f"the text holds {held} window{'s' * (held > 1)} of {context} tokens, not {windows}"
+        )
+    return torch.tensor(encoded[: windows * context]).view(windows, context)
 
 
 def _text_fields(path: Path, lines: str) -> list[str]:

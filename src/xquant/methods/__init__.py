@@ -1,19 +1,31 @@
 """One file a method; `METHODS` lists them by the name that a spec starts with."""
 
+from .asymkv import AsymKV
 from .base import LayerCodec, Method, QuantizedMethod, Seen
+from .crosslayer import CrossLayer
 from .full import Full
 from .kivi import Kivi
+from .kvquant import KVQuant
+from .plain_formats import Integer, NormalFloat
 from .xquant import XQuant
 from .xquant_cl import XQuantCL
 
-METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (Full, Kivi, XQuant, XQuantCL)}
+METHODS: dict[str, type[Method]] = {
+    cls.name: cls
+    for cls in (Full, Integer, NormalFloat, Kivi, AsymKV, CrossLayer, KVQuant, XQuant, XQuantCL)
+}
 
 __all__ = [
     "METHODS",
+    "AsymKV",
+    "CrossLayer",
     "Full",
+    "Integer",
+    "KVQuant",
     "Kivi",
     "LayerCodec",
     "Method",
+    "NormalFloat",
     "QuantizedMethod",
     "Seen",
     "XQuant",

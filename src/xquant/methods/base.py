@@ -6,20 +6,28 @@ come back. Everything else (appending, sealing, sinks, tail, crop, reorder, byte
 """
 
 import dataclasses
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..calibrate.artifact import Calibration
+from ..calibrate.calibrator import Calibrator
 from ..models import AttentionView
-from ..quant import Affine, Plain, Quantizer, Segment
+from ..quant import Affine, Packed, Plain, Quantizer, Segment
 from ..quant.quantizer import Granularity
 
-BITS = (1, 2, 3, 4, 8, 16)
+BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+
+
+TAIL: dict[str, Any] = {"help": "most recent tokens kept full, at least (residual length)"}
+GROUP: dict[str, Any] = {"help": "quantization group; also the tokens of a sealed block"}
 
 
 @dataclass
@@ -53,6 +61,10 @@ class LayerCodec(ABC):
     """Whether the layer above needs what this layer carries."""
     rotated: bool = False
     """Whether keys are stored after RoPE."""
+    span: int = 1
+    """Layers, this one the lowest, that are sealed together, see `merge`."""
+    lender: int = 0
+    """The layer of the span whose codes the borrowing segments of the others use."""
 
     def __init__(self, view: AttentionView) -> None:
         self.view = view
@@ -72,6 +84,10 @@ class LayerCodec(ABC):
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
         """Rows to pack, ``[B, m, n, C]``, of ``m`` blocks of features ``[B, m, n, W]``."""
         return features
+
+    def merge(self, packed: list[list[Packed]]) -> list[list[Packed]]:
+        """What the layers of the span store, from what each packed of the same tokens by itself."""
+        return packed
 
     def recall(self, rows: Tensor, below: Tensor | None) -> Tensor:
         """What `rebuild` works on, from decoded rows ``[B, T, C]``."""
@@ -107,78 +123,143 @@ class Method(ABC):
     paper: ClassVar[str]
     summary: ClassVar[str]
     example: ClassVar[str]
-    needs_calibration: ClassVar[bool] = False
+    head_pattern: ClassVar[str] = ""
+    """What follows the name in a spec, before the colon; its groups are named after options."""
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Named sets of options: ``preset=NAME`` in a spec."""
 
     sink: int = field(default=0, metadata={"help": "first tokens of a sequence kept full"})
-    tail: int = field(default=0, metadata={"help": "most recent tokens kept full, at least"})
-    group: int = field(
-        default=128, metadata={"help": "quantization group; also the tokens of a sealed block"}
-    )
+    tail: int = field(default=0, metadata=TAIL)
+    group: int = field(default=128, metadata=GROUP)
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            value, choices = getattr(self, option.name), option.metadata.get("choices")
-            if choices is not None:
-                if value not in choices:
-                    allowed = ", ".join(map(str, choices))
-                    raise ValueError(f"{self.name}: {option.name}={value} is not one of {allowed}")
-            elif isinstance(value, int) and value < option.metadata.get("least", 0):
-                least = option.metadata.get("least", 0)
-                raise ValueError(f"{self.name}: {option.name}={value} is below {least}")
+            self._check(option.name, getattr(self, option.name), option.metadata)
         if self.group < 1:
             raise ValueError(f"{self.name}: group={self.group} is below 1")
 
-    @abstractmethod
-    def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
-        """One codec for each compressed layer, bottom up. Offline work (SVD) is done here."""
+    def _check(self, name: str, value: Any, meta: Mapping[str, Any]) -> None:
+        choices = meta.get("choices")
+        if choices is not None and value is not None and value not in choices:
+            allowed = ", ".join(map(str, choices))
+            raise ValueError(f"{self.name}: {name}={_plain(value)} is not one of {allowed}")
+        if choices is None and isinstance(value, int | float):
+            least, most = meta.get("least", 0), meta.get("most")
+            if not value >= least:
+                raise ValueError(f"{self.name}: {name}={_plain(value)} is below {least}")
+            if most is not None and value > most:
+                raise ValueError(f"{self.name}: {name}={_plain(value)} is above {most}")
 
-    @classmethod
-    def head_fields(cls) -> tuple[str, ...]:
-        """Options that stand in the name of a spec (``xquant-4bit``) rather than after the colon."""
-        return ("bits",) if "bits" in {f.name for f in dataclasses.fields(cls)} else ()
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether `codecs` wants what `xquant.calibrate` finds."""
+        return False
+
+    @property
+    def how_to_calibrate(self) -> str:
+        """What to tell someone who has no artifact."""
+        return (
+            f"{self.spec} needs a calibration: 'xquant calibrate MODEL --method {self.calibrated_as}"
+            " --output FILE' makes one, for --calibration FILE or KVCache(..., calibration=FILE)"
+        )
+
+    @property
+    def calibrated_as(self) -> str:
+        """The spec without the options that calibrating does not depend on."""
+        return dataclasses.replace(self, tail=0).spec
+
+    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
+        """What gathers this method's statistics.
+
+        Raises:
+            ValueError: it needs none.
+        """
+        raise ValueError(f"{self.spec} needs no calibration")
+
+    @property
+    def causal(self) -> bool:
+        """Whether what a layer stores needs nothing of a layer above it."""
+        return True
+
+    @abstractmethod
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        """One codec for each compressed layer, bottom up. Offline work (SVD) is done here.
+
+        Raises:
+            ValueError: options that the model does not allow.
+        """
 
     @classmethod
     def option_help(cls) -> dict[str, str]:
         """Options that may follow the colon of a spec, with their meaning and default."""
         helps = {}
-        for option in dataclasses.fields(cls):
-            if option.name not in cls.head_fields():
-                text = option.metadata["help"]
-                if "choices" in option.metadata:
-                    text += f" ({'|'.join(map(str, option.metadata['choices']))})"
-                helps[option.name] = f"{text}, default {_plain(option.default)}"
+        for option in cls.options():
+            text = option.metadata["help"]
+            if "choices" in option.metadata:
+                text += f" ({'|'.join(map(str, option.metadata['choices']))})"
+            helps[option.name] = f"{text}, default {_plain(option.default)}"
+        if cls.presets:
+            helps["preset"] = f"a configuration of the paper: {', '.join(cls.presets)}"
         return helps
+
+    @classmethod
+    def options(cls) -> list["dataclasses.Field[Any]"]:
+        """The options that do not stand in the name of a spec (as ``bits`` does)."""
+        return [f for f in dataclasses.fields(cls) if f.name not in cls.head_fields()]
+
+    @classmethod
+    def head_fields(cls) -> set[str]:
+        """Options that stand in the name of a spec rather than after the colon."""
+        return set(re.compile(cls.head_pattern).groupindex)
+
+    @property
+    def head(self) -> str:
+        """The spec before its colon."""
+        return self.name
 
     @property
     def spec(self) -> str:
         """The canonical spec string: options at their default are left out."""
-        head = self.name + "".join(f"-{getattr(self, name)}bit" for name in self.head_fields())
-        options = [
-            f"{f.name}={_plain(getattr(self, f.name))}"
-            for f in dataclasses.fields(self)
-            if f.name not in self.head_fields() and getattr(self, f.name) != f.default
-        ]
-        return head + (":" + ",".join(options) if options else "")
+        values = {f.name: (getattr(self, f.name), f.default) for f in self.options()}
+        changed = [f"{k}={_plain(v)}" for k, (v, default) in values.items() if v != default]
+        return self.head + (":" + ",".join(changed) if changed else "")
 
     def __str__(self) -> str:
         return self.spec
 
 
 def _plain(value: Any) -> str:
+    if value is None:
+        return "auto"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def bits_field(default: int | dataclasses._MISSING_TYPE = dataclasses.MISSING, **meta: Any) -> Any:
-    return field(default=default, metadata={"choices": BITS, "help": "bits per code", **meta})
+def short(number: float) -> str:
+    """A number as it stands in a spec: whole where it is, never with an exponent."""
+    return format(Decimal(repr(number)), "f").removesuffix(".0")
+
+
+def bits_field(
+    default: Any = dataclasses.MISSING, choices: Sequence[int] = BITS, **meta: Any
+) -> Any:
+    return field(default=default, metadata={"choices": choices, "help": "bits per code", **meta})
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedMethod(Method):
-    """Options that every quantizing method shares."""
+    """Options that every method with one width of codes shares."""
+
+    head_pattern: ClassVar[str] = r"-(?P<bits>\d+)bit"
 
     bits: int = bits_field()
     first_layers: int = field(default=0, metadata={"help": "lowest layers given first_bits"})
     first_bits: int = bits_field(4, help="bits of the first_layers")
+
+    @property
+    def head(self) -> str:
+        return f"{self.name}-{self.bits}bit"
 
     def layer_bits(self, position: int) -> int:
         """Bits of the compressed layer at ``position``, counted from the bottom."""
@@ -186,4 +267,11 @@ class QuantizedMethod(Method):
 
     def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
-        return Plain(dtype) if bits == 16 else Affine(bits, per, self.group)
+        return affine_or_plain(bits, per, self.group, dtype)
+
+
+def affine_or_plain(
+    bits: int, per: Granularity, group: int, dtype: torch.dtype, eta: float = 0.0
+) -> Quantizer:
+    """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
+    return Plain(dtype) if bits == 16 else Affine(bits, per, group, eta)

@@ -5,14 +5,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..calibrate.artifact import Calibration
 from ..models import AttentionView
 from ..quant import Plain, Segment
 from .base import LayerCodec, Method, Seen
-
-
-def flat_heads(states: Tensor) -> Tensor:
-    """``[B, G, T, D]`` to token-major ``[B, T, G*D]``."""
-    return states.transpose(1, 2).flatten(2)
+from .key_value import flat_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +25,9 @@ class Full(Method):
     summary: ClassVar[str] = "keys and values in the model's own dtype"
     example: ClassVar[str] = "full"
 
-    def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         return [FullCodec(view) for view in views]
 
 

@@ -2,13 +2,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
+from ..calibrate.artifact import Calibration
 from ..models import AttentionView
-from ..quant import Segment
-from .base import LayerCodec, QuantizedMethod, Seen
-from .full import flat_heads
+from .base import LayerCodec, QuantizedMethod, bits_field
+from .key_value import ROPE, KeyValueCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,42 +24,22 @@ class Kivi(QuantizedMethod):
     summary: ClassVar[str] = "keys per channel, values per token, uniform codes"
     example: ClassVar[str] = "kivi-2bit"
 
-    rope: str = field(
-        default="pre",
-        metadata={"choices": ("pre", "post"), "help": "quantize keys before or after RoPE"},
-    )
+    key_bits: int | None = bits_field(None, help="bits of keys where they differ from values'")
+    value_bits: int | None = bits_field(None, help="bits of values where they differ from keys'")
+    rope: str = field(default="pre", metadata=ROPE)
 
-    def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
-        return [KiviCodec(view, self, self.layer_bits(i)) for i, view in enumerate(views)]
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        return [self._codec(view, i) for i, view in enumerate(views)]
 
-
-class KiviCodec(LayerCodec):
-    def __init__(self, view: AttentionView, method: Kivi, bits: int) -> None:
-        super().__init__(view)
-        self.rotated = method.rope == "post"
-        self.width = 2 * view.kv_width
-        self.segments = (
-            Segment(view.kv_width, method.quantizer(bits, "channel", view.dtype)),
-            Segment(view.kv_width, method.quantizer(bits, "token", view.dtype)),
+    def _codec(self, view: AttentionView, position: int) -> LayerCodec:
+        keys = values = self.layer_bits(position)
+        if position >= self.first_layers:
+            keys, values = self.key_bits or keys, self.value_bits or values
+        return KeyValueCodec(
+            view,
+            self.quantizer(keys, "channel", view.dtype),
+            self.quantizer(values, "token", view.dtype),
+            self.rope,
         )
-        # A large key bias (Qwen2) would cost the fp16 zero points their precision.
-        centred = not self.rotated and view.key_norm is None and bits < 16
-        self.offset = view.key_bias if centred else None
-
-    def features(self, seen: Seen) -> Tensor:
-        key = flat_heads(seen.key) if self.rotated else self.view.finish_keys(seen.raw_key)
-        return torch.cat([key, flat_heads(seen.value)], -1)
-
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
-        if self.offset is None:
-            return features
-        key, value = features.split(self.view.kv_width, -1)
-        return torch.cat([key - self.offset, value], -1)
-
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = self.exact(recalled)
-        return (key if self.offset is None else key + self.offset), value
-
-    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = features.split(self.view.kv_width, -1)
-        return key, value

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..calibrate.artifact import Calibration
 from ..models import AttentionView
 from ..quant import Plain, Segment, hadamard
 from .base import LayerCodec, QuantizedMethod, Seen, by_block
@@ -76,7 +77,9 @@ class XQuant(QuantizedMethod):
         default=False, metadata={"help": "keep the first channel of X U_k in fp16 (gqa form)"}
     )
 
-    def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         if self.outlier and any(is_mha(self.form, view) for view in views):
             raise ValueError("xquant: outlier=true needs the gqa form (ask for it with form=gqa)")
         return [

@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..calibrate.artifact import Calibration
 from ..models import AttentionView
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
@@ -49,7 +50,9 @@ class XQuantCL(QuantizedMethod):
     accumulator: int = bits_field(16, help="bits of the accumulator e_b, 16 is full")
     rotate: bool = field(default=False, metadata={"help": "rotate deltas before quantizing"})
 
-    def codecs(self, views: Sequence[AttentionView]) -> list[LayerCodec]:
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         if self.first_layers > len(views):
             raise ValueError(
                 f"xquant-cl: first_layers={self.first_layers} but only {len(views)} layers are"

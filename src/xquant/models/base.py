@@ -69,21 +69,43 @@ class AttentionView:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.value_weight.dtype
+        """Of the keys and values that the layer computes."""
+        weight = getattr(self.value_module, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            return weight.dtype
+        known = getattr(self.value_module, "compute_dtype", None)  # HQQ
+        return known or next(p.dtype for p in self.module.parameters() if p.is_floating_point())
 
     @property
     def device(self) -> torch.device:
-        return self.value_weight.device
+        return next(_tensors(self.value_module)).device
 
     @property
     def key_weight(self) -> Tensor:
-        """``W_k^T``: ``[G*D, d]``."""
-        return _weight(self.key_module)[self.key_slice]
+        """``W_k^T``: ``[G*D, d]``; of quantized weights, what they decode to."""
+        return self._dense(self.key_module)[self.key_slice]
 
     @property
     def value_weight(self) -> Tensor:
-        """``W_v^T``: ``[G*D, d]``."""
-        return _weight(self.value_module)[self.value_slice]
+        """``W_v^T``: ``[G*D, d]``; of quantized weights, what they decode to."""
+        return self._dense(self.value_module)[self.value_slice]
+
+    def _dense(self, module: nn.Module) -> Tensor:
+        weight = getattr(module, "weight", None)
+        plain = isinstance(weight, Tensor) and type(weight) in (Tensor, nn.Parameter)
+        if plain and weight.is_floating_point():  # type: ignore[union-attr]
+            return weight.detach()  # type: ignore[union-attr]
+        decoded: Tensor = self.offline(
+            f"decoded {id(module)}", lambda: decoded_weight(module, self)
+        )
+        return decoded
+
+    @property
+    def weights_state(self) -> list[tuple[Any, ...]]:
+        """Changes when a projection is replaced, moved, cast or written to."""
+        modules = (self.key_module, self.value_module)
+        tensors = [t for module in modules for t in _tensors(module)]
+        return [(id(t), t.data_ptr(), t.dtype, t.device, _version(t)) for t in tensors]
 
     @property
     def key_bias(self) -> Tensor | None:
@@ -133,14 +155,43 @@ class ModelView:
         return [view for view in self.layers if view.index not in self.skipped]
 
 
-def _weight(module: nn.Module) -> Tensor:
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@torch.no_grad()
+def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
+    """What the quantized weight of a linear layer decodes to, ``[out, in]`` in the view's dtype.
+
+    Raises:
+        ValueError: it cannot be had; the message says how the layer is stored.
+    """
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+    eye = torch.eye(view.hidden, dtype=view.dtype, device=view.device)
+    try:
+        if isinstance(weight, Tensor) and weight.is_floating_point():  # torchao: a kind of tensor
+            return F.linear(eye, weight).T.contiguous()
+        if callable(getattr(module, "dequantize", None)):  # HQQ
+            decoded: Tensor = module.dequantize()  # type: ignore[operator]
+            return decoded.to(view.dtype)
+        # Others can at least be asked: rows of the identity come out as columns of the weight.
+        bias = getattr(module, "bias", None)
+        return (module(eye) - (0 if bias is None else bias)).T.contiguous()
+    except (RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
         raise ValueError(
-            f"{type(module).__name__} has no dense weight: models with quantized or sharded"
-            " linear layers are not supported yet"
-        )
-    return weight.detach()
+            f"the weights of {type(module).__name__} cannot be decoded ({str(error).splitlines()[0]}):"
+            " methods that keep keys and values work without, such as kivi"
+        ) from error
+
+
+def _check_whole(module: nn.Module, family: str) -> None:
+    if hasattr(getattr(module, "weight", None), "to_local"):
+        raise ValueError(f"{family} is not supported: its linear layers are sharded over devices")
 
 
 def _bias(module: nn.Module, part: slice) -> Tensor | None:
@@ -177,6 +228,8 @@ def _view_attention(layer: Any, family: str) -> AttentionView:
         key_slice = value_slice = slice(0, width)
     else:
         raise ValueError(f"{family} is not supported: no k_proj and v_proj, nor a fused qkv_proj")
+    for module in (key, value):
+        _check_whole(module, family)
     key_norm = getattr(attention, "k_norm", None)
     norm_size = getattr(getattr(key_norm, "weight", None), "numel", lambda: size)()
     if norm_size != size:
@@ -185,7 +238,7 @@ def _view_attention(layer: Any, family: str) -> AttentionView:
         index=attention.layer_idx,
         module=attention,
         norm=getattr(layer, "input_layernorm", None),
-        hidden=_weight(key).shape[1],
+        hidden=key.in_features,
         kv_heads=kv_heads,
         query_heads=query_heads,
         head_size=size,

@@ -1,6 +1,16 @@
 """Quantization as pure functions on tensors; nothing here knows about models or caches."""
 
-from .quantizer import Affine, Packed, Plain, Quantizer, Segment
+from .quantizer import Affine, Codebook, Packed, Plain, Quantizer, Segment
+from .ragged import Ragged
 from .rotation import hadamard
 
-__all__ = ["Affine", "Packed", "Plain", "Quantizer", "Segment", "hadamard"]
+__all__ = [
+    "Affine",
+    "Codebook",
+    "Packed",
+    "Plain",
+    "Quantizer",
+    "Ragged",
+    "Segment",
+    "hadamard",
+]

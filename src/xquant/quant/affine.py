@@ -16,8 +16,28 @@ from torch import Tensor
 FP16_MAX = 65504.0
 
 
+def group_range(
+    part: Tensor, dim: int, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Lowest and highest of one group along ``dim`` (kept as size 1), and where there is none.
+
+    Elements that are ``hidden`` do not count; where all are, both are 0 and the third is True.
+
+    Raises:
+        ValueError: NaN in an element that counts.
+    """
+    low, high = part, part
+    if hidden is not None:
+        low, high = part.masked_fill(hidden, torch.inf), part.masked_fill(hidden, -torch.inf)
+    low, high = low.amin(dim, keepdim=True), high.amax(dim, keepdim=True)
+    if torch.isnan(low).any():
+        raise ValueError("NaN cannot be quantized")
+    empty = low > high
+    return low.masked_fill(empty, 0), high.masked_fill(empty, 0), empty
+
+
 def quantize(
-    x: Tensor, bits: int, dim: int, group: int, excluded: Tensor | None = None
+    x: Tensor, bits: int, dim: int, group: int, excluded: Tensor | None = None, eta: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize ``x`` along ``dim`` in groups; the last group may be shorter.
 
@@ -27,6 +47,8 @@ def quantize(
         dim: ``-1`` for per-token groups of channels, ``-2`` for per-channel groups of tokens.
         group: elements per group.
         excluded: bool ``[..., T]``; tokens that are kept elsewhere and must not set a range.
+        eta: draws both ends of the decoded range in by this share of it, 0 to 0.5 (arXiv 2510.11236,
+            equation 9); codes do not depend on it.
 
     Returns:
         codes (uint8, the shape of ``x``), scale and zero (fp16; ``x``'s shape with ``dim`` replaced
@@ -44,20 +66,18 @@ def quantize(
     for start in range(0, x.shape[dim], group):
         length = min(group, x.shape[dim] - start)
         part = x.narrow(dim, start, length)
-        low, high = part, part
+        hidden = None
         if outside is not None:
             hidden = outside.narrow(dim, start, length)
-            low, high = part.masked_fill(hidden, torch.inf), part.masked_fill(hidden, -torch.inf)
             part = part.masked_fill(hidden, 0)
-        low, high = low.amin(dim, keepdim=True), high.amax(dim, keepdim=True)
-        if torch.isnan(low).any():
-            raise ValueError("NaN cannot be quantized")
-        empty = low > high
-        zero = low.masked_fill(empty, 0).half()
-        span = (high.masked_fill(empty, 0) - zero.float()).clamp_(min=0)
-        scale = (span / levels).clamp_(max=FP16_MAX).half()
+        low, high, _ = group_range(part, dim, hidden)
+        zero = low.half()
+        scale = ((high - zero.float()).clamp_(min=0) / levels).clamp_(max=FP16_MAX).half()
         divisor = scale.float().masked_fill(scale == 0, torch.inf)
         codes.append(((part - zero.float()) / divisor).round_().clamp_(0, levels).to(torch.uint8))
+        if eta:
+            zero = (zero.float() + eta * levels * scale.float()).half()
+            scale = ((1 - 2 * eta) * scale.float()).half()
         scales.append(scale)
         zeros.append(zero)
     return torch.cat(codes, dim), torch.cat(scales, dim), torch.cat(zeros, dim)
@@ -66,7 +86,10 @@ def quantize(
 def dequantize(
     codes: Tensor, scale: Tensor, zero: Tensor, dim: int, group: int, out: Tensor
 ) -> Tensor:
-    """The inverse of :func:`quantize`, into ``out`` (the shape of ``codes``); computed in fp32."""
+    """The inverse of :func:`quantize`, into ``out`` (the shape of ``codes``); computed in fp32.
+
+    ``codes`` may be of any dtype: the levels of a codebook are scaled in the same way.
+    """
     exact = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     scale, zero = scale.float(), zero.float()
     for j, start in enumerate(range(0, codes.shape[dim], group)):

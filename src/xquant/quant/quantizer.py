@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from .affine import FP16_MAX, dequantize, quantize
+from .codebook import Bounds, nearest, normalize, outside, ranges, scale_of
 from .pack import pack, packed_rows, unpack
+from .ragged import Ragged
 
-Packed = dict[str, Tensor]
+Packed = dict[str, Tensor | Ragged]
 Granularity = Literal["token", "channel"]
 
 
@@ -28,7 +30,12 @@ class Quantizer(Protocol):
         ...
 
     def nbytes(self, tokens: int, channels: int) -> int:
-        """Bytes that one block of ``tokens`` x ``channels`` takes."""
+        """Bytes that one block of ``tokens`` x ``channels`` takes, before any outliers."""
+        ...
+
+    @property
+    def table_nbytes(self) -> int:
+        """Bytes that all blocks share (codebook, offline scales), whatever their number."""
         ...
 
 
@@ -37,6 +44,7 @@ class Plain:
     """No quantization: rows are stored in ``dtype``, which is the identity for the model's own."""
 
     dtype: torch.dtype
+    table_nbytes = 0
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         if self.dtype == torch.float16:
@@ -44,19 +52,25 @@ class Plain:
         return {"values": x.to(self.dtype, copy=True)}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        out.copy_(packed["values"])
+        out.copy_(_dense(packed, "values"))
 
     def nbytes(self, tokens: int, channels: int) -> int:
         return tokens * channels * self.dtype.itemsize
 
 
+def _dense(packed: Packed, name: str) -> Tensor:
+    tensor = packed[name]
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
 @dataclass(frozen=True)
-class Affine:
-    """Asymmetric uniform codes of ``bits`` bits with fp16 scale and zero per group.
+class _Grouped:
+    """Codes of ``bits`` bits with a range per group.
 
     ``per="token"``: as few groups of at most ``group`` channels within a token as there can be, all of
     one size (the last may be shorter): 192 channels in groups of 128 are twice 96. ``per="channel"``:
-    groups of ``group`` tokens within a channel.
+    groups of ``group`` tokens within a channel. 0 is the whole token, or the block.
     """
 
     bits: int
@@ -67,29 +81,205 @@ class Affine:
     def _dim(self) -> int:
         return -1 if self.per == "token" else -2
 
-    def _size(self, x: Tensor) -> int:
-        if self.per == "channel":
-            return self.group
-        channels = x.shape[-1]
-        return -(-channels // -(-channels // self.group))
+    def _size(self, along: int) -> int:
+        if self.group == 0:
+            return along
+        return -(-along // -(-along // self.group)) if self.per == "token" else self.group
+
+    def _range_nbytes(self, tokens: int, channels: int) -> int:
+        along, across = (channels, tokens) if self.per == "token" else (tokens, channels)
+        return -(-along // self._size(along)) * across * (2 + 2)
+
+    def nbytes(self, tokens: int, channels: int) -> int:
+        codes = packed_rows(tokens, self.bits) * channels
+        return codes + self._range_nbytes(tokens, channels)
+
+
+@dataclass(frozen=True)
+class Affine(_Grouped):
+    """Asymmetric uniform codes of ``bits`` bits with fp16 scale and zero per group; see `affine`."""
+
+    eta: float = 0.0
+    table_nbytes = 0
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        codes, scale, zero = quantize(x, self.bits, self._dim, self._size(x), excluded)
+        size = self._size(x.shape[self._dim])
+        codes, scale, zero = quantize(x, self.bits, self._dim, size, excluded, self.eta)
         return {"codes": pack(codes, self.bits), "scale": scale, "zero": zero}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        codes = unpack(packed["codes"], self.bits, out.shape[-2])
-        dequantize(codes, packed["scale"], packed["zero"], self._dim, self._size(out), out)
+        codes = unpack(_dense(packed, "codes"), self.bits, out.shape[-2])
+        size = self._size(out.shape[self._dim])
+        dequantize(codes, _dense(packed, "scale"), _dense(packed, "zero"), self._dim, size, out)
+
+
+@dataclass(frozen=True, eq=False)
+class Codebook(_Grouped):
+    """Non-uniform codes and sparse outliers; see `codebook`.
+
+    Args:
+        levels: ``[2**bits]``, sorted, in [-1, 1].
+        share: of each vector's elements stored apart, as outliers found when a block is sealed.
+        threshold: elements outside are the outliers instead; broadcasts with ``[C]``.
+        span: lowest and highest of every channel ``[C]``, offline; scale and zero are then not stored
+            with the block, and elements outside that are no outliers are clipped.
+
+    Levels and bounds are kept in fp16.
+    """
+
+    levels: Tensor
+    share: float = 0.0
+    threshold: Bounds | None = None
+    span: Bounds | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", self.levels.half())
+        halves = {id(t): t.half() for pair in (self.threshold, self.span) if pair for t in pair}
+        for name in ("threshold", "span"):
+            if (pair := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(halves[id(t)] for t in pair))
+
+    @property
+    def sparse(self) -> bool:
+        """Whether outliers are stored apart."""
+        return self.share > 0 or self.threshold is not None
+
+    def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
+        scaled = self.scaled(x, excluded)
+        codes = nearest(scaled.x, self.levels.to(x.device).float())
+        packed: Packed = {"codes": pack(codes, self.bits)}
+        if self.span is None:
+            packed |= {"scale": scaled.scale, "zero": scaled.zero}
+        if self.sparse:
+            assert scaled.outliers is not None
+            packed |= pack_outliers(x, scaled.outliers)
+        return packed
+
+    def scaled(self, x: Tensor, excluded: Tensor | None) -> "Scaled":
+        """Blocks ``[N, n, C]`` in the range of the levels, without rounding them to one."""
+        x = x.float().clamp(-FP16_MAX, FP16_MAX)
+        if torch.isnan(x).any():
+            raise ValueError("NaN cannot be quantized")
+        hidden = None if excluded is None else excluded.unsqueeze(-1).expand_as(x)
+        if self.span is not None:
+            scale, zero = self._fixed(x)
+            outliers = None
+            if self.threshold is not None:
+                outliers = outside(x, _to(self.threshold, x), hidden)
+            return Scaled(normalize(x, scale, zero), scale, zero, scale.expand_as(x), outliers)
+        dim, size = self._dim, self._size(x.shape[self._dim])
+        threshold = None if self.threshold is None else _to(self.threshold, x)
+        scale, zero, outliers = ranges(x, dim, size, hidden, self.share, threshold)
+        wide, middle = (
+            t.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim]) for t in (scale, zero)
+        )
+        return Scaled(normalize(x, wide, middle), scale, zero, wide, outliers)
+
+    def _fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.span is not None
+        return scale_of(*_to(self.span, like))
+
+    def decode(self, packed: Packed, out: Tensor) -> None:
+        codes = unpack(_dense(packed, "codes"), self.bits, out.shape[-2])
+        levels = self.levels.to(out.device).float()[codes.int()]
+        if self.span is None:
+            dim, size = self._dim, self._size(out.shape[self._dim])
+            scale, zero = _dense(packed, "scale"), _dense(packed, "zero")
+        else:
+            dim, size = -2, out.shape[-2]
+            scale, zero = (t.unsqueeze(0) for t in self._fixed(out))
+        dequantize(levels, scale, zero, dim, size, out)
+        if self.sparse:
+            put_outliers(packed, out)
+
+    def _range_nbytes(self, tokens: int, channels: int) -> int:
+        return 0 if self.span is not None else super()._range_nbytes(tokens, channels)
 
     def nbytes(self, tokens: int, channels: int) -> int:
-        along, across = (channels, tokens) if self.per == "token" else (tokens, channels)
-        groups = -(-along // self.group) * across
-        return packed_rows(tokens, self.bits) * channels + groups * (2 + 2)
+        counts = tokens * _count_dtype(channels).itemsize if self.sparse else 0
+        return super().nbytes(tokens, channels) + counts
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """The codebook and what else is offline."""
+        pairs = [pair for pair in (self.threshold, self.span) if pair is not None]
+        return list(
+            {id(t): t for t in (self.levels, *(t for pair in pairs for t in pair))}.values()
+        )
+
+    @property
+    def table_nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables)
+
+
+def _to(bounds: Bounds, like: Tensor) -> Bounds:
+    low, high = (t.to(like.device).float() for t in bounds)
+    return low, high
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Blocks ``[N, n, C]`` mapped to the range of the levels."""
+
+    x: Tensor  # fp32, in [-1, 1] but for outliers and what is clipped
+    scale: Tensor  # fp16, as it is stored
+    zero: Tensor
+    wide_scale: Tensor  # that of every element
+    outliers: Tensor | None  # bool [N, n, C]
+
+
+OUTLIER_NBYTES = 4
+"""Of one outlier: an fp16 value and a 16-bit channel."""
+
+
+def _count_dtype(channels: int) -> torch.dtype:
+    return torch.uint8 if channels < 256 else torch.int16
+
+
+def pack_outliers(x: Tensor, outliers: Tensor) -> Packed:
+    """The elements ``x[outliers]`` of blocks ``[N, n, C]``, token by token.
+
+    ``outlier_count`` ``[N, n]`` of each token; per block, one after the other, ``outlier_value`` (fp16)
+    and ``outlier_channel`` (unsigned, kept in int16).
+    """
+    counts = outliers.sum(-1)
+    channels = outliers.nonzero(as_tuple=True)[-1].int()
+    values = x[outliers].clamp(-FP16_MAX, FP16_MAX).half()
+    per_block = counts.sum(-1)
+    return {
+        "outlier_count": counts.to(_count_dtype(x.shape[-1])),
+        "outlier_value": Ragged.split(values, per_block),
+        "outlier_channel": Ragged.split(channels.to(torch.int16), per_block),
+    }
+
+
+def put_outliers(packed: Packed, out: Tensor) -> None:
+    """Write the outliers of blocks back into ``out`` ``[N, n, C]``."""
+    values, channels = packed["outlier_value"], packed["outlier_channel"]
+    assert isinstance(values, Ragged) and isinstance(channels, Ragged)
+    counts = _dense(packed, "outlier_count").flatten().long()
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    channel = channels.flat().long() & 0xFFFF
+    tokens = out.shape[1]
+    out[rows // tokens, rows % tokens, channel] = values.flat().to(out.dtype)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of neighbouring channels stored by one quantizer."""
+    """A run of neighbouring channels stored by one quantizer.
+
+    ``borrows``: its codes are those of the same segment in another layer's stream; only what its own
+    ranges need is stored here.
+    """
 
     channels: int
     quantizer: Quantizer
+    borrows: bool = False
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of one block of ``tokens``, before any outliers."""
+        size = self.quantizer.nbytes(tokens, self.channels)
+        if self.borrows:
+            assert isinstance(self.quantizer, Affine)
+            size -= packed_rows(tokens, self.quantizer.bits) * self.channels
+        return size

@@ -1,0 +1,1 @@
+"""Offline statistics of a model on some text, for the methods that want them."""

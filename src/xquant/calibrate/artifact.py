@@ -1,0 +1,110 @@
+"""The calibration artifact: a safetensors file that says what it was made for."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..files import write_atomically
+from ..models import AttentionView
+
+_KIND = "xquant calibration"
+_FACTS = ("method", "model", "text", "version")
+
+
+def fingerprint(views: Sequence[AttentionView]) -> str:
+    """SHA-256 over the key and value projections of the layers, as bfloat16 holds them.
+
+    So a model is the same one whether loaded in fp32 or in bf16.
+    """
+    digest = hashlib.sha256()
+    for view in views:
+        tensors = (view.key_weight, view.key_bias, view.value_weight, view.value_bias)
+        for tensor in tensors:
+            if tensor is not None:
+                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+                digest.update(rounded.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split(".")[:2])
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What `xquant.calibrate` found for one method on one model.
+
+    ``tensors`` are named ``"<position of the compressed layer>.<what>"``.
+    """
+
+    tensors: dict[str, Tensor]
+    method: str
+    """The spec calibrated for, options that do not matter to it left out."""
+    model: str
+    """`fingerprint` of the model."""
+    text: str
+    """What was read: a name, the SHA-256 of its tokens and their number."""
+    version: str
+    """Of xquant."""
+
+    def layer(self, position: int) -> dict[str, Tensor]:
+        """The tensors of the compressed layer at ``position``, counted from the bottom."""
+        start = f"{position}."
+        found = {k.removeprefix(start): t for k, t in self.tensors.items() if k.startswith(start)}
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the artifact; the file appears whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        facts = {"kind": _KIND} | {fact: getattr(self, fact) for fact in _FACTS}
+        tensors = {name: t.contiguous() for name, t in self.tensors.items()}
+        write_atomically(Path(path), save(tensors, metadata=facts))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
+        """Read an artifact.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: not an artifact, cut short, or written by a version that may mean other things.
+        """
+        from .. import __version__
+
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"there is no calibration file '{path}'")
+        if path.is_dir():
+            raise ValueError(f"'{path}' is a folder, not a calibration file")
+        try:
+            with safe_open(path, "pt") as file:
+                facts = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"'{path}' is damaged or no calibration file ({error})") from None
+        if facts.get("kind") != _KIND or any(fact not in facts for fact in _FACTS):
+            raise ValueError(f"'{path}' is a safetensors file, but not a calibration of xquant")
+        if _minor(facts["version"]) != _minor(__version__):
+            raise ValueError(
+                f"'{path}' was written by xquant {facts['version']}, this is {__version__}:"
+                " calibrate again"
+            )
+        return cls(tensors=tensors, **{fact: facts[fact] for fact in _FACTS})
+
+    def check(self, method: str, views: Sequence[AttentionView]) -> None:
+        """Raise ValueError unless this was made for the method of that spec and for that model."""
+        if method != self.method:
+            raise ValueError(f"the calibration is for {self.method}, not for {method}")
+        if fingerprint(views) != self.model:
+            raise ValueError(
+                "the calibration was made on another model: its key and value projections differ"
+            )

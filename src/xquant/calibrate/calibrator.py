@@ -1,0 +1,55 @@
+"""What a method that wants statistics tells `xquant.calibrate`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..methods import LayerCodec
+
+
+@dataclass
+class Rows:
+    """Keys and values of one layer and one sample of ``T`` tokens, as the method packs them."""
+
+    key: Tensor  # [T, C]
+    value: Tensor  # [T, C]
+    key_gradient: Tensor | None  # of the mean loss per token, the shapes of key and value
+    value_gradient: Tensor | None
+
+
+class Stage(Protocol):
+    """One pass over the samples."""
+
+    gradients: bool
+    """Whether `see` wants them."""
+
+    def see(self, position: int, rows: Rows) -> None:
+        """A sample at the compressed layer ``position``, counted from the bottom."""
+        ...
+
+
+class Calibrator(Protocol):
+    @property
+    def codecs(self) -> "Sequence[LayerCodec]":
+        """Whose `features` and `encode` give the rows to see."""
+        ...
+
+    def stages(self, samples: int, length: int) -> Iterator[Stage]:
+        """The passes over ``samples`` of ``length`` tokens; a pass is asked for when the one before has
+        seen them all.
+
+        Raises:
+            ValueError: there are too few tokens.
+        """
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the artifact holds, after the last stage; named as in `Calibration`.
+
+        Raises:
+            ValueError: the samples do not determine it.
+        """
+        ...

@@ -1,0 +1,94 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..calibrate.artifact import Calibration
+from ..models import AttentionView
+from .base import (
+    GROUP,
+    TAIL,
+    LayerCodec,
+    Method,
+    affine_or_plain,
+    bits_field,
+    short,
+)
+from .key_value import ROPE, KeyValueCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsymKV(Method):
+    """AsymKV (arXiv 2410.13212): 2 bits for the first l_k key and l_v value layers, 1 bit above.
+
+    Stores what `kivi` stores, at the width of each layer and tensor. By average bits, keys get the
+    wider codes first: at 1.5 bits every key has 2 bits and every value 1.
+
+    Differs from the paper: keys before RoPE by default; the tail, as in `kivi`.
+    """
+
+    name: ClassVar[str] = "asymkv"
+    paper: ClassVar[str] = "AsymKV, arXiv 2410.13212"
+    summary: ClassVar[str] = "as kivi, 2 bits in the lower layers and 1 bit above"
+    example: ClassVar[str] = "asymkv-1.5bit"
+    head_pattern: ClassVar[str] = r"(-(?P<average>[\d.]+)bit)?"
+
+    tail: int = field(default=128, metadata=TAIL)
+    group: int = field(default=32, metadata=GROUP)
+    average: float | None = field(default=None, metadata={"help": "average bits of K and V"})
+    lk: int | None = field(default=None, metadata={"help": "lowest layers with wide keys"})
+    lv: int | None = field(default=None, metadata={"help": "lowest layers with wide values"})
+    high: int = bits_field(2, help="bits of the lower layers")
+    low: int = bits_field(1, help="bits of the layers above")
+    rope: str = field(default="pre", metadata=ROPE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        by_layer = self.lk is not None and self.lv is not None
+        half = (self.lk is None) != (self.lv is None)
+        if half or by_layer == (self.average is not None):
+            raise ValueError(
+                "asymkv: give either the average bits (asymkv-1.5bit) or both lk and lv"
+                " (asymkv:lk=16,lv=0)"
+            )
+        if self.average is not None and not self.low <= self.average <= self.high:
+            raise ValueError(
+                f"asymkv: an average of {self.average:g} bits is not between {self.low} and {self.high}"
+            )
+
+    @property
+    def head(self) -> str:
+        return self.name if self.average is None else f"{self.name}-{short(self.average)}bit"
+
+    def wide_layers(self, layers: int) -> tuple[int, int]:
+        """l_k and l_v for a model of ``layers`` layers.
+
+        Raises:
+            ValueError: more than there are layers.
+        """
+        if self.lk is None or self.lv is None:
+            assert self.average is not None
+            steps = self.high - self.low
+            wide = round((self.average - self.low) / steps * 2 * layers) if steps else 0
+            return min(wide, layers), max(wide - layers, 0)
+        for name, count in (("lk", self.lk), ("lv", self.lv)):
+            if count > layers:
+                raise ValueError(
+                    f"asymkv: {name}={count} but {layers} layers are compressed in this model"
+                )
+        return self.lk, self.lv
+
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        lk, lv = self.wide_layers(len(views))
+        return [
+            KeyValueCodec(
+                view,
+                affine_or_plain(
+                    self.high if i < lk else self.low, "channel", self.group, view.dtype
+                ),
+                affine_or_plain(self.high if i < lv else self.low, "token", self.group, view.dtype),
+                self.rope,
+            )
+            for i, view in enumerate(views)
+        ]

@@ -1,0 +1,65 @@
+"""What KIVI, AsymKV, cross-layer XQuant, KVQuant and the plain formats have in common: they keep keys
+and values, each with a quantizer of its own."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models import AttentionView
+from ..quant import Plain, Quantizer, Segment
+from .base import LayerCodec, Seen
+
+ROPE: dict[str, Any] = {
+    "choices": ("pre", "post"),
+    "help": "quantize keys before or after RoPE",
+}
+
+
+def flat_heads(states: Tensor) -> Tensor:
+    """``[B, G, T, D]`` to token-major ``[B, T, G*D]``."""
+    return states.transpose(1, 2).flatten(2)
+
+
+class KeyValueCodec(LayerCodec):
+    """Keys (before or after RoPE) and values of a layer, a segment each.
+
+    A key bias is taken out before quantizing and added back, where keys are kept before RoPE and the
+    family has no key norm: the large bias of Qwen2 would cost fp16 zero points their precision.
+    """
+
+    def __init__(
+        self,
+        view: AttentionView,
+        keys: Quantizer,
+        values: Quantizer,
+        rope: str,
+        borrows: tuple[bool, bool] = (False, False),
+    ) -> None:
+        super().__init__(view)
+        self.rotated = rope == "post"
+        self.width = 2 * view.kv_width
+        self.segments = (
+            Segment(view.kv_width, keys, borrows[0]),
+            Segment(view.kv_width, values, borrows[1]),
+        )
+        centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
+        self.offset = view.key_bias if centred else None
+
+    def features(self, seen: Seen) -> Tensor:
+        key = flat_heads(seen.key) if self.rotated else self.view.finish_keys(seen.raw_key)
+        return torch.cat([key, flat_heads(seen.value)], -1)
+
+    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+        if self.offset is None:
+            return features
+        key, value = features.split(self.view.kv_width, -1)
+        return torch.cat([key - self.offset, value], -1)
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.exact(recalled)
+        return (key if self.offset is None else key + self.offset), value
+
+    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = features.split(self.view.kv_width, -1)
+        return key, value

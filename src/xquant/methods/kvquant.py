@@ -1,0 +1,153 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..calibrate.artifact import Calibration
+from ..calibrate.calibrator import Calibrator
+from ..models import AttentionView
+from ..quant import Codebook, Plain
+from ..quant.codebook import normal_float_levels, uniform_levels
+from .base import LayerCodec, Method, bits_field, short
+from .key_value import ROPE, KeyValueCodec
+
+WIDTHS = (2, 3, 4, 16)
+Tensors = dict[str, Tensor]
+
+
+def _bounds(pair: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = pair
+    return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVQuant(Method):
+    """KVQuant (arXiv 2401.18079): non-uniform codes, outliers apart, keys per channel before RoPE.
+
+    Stores K with scales of every channel found offline and V with an fp16 scale and zero per token, as
+    codes into 2^b levels per layer; the outliers of each channel of K (offline thresholds) and of each
+    token of V (found online) as an fp16 value and a 16-bit channel; the first token full:
+    ``n (2 G D b) / 8 + 4 n + 2 n c + 4 outliers`` bytes a block of n tokens and layer, c the bytes of
+    a token's outlier count (1 below 256 channels, else 2; none without outliers).
+
+    Differs from the paper: outliers leave the narrowest range rather than the middle one; sparse rows
+    of K are token by token too; a key bias is taken out before quantizing.
+    """
+
+    name: ClassVar[str] = "kvquant"
+    paper: ClassVar[str] = "KVQuant, arXiv 2401.18079"
+    summary: ClassVar[str] = "calibrated non-uniform codes, sparse outliers, first token full"
+    example: ClassVar[str] = "kvquant-3bit-1%"
+    head_pattern: ClassVar[str] = r"-(?P<bits>\d+)bit(-(?P<outliers>[\d.]+)%)?"
+
+    bits: int = bits_field(choices=WIDTHS)
+    outliers: float = field(default=0.0, metadata={"help": "percent kept apart", "most": 10})
+    sink: int = field(default=1, metadata={"help": "first tokens of a sequence kept full"})
+    group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
+    datatype: str = field(
+        default="nuq",
+        metadata={
+            "choices": ("nuq", "nf", "int"),
+            "help": "levels: calibrated, NormalFloat, uniform",
+        },
+    )
+    weighting: str = field(
+        default="kvquant",
+        metadata={
+            "choices": ("kvquant", "fisher", "none"),
+            "help": "of k-means: Fisher information times squared scales, without scales, neither",
+        },
+    )
+    per: str = field(
+        default="vector",
+        metadata={"choices": ("vector", "matrix"), "help": "outlier thresholds per"},
+    )
+    scales: str = field(
+        default="offline",
+        metadata={
+            "choices": ("offline", "online"),
+            "help": "ranges of keys: calibrated, or per block",
+        },
+    )
+    rope: str = field(default="pre", metadata=ROPE)
+
+    @property
+    def head(self) -> str:
+        share = f"-{short(self.outliers)}%" if self.outliers else ""
+        return f"{self.name}-{self.bits}bit{share}"
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether the range of every key channel is found offline."""
+        return self.scales == "offline"
+
+    @property
+    def has_thresholds(self) -> bool:
+        """Whether outliers are what lies outside thresholds of whole matrices, found offline."""
+        return self.per == "matrix" and self.outliers > 0
+
+    @property
+    def needs_calibration(self) -> bool:
+        fixed = self.has_spans or self.has_thresholds
+        return self.bits != 16 and (fixed or self.datatype == "nuq")
+
+    @property
+    def calibrated_as(self) -> str:
+        group = self.group if self.scales == "online" else 128
+        return replace(self, tail=0, group=group).spec
+
+    @property
+    def share(self) -> float:
+        """Of the elements that are outliers, 0 to 0.1."""
+        return self.outliers / 100
+
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        if self.bits == 16:
+            return [
+                KeyValueCodec(view, Plain(view.dtype), Plain(view.dtype), self.rope)
+                for view in views
+            ]
+        found = [{} if calibration is None else calibration.layer(i) for i in range(len(views))]
+        try:
+            return [self.codec(view, found[i]) for i, view in enumerate(views)]
+        except KeyError as error:
+            raise ValueError(f"the calibration lacks {error} of a layer: calibrate again") from None
+
+    def codec(self, view: AttentionView, found: Tensors) -> KeyValueCodec:
+        """The codec of a layer from its calibrated tensors."""
+        found = {name: tensor.to(view.device) for name, tensor in found.items()}
+        return KeyValueCodec(view, self.keys(found), self.values(found), self.rope)
+
+    def keys(self, found: Tensors) -> Codebook:
+        """The quantizer of keys; what `found` does not hold yet is left open (uniform levels)."""
+        threshold = span = None
+        if self.has_spans:
+            span = found["key.low"].half(), found["key.high"].half()
+            threshold = span if self.outliers else None
+        if self.has_thresholds:
+            threshold = _bounds(found["key.threshold"])
+        levels = self._levels(found.get("key.levels"))
+        return Codebook(self.bits, "channel", 0, levels, self.share, threshold, span)
+
+    def values(self, found: Tensors) -> Codebook:
+        """The quantizer of values, likewise."""
+        threshold = None
+        if self.has_thresholds:
+            threshold = _bounds(found["value.threshold"])
+        levels = self._levels(found.get("value.levels"))
+        return Codebook(self.bits, "token", 0, levels, self.share, threshold)
+
+    def _levels(self, found: Tensor | None) -> Tensor:
+        if self.datatype == "nf":
+            return normal_float_levels(self.bits)
+        return uniform_levels(self.bits) if found is None else found.cpu()
+
+    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
+        if not self.needs_calibration:
+            return super().calibrator(views)
+        from ..calibrate.kvquant import KVQuantCalibrator
+
+        return KVQuantCalibrator(self, views)

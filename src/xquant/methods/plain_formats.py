@@ -1,0 +1,90 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from ..calibrate.artifact import Calibration
+from ..models import AttentionView
+from ..quant import Affine, Codebook, Plain, Quantizer
+from ..quant.codebook import normal_float_levels
+from ..quant.quantizer import Granularity
+from .base import BITS, LayerCodec, QuantizedMethod, bits_field
+from .key_value import ROPE, KeyValueCodec
+
+PER = ("token", "channel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainFormat(QuantizedMethod):
+    """Keys and values in one low-bit format, without anything done to help it."""
+
+    head_pattern: ClassVar[str] = r"(?P<bits>\d+)(-gs(?P<gs>\d+))?"
+
+    gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
+    group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
+    keys: str = field(default="token", metadata={"choices": PER, "help": "ranges of keys per"})
+    values: str = field(default="token", metadata={"choices": PER, "help": "ranges of values per"})
+    rope: str = field(default="post", metadata=ROPE)
+
+    @property
+    def head(self) -> str:
+        return f"{self.name}{self.bits}" + (f"-gs{self.gs}" if self.gs else "")
+
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        return [
+            KeyValueCodec(
+                view,
+                self.quantizer(self.layer_bits(i), self.keys, view.dtype),  # type: ignore[arg-type]
+                self.quantizer(self.layer_bits(i), self.values, view.dtype),  # type: ignore[arg-type]
+                self.rope,
+            )
+            for i, view in enumerate(views)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integer(PlainFormat):
+    """Plain b-bit integers, the papers' int4, int4-gs64 (FlexGen) and int4-gs128 (Atom).
+
+    Stores codes, and an fp16 scale and zero per group of gs channels (tokens, where ranges are per
+    channel): ``n (2 G D b) / 8 + 8 n ceil(G D / gs)`` bytes a block of n tokens and layer, per token.
+
+    Differs from the papers: the zero is fp16, not an integer; per channel without groups, the vector
+    is the block.
+    """
+
+    name: ClassVar[str] = "int"
+    paper: ClassVar[str] = (
+        "baselines of KVQuant (arXiv 2401.18079): FlexGen 2303.06865, Atom 2310.19102"
+    )
+    summary: ClassVar[str] = "keys and values as plain low-bit integers"
+    example: ClassVar[str] = "int4-gs64"
+
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
+        return Plain(dtype) if bits == 16 else Affine(bits, per, self.gs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalFloat(PlainFormat):
+    """NormalFloat codes (arXiv 2305.14314), the papers' nf4 and nf4-gs128.
+
+    Stores what `int` stores, with the 2^b levels of NormalFloat between the ends of each range.
+
+    Differs from the papers: per channel without groups, the vector is the block.
+    """
+
+    name: ClassVar[str] = "nf"
+    paper: ClassVar[str] = "NormalFloat of QLoRA (arXiv 2305.14314), a baseline of KVQuant"
+    summary: ClassVar[str] = "keys and values as NormalFloat codes"
+    example: ClassVar[str] = "nf4-gs128"
+
+    bits: int = bits_field(choices=BITS[1:])
+    first_bits: int = bits_field(4, choices=BITS[1:], help="bits of the first_layers")
+
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
+        return (
+            Plain(dtype) if bits == 16 else Codebook(bits, per, self.gs, normal_float_levels(bits))
+        )

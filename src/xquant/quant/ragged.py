@@ -1,0 +1,35 @@
+"""Ragged: a packed tensor whose blocks differ in length."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Ragged:
+    """One run ``[K_i]`` a block, each in memory of its own: growing copies nothing that is there."""
+
+    def __init__(self, runs: Iterable[Tensor]) -> None:
+        self.runs = tuple(runs)
+
+    @classmethod
+    def split(cls, flat: Tensor, lengths: Tensor) -> "Ragged":
+        """Cut ``flat`` ``[sum K_i]`` into runs of ``lengths`` ``[N]``."""
+        return cls(run.clone() for run in flat.split(lengths.tolist()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.nbytes for run in self.runs)
+
+    def __len__(self) -> int:
+        return len(self.runs)
+
+    def __getitem__(self, blocks: Tensor) -> "Ragged":
+        return Ragged(self.runs[i] for i in blocks.tolist())
+
+    def __add__(self, other: "Ragged") -> "Ragged":
+        return Ragged(self.runs + other.runs)
+
+    def flat(self) -> Tensor:
+        """All runs after each other."""
+        return torch.cat(self.runs)

@@ -1,0 +1,138 @@
+import json
+
+import pytest
+
+from words import model_folder, text_of
+from xquant import Calibration
+from xquant.cli import main
+
+SPEC = "kvquant-2bit-1%"
+SMALL = ("--context", 40, "--windows", 2, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(model_folder(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "t.txt"
+    path.write_text(text_of(100))
+    return str(path)
+
+
+@pytest.fixture
+def run(capfd):
+    """Run the command in this process: (status, stdout, stderr)."""
+
+    def call(*arguments):
+        status = main([str(a) for a in arguments])
+        return status, *capfd.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def artifact(run, model, text, tmp_path):
+    made = tmp_path / "c.safetensors"
+    asked = ("calibrate", model, "--method", SPEC, "--text", text, *SMALL, "--output", made)
+    status, out, err = run(*asked, "--json", "-")
+    (row,) = json.loads(out)
+    assert (status, err) == (0, "")
+    assert (row["method"], row["output"], row["tokens"]) == (SPEC, str(made), 80)
+    assert row["calibration_text"].startswith("t.txt, sha256 ")
+    return made
+
+
+def test_an_artifact_serves_every_verb(run, model, text, artifact, tmp_path):
+    given = ("--calibration", artifact)
+    status, out, err = run(
+        "perplexity", model, "--method", SPEC + ":tail=3", "--method", "full", "--text", text,
+        *SMALL, *given, "--json", "-",
+    )  # fmt: skip
+    rows = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [row["method"] for row in rows] == [SPEC + ":tail=3", "full"]
+    assert list(rows[0]["calibrations"]) == [SPEC]
+    status, out, err = run(
+        "generate", model, "--method", SPEC, "--prompt", "w3 w4", "--max-new-tokens", 3, *given
+    )
+    assert (status, err) == (0, "")
+    assert SPEC in out
+    status, out, err = run(
+        "compare", model, "--text", text, *SMALL, *given, "--output", tmp_path / "out"
+    )
+    assert (status, err) == (0, "")
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert rows[-1]["method"] == SPEC and len(rows) > 5
+
+
+def test_without_a_text_the_model_writes_one(run, model, tmp_path):
+    asked = ("calibrate", model, "--method", SPEC, "--context", 20, "--windows", 3)
+    made = [tmp_path / name for name in ("a", "b", "c")]
+    for seed, output in zip((0, 0, 1), made, strict=True):
+        status, out, err = run(*asked, "--seed", seed, "--device", "cpu", "--output", output)
+        assert (status, err) == (0, "")
+        assert f"generated (seed {seed})" in out
+    texts = [Calibration.load(path).text for path in made]
+    assert texts[0] == texts[1]
+    assert texts[0].split(",")[1] != texts[2].split(",")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("calibrate MODEL --method SPEC --text TEXT", "Missing option '--output'"),
+        ("calibrate MODEL --text TEXT --output OUT", "Missing option '--method'"),
+        ("calibrate MODEL --method kivi-2bit --output OUT", "kivi-2bit needs no calibration"),
+        ("calibrate MODEL --method SPEC --text NONE --output OUT", "there is no text file"),
+        ("calibrate MODEL --method SPEC --text TEXT --output OUT", "past the model's 512"),
+        (
+            "calibrate MODEL --method SPEC --text TEXT --context 101 --output OUT",
+            "holds 100 tokens",
+        ),
+        ("calibrate MODEL --method SPEC --text TEXT --context 60 --output OUT", "holds 1 window"),
+        ("calibrate MODEL --method SPEC --context 600 --output OUT", "has 512 positions"),
+        ("calibrate MODEL --method SPEC --windows 0 --output OUT", "cannot be written"),
+        ("calibrate MODEL --method SPEC --output NONE/c", "there is no folder"),
+        ("calibrate MODEL --method SPEC --output -", "not to standard output"),
+        ("calibrate MODEL --method kvquant-2bit-20% --output OUT", "outliers=20.0 is above 10"),
+        (
+            "calibrate MODEL --method SPEC --text TEXT --context 2 --windows 1 --output OUT",
+            "too short for its outliers",
+        ),
+        ("perplexity MODEL --method SPEC --text TEXT", "needs a calibration: 'xquant calibrate"),
+        ("generate MODEL --method SPEC --prompt w3", "needs a calibration: 'xquant calibrate"),
+        ("generate MODEL --method SPEC --prompt w3 --calibration NONE", "no calibration file"),
+        ("generate MODEL --method SPEC --prompt w3 --calibration TEXT", "no calibration file ("),
+        (
+            "generate MODEL --prompt w3 --calibration MADE",
+            "for kvquant-2bit-1%, which is not among",
+        ),
+        (
+            "generate MODEL --method SPEC --prompt w3 --calibration MADE --calibration MADE",
+            "two calibrations are for kvquant-2bit-1%",
+        ),
+        ("generate MODEL --method crosslayer:kq=30 --prompt w3", "kq=30 but 5 layers"),
+        (
+            "perplexity MODEL --method crosslayer:dominant=1 --text TEXT --context 40 --windows 1",
+            "stores codes of a layer above",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    run, model, text, artifact, tmp_path, arguments, message
+):
+    out_file = tmp_path / "out.safetensors"
+    names = {
+        "MODEL": model, "TEXT": text, "SPEC": SPEC, "OUT": out_file, "MADE": artifact,
+        "NONE": tmp_path / "none",
+    }  # fmt: skip
+    words = [
+        str(names.get(word, word)).replace("NONE", str(names["NONE"])) for word in arguments.split()
+    ]
+    status, out, err = run(*words)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.safetensors"]

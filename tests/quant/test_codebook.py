@@ -1,0 +1,153 @@
+"""Levels, outliers and their storage against small independent computations."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xquant.quant import Codebook, Ragged
+from xquant.quant.codebook import (
+    inner_range,
+    nearest,
+    normal_float_levels,
+    outlier_count,
+    uniform_levels,
+)
+from xquant.quant.quantizer import OUTLIER_NBYTES
+
+# The table that QLoRA prints (arXiv 2305.14314, appendix E).
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+]  # fmt: skip
+LEVELS = torch.tensor([-0.9, -0.25, 0.125, 1.0])
+
+
+@st.composite
+def blocks(draw: Any) -> torch.Tensor:
+    shape = draw(st.tuples(st.integers(1, 3), st.integers(1, 12), st.integers(1, 12)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    # Heavy tails, and no two elements alike.
+    x = torch.randn(shape, generator=generator) ** 3
+    return x * 10.0 ** draw(st.integers(-2, 2)) + draw(st.sampled_from([0.0, 5.0]))
+
+
+def test_normal_float_levels_are_those_of_qlora() -> None:
+    torch.testing.assert_close(normal_float_levels(4), torch.tensor(NF4), atol=2e-7, rtol=0)
+    for bits in range(2, 9):
+        levels = normal_float_levels(bits)
+        assert len(levels.unique()) == 2**bits
+        assert levels[0] == -1 and levels[-1] == 1 and 0 in levels
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3, 4, 8]))
+def test_nearest_is_nearest(seed: int, bits: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.rand(2**bits, generator=generator).sort().values * 2 - 1
+    x = torch.randn(50, generator=generator)
+    codes = nearest(x, levels)
+    distance = (x[:, None] - levels).abs()
+    found = distance.gather(1, codes.long()[:, None])[:, 0]
+    torch.testing.assert_close(found, distance.min(1).values)
+
+
+@settings(max_examples=100, deadline=None)
+@given(blocks(), st.integers(0, 4), st.sampled_from([-1, -2]))
+def test_the_inner_range_is_the_narrowest(x: torch.Tensor, count: int, dim: int) -> None:
+    count = min(count, x.shape[dim] - 1)
+    low, high = inner_range(x, dim, count)
+    ordered = x.sort(dim).values.movedim(dim, -1)
+    kept = ordered.shape[-1] - count
+    widths = torch.stack([ordered[..., j + kept - 1] - ordered[..., j] for j in range(count + 1)])
+    torch.testing.assert_close((high - low).movedim(dim, -1)[..., 0], widths.min(0).values)
+    assert (((x < low) | (x > high)).sum(dim) == count).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(blocks(), st.sampled_from([0.0, 0.01, 0.1]), st.sampled_from(["token", "channel"]))
+def test_outliers_come_back_exactly_and_the_rest_within_its_range(
+    x: torch.Tensor, share: float, per: Any
+) -> None:
+    quantizer = Codebook(2, per, 0, LEVELS, share)
+    packed = quantizer.encode(x, None)
+    back = torch.full_like(x, torch.nan)
+    quantizer.decode(packed, back)
+    dim = -1 if per == "token" else -2
+    count = outlier_count(share, x.shape[dim])
+    apart = quantizer.scaled(x, None).outliers
+    if share == 0:
+        assert apart is None and "outlier_value" not in packed
+        apart = torch.zeros_like(x, dtype=torch.bool)
+    assert (apart.sum(dim) == count).all()
+    assert torch.equal(back[apart], x[apart].half().float())
+    rest = x.masked_fill(apart, torch.inf).amin(dim, keepdim=True)
+    top = x.masked_fill(apart, -torch.inf).amax(dim, keepdim=True)
+    # The levels' widest gap is 0.875 of half the range; their ends are 0.1 short of it.
+    bound = (0.4375 + 0.01) * (top - rest) / 2 + 2e-3 * x.abs().amax() + 1e-4
+    assert ((back - x).abs() <= bound)[~apart].all()
+    held = sum(t.nbytes for t in packed.values())
+    size = quantizer.nbytes(*x.shape[1:]) * len(x)
+    assert held == size + OUTLIER_NBYTES * int(apart.sum())
+
+
+def test_outliers_are_stored_as_these_bytes() -> None:
+    x = torch.tensor([[[0.0, 1.0, -9.0], [1.0, 0.5, 0.0]], [[8.0, 0.0, 1.0], [7.0, 0.0, -7.0]]])
+    bounds = torch.tensor(-2.0), torch.tensor(2.0)
+    packed = Codebook(2, "token", 0, LEVELS, threshold=bounds).encode(x, None)
+    counts, values, channels = (packed[f"outlier_{n}"] for n in ("count", "value", "channel"))
+    assert isinstance(counts, torch.Tensor) and counts.dtype == torch.uint8
+    assert isinstance(values, Ragged) and isinstance(channels, Ragged)
+    assert counts.tolist() == [[1, 0], [1, 2]]
+    assert [run.tolist() for run in values.runs] == [[-9.0], [8.0, 7.0, -7.0]]
+    assert [run.tolist() for run in channels.runs] == [[2], [0, 0, 2]]
+    assert values.runs[0].dtype == torch.float16 and channels.runs[0].dtype == torch.int16
+
+
+def test_many_channels_are_numbered_in_sixteen_bits() -> None:
+    x = torch.zeros(1, 2, 40_000)
+    x[0, 1, 39_999] = 5.0
+    x[0, 1, :300] = 4.0
+    quantizer = Codebook(1, "token", 0, uniform_levels(1), threshold=(x.min() - 1, x.min() + 1))
+    back = torch.empty_like(x)
+    quantizer.decode(quantizer.encode(x, None), back)
+    assert torch.equal(back, x)
+
+
+def test_offline_ranges_are_not_stored_and_clip_what_is_no_outlier() -> None:
+    span = torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 4.0])
+    x = torch.tensor([[[0.25, 3.9], [7.0, -3.0]]])
+    for threshold, far in ((None, [1.0, 0.2]), (span, [7.0, -3.0])):
+        quantizer = Codebook(2, "channel", 0, LEVELS, threshold=threshold, span=span)
+        packed = quantizer.encode(x, None)
+        assert "scale" not in packed and "zero" not in packed
+        back = torch.empty_like(x)
+        quantizer.decode(packed, back)
+        torch.testing.assert_close(back[0], torch.tensor([[0.125, 4.0], far]), atol=2e-3, rtol=0)
+        assert quantizer.table_nbytes == 2 * (4 + 4)
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+def test_excluded_tokens_set_no_range_and_are_no_outliers(per: Any) -> None:
+    x = torch.randn(1, 8, 20)
+    excluded = torch.zeros(1, 8, dtype=torch.bool)
+    excluded[0, 2] = True
+    other = x.clone()
+    other[0, 2] = 1000.0
+    quantizer = Codebook(3, per, 0, uniform_levels(3), share=0.1)
+    one, two = quantizer.encode(x, excluded), quantizer.encode(other, excluded)
+    back = [torch.empty_like(x) for _ in range(2)]
+    for packed, out in zip((one, two), back, strict=True):
+        assert packed["outlier_count"][0, 2] == 0
+        quantizer.decode(packed, out)
+    assert torch.equal(back[0][~excluded], back[1][~excluded])
+    quantizer.decode(quantizer.encode(x, torch.ones(1, 8, dtype=torch.bool)), back[0])
+    assert back[0].isfinite().all()
+
+
+def test_nan_is_refused() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        Codebook(2, "token", 0, LEVELS).encode(torch.full((1, 2, 3), torch.nan), None)
