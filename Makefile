@@ -23,7 +23,11 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: env
-	$(BIN)/xquant compare smollm2 --context 1024 --windows 3 --output $(DEMO)
+	mkdir -p $(DEMO)
+	$(BIN)/xquant calibrate smollm2 --method kvquant-3bit-1% --context 512 --windows 8 \
+		--output $(DEMO)/kvquant.safetensors
+	$(BIN)/xquant compare smollm2 --context 1024 --windows 3 \
+		--calibration $(DEMO)/kvquant.safetensors --output $(DEMO)
 	$(BIN)/xquant generate smollm2 --method xquant-4bit --chat \
 		--prompt 'Write a long story about a lighthouse keeper and a storm.' --max-new-tokens 400
 	@echo 'The page: $(DEMO)/report.html'

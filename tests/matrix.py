@@ -27,6 +27,7 @@ LOW = [
     "crosslayer:group=8,tail=0,merge=floor,gamma=0.7,km=2,vm=0,sink=2",
     "crosslayer:group=8,span=3,dominant=1,km=0,vm=0,kq=0,vq=0,tail=5",
     "kvquant-3bit-1%:group=8",
+    "kvquant-3bit-0.1%:group=8,scales=offline",
     "kvquant-2bit-5%:group=8,per=matrix,weighting=fisher",
     "kvquant-2bit-5%:group=8,scales=online,weighting=none,sink=2",
     "kvquant-4bit:group=8,datatype=nf,tail=5",

@@ -102,7 +102,7 @@ def test_bad_files_are_told_in_one_line(made: Calibration, tmp_path: Path) -> No
     save_file(made.tensors, path, {**facts, "version": "9.0.0"})
     with pytest.raises(ValueError, match=r"written by xquant 9\.0\.0, this is"):
         Calibration.load(path)
-    save_file({"0.key.low": torch.ones(24)}, path, {**facts, "version": made.version})
+    save_file({"0.key.levels": torch.ones(4)}, path, {**facts, "version": made.version})
     with pytest.raises(ValueError, match="lacks"):
         KVCache(tiny("llama"), SPEC, calibration=path)
 

@@ -14,8 +14,9 @@ from xquant import attach, parse_method
 from xquant.calibrate.calibrator import Rows
 from xquant.calibrate.collect import collect
 from xquant.calibrate.extremes import Extremes
-from xquant.calibrate.levels import Histogram
+from xquant.calibrate.levels import Histogram, best_levels, fit_ranges
 from xquant.calibrate.run import calibrate_on
+from xquant.quant.codebook import inner_range, nearest
 
 
 def best_error(x: torch.Tensor, weight: torch.Tensor, levels: int) -> float:
@@ -41,18 +42,56 @@ def test_levels_are_the_best_there_are(bits: int, seed: int) -> None:
     x = torch.rand(12, generator=generator, dtype=torch.float64) * 2 - 1
     weight = torch.rand(12, generator=generator, dtype=torch.float64) ** 4 + 1e-3
     histogram = Histogram()
-    histogram.see(x[:5], weight[:5])
-    histogram.see(x[5:], weight[5:])
-    levels = histogram.levels(bits).double()
+    histogram.see(x[:5, None], weight[:5, None])
+    histogram.see(x[5:, None], weight[5:, None])
+    levels = best_levels(histogram.points(), histogram.weight, bits).double()
     error = float((weight * (x[:, None] - levels).abs().amin(1) ** 2).sum())
     assert error <= best_error(x, weight, 2**bits) * 1.001 + 1e-6
 
 
 def test_too_few_elements_for_the_levels_are_told() -> None:
     histogram = Histogram()
-    histogram.see(torch.tensor([0.1, 0.5, 0.9]), torch.ones(3))
+    histogram.see(torch.tensor([[0.1], [0.5], [0.9]]), torch.ones(3, 1))
     with pytest.raises(ValueError, match="too short for a codebook"):
-        histogram.levels(2)
+        best_levels(histogram.points(), histogram.weight, 2)
+
+
+def test_many_channels_give_the_levels_of_all_their_elements() -> None:
+    x = torch.randn(4000, 40, generator=torch.Generator().manual_seed(0)) / 3
+    weight = torch.rand(4000, 40, generator=torch.Generator().manual_seed(1))
+    side_by_side, together = Histogram(40), Histogram()
+    side_by_side.see(x, weight)
+    together.see(x.reshape(-1, 1), weight.reshape(-1, 1))
+    one, other = (best_levels(h.points(), h.weight, 3) for h in (side_by_side, together))
+    torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
+
+
+def test_fitted_ranges_find_a_stretch_and_shift_and_never_do_worse() -> None:
+    levels = torch.tensor([-0.9, -0.2, 0.3, 1.0])
+    generator = torch.Generator().manual_seed(0)
+    level = levels[torch.randint(4, (300, 3), generator=generator)]
+    stretch, shift = torch.tensor([0.8, 1.0, 0.9]), torch.tensor([0.05, 0.0, -0.08])
+    x = stretch * level + shift
+    histogram = Histogram(4)
+    lonely = torch.full((300, 1), 0.25)  # a channel that says nothing of its range
+    weight = torch.rand(300, 4, generator=generator)
+    histogram.see(torch.cat([x, lonely], 1), weight)
+    found = fit_ranges(histogram.points(), histogram.weight, levels)
+    torch.testing.assert_close(
+        found[0].float(), torch.cat([stretch, torch.ones(1)]), atol=2e-3, rtol=0
+    )
+    torch.testing.assert_close(
+        found[1].float(), torch.cat([shift, torch.zeros(1)]), atol=2e-3, rtol=0
+    )
+    noisy = Histogram(1)
+    x = torch.randn(2000, 1, generator=generator).clamp(-3, 3) / 3
+    noisy.see(x, torch.ones_like(x))
+    a, b = (t.float() for t in fit_ranges(noisy.points(), noisy.weight, levels))
+
+    def error(a: Any, b: Any) -> float:
+        return float(((a * levels[nearest((x - b) / a, levels).int()] + b - x) ** 2).sum())
+
+    assert error(a, b) < error(torch.ones(1), torch.zeros(1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,17 +103,16 @@ def test_extremes_of_parts_are_those_of_the_whole(seed: int, share: float, step:
     for part in rows.split(step):
         extremes.see(part)
     low, high = extremes.bounds()
-    outside = max(1, round(share * 90)) if share else 0
-    assert (((rows < low) | (rows > high)).sum(0) == outside).all()
-    ordered = rows.sort(0).values
-    kept = 90 - outside
-    widths = torch.stack([ordered[j + kept - 1] - ordered[j] for j in range(outside + 1)])
-    torch.testing.assert_close(high - low, widths.amin(0))
+    count = max(1, round(share * 90)) if share else 0
+    below, above = (rows < low).sum(0), (rows > high).sum(0)
+    assert (below + above == count).all() and ((below - above).abs() <= 1).all()
+    whole = inner_range(rows, 0, count)
+    assert torch.equal(low, whole[0][0]) and torch.equal(high, whole[1][0])
 
 
 def test_too_few_elements_for_the_outliers_are_told() -> None:
     extremes = Extremes(0.1, 100)
-    extremes.see(torch.randn(10, 2))
+    extremes.see(torch.randn(5, 2))
     with pytest.raises(ValueError, match="too short for its outliers"):
         extremes.bounds()
 
@@ -170,10 +208,11 @@ def keys_of(model: Any, ids: torch.Tensor, position: int) -> torch.Tensor:
 
 def test_key_ranges_leave_the_asked_share_of_every_channel_outside_and_sinks_apart() -> None:
     model, ids = tiny("llama"), prompt(3, 50)
-    found = calibrate_on(model, ids, "kvquant-2bit-5%:sink=2")
+    found = calibrate_on(model, ids, "kvquant-2bit-5%:sink=2,scales=offline")
     keys = keys_of(model, ids, 1)[:, 2:].flatten(0, 1)
     held = found.layer(1)
-    low, high = held["key.low"].float(), held["key.high"].float()
+    low, high = held["key.threshold"].float()
+    assert torch.equal(held["key.range"], held["key.threshold"])
     near = 1e-3 * keys.abs().amax()
     outside = ((keys < low - near) | (keys > high + near)).sum(0)
     assert (outside <= round(0.05 * len(keys))).all()
@@ -184,24 +223,24 @@ def test_key_ranges_leave_the_asked_share_of_every_channel_outside_and_sinks_apa
 
 def test_one_threshold_serves_a_whole_matrix() -> None:
     model, ids = tiny("llama"), prompt(3, 50)
-    held = calibrate_on(model, ids, "kvquant-2bit-5%:per=matrix").layer(2)
+    held = calibrate_on(model, ids, "kvquant-2bit-5%:per=matrix,scales=offline").layer(2)
     keys = keys_of(model, ids, 2)[:, 1:].flatten(0, 1)
-    low, high = held["key.threshold"].float()
+    low, high = held["key.threshold"]
     outside = ((keys < low) | (keys > high)).float().mean()
     assert float(outside) == pytest.approx(0.05, abs=0.005)
-    assert (held["key.low"] >= low).all() and (held["key.high"] <= high).all()
-    assert held["value.threshold"].shape == (2,)
+    assert (held["key.range"] >= low).all() and (held["key.range"] <= high).all()
+    assert held["key.threshold"].shape == held["value.threshold"].shape == (2, 1)
 
 
 def test_weights_decide_where_levels_go() -> None:
     model, ids = tiny("llama"), prompt(3, 50)
     levels = {
-        weighting: calibrate_on(model, ids, f"kvquant-2bit:weighting={weighting}").layer(0)
+        weighting: calibrate_on(model, ids, f"kvquant-2bit-1%:weighting={weighting}").layer(0)
         for weighting in ("kvquant", "fisher", "none")
     }
     first = [found["key.levels"] for found in levels.values()]
     assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
-    ranges = [found["key.low"] for found in levels.values()]
+    ranges = [found["key.threshold"] for found in levels.values()]
     assert torch.equal(ranges[0], ranges[1]) and torch.equal(ranges[1], ranges[2])
 
 

@@ -100,7 +100,7 @@ def test_without_a_text_the_model_writes_one(run, model, tmp_path):
         ("calibrate MODEL --method kvquant-2bit-20% --output OUT", "outliers=20.0 is above 10"),
         (
             "calibrate MODEL --method SPEC --text TEXT --context 2 --windows 1 --output OUT",
-            "too short for its outliers",
+            "too short",
         ),
         ("perplexity MODEL --method SPEC --text TEXT", "needs a calibration: 'xquant calibrate"),
         ("generate MODEL --method SPEC --prompt w3", "needs a calibration: 'xquant calibrate"),

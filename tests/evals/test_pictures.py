@@ -14,6 +14,7 @@ def row(method, ratio, cache_ratio):
         "full_perplexity": 10.0,
         "ratio": ratio,
         "bits_per_value": 16 * cache_ratio,
+        "code_bits": 15 * cache_ratio,
         "cache_ratio": cache_ratio,
         "cache_bytes": int(1e6 * cache_ratio),
         "full_cache_bytes": 1_000_000,

@@ -57,13 +57,16 @@ def test_nearest_is_nearest(seed: int, bits: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(blocks(), st.integers(0, 4), st.sampled_from([-1, -2]))
-def test_the_inner_range_is_the_narrowest(x: torch.Tensor, count: int, dim: int) -> None:
+def test_the_inner_range_leaves_as_many_at_both_ends(x: torch.Tensor, count: int, dim: int) -> None:
     count = min(count, x.shape[dim] - 1)
     low, high = inner_range(x, dim, count)
     ordered = x.sort(dim).values.movedim(dim, -1)
-    kept = ordered.shape[-1] - count
-    widths = torch.stack([ordered[..., j + kept - 1] - ordered[..., j] for j in range(count + 1)])
+    last = ordered.shape[-1] - 1
+    ends = {(count // 2, count - count // 2), (count - count // 2, count // 2)}
+    widths = torch.stack([ordered[..., last - top] - ordered[..., below] for below, top in ends])
     torch.testing.assert_close((high - low).movedim(dim, -1)[..., 0], widths.min(0).values)
+    below, above = (x < low).sum(dim), (x > high).sum(dim)
+    assert ((below - above).abs() <= count % 2).all()
     assert (((x < low) | (x > high)).sum(dim) == count).all()
 
 

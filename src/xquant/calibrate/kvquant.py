@@ -1,5 +1,6 @@
 """KVQuant's statistics (arXiv 2401.18079, sections 3.3 to 3.6): ranges of keys first, then the levels of
-the datatype among what those ranges hold. Sinks count for neither."""
+the datatype among what those ranges hold, then the ranges once more, fitted to the levels. Sinks count for
+nothing."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Codebook, Plain
+from ..quant.codebook import scale_of
 from .calibrator import Rows, Stage
 from .extremes import Extremes
-from .levels import Histogram
+from .levels import Histogram, best_levels, fit_ranges
 
 if TYPE_CHECKING:
     from ..methods.kvquant import KVQuant
@@ -20,9 +22,9 @@ Found = list[dict[str, Tensor]]
 
 
 class KVQuantCalibrator:
-    """Gathers, per layer, ``key.low`` and ``key.high`` ``[C]``, ``key.threshold`` and
-    ``value.threshold`` ``[2]``, ``key.levels`` and ``value.levels`` ``[2**bits]``: those that the
-    options ask for."""
+    """Gathers, per layer, what the options ask for of: ``key.range`` ``[2, C]``, lowest and highest;
+    ``key.threshold`` ``[2, C]``, or ``[2, 1]`` as ``value.threshold`` always; ``key.levels`` and
+    ``value.levels`` ``[2**bits]``."""
 
     def __init__(self, method: "KVQuant", views: Sequence[AttentionView]) -> None:
         from ..methods.key_value import KeyValueCodec
@@ -36,11 +38,11 @@ class KVQuantCalibrator:
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
         if length <= self.method.sink:
             raise ValueError(f"samples of {length} tokens hold nothing but sinks: give longer ones")
-        if self.method.has_spans or self.method.has_thresholds:
+        if self.method.has_ranges or self.method.has_matrix_thresholds:
             ranges = RangeStage(self.method, self.found, samples * (length - self.method.sink))
             yield ranges
             ranges.finish()
-        if self.method.datatype == "nuq":
+        if self.method.has_levels or self.method.has_fitted_ranges:
             levels = LevelStage(self.method, self.found)
             yield levels
             levels.finish()
@@ -51,75 +53,93 @@ class KVQuantCalibrator:
 
 
 class RangeStage:
-    """Thresholds of key channels, or of whole matrices of keys and values."""
+    """Ranges and thresholds of key channels, or thresholds of whole matrices of keys and values."""
 
     gradients = False
 
     def __init__(self, method: "KVQuant", found: Found, tokens: int) -> None:
         self.method, self.found, self.tokens = method, found, tokens
-        share = 0.0 if method.has_thresholds else method.share
+        share = 0.0 if method.has_matrix_thresholds else method.share
         self.channels = [Extremes(share, tokens) for _ in found]
         self.matrices: list[dict[str, Extremes]] = [{} for _ in found]
 
     def see(self, position: int, rows: Rows) -> None:
         sink = self.method.sink
         self.channels[position].see(rows.key[sink:])
-        if self.method.has_thresholds:
+        if self.method.has_matrix_thresholds:
             for name, all_rows in (("key", rows.key), ("value", rows.value)):
-                elements = all_rows[sink:].reshape(-1, 1)
                 fresh = Extremes(self.method.share, self.tokens * all_rows.shape[1])
-                self.matrices[position].setdefault(name, fresh).see(elements)
+                extremes = self.matrices[position].setdefault(name, fresh)
+                extremes.see(all_rows[sink:].reshape(-1, 1))
 
     def finish(self) -> None:
         for found, channels, matrices in zip(self.found, self.channels, self.matrices, strict=True):
-            low, high = channels.bounds()
+            bounds = channels.bounds()
             for name, extremes in matrices.items():
-                found[f"{name}.threshold"] = torch.cat(extremes.bounds())
-            if self.method.has_thresholds:
+                found[f"{name}.threshold"] = extremes.bounds()
+            if self.method.has_matrix_thresholds:
                 lowest, highest = found["key.threshold"]
-                low, high = low.clamp(min=lowest), high.clamp(max=highest)
-            if self.method.has_spans:
-                found["key.low"], found["key.high"] = low, high
+                bounds = bounds.clamp(lowest, highest)
+            elif self.method.outliers:
+                found["key.threshold"] = bounds
+            if self.method.has_ranges:
+                found["key.range"] = bounds
 
 
 class LevelStage:
-    """Levels of keys and of values by k-means, weighted with the diagonal Fisher information."""
+    """Levels by k-means, and ranges of key channels by least squares, both weighted with the diagonal
+    Fisher information."""
 
     def __init__(self, method: "KVQuant", found: Found) -> None:
         self.method, self.found = method, found
         self.gradients = method.weighting != "none"
-        self.histograms = [{"key": Histogram(), "value": Histogram()} for _ in found]
+        self.values = [Histogram() for _ in found]
+        self.keys: list[Histogram | None] = [None for _ in found]
 
     def see(self, position: int, rows: Rows) -> None:
         found = {name: tensor.to(rows.key.device) for name, tensor in self.found[position].items()}
-        keys, values = self.method.keys(found), self.method.values(found)
-        histograms = self.histograms[position]
-        self._add(histograms["key"], keys, rows.key, rows.key_gradient)
-        self._add(histograms["value"], values, rows.value, rows.value_gradient)
+        if self.method.has_levels:
+            scaled = self._scaled(self.method.values(found), rows.value, rows.value_gradient)
+            self.values[position].see(*(t.reshape(-1, 1) for t in scaled))
+        quantizer = self.method.keys(found)
+        x, weight = self._scaled(quantizer, rows.key, rows.key_gradient)
+        fitted = quantizer.span is not None
+        keys = self.keys[position] or Histogram(x.shape[-1] if fitted else 1)
+        keys.see(*(t.reshape(-1, len(keys.weight)) for t in (x, weight)))
+        self.keys[position] = keys
 
-    def _add(
-        self, histogram: Histogram, quantizer: Codebook, x: Tensor, gradient: Tensor | None
-    ) -> None:
-        tokens = len(x)
-        block = (
-            self.method.group if quantizer.per == "channel" and quantizer.span is None else tokens
-        )
-        # Blocks as a cache would seal them; what does not fill one is left out.
-        whole = max(tokens // block, 1) * block
-        excluded = torch.arange(min(whole, tokens), device=x.device) < self.method.sink
-        blocks = x[:whole].unflatten(0, (-1, min(block, tokens)))
-        scaled = quantizer.scaled(blocks, excluded.unflatten(0, blocks.shape[:2]))
-        kept = ~excluded.unflatten(0, blocks.shape[:2]).unsqueeze(-1).expand_as(blocks)
-        if scaled.outliers is not None:
-            kept = kept & ~scaled.outliers
-        weight = torch.ones_like(scaled.x)
+    def _scaled(
+        self, quantizer: Codebook, x: Tensor, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Blocks of ``x`` as a cache would seal them, scaled, and the weight of each element: 0 for sinks
+        and outliers. Of a sample only whole blocks are used, where it has any."""
+        per_block = quantizer.per == "channel" and quantizer.span is None
+        block = min(self.method.group, len(x)) if per_block else len(x)
+        whole = len(x) // block * block
+        sinks = (torch.arange(whole, device=x.device) < self.method.sink).view(-1, block)
+        blocks = x[:whole].unflatten(0, (-1, block))
+        scaled = quantizer.scaled(blocks, sinks)
+        weight = torch.ones_like(scaled.x, dtype=torch.float64)
         if gradient is not None:
             weight = gradient[:whole].view_as(blocks).double().square()
-            if self.method.weighting == "kvquant":
-                weight = weight * scaled.wide_scale.double().square()
-        histogram.see(scaled.x[kept], weight[kept])
+        if self.method.weighting == "kvquant":
+            weight = weight * scaled.wide_scale.double().square()
+        weight = weight.masked_fill(sinks.unsqueeze(-1), 0)
+        return scaled.x, weight if scaled.outliers is None else weight.masked_fill(
+            scaled.outliers, 0
+        )
 
     def finish(self) -> None:
-        for found, histograms in zip(self.found, self.histograms, strict=True):
-            for name, histogram in histograms.items():
-                found[f"{name}.levels"] = histogram.levels(self.method.bits)
+        method = self.method
+        for found, keys, values in zip(self.found, self.keys, self.values, strict=True):
+            assert keys is not None
+            points = keys.points()
+            if method.has_levels:
+                found["key.levels"] = best_levels(points, keys.weight, method.bits)
+                found["value.levels"] = best_levels(values.points(), values.weight, method.bits)
+            if method.has_fitted_ranges:
+                scale, zero = (t.float().cpu() for t in scale_of(*found["key.range"]))
+                levels = method.levels(found.get("key.levels"))
+                stretch, shift = (t.float() for t in fit_ranges(points, keys.weight, levels))
+                middle, reach = zero + scale * shift, scale * stretch
+                found["key.range"] = torch.stack([middle - reach, middle + reach])

@@ -64,10 +64,10 @@ class KVQuant(Method):
         metadata={"choices": ("vector", "matrix"), "help": "outlier thresholds per"},
     )
     scales: str = field(
-        default="offline",
+        default="fitted",
         metadata={
-            "choices": ("offline", "online"),
-            "help": "ranges of keys: calibrated, or per block",
+            "choices": ("fitted", "offline", "online"),
+            "help": "ranges of keys: calibrated and fitted to the levels, calibrated, or per block",
         },
     )
     rope: str = field(default="pre", metadata=ROPE)
@@ -78,19 +78,29 @@ class KVQuant(Method):
         return f"{self.name}-{self.bits}bit{share}"
 
     @property
-    def has_spans(self) -> bool:
+    def has_ranges(self) -> bool:
         """Whether the range of every key channel is found offline."""
-        return self.scales == "offline"
+        return self.scales != "online"
 
     @property
-    def has_thresholds(self) -> bool:
+    def has_fitted_ranges(self) -> bool:
+        """Whether it is then fitted to the levels."""
+        return self.scales == "fitted"
+
+    @property
+    def has_matrix_thresholds(self) -> bool:
         """Whether outliers are what lies outside thresholds of whole matrices, found offline."""
         return self.per == "matrix" and self.outliers > 0
 
     @property
+    def has_levels(self) -> bool:
+        """Whether the levels are found offline."""
+        return self.datatype == "nuq"
+
+    @property
     def needs_calibration(self) -> bool:
-        fixed = self.has_spans or self.has_thresholds
-        return self.bits != 16 and (fixed or self.datatype == "nuq")
+        offline = self.has_ranges or self.has_matrix_thresholds or self.has_levels
+        return self.bits != 16 and offline
 
     @property
     def calibrated_as(self) -> str:
@@ -122,28 +132,26 @@ class KVQuant(Method):
         return KeyValueCodec(view, self.keys(found), self.values(found), self.rope)
 
     def keys(self, found: Tensors) -> Codebook:
-        """The quantizer of keys; what `found` does not hold yet is left open (uniform levels)."""
+        """The quantizer of keys. Levels that are not found yet are uniform."""
         threshold = span = None
-        if self.has_spans:
-            span = found["key.low"].half(), found["key.high"].half()
-            threshold = span if self.outliers else None
-        if self.has_thresholds:
+        if self.has_ranges:
+            span = _bounds(found["key.range"])
+        if self.has_matrix_thresholds or (self.has_ranges and self.outliers):
             threshold = _bounds(found["key.threshold"])
-        levels = self._levels(found.get("key.levels"))
+        levels = self.levels(found.get("key.levels"))
         return Codebook(self.bits, "channel", 0, levels, self.share, threshold, span)
 
     def values(self, found: Tensors) -> Codebook:
         """The quantizer of values, likewise."""
-        threshold = None
-        if self.has_thresholds:
-            threshold = _bounds(found["value.threshold"])
-        levels = self._levels(found.get("value.levels"))
+        threshold = _bounds(found["value.threshold"]) if self.has_matrix_thresholds else None
+        levels = self.levels(found.get("value.levels"))
         return Codebook(self.bits, "token", 0, levels, self.share, threshold)
 
-    def _levels(self, found: Tensor | None) -> Tensor:
+    def levels(self, found: Tensor | None) -> Tensor:
+        """The levels that the datatype asks for; ``found`` are the calibrated ones."""
         if self.datatype == "nf":
             return normal_float_levels(self.bits)
-        return uniform_levels(self.bits) if found is None else found.cpu()
+        return uniform_levels(self.bits) if found is None else found.float().cpu()
 
     def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
         if not self.needs_calibration:

@@ -45,7 +45,8 @@ def outlier_count(share: float, length: int) -> int:
 
 
 def inner_range(part: Tensor, dim: int, count: int, hidden: Tensor | None = None) -> Bounds:
-    """The narrowest range along ``dim`` that leaves at most ``count`` elements of a vector outside.
+    """The range along ``dim`` that leaves at most ``count`` elements of a vector outside, half of them at
+    each end, an odd one where the range becomes narrower.
 
     Args:
         part: ``[..., T, C]`` fp32.
@@ -59,10 +60,22 @@ def inner_range(part: Tensor, dim: int, count: int, hidden: Tensor | None = None
     low, high = part, part
     if hidden is not None:
         low, high = part.masked_fill(hidden, torch.inf), part.masked_fill(hidden, -torch.inf)
-    low = low.topk(count + 1, dim, largest=False).values
-    high = high.topk(count + 1, dim).values.flip(dim)
-    best = (high - low).argmin(dim, keepdim=True)
-    return low.gather(dim, best), high.gather(dim, best)
+    most = count - count // 2
+    low = low.topk(most + 1, dim, largest=False).values
+    high = high.topk(most + 1, dim).values
+    return cut_ends(low, high, dim, count)
+
+
+def cut_ends(smallest: Tensor, largest: Tensor, dim: int, count: int) -> Bounds:
+    """`inner_range` from a vector's smallest elements (ascending) and largest (descending)."""
+    fewer, more = count // 2, count - count // 2
+    one = smallest.narrow(dim, fewer, 1), largest.narrow(dim, more, 1)
+    if fewer == more:
+        return one
+    other = smallest.narrow(dim, more, 1), largest.narrow(dim, fewer, 1)
+    narrower = one[1] - one[0] <= other[1] - other[0]
+    low, high = (torch.where(narrower, a, b) for a, b in zip(one, other, strict=True))
+    return low, high
 
 
 def scale_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
