@@ -18,7 +18,7 @@ Tensors = dict[str, Tensor]
 
 def _bounds(pair: Tensor) -> tuple[Tensor, Tensor]:
     low, high = pair
-    return low, high
+    return low.clone(), high.clone()  # a view would keep both alive
 
 
 @dataclass(frozen=True, kw_only=True)
