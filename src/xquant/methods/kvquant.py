@@ -31,8 +31,8 @@ class KVQuant(Method):
     ``n (2 G D b) / 8 + 4 n + 2 n c + 4 outliers`` bytes a block of n tokens and layer, c the bytes of
     a token's outlier count (1 below 256 channels, else 2; none without outliers).
 
-    Differs from the paper: outliers leave the narrowest range rather than the middle one; sparse rows
-    of K are token by token too; a key bias is taken out before quantizing.
+    Differs from the paper: offline ranges of keys are fitted to the levels; sparse rows of K are token
+    by token too; a key bias is taken out before quantizing.
     """
 
     name: ClassVar[str] = "kvquant"
