@@ -113,7 +113,7 @@ class Stream:
     def borrow(self, pool: list[Packed], lent: list[Packed]) -> list[Packed]:
         """``pool`` with the codes of ``lent`` where a segment borrows them."""
         return [
-            {**packed, "codes": other["codes"]} if segment.borrows else packed
+            _lend(other["codes"], packed) if segment.borrows else packed
             for segment, packed, other in zip(self.segments, pool, lent, strict=True)
         ]
 
@@ -155,6 +155,12 @@ class Stream:
             self.pool = [{name: t[used] for name, t in packed.items()} for packed in self.pool]
             table = renumbered
         self.table = table
+
+
+def _lend(codes: Tensor | Ragged, packed: Packed) -> Packed:
+    scale = packed["scale"]
+    assert isinstance(codes, Tensor) and isinstance(scale, Tensor)
+    return {**packed, "codes": codes.to(scale.device)}  # the lender may be on another device
 
 
 def _join(old: Tensor | Ragged, new: Tensor | Ragged) -> Tensor | Ragged:
