@@ -14,7 +14,7 @@ import click
 import torch
 from transformers import DynamicCache
 
-from xquant import KVCache, load_model
+from xquant import Calibration, KVCache, load_model
 from xquant.evals.results import stamp, write_json
 
 
@@ -22,13 +22,17 @@ from xquant.evals.results import stamp, write_json
 @click.option("--context", default=2048, show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--method", "specs", multiple=True, default=["xquant-4bit"], show_default=True)
+@click.option("--calibration", "artifacts", multiple=True, help="Of methods that need one.")
 @click.option("--json", "target", required=True)
 @torch.inference_mode()
-def main(context: int, rounds: int, specs: tuple[str, ...], target: str) -> None:
+def main(
+    context: int, rounds: int, specs: tuple[str, ...], artifacts: tuple[str, ...], target: str
+) -> None:
     model, _ = load_model("smollm2")
     vocabulary = model.config.vocab_size
     caches: dict[str, Any] = {"DynamicCache": DynamicCache(config=model.config)}
-    caches |= {spec: KVCache(model, spec) for spec in specs}
+    made = {found.method: found for found in map(Calibration.load, artifacts)}
+    caches |= {spec: KVCache(model, spec, calibration=made.get(spec)) for spec in specs}
     ids = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(0))
     prefill = {name: _timed(model, cache, ids) for name, cache in caches.items()}
     times: dict[str, list[float]] = {name: [] for name in caches}
