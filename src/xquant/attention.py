@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .calibrate.artifact import Calibration
+from .calibrate.artifact import Calibration, fingerprint
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView, ModelView, view_model
 
@@ -117,6 +117,7 @@ class Attachment:
         self.seats: dict[int, Seat] = {}
         self._codecs: dict[tuple[Method, Calibration | None], list[LayerCodec]] = {}
         self._built_from: list[Any] = []
+        self._fingerprint: str | None = None  # of the projections, once a calibration asked for it
         self._handles = [
             view.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
             view.decoder.register_forward_hook(self._end, always_call=True),
@@ -156,13 +157,15 @@ class Attachment:
         state = [view.weights_state for view in views]
         if state != self._built_from:
             self._codecs.clear()
+            self._fingerprint = None
             for view in views:
                 view.forget_offline()
             self._built_from = state
         made = method, calibration
         if made not in self._codecs:
             if calibration is not None:
-                calibration.check(method.calibrated_as, views)
+                self._fingerprint = self._fingerprint or fingerprint(views)
+                calibration.check(method.calibrated_as, self._fingerprint)
             elif method.needs_calibration:
                 raise ValueError(method.how_to_calibrate)
             with torch.no_grad():

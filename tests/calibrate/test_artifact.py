@@ -1,5 +1,6 @@
 """The artifact: whole or not at all, and only for what it was made for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def test_what_was_saved_is_loaded(made: Calibration, tmp_path: Path) -> None:
     assert again.method == SPEC  # tail does not matter to it
     assert again.text.startswith("random, sha256 ") and again.text.endswith(", 80 tokens")
     assert all(torch.equal(t, again.tensors[name]) for name, t in made.tensors.items())
+    assert again == made and hash(again) == hash(made)
+    first = next(iter(made.tensors))
+    changed = {**made.tensors, first: made.tensors[first] + 1}
+    assert replace(made, tensors=changed) != made
     assert list(tmp_path.iterdir()) == [tmp_path / "c.safetensors"]
 
 
@@ -54,6 +59,10 @@ def test_a_cache_takes_the_object_or_its_file(
             for given in (made, tmp_path / "c.safetensors", str(tmp_path / "c.safetensors"))
         ]
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    attachment = attach(model)
+    held = len(attachment._codecs)
+    KVCache(model, SPEC + ":group=8", calibration=tmp_path / "c.safetensors")
+    assert len(attachment._codecs) == held  # reading the file again builds nothing again
 
 
 def test_the_same_model_in_bf16_takes_it(made: Calibration) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ def _minor(version: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What `xquant.calibrate` found for one method on one model.
+    """What `xquant.calibrate` found for one method on one model; equal where all it holds is equal.
 
     ``tensors`` are named ``"<position of the compressed layer>.<what>"``.
     """
@@ -53,6 +54,19 @@ class Calibration:
     """What was read: a name, the SHA-256 of its tokens and their number."""
     version: str
     """Of xquant."""
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256(repr([getattr(self, fact) for fact in _FACTS]).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Calibration) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
 
     def layer(self, position: int) -> dict[str, Tensor]:
         """The tensors of the compressed layer at ``position``, counted from the bottom."""
@@ -100,11 +114,12 @@ class Calibration:
             )
         return cls(tensors=tensors, **{fact: facts[fact] for fact in _FACTS})
 
-    def check(self, method: str, views: Sequence[AttentionView]) -> None:
-        """Raise ValueError unless this was made for the method of that spec and for that model."""
+    def check(self, method: str, model: str) -> None:
+        """Raise ValueError unless this was made for the method of that spec and the model of that
+        `fingerprint`."""
         if method != self.method:
             raise ValueError(f"the calibration is for {self.method}, not for {method}")
-        if fingerprint(views) != self.model:
+        if model != self.model:
             raise ValueError(
                 "the calibration was made on another model: its key and value projections differ"
             )
