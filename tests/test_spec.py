@@ -82,7 +82,7 @@ def test_specs_are_written_as_the_papers_tables_write_them() -> None:
         ("xquant-cl-2bit:first_layers=0", "first_layers=0 is below 1"),
         ("full-4bit", "'full-4bit' is not how full is written; write it like 'full'"),
         ("kivi-2bit:key_bits=9", "key_bits=9 is not one of 1, 2"),
-        ("kvquant-3bit-11%", "kvquant: outliers=11.0 is above 10"),
+        ("kvquant-3bit-11%", "kvquant: outliers=11 is above 10"),
         ("kvquant-3bit--1%", "write it like 'kvquant-3bit-1%'"),
         ("kvquant-3bit-1", "write it like 'kvquant-3bit-1%'"),
         ("kvquant-3bit-1.2.3%", "kvquant: outliers=1.2.3 is not a number"),

@@ -233,6 +233,8 @@ class Method(ABC):
 def _plain(value: Any) -> str:
     if value is None:
         return "auto"
+    if isinstance(value, float):
+        return short(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
