@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: env
 	mkdir -p $(DEMO)
-	$(BIN)/xquant calibrate smollm2 --method kvquant-3bit-1% --context 512 --windows 8 \
+	$(BIN)/xquant calibrate smollm2 --method kvquant-3bit-1% --context 384 --windows 6 \
 		--output $(DEMO)/kvquant.safetensors
 	$(BIN)/xquant compare smollm2 --context 1024 --windows 3 \
 		--calibration $(DEMO)/kvquant.safetensors --output $(DEMO)
