@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .quant import Packed, Ragged, Segment
+from .quant.quantizer import dense
 
 
 class Stream:
@@ -113,7 +114,10 @@ class Stream:
     def borrow(self, pool: list[Packed], lent: list[Packed]) -> list[Packed]:
         """``pool`` with the codes of ``lent`` where a segment borrows them."""
         return [
-            _lend(other["codes"], packed) if segment.borrows else packed
+            # The lender may be on another device.
+            {**packed, "codes": dense(other, "codes").to(dense(packed, "scale").device)}
+            if segment.borrows
+            else packed
             for segment, packed, other in zip(self.segments, pool, lent, strict=True)
         ]
 
@@ -155,12 +159,6 @@ class Stream:
             self.pool = [{name: t[used] for name, t in packed.items()} for packed in self.pool]
             table = renumbered
         self.table = table
-
-
-def _lend(codes: Tensor | Ragged, packed: Packed) -> Packed:
-    scale = packed["scale"]
-    assert isinstance(codes, Tensor) and isinstance(scale, Tensor)
-    return {**packed, "codes": codes.to(scale.device)}  # the lender may be on another device
 
 
 def _join(old: Tensor | Ragged, new: Tensor | Ragged) -> Tensor | Ragged:

@@ -2,17 +2,11 @@ import json
 
 import pytest
 
-from words import model_folder, text_of
+from words import text_of
 from xquant import Calibration
-from xquant.cli import main
 
 SPEC = "kvquant-2bit-1%"
 SMALL = ("--context", 40, "--windows", 2, "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(model_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +14,6 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "t.txt"
     path.write_text(text_of(100))
     return str(path)
-
-
-@pytest.fixture
-def run(capfd):
-    """Run the command in this process: (status, stdout, stderr)."""
-
-    def call(*arguments):
-        status = main([str(a) for a in arguments])
-        return status, *capfd.readouterr()
-
-    return call
 
 
 @pytest.fixture

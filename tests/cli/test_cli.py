@@ -6,30 +6,13 @@ import sys
 import pytest
 
 from words import model_folder, text_of
-from xquant.cli import main
 from xquant.methods import METHODS
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(model_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
 def text(tmp_path):
     (tmp_path / "t.txt").write_text(text_of(100))
     return str(tmp_path / "t.txt")
-
-
-@pytest.fixture
-def run(capfd):
-    """Run the command in this process: (status, stdout, stderr)."""
-
-    def call(*arguments):
-        status = main([str(a) for a in arguments])
-        return status, *capfd.readouterr()
-
-    return call
 
 
 def test_methods_lists_every_method(run):

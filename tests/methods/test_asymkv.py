@@ -25,7 +25,7 @@ def test_keys_get_the_wide_layers_first(average: float, layers: int, wide: tuple
 def test_layers_may_be_given() -> None:
     assert AsymKV(lk=3, lv=5).wide_layers(5) == (3, 5)
     cache = KVCache(tiny("llama"), "asymkv:lk=3,lv=1")
-    widths = [[s.quantizer.bits for s in c.stream.segments] for c in cache.compressed]  # type: ignore[attr-defined]
+    widths = [[s.quantizer.bits for s in c.stream.segments] for c in cache.compressed]
     assert widths == [[2, 2], [2, 1], [2, 1], [1, 1], [1, 1]]
     with pytest.raises(ValueError, match="lk=6 but 5 layers are compressed"):
         KVCache(tiny("llama"), "asymkv:lk=6,lv=1")

@@ -9,6 +9,7 @@ from models import prompt, tiny
 from xquant import CrossLayer, KVCache, parse_method
 from xquant.quant import Affine
 from xquant.quant.pack import unpack
+from xquant.quant.quantizer import dense
 
 N = 8
 
@@ -33,11 +34,11 @@ def test_eta_is_equation_9(bits: int, eta: float, per: Any, dim: int) -> None:
     back = torch.empty_like(x)
     Affine(bits, per, 0, eta).decode(packed, back)
     # fp16 scales and zeros may flip a code that lies half way.
-    flipped = (unpack(packed["codes"], bits, N).float() - codes).abs() > 0  # type: ignore[arg-type]
+    flipped = (unpack(dense(packed, "codes"), bits, N).float() - codes).abs() > 0
     assert flipped.float().mean() < 0.02
     torch.testing.assert_close(back[~flipped], want[~flipped], atol=6e-3, rtol=6e-3)
     plain = Affine(bits, per, 0).encode(x, None)
-    assert torch.equal(plain["codes"], packed["codes"])  # type: ignore[arg-type]
+    assert torch.equal(dense(plain, "codes"), dense(packed, "codes"))
 
 
 def test_the_equivalent_bit_width_is_the_papers() -> None:
@@ -65,10 +66,10 @@ def test_a_layer_reads_the_codes_of_its_dominant_layer_with_its_own_scales() -> 
         width = 8 if dim == -1 else N
         lent, own = lower.stream.pool[number], upper.stream.pool[number]
         assert set(lent) == {"codes", "scale", "zero"} and set(own) == {"scale", "zero"}
-        codes = unpack(lent["codes"], 1, N).float()
+        codes = unpack(dense(lent, "codes"), 1, N).float()
         zero, scale = (
-            own[name].float().repeat_interleave(width, dim) for name in ("zero", "scale")
-        )  # type: ignore[union-attr]
+            dense(own, name).float().repeat_interleave(width, dim) for name in ("zero", "scale")
+        )
         want = zero + scale * codes
         read = upper.stream.read(torch.float32, 32)
         part = read.split(24, -1)[number].reshape(-1, N, 24)
@@ -93,13 +94,13 @@ def test_an_average_is_of_the_codes_that_each_layer_would_have(
     for first in range(0, 6, span):
         for number, bits in ((0, 2), (1, 1)):
             each = [
-                unpack(layer.stream.pool[number]["codes"], bits, N).double()  # type: ignore[arg-type]
+                unpack(dense(layer.stream.pool[number], "codes"), bits, N).double()
                 for layer in own.compressed[first : first + span]
             ]
             mean = sum(w * c for w, c in zip(weights, each, strict=True))
             assert isinstance(mean, torch.Tensor)
-            held = mixed.compressed[first].stream.pool[number]["codes"]
-            got = unpack(held, bits, N).double()  # type: ignore[arg-type]
+            held = dense(mixed.compressed[first].stream.pool[number], "codes")
+            got = unpack(held, bits, N).double()
             assert torch.equal(got, rounded(mean.round(decimals=6)))
             for layer in mixed.compressed[first + 1 : first + span]:
                 assert "codes" not in layer.stream.pool[number]

@@ -135,8 +135,14 @@ def load_calibrations(files: Sequence[str]) -> "list[Calibration]":
     return list(found.values())
 
 
-def check_calibrations(methods: "Sequence[Method]", calibrations: "Sequence[Calibration]") -> None:
-    """Raise ValueError where an artifact is for none of the methods, or a method lacks its own."""
+def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "list[Calibration]":
+    """The artifacts in ``files``, all of them for one of ``methods``.
+
+    Raises:
+        ValueError: one is for none of them, or a method lacks its own; further errors as
+            `load_calibrations`.
+    """
+    calibrations = load_calibrations(files)
     wanted = {method.calibrated_as for method in methods}
     made = {calibration.method for calibration in calibrations}
     for calibration in calibrations:
@@ -148,6 +154,7 @@ def check_calibrations(methods: "Sequence[Method]", calibrations: "Sequence[Cali
     for method in methods:
         if method.needs_calibration and method.calibrated_as not in made:
             raise ValueError(method.how_to_calibrate)
+    return calibrations
 
 
 def check_file(target: str | None) -> None:

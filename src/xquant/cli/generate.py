@@ -8,13 +8,12 @@ import click
 
 from ..evals.results import STDOUT
 from .common import (
+    calibrations_for,
     calibrations_option,
-    check_calibrations,
     check_file,
     finish,
     json_option,
     load,
-    load_calibrations,
     model_options,
 )
 
@@ -49,8 +48,7 @@ def generate(
     from .. import KVCache, parse_method
 
     method = parse_method(spec)
-    calibrations = load_calibrations(artifacts)
-    check_calibrations([method], calibrations)
+    calibrations = calibrations_for([method], artifacts)
     if not prompt:
         raise ValueError("the prompt is empty")
     if not (math.isfinite(temperature) and temperature >= 0):

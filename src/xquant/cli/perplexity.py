@@ -7,13 +7,12 @@ import click
 
 from ..evals.results import STDOUT
 from .common import (
+    calibrations_for,
     calibrations_option,
-    check_calibrations,
     check_file,
     finish,
     json_option,
     load,
-    load_calibrations,
     methods_option,
     model_options,
     print_table,
@@ -70,8 +69,7 @@ def run(
     from ..evals.text import read_text, text_name
 
     methods = [parse_method(spec) for spec in specs]
-    calibrations = load_calibrations(artifacts)
-    check_calibrations(methods, calibrations)
+    calibrations = calibrations_for(methods, artifacts)
     words = read_text(text)
     network, tokenizer = load(model, dtype, device)
     with progress_bar() as show:

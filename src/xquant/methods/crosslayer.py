@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..calibrate.artifact import Calibration
 from ..models import AttentionView
-from ..quant import Packed, Quantizer
+from ..quant import Affine, Packed, Quantizer
 from ..quant.pack import pack, unpack
-from ..quant.quantizer import Granularity
+from ..quant.quantizer import Granularity, dense
 from .base import GROUP, TAIL, LayerCodec, Method, affine_or_plain, bits_field
 from .key_value import ROPE, KeyValueCodec
 
@@ -220,8 +220,9 @@ class SharingCodec(KeyValueCodec):
             fields = [layer[number] for layer in packed]
             borrows = [codec.segments[number].borrows for codec in self._codecs]
             if any(borrows) and self._method.merge != "dominant":
-                bits = segment.quantizer.bits  # type: ignore[attr-defined]
-                codes: list[Any] = [unpack(f["codes"], bits, self._method.group) for f in fields]  # type: ignore[arg-type]
+                assert isinstance(segment.quantizer, Affine)
+                bits, tokens = segment.quantizer.bits, self._method.group
+                codes = [unpack(dense(stored, "codes"), bits, tokens) for stored in fields]
                 fields[self.lender]["codes"] = pack(self._method.mean(codes), bits)
             for stored, borrowed in zip(fields, borrows, strict=True):
                 if borrowed:

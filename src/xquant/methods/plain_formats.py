@@ -23,8 +23,12 @@ class PlainFormat(QuantizedMethod):
 
     gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
     group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
-    keys: str = field(default="token", metadata={"choices": PER, "help": "ranges of keys per"})
-    values: str = field(default="token", metadata={"choices": PER, "help": "ranges of values per"})
+    keys: Granularity = field(
+        default="token", metadata={"choices": PER, "help": "ranges of keys per"}
+    )
+    values: Granularity = field(
+        default="token", metadata={"choices": PER, "help": "ranges of values per"}
+    )
     rope: str = field(default="post", metadata=ROPE)
 
     @property
@@ -37,8 +41,8 @@ class PlainFormat(QuantizedMethod):
         return [
             KeyValueCodec(
                 view,
-                self.quantizer(self.layer_bits(i), self.keys, view.dtype),  # type: ignore[arg-type]
-                self.quantizer(self.layer_bits(i), self.values, view.dtype),  # type: ignore[arg-type]
+                self.quantizer(self.layer_bits(i), self.keys, view.dtype),
+                self.quantizer(self.layer_bits(i), self.values, view.dtype),
                 self.rope,
             )
             for i, view in enumerate(views)

@@ -16,12 +16,10 @@ from torch import Tensor
 FP16_MAX = 65504.0
 
 
-def group_range(
-    part: Tensor, dim: int, hidden: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Lowest and highest of one group along ``dim`` (kept as size 1), and where there is none.
+def group_range(part: Tensor, dim: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Lowest and highest of one group along ``dim`` (kept as size 1).
 
-    Elements that are ``hidden`` do not count; where all are, both are 0 and the third is True.
+    Elements that are ``hidden`` do not count; where all are, both are 0.
 
     Raises:
         ValueError: NaN in an element that counts.
@@ -33,7 +31,7 @@ def group_range(
     if torch.isnan(low).any():
         raise ValueError("NaN cannot be quantized")
     empty = low > high
-    return low.masked_fill(empty, 0), high.masked_fill(empty, 0), empty
+    return low.masked_fill(empty, 0), high.masked_fill(empty, 0)
 
 
 def quantize(
@@ -70,7 +68,7 @@ def quantize(
         if outside is not None:
             hidden = outside.narrow(dim, start, length)
             part = part.masked_fill(hidden, 0)
-        low, high, _ = group_range(part, dim, hidden)
+        low, high = group_range(part, dim, hidden)
         zero = low.half()
         scale = ((high - zero.float()).clamp_(min=0) / levels).clamp_(max=FP16_MAX).half()
         divisor = scale.float().masked_fill(scale == 0, torch.inf)

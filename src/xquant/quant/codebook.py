@@ -132,7 +132,7 @@ def ranges(
             if outliers is not None:
                 found = outliers.narrow(dim, start, length)
                 apart = found if apart is None else found | apart
-            low, high, _ = group_range(part, dim, apart)
+            low, high = group_range(part, dim, apart)
         scale, zero = scale_of(low, high)
         scales.append(scale)
         zeros.append(zero)

@@ -52,13 +52,14 @@ class Plain:
         return {"values": x.to(self.dtype, copy=True)}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        out.copy_(_dense(packed, "values"))
+        out.copy_(dense(packed, "values"))
 
     def nbytes(self, tokens: int, channels: int) -> int:
         return tokens * channels * self.dtype.itemsize
 
 
-def _dense(packed: Packed, name: str) -> Tensor:
+def dense(packed: Packed, name: str) -> Tensor:
+    """A field of which every block has as much."""
     tensor = packed[name]
     assert isinstance(tensor, Tensor)
     return tensor
@@ -108,9 +109,9 @@ class Affine(_Grouped):
         return {"codes": pack(codes, self.bits), "scale": scale, "zero": zero}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        codes = unpack(_dense(packed, "codes"), self.bits, out.shape[-2])
+        codes = unpack(dense(packed, "codes"), self.bits, out.shape[-2])
         size = self._size(out.shape[self._dim])
-        dequantize(codes, _dense(packed, "scale"), _dense(packed, "zero"), self._dim, size, out)
+        dequantize(codes, dense(packed, "scale"), dense(packed, "zero"), self._dim, size, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,11 +181,11 @@ class Codebook(_Grouped):
         return scale_of(*_to(self.span, like))
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        codes = unpack(_dense(packed, "codes"), self.bits, out.shape[-2])
+        codes = unpack(dense(packed, "codes"), self.bits, out.shape[-2])
         levels = self.levels.to(out.device).float()[codes.int()]
         if self.span is None:
             dim, size = self._dim, self._size(out.shape[self._dim])
-            scale, zero = _dense(packed, "scale"), _dense(packed, "zero")
+            scale, zero = dense(packed, "scale"), dense(packed, "zero")
         else:
             dim, size = -2, out.shape[-2]
             scale, zero = (t.unsqueeze(0) for t in self._fixed(out))
@@ -243,7 +244,7 @@ def pack_outliers(x: Tensor, outliers: Tensor) -> Packed:
     and ``outlier_channel`` (unsigned, kept in int16).
     """
     counts = outliers.sum(-1)
-    channels = outliers.nonzero(as_tuple=True)[-1].int()
+    channels = outliers.nonzero(as_tuple=True)[-1]
     values = x[outliers].clamp(-FP16_MAX, FP16_MAX).half()
     per_block = counts.sum(-1)
     return {
@@ -257,7 +258,7 @@ def put_outliers(packed: Packed, out: Tensor) -> None:
     """Write the outliers of blocks back into ``out`` ``[N, n, C]``."""
     values, channels = packed["outlier_value"], packed["outlier_channel"]
     assert isinstance(values, Ragged) and isinstance(channels, Ragged)
-    counts = _dense(packed, "outlier_count").flatten().long()
+    counts = dense(packed, "outlier_count").flatten().long()
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     channel = channels.flat().long() & 0xFFFF
     tokens = out.shape[1]
