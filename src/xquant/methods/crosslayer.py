@@ -8,7 +8,6 @@ from torch import Tensor
 from ..calibrate.artifact import Calibration
 from ..models import AttentionView
 from ..quant import Affine, Packed, Quantizer
-from ..quant.pack import pack, unpack
 from ..quant.quantizer import Granularity, dense
 from .base import GROUP, TAIL, LayerCodec, Method, affine_or_plain, bits_field
 from .key_value import ROPE, KeyValueCodec
@@ -221,9 +220,9 @@ class SharingCodec(KeyValueCodec):
             borrows = [codec.segments[number].borrows for codec in self._codecs]
             if any(borrows) and self._method.merge != "dominant":
                 assert isinstance(segment.quantizer, Affine)
-                bits, tokens = segment.quantizer.bits, self._method.group
-                codes = [unpack(dense(stored, "codes"), bits, tokens) for stored in fields]
-                fields[self.lender]["codes"] = pack(self._method.mean(codes), bits)
+                quantizer, tokens = segment.quantizer, self._method.group
+                codes = [quantizer.unpack(dense(stored, "codes"), tokens) for stored in fields]
+                fields[self.lender]["codes"] = quantizer.pack(self._method.mean(codes))
             for stored, borrowed in zip(fields, borrows, strict=True):
                 if borrowed:
                     del stored["codes"]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Plain, Quantizer, Segment
+from ..quant.quantizer import tiled
 from .base import LayerCodec, Seen
 
 ROPE: dict[str, Any] = {
@@ -40,8 +41,8 @@ class KeyValueCodec(LayerCodec):
         self.rotated = rope == "post"
         self.width = 2 * view.kv_width
         self.segments = (
-            Segment(view.kv_width, keys, borrows[0]),
-            Segment(view.kv_width, values, borrows[1]),
+            Segment(view.kv_width, tiled(keys, view.head_size, "tokens"), borrows[0]),
+            Segment(view.kv_width, tiled(values, view.head_size, "channels"), borrows[1]),
         )
         centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
         self.offset = view.key_bias if centred else None

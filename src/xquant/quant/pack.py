@@ -3,7 +3,12 @@
 A width is stored as planes of 4, 2 and 1 bits (3 = 2 + 1), so every width from 1 to 8 packs without
 waste. Within a plane of width ``w`` the block's tokens are cut into ``8 / w`` equal runs and one byte
 holds the same place of each run: unpacking is a shift and a mask over whole rows of channels.
+
+Codes that a kernel reads are put in tiles first (`Tile`), so that integer dot products need no shuffles.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -62,3 +67,35 @@ def unpack(packed: Tensor, bits: int, tokens: int) -> Tensor:
         start, shift = start + rows, shift + width
     assert codes is not None
     return codes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The order of the codes of a block ``[n, C]`` for a kernel that sums over one of its axes.
+
+    Each head of ``head`` channels lies by itself, in tiles of 16 lanes: ``[C/head, M/16, K/4, 16, 4]``,
+    ``M`` the axis of the lanes and ``K`` the one that is summed over: channels for keys (``lanes`` are
+    tokens), tokens for values (``lanes`` are channels).
+    """
+
+    head: int
+    lanes: Literal["tokens", "channels"]
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a block of ``tokens`` divides into whole tiles; others are packed as they are."""
+        return tokens % 32 == 0 and self.head % 32 == 0
+
+    def arrange(self, codes: Tensor) -> Tensor:
+        """Codes ``[..., n, C]`` as ``[..., C/head, M/16, K/4, 64]``."""
+        heads = codes.unflatten(-1, (-1, self.head)).movedim(-2, -3)
+        if self.lanes == "channels":
+            heads = heads.transpose(-1, -2)
+        tiles = heads.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 16)).transpose(-3, -2)
+        return tiles.flatten(-2)
+
+    def restore(self, tiles: Tensor) -> Tensor:
+        """The inverse of `arrange`."""
+        heads = tiles.unflatten(-1, (16, 4)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+        if self.lanes == "channels":
+            heads = heads.transpose(-1, -2)
+        return heads.movedim(-3, -2).flatten(-2)

@@ -5,7 +5,7 @@ whose first dimension is ``N``, and back. ``nbytes`` states what one block takes
 against what the tensors really hold.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .affine import FP16_MAX, dequantize, quantize
 from .codebook import Bounds, nearest, normalize, outside, ranges, scale_of
-from .pack import pack, packed_rows, unpack
+from .pack import Tile, pack, packed_rows, unpack
 from .ragged import Ragged
 
 Packed = dict[str, Tensor | Ragged]
@@ -58,6 +58,13 @@ class Plain:
         return tokens * channels * self.dtype.itemsize
 
 
+def tiled(quantizer: Quantizer, head: int, lanes: Literal["tokens", "channels"]) -> Quantizer:
+    """``quantizer`` with its codes in tiles, where it has codes."""
+    if isinstance(quantizer, _Grouped):
+        return replace(quantizer, tile=Tile(head, lanes))  # type: ignore[return-value]
+    return quantizer
+
+
 def dense(packed: Packed, name: str) -> Tensor:
     """A field of which every block has as much."""
     tensor = packed[name]
@@ -72,11 +79,27 @@ class _Grouped:
     ``per="token"``: as few groups of at most ``group`` channels within a token as there can be, all of
     one size (the last may be shorter): 192 channels in groups of 128 are twice 96. ``per="channel"``:
     groups of ``group`` tokens within a channel. 0 is the whole token, or the block.
+
+    ``tile`` orders the codes of a whole block for the kernels; None leaves them in rows.
     """
 
     bits: int
     per: Granularity
     group: int
+    tile: Tile | None = field(default=None, kw_only=True)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """Codes ``[N, n, C]`` as they are stored."""
+        if self.tile is not None and self.tile.fits(codes.shape[-2]):
+            codes = self.tile.arrange(codes)
+        return pack(codes, self.bits)
+
+    def unpack(self, packed: Tensor, tokens: int) -> Tensor:
+        """The inverse of `pack`: ``[N, tokens, C]``."""
+        if self.tile is None or not self.tile.fits(tokens):
+            return unpack(packed, self.bits, tokens)
+        summed = self.tile.head if self.tile.lanes == "tokens" else tokens
+        return self.tile.restore(unpack(packed, self.bits, summed // 4))
 
     @property
     def _dim(self) -> int:
@@ -106,10 +129,10 @@ class Affine(_Grouped):
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         size = self._size(x.shape[self._dim])
         codes, scale, zero = quantize(x, self.bits, self._dim, size, excluded, self.eta)
-        return {"codes": pack(codes, self.bits), "scale": scale, "zero": zero}
+        return {"codes": self.pack(codes), "scale": scale, "zero": zero}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        codes = unpack(dense(packed, "codes"), self.bits, out.shape[-2])
+        codes = self.unpack(dense(packed, "codes"), out.shape[-2])
         size = self._size(out.shape[self._dim])
         dequantize(codes, dense(packed, "scale"), dense(packed, "zero"), self._dim, size, out)
 
@@ -148,7 +171,7 @@ class Codebook(_Grouped):
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         scaled = self.scaled(x, excluded)
         codes = nearest(scaled.x, self.levels.to(x.device).float())
-        packed: Packed = {"codes": pack(codes, self.bits)}
+        packed: Packed = {"codes": self.pack(codes)}
         if self.span is None:
             packed |= {"scale": scaled.scale, "zero": scaled.zero}
         if self.sparse:
@@ -181,7 +204,7 @@ class Codebook(_Grouped):
         return scale_of(*_to(self.span, like))
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        codes = unpack(dense(packed, "codes"), self.bits, out.shape[-2])
+        codes = self.unpack(dense(packed, "codes"), out.shape[-2])
         levels = self.levels.to(out.device).float()[codes.int()]
         if self.span is None:
             dim, size = self._dim, self._size(out.shape[self._dim])
