@@ -47,6 +47,20 @@ class ObservingCache:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and mask that layer ``index`` attends to, given the newest tokens' own."""
 
+    def attend(
+        self,
+        index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor | None:
+        """The attention of layer ``index`` itself, ``[B, T, H, D]``; None to have it done by the model's
+        own implementation on what `answer` gives."""
+        return None
+
     @abstractmethod
     def finish(self) -> None:
         """The forward pass has ended, also where it failed."""
@@ -220,6 +234,13 @@ def detach(model: nn.Module) -> None:
         delattr(model, _ATTACHMENT)
 
 
+def _unusual(options: dict[str, Any]) -> bool:
+    """Whether the attention function is asked for more than scores, a mask and a softmax."""
+    return bool(options.get("dropout") or options.get("output_attentions")) or any(
+        options.get(name) is not None for name in ("s_aux", "position_bias", "head_mask")
+    )
+
+
 def _attention(like: str) -> Callable[..., Any]:
     def attend(
         module: nn.Module,
@@ -234,7 +255,14 @@ def _attention(like: str) -> Callable[..., Any]:
         if seat is not None and seat.open and seat.attachment.cache is not None:
             cache = seat.attachment.cache
             seat.clear()
-            key, value, attention_mask = cache.answer(seat.view.index, key, value, attention_mask)
+            index = seat.view.index
+            if not _unusual(kwargs):
+                scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+                softcap = kwargs.get("softcap") if like == "eager" else None
+                out = cache.attend(index, query, key, value, attention_mask, scaling, softcap)
+                if out is not None:
+                    return out, None
+            key, value, attention_mask = cache.answer(index, key, value, attention_mask)
         return own(module, query, key, value, attention_mask, **kwargs)
 
     return attend

@@ -12,6 +12,9 @@ from transformers import Cache
 from . import compat
 from .attention import ObservingCache, attach
 from .calibrate.artifact import Calibration
+from .kernels import choose
+from .kernels.angles import AngleBook
+from .kernels.packed import MOST_QUERIES, PackedAttention
 from .layer import CompressedLayer, States
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView
@@ -42,9 +45,11 @@ class KVCache(Cache, ObservingCache):
             ones through the store. ``"store"``: every token reads the store from the first on, itself
             included, which is what perplexity is measured with.
         calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
+        kernel: ``"auto"`` takes the fastest that can read this method on this machine, and `report` says
+            which; ``"avx512"``, ``"avx2"`` and ``"reference"`` ask for one.
 
     Raises:
-        ValueError: unknown method or option, a calibration that is missing or made for something else,
+        ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing or made for something else,
             or a model that cannot be served; the message says why.
         OSError: the calibration's file cannot be read.
         TypeError: ``model`` is not a transformers model.
@@ -56,6 +61,7 @@ class KVCache(Cache, ObservingCache):
         method: str | Method,
         attend: str = "chunk",
         calibration: Calibration | str | PathLike[str] | None = None,
+        kernel: str = "auto",
     ) -> None:
         self.method = parse_method(method)
         if attend not in ATTEND:
@@ -79,7 +85,22 @@ class KVCache(Cache, ObservingCache):
             )
         super().__init__(layers=layers)
         CompressedLayer.link(self.compressed)
+        self.kernels = {
+            layer.codec.view.index: choose(
+                layer.codec, layer.stream.block, layer.through_store, kernel
+            )
+            for layer in self.compressed
+        }
+        self._attach_kernels()
         self._before: tuple[int, dict[int, Any]] = (0, {})
+
+    def _attach_kernels(self) -> None:
+        self._book = AngleBook(self.index)
+        self._native = {
+            layer.codec.view.index: PackedAttention(layer, path, self._book)
+            for layer in self.compressed
+            if (path := self.kernels[layer.codec.view.index].name) != "reference"
+        }
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -141,6 +162,23 @@ class KVCache(Cache, ObservingCache):
         key, value, _ = layer.read(key_states, value_states, None)
         return key, value
 
+    def attend(
+        self,
+        index: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor | None:
+        native = self._native.get(index)
+        if native is None or query.shape[2] > MOST_QUERIES or query.requires_grad:
+            return None
+        if self.layers[index].get_seq_length() == query.shape[2]:
+            return None  # nothing came before
+        return native.attend(query, key, value, mask, scaling, softcap)
+
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -149,6 +187,7 @@ class KVCache(Cache, ObservingCache):
 
     def finish(self) -> None:
         self.index.forget_rope()
+        self._book.clear()
         for layer in self.compressed:
             layer.release()
         length, others = self._before
@@ -232,7 +271,9 @@ class KVCache(Cache, ObservingCache):
         shared = (self.attachment, *(layer.codec for layer in self.compressed))
         memo.update((id(thing), thing) for thing in shared)
         other = memo[id(self)] = object.__new__(type(self))
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        own = {k: v for k, v in self.__dict__.items() if k not in ("_book", "_native")}
+        other.__dict__.update(copy.deepcopy(own, memo))
+        other._attach_kernels()
         return other
 
     # -- bytes ---------------------------------------------------------------------------------
@@ -270,7 +311,7 @@ class KVCache(Cache, ObservingCache):
             method=self.method.spec,
             batch=self.index.batch,
             tokens=self.index.length,
-            kernel="reference",
+            kernel=", ".join(dict.fromkeys(map(str, self.kernels.values()))),
             layers_compressed=[layer.codec.view.index for layer in self.compressed],
             layers_skipped=dict(view.skipped),
             sealed_bytes=dict(sealed),

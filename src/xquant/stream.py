@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .quant import Packed, Ragged, Segment
 from .quant.quantizer import dense
+from .slabs import Slabs
+
+Pool = dict[str, Slabs | Ragged]
 
 
 class Stream:
@@ -28,10 +31,12 @@ class Stream:
         self.segments = tuple(segments)
         self.block = block
         self.lender: Stream | None = None  # whose codes the borrowing segments use
+        self.version = 0  # changes whenever blocks do
         self.reset()
 
     def reset(self) -> None:
-        self.pool: list[Packed] = []  # per segment: named tensors [N, ...], N resident blocks
+        self.version += 1
+        self.pool: list[Pool] = []  # per segment: named fields of N resident blocks
         self.table: Tensor | None = None  # int64 [B, columns] into the pool
         self.lengths: list[int] = []  # valid tokens of each column of the table
 
@@ -90,23 +95,25 @@ class Stream:
 
     def seal(self, packed: list[Packed], batch: int) -> None:
         """Append blocks, packed in the order of ``[B, m]``."""
+        self.version += 1
         count = len(next(iter(packed[0].values())))
         device = next(t for t in packed[0].values() if isinstance(t, Tensor)).device
         ids = self.blocks + torch.arange(count, device=device).view(batch, -1)
-        if self.pool:
-            packed = [
-                {name: _join(old[name], t) for name, t in new.items()}
-                for old, new in zip(self.pool, packed, strict=True)
-            ]
-        self.pool = packed
+        if not self.pool:
+            self.pool = [{name: _held(t) for name, t in new.items()} for new in packed]
+        else:
+            for old, new in zip(self.pool, packed, strict=True):
+                for name, fields in new.items():
+                    old[name] = _grown(old[name], fields)
         self.table = ids if self.table is None else torch.cat([self.table, ids], 1)
         self.lengths += [self.block] * ids.shape[1]
 
     def _gather(self, ids: Tensor) -> list[Packed]:
         """The packed blocks ``ids``, with borrowed codes."""
-        pool = self.pool
-        if not torch.equal(ids, torch.arange(self.blocks, device=ids.device)):
-            pool = [{name: t[ids] for name, t in packed.items()} for packed in pool]
+        if torch.equal(ids, torch.arange(self.blocks, device=ids.device)):
+            pool = [{name: _whole(t) for name, t in fields.items()} for fields in self.pool]
+        else:
+            pool = [{name: t[ids] for name, t in fields.items()} for fields in self.pool]
         if self.lender is None:
             return pool
         return self.borrow(pool, self.lender._gather(ids))
@@ -154,17 +161,29 @@ class Stream:
 
     def _refer(self, table: Tensor) -> None:
         """Use ``table`` from now on, and drop the blocks that it no longer names."""
+        self.version += 1
         used, renumbered = table.unique(return_inverse=True)
         if used.numel() < self.blocks:
-            self.pool = [{name: t[used] for name, t in packed.items()} for packed in self.pool]
+            self.pool = [
+                {name: _held(t[used]) for name, t in fields.items()} for fields in self.pool
+            ]
             table = renumbered
         self.table = table
 
 
-def _join(old: Tensor | Ragged, new: Tensor | Ragged) -> Tensor | Ragged:
-    """Blocks after each other. Ragged ones are linked, dense ones copied into one tensor."""
+def _held(fields: Tensor | Ragged) -> Slabs | Ragged:
+    return fields if isinstance(fields, Ragged) else Slabs(fields)
+
+
+def _whole(fields: Slabs | Ragged) -> Tensor | Ragged:
+    return fields if isinstance(fields, Ragged) else fields.whole()
+
+
+def _grown(old: Slabs | Ragged, new: Tensor | Ragged) -> Slabs | Ragged:
+    """Blocks after each other; those that are there are not copied."""
     if isinstance(old, Ragged):
         assert isinstance(new, Ragged)
         return old + new
     assert isinstance(new, Tensor)
-    return torch.cat([old, new])
+    old.append(new)
+    return old

@@ -65,6 +65,10 @@ class TokenIndex:
         cos, sin = self._angles
         return cos.to(like.device), sin.to(like.device)
 
+    def rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of any positions ``[B, t]``, ``[B, t, R]`` in fp32."""
+        return self._rope(positions.new_empty(0, dtype=torch.float32), positions)
+
     def forget_rope(self) -> None:
         self._angles = None
 

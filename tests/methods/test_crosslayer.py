@@ -66,9 +66,9 @@ def test_a_layer_reads_the_codes_of_its_dominant_layer_with_its_own_scales() -> 
         width = 8 if dim == -1 else N
         lent, own = lower.stream.pool[number], upper.stream.pool[number]
         assert set(lent) == {"codes", "scale", "zero"} and set(own) == {"scale", "zero"}
-        codes = unpack(dense(lent, "codes"), 1, N).float()
+        codes = unpack(lent["codes"].whole(), 1, N).float()
         zero, scale = (
-            dense(own, name).float().repeat_interleave(width, dim) for name in ("zero", "scale")
+            own[name].whole().float().repeat_interleave(width, dim) for name in ("zero", "scale")
         )
         want = zero + scale * codes
         read = upper.stream.read(torch.float32, 32)
@@ -94,12 +94,12 @@ def test_an_average_is_of_the_codes_that_each_layer_would_have(
     for first in range(0, 6, span):
         for number, bits in ((0, 2), (1, 1)):
             each = [
-                unpack(dense(layer.stream.pool[number], "codes"), bits, N).double()
+                unpack(layer.stream.pool[number]["codes"].whole(), bits, N).double()
                 for layer in own.compressed[first : first + span]
             ]
             mean = sum(w * c for w, c in zip(weights, each, strict=True))
             assert isinstance(mean, torch.Tensor)
-            held = dense(mixed.compressed[first].stream.pool[number], "codes")
+            held = mixed.compressed[first].stream.pool[number]["codes"].whole()
             got = unpack(held, bits, N).double()
             assert torch.equal(got, rounded(mean.round(decimals=6)))
             for layer in mixed.compressed[first + 1 : first + span]:

@@ -46,6 +46,7 @@ class AttentionView:
     value_module: nn.Module
     value_slice: slice
     key_norm: nn.Module | None
+    rotary_size: int = 0  # channels of a head that the rotary embedding turns
     _offline: dict[str, Any] = field(default_factory=dict)
 
     def offline(self, name: str, compute: Callable[[], Any]) -> Any:
@@ -295,4 +296,8 @@ def view_model(model: nn.Module) -> ModelView:
         cos, sin = rotary(x, positions, **extra)
         return cos, sin
 
+    first = next(_tensors(rotary), torch.empty(0))
+    turned = rope(first.new_empty(0), torch.zeros(1, 1, dtype=torch.int, device=first.device))[0]
+    for view in views:
+        view.rotary_size = turned.shape[-1]
     return ModelView(model, decoder, views, skipped, rope)

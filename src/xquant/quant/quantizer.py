@@ -61,7 +61,7 @@ class Plain:
 def tiled(quantizer: Quantizer, head: int, lanes: Literal["tokens", "channels"]) -> Quantizer:
     """``quantizer`` with its codes in tiles, where it has codes."""
     if isinstance(quantizer, _Grouped):
-        return replace(quantizer, tile=Tile(head, lanes))  # type: ignore[return-value]
+        return replace(quantizer, tile=Tile(head, lanes))
     return quantizer
 
 
@@ -105,14 +105,15 @@ class _Grouped:
     def _dim(self) -> int:
         return -1 if self.per == "token" else -2
 
-    def _size(self, along: int) -> int:
+    def range_size(self, along: int) -> int:
+        """Elements of a range along an axis of this length."""
         if self.group == 0:
             return along
         return -(-along // -(-along // self.group)) if self.per == "token" else self.group
 
     def _range_nbytes(self, tokens: int, channels: int) -> int:
         along, across = (channels, tokens) if self.per == "token" else (tokens, channels)
-        return -(-along // self._size(along)) * across * (2 + 2)
+        return -(-along // self.range_size(along)) * across * (2 + 2)
 
     def nbytes(self, tokens: int, channels: int) -> int:
         codes = packed_rows(tokens, self.bits) * channels
@@ -127,13 +128,13 @@ class Affine(_Grouped):
     table_nbytes = 0
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        size = self._size(x.shape[self._dim])
+        size = self.range_size(x.shape[self._dim])
         codes, scale, zero = quantize(x, self.bits, self._dim, size, excluded, self.eta)
         return {"codes": self.pack(codes), "scale": scale, "zero": zero}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         codes = self.unpack(dense(packed, "codes"), out.shape[-2])
-        size = self._size(out.shape[self._dim])
+        size = self.range_size(out.shape[self._dim])
         dequantize(codes, dense(packed, "scale"), dense(packed, "zero"), self._dim, size, out)
 
 
@@ -191,13 +192,20 @@ class Codebook(_Grouped):
             if self.threshold is not None:
                 outliers = outside(x, _to(self.threshold, x), hidden)
             return Scaled(normalize(x, scale, zero), scale, zero, scale.expand_as(x), outliers)
-        dim, size = self._dim, self._size(x.shape[self._dim])
+        dim, size = self._dim, self.range_size(x.shape[self._dim])
         threshold = None if self.threshold is None else _to(self.threshold, x)
         scale, zero, outliers = ranges(x, dim, size, hidden, self.share, threshold)
         wide, middle = (
             t.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim]) for t in (scale, zero)
         )
         return Scaled(normalize(x, wide, middle), scale, zero, wide, outliers)
+
+    def offline_ranges(self) -> tuple[Tensor, Tensor] | None:
+        """Scale and zero ``[C]`` (fp16) of all blocks, where they are not stored with each."""
+        if self.span is None:
+            return None
+        low, high = self.span
+        return scale_of(low.float(), high.float())
 
     def _fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:
         assert self.span is not None
@@ -207,7 +215,7 @@ class Codebook(_Grouped):
         codes = self.unpack(dense(packed, "codes"), out.shape[-2])
         levels = self.levels.to(out.device).float()[codes.int()]
         if self.span is None:
-            dim, size = self._dim, self._size(out.shape[self._dim])
+            dim, size = self._dim, self.range_size(out.shape[self._dim])
             scale, zero = dense(packed, "scale"), dense(packed, "zero")
         else:
             dim, size = -2, out.shape[-2]

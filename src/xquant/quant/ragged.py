@@ -33,3 +33,8 @@ class Ragged:
     def flat(self) -> Tensor:
         """All runs after each other."""
         return torch.cat(self.runs)
+
+    @property
+    def addresses(self) -> Tensor:
+        """Where each run lies, int64 ``[N]``."""
+        return torch.tensor([run.data_ptr() for run in self.runs], dtype=torch.int64)

@@ -1,0 +1,3 @@
+#define PATH avx2
+#include "simd_avx2.h"
+#include "path.h"

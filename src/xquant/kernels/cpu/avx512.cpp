@@ -1,0 +1,3 @@
+#define PATH avx512
+#include "simd_avx512.h"
+#include "path.h"

@@ -1,0 +1,151 @@
+// Sixteen 32-bit lanes as two registers of AVX2 (with FMA and F16C). The same names as in simd_avx512.h.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int TILES = 1;
+constexpr int MAX_ROWS = 4;
+
+struct Words {
+    __m256i lo, hi;
+};
+struct Floats {
+    __m256 lo, hi;
+};
+
+inline Words load(const void* p) {
+    auto q = (const __m256i*)p;
+    return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline void store(void* p, Words a) {
+    auto q = (__m256i*)p;
+    _mm256_storeu_si256(q, a.lo);
+    _mm256_storeu_si256(q + 1, a.hi);
+}
+inline Words zero_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Words broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline Words broadcast16(int16_t x) { return {_mm256_set1_epi16(x), _mm256_set1_epi16(x)}; }
+inline Words operator&(Words a, Words b) {
+    return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)};
+}
+inline Words operator|(Words a, Words b) {
+    return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+}
+template <int N>
+inline Words shift_right16(Words a) {
+    return {_mm256_srli_epi16(a.lo, N), _mm256_srli_epi16(a.hi, N)};
+}
+template <int N>
+inline Words shift_left16(Words a) {
+    return {_mm256_slli_epi16(a.lo, N), _mm256_slli_epi16(a.hi, N)};
+}
+inline Words add16(Words a, Words b) {
+    return {_mm256_add_epi16(a.lo, b.lo), _mm256_add_epi16(a.hi, b.hi)};
+}
+inline Words sub16(Words a, Words b) {
+    return {_mm256_sub_epi16(a.lo, b.lo), _mm256_sub_epi16(a.hi, b.hi)};
+}
+inline Words scale16(Words a, Words b) {
+    return {_mm256_mulhrs_epi16(a.lo, b.lo), _mm256_mulhrs_epi16(a.hi, b.hi)};
+}
+inline Words dot16(Words sum, Words a, Words b) {
+    return {_mm256_add_epi32(sum.lo, _mm256_madd_epi16(a.lo, b.lo)),
+            _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
+}
+
+struct Table {
+    __m256i low, high;  // bytes of the 16 entries, twice
+};
+inline Table load_table(const int16_t* entries) {
+    alignas(16) uint8_t low[16], high[16];
+    for (int i = 0; i < 16; i++) {
+        low[i] = (uint16_t)entries[i] & 255;
+        high[i] = (uint16_t)entries[i] >> 8;
+    }
+    return {_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)low)),
+            _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)high))};
+}
+inline __m256i look_up_half(Table table, __m256i codes) {
+    __m256i low = _mm256_shuffle_epi8(table.low, codes);  // byte 0 where the odd bytes are masked
+    __m256i high = _mm256_shuffle_epi8(table.high, codes);
+    low = _mm256_and_si256(low, _mm256_set1_epi16(255));
+    return _mm256_or_si256(low, _mm256_slli_epi16(high, 8));
+}
+inline Words look_up(Table table, Words codes) {
+    return {look_up_half(table, codes.lo), look_up_half(table, codes.hi)};
+}
+
+inline Floats load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store_floats(float* p, Floats a) {
+    _mm256_storeu_ps(p, a.lo);
+    _mm256_storeu_ps(p + 8, a.hi);
+}
+inline Floats broadcast_float(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Floats operator+(Floats a, Floats b) {
+    return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+inline Floats operator-(Floats a, Floats b) {
+    return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+inline Floats operator*(Floats a, Floats b) {
+    return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+inline Floats fma(Floats a, Floats b, Floats c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline Floats maximum(Floats a, Floats b) {
+    return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+inline Floats minimum(Floats a, Floats b) {
+    return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
+inline Floats absolute(Floats a) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+template <class Combine>
+inline float reduce(Floats a, Combine combine) {
+    alignas(32) float x[16];
+    store_floats(x, a);
+    float r = x[0];
+    for (int i = 1; i < 16; i++) r = combine(r, x[i]);
+    return r;
+}
+inline float sum(Floats a) {
+    __m256 s = _mm256_add_ps(a.lo, a.hi);
+    __m128 t = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
+    t = _mm_add_ps(t, _mm_movehl_ps(t, t));
+    return _mm_cvtss_f32(_mm_add_ss(t, _mm_shuffle_ps(t, t, 1)));
+}
+inline float highest(Floats a) {
+    return reduce(a, [](float x, float y) { return x > y ? x : y; });
+}
+inline float lowest(Floats a) {
+    return reduce(a, [](float x, float y) { return x < y ? x : y; });
+}
+inline Floats to_floats(Words a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline Words to_nearest(Floats a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+inline Floats load_halves(const uint16_t* p) {
+    auto q = (const __m128i*)p;
+    return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline Floats zero_below(Floats a, Floats x, Floats least) {
+    return {_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, least.lo, _CMP_GE_OQ)),
+            _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, least.hi, _CMP_GE_OQ))};
+}
+inline void store_paired16(int16_t* p, Words a) {
+    __m256i lo = _mm256_shuffle_epi32(a.lo, 0xD8), hi = _mm256_shuffle_epi32(a.hi, 0xD8);
+    __m256i both = _mm256_packs_epi32(lo, hi);  // by 128-bit lanes: lo0 hi0 lo1 hi1
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xD8));
+}
+inline Floats power_of_two(Words n) {
+    __m256i bias = _mm256_set1_epi32(127);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.lo, bias), 23)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.hi, bias), 23))};
+}
+
+}  // namespace

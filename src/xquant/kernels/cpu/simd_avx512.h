@@ -1,0 +1,84 @@
+// Sixteen 32-bit lanes with AVX-512 (F, BW, VL, VNNI). The same names as in simd_avx2.h.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int TILES = 2;     // tiles of 16 lanes that share a broadcast weight
+constexpr int MAX_ROWS = 8;  // query rows that share unpacked codes
+
+struct Words {  // 16 x int32, or 32 x int16
+    __m512i v;
+};
+struct Floats {  // 16 x float
+    __m512 v;
+};
+
+inline Words load(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store(void* p, Words a) { _mm512_storeu_si512(p, a.v); }
+inline Words zero_words() { return {_mm512_setzero_si512()}; }
+inline Words broadcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Words broadcast16(int16_t x) { return {_mm512_set1_epi16(x)}; }
+inline Words operator&(Words a, Words b) { return {_mm512_and_si512(a.v, b.v)}; }
+inline Words operator|(Words a, Words b) { return {_mm512_or_si512(a.v, b.v)}; }
+template <int N>
+inline Words shift_right16(Words a) { return {_mm512_srli_epi16(a.v, N)}; }
+template <int N>
+inline Words shift_left16(Words a) { return {_mm512_slli_epi16(a.v, N)}; }
+inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
+inline Words sub16(Words a, Words b) { return {_mm512_sub_epi16(a.v, b.v)}; }
+// round(a * b / 2^15)
+inline Words scale16(Words a, Words b) { return {_mm512_mulhrs_epi16(a.v, b.v)}; }
+// sum + a0 * b0 + a1 * b1 in every 32-bit lane
+inline Words dot16(Words sum, Words a, Words b) {
+    return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
+}
+
+// Entry of a table of 16 int16 for every word, which is 0 to 15.
+struct Table {
+    __m512i v;
+};
+inline Table load_table(const int16_t* entries) {
+    __m256i half = _mm256_loadu_si256((const __m256i*)entries);
+    return {_mm512_broadcast_i64x4(half)};
+}
+inline Words look_up(Table table, Words codes) {
+    return {_mm512_permutexvar_epi16(codes.v, table.v)};
+}
+
+inline Floats load_floats(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline void store_floats(float* p, Floats a) { _mm512_storeu_ps(p, a.v); }
+inline Floats broadcast_float(float x) { return {_mm512_set1_ps(x)}; }
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Floats maximum(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats minimum(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
+inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
+inline float highest(Floats a) { return _mm512_reduce_max_ps(a.v); }
+inline float lowest(Floats a) { return _mm512_reduce_min_ps(a.v); }
+inline Floats to_floats(Words a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline Words to_nearest(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline Floats load_halves(const uint16_t* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
+}
+// a where x is at least `least`, 0 elsewhere
+inline Floats zero_below(Floats a, Floats x, Floats least) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), a.v)};
+}
+// Low halves of the 32-bit lanes, whose quads 0 1 2 3 are stored in the order 0 2 1 3.
+inline void store_paired16(int16_t* p, Words a) {
+    __m512i paired = _mm512_shuffle_epi32(a.v, (_MM_PERM_ENUM)0xD8);
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(paired));
+}
+// 2^n for integral n in [-126, 127]
+inline Floats power_of_two(Words n) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
+}
+
+}  // namespace

@@ -1,0 +1,55 @@
+// The C interface of the kernels. Pointers are to memory of torch tensors; nothing is allocated for the
+// caller and nothing is kept. Mirrored by xquant/kernels/native.py.
+#pragma once
+#include <stdint.h>
+
+enum { XQ_FLOAT32 = 0, XQ_BFLOAT16 = 1, XQ_FLOAT16 = 2, XQ_BOOL = 3 };
+
+// Keys or values of one layer, packed in tiles (docs/format.md). Addresses are one a block of the pool.
+typedef struct {
+    const uint64_t *codes;
+    const uint64_t *scale, *zero;  // fp16
+    const uint64_t *outlier_count, *outlier_value, *outlier_channel;  // null: none
+    const float *levels;           // [2^bits], null: affine codes
+    const float *offset;           // [G * D] added to what is decoded, null: nothing
+    int32_t bits;
+    int32_t per_token;  // 1: ranges of `group` channels of a token; 0: of `group` tokens of a channel
+    int32_t group;
+    int32_t fixed;        // 1: the ranges of all blocks are the ones at scale[0] and zero[0]
+    int32_t count_bytes;  // of an entry of outlier_count
+    int32_t unused;
+} xq_side;
+
+// Tokens kept as they are: rows [B, T, .] with keys and values [G * D] at the two pointers.
+typedef struct {
+    const void *key, *value;
+    const float *cos, *sin;  // [B, T, D / 2], null: keys are rotated already
+    const int32_t *column;   // [B, T] columns of the mask, -1: not there; null: `start` + t
+    int64_t batch_stride, token_stride, head_stride;  // elements
+    int32_t dtype, count, start, causal;  // causal: token t is seen by queries from t on
+} xq_exact;
+
+typedef struct {
+    xq_side key, value;
+    // where the blocks are
+    const int64_t *table;    // [B, columns]
+    const int32_t *lengths;  // [columns]
+    int32_t batch, columns, limit;  // limit: sealed tokens to attend to
+    int32_t block;                  // tokens of a block
+    // shape
+    int32_t kv_heads, head_size, group_heads, queries;  // H = kv_heads * group_heads
+    // rotary embedding of packed keys, null: they are rotated already
+    const int16_t *turn;                   // by 0 .. block - 1 positions, see xq_turn
+    const float *start_cos, *start_sin;    // [B, columns, D / 2]
+    // query [B, H, queries, D] and output [B, queries, H, D], contiguous in D
+    const void *query;
+    void *out;
+    int64_t query_batch, query_head, query_token;
+    int64_t out_batch, out_token, out_head;
+    int32_t dtype, mask_dtype;
+    const void *mask;  // [B or 1, queries or 1, tokens], null: all
+    int64_t mask_batch, mask_query, mask_token;
+    float scaling, softcap;
+    xq_exact exact[3];  // sinks, tail, newest
+    int32_t exact_count, threads;
+} xq_attend;

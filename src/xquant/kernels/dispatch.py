@@ -1,0 +1,92 @@
+"""Which kernel attends over a layer, and why."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..methods import LayerCodec
+from ..methods.key_value import KeyValueCodec
+from ..quant import Affine, Codebook
+from ..quant.quantizer import Segment
+from . import native
+
+KERNELS = ("auto", "avx512", "avx2", "reference")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and why no faster one where it is not the fastest."""
+
+    name: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})" if self.why else self.name
+
+
+def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "auto") -> Choice:
+    """The kernel for a layer of blocks of ``block`` tokens.
+
+    Raises:
+        ValueError: ``wanted`` is not a kernel, cannot run on this machine, or cannot read this layer.
+    """
+    if wanted not in KERNELS:
+        raise ValueError(f"kernel is one of {', '.join(KERNELS)}, not '{wanted}'")
+    if wanted == "reference":
+        return Choice("reference", "asked for")
+    why = "every token reads the store" if through_store else _unfit(codec, block)
+    if not why:
+        why = _missing(wanted)
+    if why and wanted != "auto":
+        raise ValueError(f"kernel '{wanted}' cannot be used: {why}")
+    if why:
+        return Choice("reference", why)
+    best = native.paths()[0]
+    if wanted in ("auto", best):
+        return Choice(best)
+    return Choice(wanted, "asked for")
+
+
+def _missing(wanted: str) -> str:
+    if native.library() is None:
+        return "installed without the native library"
+    if not native.paths():
+        return "this CPU has neither AVX2 nor AVX-512 VNNI"
+    if wanted != "auto" and wanted not in native.paths():
+        return f"this CPU has not all of {wanted}"
+    return ""
+
+
+def _unfit(codec: LayerCodec, block: int) -> str:
+    """Why the packed kernels cannot read a layer; empty where they can."""
+    if codec.view.device.type != "cpu":
+        return f"the layer is on {codec.view.device.type}"
+    if codec.view.dtype not in native.DTYPES:
+        return f"{codec.view.dtype} states"
+    if type(codec).exact is not KeyValueCodec.exact or not isinstance(codec, KeyValueCodec):
+        return "keys and values are rebuilt from other states"
+    if codec.view.head_size % 32 or block % 32:
+        return f"heads of {codec.view.head_size} in blocks of {block}: both must be multiples of 32"
+    if not codec.rotated and codec.view.rotary_size != codec.view.head_size:
+        return "the rotary embedding turns a part of a head"
+    return next(filter(None, map(_unfit_segment, codec.segments, ("key", "value"), (block, block))), "")
+
+
+def _unfit_segment(segment: Segment, role: str, block: int) -> str:
+    quantizer = segment.quantizer
+    if not isinstance(quantizer, Affine | Codebook):
+        return f"{role}s are not quantized"
+    if isinstance(quantizer, Codebook) and quantizer.bits > 4:
+        return f"a table of {2**quantizer.bits} levels for {role}s"
+    tokens = quantizer.per == "channel"
+    size = quantizer.range_size(block if tokens else segment.channels)
+    # The kernel reads keys by 32 tokens and 4 channels, values by all tokens and 16 channels.
+    if role == "value":
+        fits = size >= block if tokens else size % 16 == 0
+    else:
+        fits = (size % 32 == 0 or size >= block) if tokens else size % 4 == 0
+    return "" if fits else f"ranges of {size} {'tokens' if tokens else 'channels'} for {role}s"
+
+
+def threads() -> int:
+    return torch.get_num_threads()

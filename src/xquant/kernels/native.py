@@ -1,0 +1,94 @@
+"""The native library: where it is, what this CPU can run of it, and its C interface (cpu/xquant.h)."""
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PATHS = {"avx512": 2, "avx2": 1}
+"""Instruction sets, best first, with their bits in ``xq_paths``."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+
+_FILE = "libxquant_kernels.so"
+
+
+class Side(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scale", "zero")),
+        *((f"outlier_{name}", c_void_p) for name in ("count", "value", "channel")),
+        *((name, c_void_p) for name in ("levels", "offset")),
+        *((name, c_int32) for name in ("bits", "per_token", "group", "fixed")),
+        *((name, c_int32) for name in ("count_bytes", "unused")),
+    ]
+
+
+class Exact(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("key", "value", "cos", "sin", "column")),
+        *((f"{name}_stride", c_int64) for name in ("batch", "token", "head")),
+        *((name, c_int32) for name in ("dtype", "count", "start", "causal")),
+    ]
+
+
+class Attend(Structure):
+    _fields_ = [
+        ("key", Side),
+        ("value", Side),
+        *((name, c_void_p) for name in ("table", "lengths")),
+        *((name, c_int32) for name in ("batch", "columns", "limit", "block")),
+        *((name, c_int32) for name in ("kv_heads", "head_size", "group_heads", "queries")),
+        *((name, c_void_p) for name in ("turn", "start_cos", "start_sin", "query", "out")),
+        *((f"query_{name}", c_int64) for name in ("batch", "head", "token")),
+        *((f"out_{name}", c_int64) for name in ("batch", "token", "head")),
+        *((name, c_int32) for name in ("dtype", "mask_dtype")),
+        ("mask", c_void_p),
+        *((f"mask_{name}", c_int64) for name in ("batch", "query", "token")),
+        ("scaling", c_float),
+        ("softcap", c_float),
+        ("exact", Exact * 3),
+        ("exact_count", c_int32),
+        ("threads", c_int32),
+    ]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where the package was installed without a compiler."""
+    from . import __path__ as folders  # an editable install has two
+
+    given = os.environ.get("XQUANT_NATIVE_LIBRARY")
+    files = [Path(given)] if given else [Path(folder) / _FILE for folder in folders]
+    for file in files:
+        if file.exists():
+            # torch is imported: its OpenMP runtime is the one that this library finds.
+            found = ctypes.CDLL(str(file))
+            if found.xq_attend_size() != ctypes.sizeof(Attend):
+                raise ImportError(f"{file} is of another version of xquant: install again")
+            for path in PATHS:
+                getattr(found, f"xq_attend_{path}").argtypes = [POINTER(Attend)]
+            found.xq_turn.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
+            found.xq_turn.restype = None
+            return found
+    return None
+
+
+@cache
+def paths() -> tuple[str, ...]:
+    """The instruction sets that this machine can run, best first."""
+    native = library()
+    supported = 0 if native is None else native.xq_paths()
+    return tuple(path for path, bit in PATHS.items() if supported & bit)
+
+
+def turn_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """What ``xq_turn`` makes of cos and sin ``[n, D/2]`` (fp32): int16 ``[n * D * 2]``."""
+    native = library()
+    assert native is not None
+    cos, sin = cos.contiguous(), sin.contiguous()
+    table = torch.empty(cos.numel() * 2, dtype=torch.int16)
+    native.xq_turn(cos.data_ptr(), sin.data_ptr(), *cos.shape, table.data_ptr())
+    return table

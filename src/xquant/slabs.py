@@ -1,0 +1,72 @@
+"""Slabs: the packed blocks of one field, in memory that never moves."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROWTH = 8
+"""A new slab has room for an eighth of the blocks that are there, so that at most that much is reserved
+and not used."""
+
+
+class Slabs:
+    """Blocks ``[N, ...]`` that grow at the end without copying what is there; kernels read them by
+    `addresses`."""
+
+    def __init__(self, blocks: Tensor) -> None:
+        self._slabs = [blocks.contiguous()]
+        self._used = len(blocks)  # of the last slab
+        self._addresses: Tensor | None = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._slabs[:-1])) + self._used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks."""
+        return len(self) * self._slabs[0][0].nbytes
+
+    @property
+    def itemsize(self) -> int:
+        return self._slabs[0].itemsize
+
+    def append(self, blocks: Tensor) -> None:
+        """Add ``blocks`` ``[m, ...]``."""
+        self._addresses = None
+        last = self._slabs[-1]
+        fitting = min(len(last) - self._used, len(blocks))
+        last[self._used : self._used + fitting] = blocks[:fitting]
+        self._used += fitting
+        if fitting < len(blocks):
+            rest = blocks[fitting:]
+            slab = rest.new_empty(max(len(rest), len(self) // GROWTH), *rest.shape[1:])
+            slab[: len(rest)] = rest
+            self._slabs.append(slab)
+            self._used = len(rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":
+        return Slabs(self.whole().clone())
+
+    def _parts(self) -> list[Tensor]:
+        return [*self._slabs[:-1], self._slabs[-1][: self._used]]
+
+    def whole(self) -> Tensor:
+        """All blocks as one tensor; a copy where there are several slabs."""
+        parts = self._parts()
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def __getitem__(self, blocks: Tensor) -> Tensor:
+        return self.whole()[blocks]
+
+    @property
+    def addresses(self) -> Tensor:
+        """Where each block lies, int64 ``[N]`` on the CPU."""
+        if self._addresses is None:
+            self._addresses = torch.cat(
+                [
+                    slab.data_ptr() + slab[0].nbytes * torch.arange(len(slab), dtype=torch.int64)
+                    for slab in self._parts()
+                ]
+            )
+        return self._addresses
