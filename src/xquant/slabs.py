@@ -1,13 +1,33 @@
 """Slabs: the packed blocks of one field, in memory that never moves."""
 
+import ctypes
+import mmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_LIBC = ctypes.CDLL(None)
 GROWTH = 8
 """A new slab has room for an eighth of the blocks that are there, so that at most that much is reserved
 and not used."""
+
+
+HUGE_PAGE = 2 << 20
+
+
+def _slab(blocks: Tensor, room: int) -> Tensor:
+    """Memory for ``room`` blocks, the first of which are ``blocks``.
+
+    Large slabs ask for huge pages: a kernel that reads them once would wait for the page table.
+    """
+    slab = blocks.new_empty(room, *blocks.shape[1:])
+    if slab.device.type == "cpu" and slab.nbytes >= 2 * HUGE_PAGE and hasattr(_LIBC, "madvise"):
+        start = -(-slab.data_ptr() // HUGE_PAGE) * HUGE_PAGE
+        length = (slab.data_ptr() + slab.nbytes - start) // HUGE_PAGE * HUGE_PAGE
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    slab[: len(blocks)] = blocks
+    return slab
 
 
 class Slabs:
@@ -15,7 +35,7 @@ class Slabs:
     `addresses`."""
 
     def __init__(self, blocks: Tensor) -> None:
-        self._slabs = [blocks.contiguous()]
+        self._slabs = [_slab(blocks, len(blocks))]
         self._used = len(blocks)  # of the last slab
         self._addresses: Tensor | None = None
 
@@ -40,9 +60,7 @@ class Slabs:
         self._used += fitting
         if fitting < len(blocks):
             rest = blocks[fitting:]
-            slab = rest.new_empty(max(len(rest), len(self) // GROWTH), *rest.shape[1:])
-            slab[: len(rest)] = rest
-            self._slabs.append(slab)
+            self._slabs.append(_slab(rest, max(len(rest), len(self) // GROWTH)))
             self._used = len(rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":

@@ -49,15 +49,15 @@ class AngleBook:
 
     def __init__(self, index: TokenIndex) -> None:
         self._index = index
-        self._turned: tuple[Tensor, Tensor, Tensor] | None = None  # cos, sin, the table made of them
+        self._turned: tuple[Tensor, Tensor, Tensor] | None = (
+            None  # cos, sin, the table made of them
+        )
         self.clear()
 
     def clear(self) -> None:
         self._found: dict[tuple[int, int], Angles | None] = {}
 
-    def of(
-        self, lengths: list[int], block: int, tail: int, sinks: Tensor | None
-    ) -> Angles | None:
+    def of(self, lengths: list[int], block: int, tail: int, sinks: Tensor | None) -> Angles | None:
         """Of a layer with blocks of these ``lengths``, ``tail`` more tokens and sinks in these columns
         ``[B, S]``; None where a block's positions do not follow each other.
 

@@ -69,7 +69,9 @@ def _unfit(codec: LayerCodec, block: int) -> str:
         return f"heads of {codec.view.head_size} in blocks of {block}: both must be multiples of 32"
     if not codec.rotated and codec.view.rotary_size != codec.view.head_size:
         return "the rotary embedding turns a part of a head"
-    return next(filter(None, map(_unfit_segment, codec.segments, ("key", "value"), (block, block))), "")
+    return next(
+        filter(None, map(_unfit_segment, codec.segments, ("key", "value"), (block, block))), ""
+    )
 
 
 def _unfit_segment(segment: Segment, role: str, block: int) -> str:

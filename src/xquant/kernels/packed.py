@@ -124,7 +124,9 @@ class PackedAttention:
                 return None
         if stream.version != self._version:
             self._refresh()
-        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        query, key, value = (
+            t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
+        )
         if key.stride() != value.stride():
             key, value = key.contiguous(), value.contiguous()
         out = torch.empty(batch, queries, heads, size, dtype=query.dtype)

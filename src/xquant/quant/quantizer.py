@@ -101,6 +101,19 @@ class _Grouped:
         summed = self.tile.head if self.tile.lanes == "tokens" else tokens
         return self.tile.restore(unpack(packed, self.bits, summed // 4))
 
+    def _by_range(self, tokens: int) -> bool:
+        """Whether ranges per token lie range by range ``[N, ranges, n]``, next to tiles."""
+        return self.per == "token" and self.tile is not None and self.tile.fits(tokens)
+
+    def _pack_ranges(self, scale: Tensor, zero: Tensor) -> "Packed":
+        if self._by_range(scale.shape[-2]):
+            scale, zero = scale.mT.contiguous(), zero.mT.contiguous()
+        return {"scale": scale, "zero": zero}
+
+    def _unpack_ranges(self, packed: "Packed", tokens: int) -> tuple[Tensor, Tensor]:
+        scale, zero = dense(packed, "scale"), dense(packed, "zero")
+        return (scale.mT, zero.mT) if self._by_range(tokens) else (scale, zero)
+
     @property
     def _dim(self) -> int:
         return -1 if self.per == "token" else -2
@@ -130,12 +143,13 @@ class Affine(_Grouped):
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         size = self.range_size(x.shape[self._dim])
         codes, scale, zero = quantize(x, self.bits, self._dim, size, excluded, self.eta)
-        return {"codes": self.pack(codes), "scale": scale, "zero": zero}
+        return {"codes": self.pack(codes), **self._pack_ranges(scale, zero)}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         codes = self.unpack(dense(packed, "codes"), out.shape[-2])
         size = self.range_size(out.shape[self._dim])
-        dequantize(codes, dense(packed, "scale"), dense(packed, "zero"), self._dim, size, out)
+        scale, zero = self._unpack_ranges(packed, out.shape[-2])
+        dequantize(codes, scale, zero, self._dim, size, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +188,7 @@ class Codebook(_Grouped):
         codes = nearest(scaled.x, self.levels.to(x.device).float())
         packed: Packed = {"codes": self.pack(codes)}
         if self.span is None:
-            packed |= {"scale": scaled.scale, "zero": scaled.zero}
+            packed |= self._pack_ranges(scaled.scale, scaled.zero)
         if self.sparse:
             assert scaled.outliers is not None
             packed |= pack_outliers(x, scaled.outliers)
@@ -216,7 +230,7 @@ class Codebook(_Grouped):
         levels = self.levels.to(out.device).float()[codes.int()]
         if self.span is None:
             dim, size = self._dim, self.range_size(out.shape[self._dim])
-            scale, zero = dense(packed, "scale"), dense(packed, "zero")
+            scale, zero = self._unpack_ranges(packed, out.shape[-2])
         else:
             dim, size = -2, out.shape[-2]
             scale, zero = (t.unsqueeze(0) for t in self._fixed(out))

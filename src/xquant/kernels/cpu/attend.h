@@ -5,22 +5,30 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <new>
 
 #include "elements.h"
 #include "softmax.h"
 
 namespace {
 
-// Memory of one thread for one call, 64-byte aligned.
+// Scratch memory of a thread, 64-byte aligned. It is kept between calls, or every call would begin with
+// page faults.
 struct Arena {
     uint8_t *base = nullptr, *next = nullptr;
-    explicit Arena(size_t size) {
-        base = next = (uint8_t*)std::aligned_alloc(64, (size + 4095) / 4096 * 4096);
-        if (!base) throw std::bad_alloc();
-    }
+    size_t size = 0;
     ~Arena() { std::free(base); }
-    Arena(const Arena&) = delete;
+
+    // Empties it and makes room. False: there is not so much memory.
+    bool reserve(size_t wanted) {
+        if (wanted > size) {
+            std::free(base);
+            size = (wanted + 4095) / 4096 * 4096;
+            base = (uint8_t*)std::aligned_alloc(64, size);
+            if (!base) size = 0;
+        }
+        next = base;
+        return base != nullptr;
+    }
     template <class T>
     T* take(size_t count) {
         T* p = (T*)next;
@@ -44,23 +52,26 @@ struct Task {
     const xq_attend& call;
     const int b, g;
     const int D, n, rows, per, channels;
-    float* query;        // [rows, D] as given
+    float* query;        // [rows, D] times the scaling
     float* turned;       // [rows, D] turned back to the start of a block
     float* scores;       // [rows, n]
     int16_t* weights;    // [MAX_ROWS, max(D, n)]
-    float* steps;        // [MAX_ROWS, max(D, n) / 16]
-    float* bias;         // [rows]
+    float* steps;        // [MAX_ROWS]
+    float* bias;         // [MAX_ROWS]
     float* folded;       // [max(D, n)]
     Words* words;        // [TILES, max(D, n) / 2]
     int32_t *scale16, *zero16;  // [D / 2], or [ranges of a token, 16]
     float* pair_scale;   // [D / 2]
+    float* token_scale;  // [2, max(D, n)]
     int16_t table16[16];
+    float* exact_scores; // [rows, most exact tokens]
     Running running;
 
     static size_t most(const xq_attend& c) { return std::max(c.head_size, c.block); }
     static size_t bytes(const xq_attend& c) {
-        size_t rows = c.group_heads * c.queries, D = c.head_size, m = most(c);
-        return 4 * (3 * rows * D + rows * c.block + MAX_ROWS * m + rows * 3 + m + 4 * D + 64 * D) +
+        size_t rows = c.group_heads * c.queries, D = c.head_size, m = most(c), exact = 0;
+        for (int e = 0; e < c.exact_count; e++) exact = std::max(exact, (size_t)c.exact[e].count);
+        return 4 * (rows * exact + 3 * rows * D + rows * c.block + MAX_ROWS * m + rows * 3 + 5 * m + 4 * D + 64 * D) +
                2 * MAX_ROWS * m + 64 * TILES * m / 2 + 32 * 64;
     }
 
@@ -71,17 +82,22 @@ struct Task {
         turned = arena.take<float>((size_t)rows * D);
         scores = arena.take<float>((size_t)rows * n);
         weights = arena.take<int16_t>(MAX_ROWS * most(c));
-        steps = arena.take<float>(MAX_ROWS * most(c) / 16);
-        bias = arena.take<float>(rows);
+        steps = arena.take<float>(MAX_ROWS);
+        bias = arena.take<float>(MAX_ROWS);
         folded = arena.take<float>(most(c));
         words = arena.take<Words>(TILES * most(c) / 2);
         scale16 = arena.take<int32_t>(16 * D);
         zero16 = arena.take<int32_t>(16 * D);
         pair_scale = arena.take<float>(D / 2);
+        token_scale = arena.take<float>(2 * most(c));
+        size_t exact = 0;
+        for (int e = 0; e < c.exact_count; e++) exact = std::max(exact, (size_t)c.exact[e].count);
+        exact_scores = arena.take<float>(rows * exact);
         for (int h = 0; h < per; h++)
             for (int q = 0; q < c.queries; q++)
                 get_row(c.query, c.dtype, b * c.query_batch + (g * per + h) * c.query_head + q * c.query_token,
                         D, query + (size_t)(h * c.queries + q) * D);
+        for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
     }
 
     // -- keys ------------------------------------------------------------------------------------
@@ -110,37 +126,32 @@ struct Task {
                       ptrdiff_t ahead) {
         const xq_side& key = call.key;
         const float* offset = key.offset ? key.offset + g * D : nullptr;
-        const float most_code = (float)((1 << key.bits) - 1);
+        const float most = highest_weight(D, (float)((1 << key.bits) - 1));
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
             for (int i = 0; i < count; i++) {
                 const float* q = turned + (size_t)(r + i) * D;
-                Floats constant = broadcast_float(0);
+                Floats constant = broadcast_float(0), top = constant;
                 for (int c = 0; c < D; c += 16) {
                     Floats x = load_floats(q + c), z = load_halves(zero + c);
                     if (offset) z = z + load_floats(offset + c);
-                    store_floats(folded + c, x * load_halves(scale + c));
+                    Floats scaled = x * load_halves(scale + c);
+                    top = maximum(top, absolute(scaled));
+                    store_floats(folded + c, scaled);
                     constant = fma(x, z, constant);
                 }
-                to_int16(folded, D, D, most_code, weights + (size_t)i * D, steps + i);
-                bias[r + i] = sum(constant);
+                bias[i] = sum(constant);
+                steps[i] = to_weights(folded, D, highest(top), most, weights + i * 4, count);
             }
             const DotCodes dot = pick_dot_codes<TILES>(key.bits, count);
             for (int t = from; t < to; t += 16 * TILES)
-                dot(codes + t / 16 * tile_bytes(D, key.bits), D, weights, steps, scores + (size_t)r * n + t, n,
-                    r ? 0 : ahead);
-            for (int i = 0; i < count; i++)
-                for (int t = from; t < to; t += 16) {
-                    float* s = scores + (size_t)(r + i) * n + t;
-                    store_floats(s, load_floats(s) + broadcast_float(bias[r + i]));
-                }
+                dot(codes + t / 16 * tile_bytes(D, key.bits), D, weights, steps, bias,
+                    scores + (size_t)r * n + t, n, r ? 0 : ahead);
         }
     }
 
-    float limit16() const {
-        // |key| in int16: sums of two must fit after turning, and so must a scale times 2^bits.
-        return call.key.levels ? 15360.0f : 15360.0f * (1 - 1.0f / (1 << call.key.bits));
-    }
+    // |key| in int16: sums of two, once turned, stay within WORD_LIMIT.
+    static constexpr float KEY_LIMIT = 8192;
 
     static void largest(const xq_side& key, Floats scale, Floats zero, Floats& reach) {
         if (key.levels) {  // levels are in [-1, 1]
@@ -157,7 +168,9 @@ struct Task {
         const float* offset = key.offset ? key.offset + g * D : nullptr;
         const float per_level = key.levels ? 32768.0f / 32767 : (float)(1 << key.bits);
         const int half = D / 2;
-        alignas(64) float unit[16];
+        const Floats limit = broadcast_float(KEY_LIMIT), level = broadcast_float(per_level);
+        const QuadPlaces low{D / 32, 1, 0, 0}, high{D / 32, 1, 0, 4};  // quads of half a head are 4 apart
+        QuadPlaces places[2][2] = {{low, low}, {high, high}};
         for (int c = 0; c < half; c += 16) {
             Floats reach = broadcast_float(1e-20f), s[2], z[2];
             for (int part = 0; part < 2; part++) {
@@ -166,38 +179,35 @@ struct Task {
                 if (offset) z[part] = z[part] + load_floats(offset + c + part * half);
                 largest(key, s[part], z[part], reach);
             }
-            store_floats(pair_scale + c, reach * broadcast_float(1 / limit16()));
-            for (int i = 0; i < 16; i++) unit[i] = limit16() / std::fmax(pair_scale[c + i] * limit16(), 1e-20f);
+            const Floats unit = limit / reach;
+            store_floats(pair_scale + c, reach / limit);
             for (int part = 0; part < 2; part++) {
-                Floats u = load_floats(unit);
-                int at = (c + part * half) / 2;
-                Floats s16 = minimum(s[part] * u * broadcast_float(per_level), broadcast_float(32767));
-                store_paired16((int16_t*)(scale16 + at), to_nearest(s16));
-                store_paired16((int16_t*)(zero16 + at), to_nearest(z[part] * u));
+                places[part][0].store(to_nearest(s[part] * unit * level), (int16_t*)scale16);
+                places[part][1].store(to_nearest(z[part] * unit), (int16_t*)zero16);
             }
         }
     }
 
     // The same for ranges per token: one unit, vectors over the 16 tokens of a tile for each range.
-    void unit_of_tokens(const uint16_t* scale, const uint16_t* zero, int groups) {
+    void unit_of_tokens(const uint16_t* scale, const uint16_t* zero) {
         const xq_side& key = call.key;
         float reach = 1e-20f;
         for (int t = 0; t < n; t++)
             for (int j = g * D / key.group; j <= (g * D + D - 1) / key.group; j++) {
-                float s = half_to_float(scale[t * groups + j]), z = half_to_float(zero[t * groups + j]);
+                float s = half_to_float(scale[j * n + t]), z = half_to_float(zero[j * n + t]);
                 float end = key.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << key.bits) - 1));
                 reach = std::fmax(reach, std::fmax(std::fabs(z), end));
             }
-        for (int j = 0; j < D / 2; j++) pair_scale[j] = reach / limit16();
+        for (int j = 0; j < D / 2; j++) pair_scale[j] = reach / KEY_LIMIT;
     }
-    void fix_tokens(const uint16_t* scale, const uint16_t* zero, int groups, int t) {
+    void fix_tokens(const uint16_t* scale, const uint16_t* zero, int t) {
         const xq_side& key = call.key;
         const float per_level = key.levels ? 32768.0f / 32767 : (float)(1 << key.bits);
         const int first = g * D / key.group, last = (g * D + D - 1) / key.group;
         for (int j = first; j <= last; j++)
             for (int lane = 0; lane < 16; lane++) {
-                float s = half_to_float(scale[(t + lane) * groups + j]) / pair_scale[0] * per_level;
-                float z = half_to_float(zero[(t + lane) * groups + j]) / pair_scale[0];
+                float s = half_to_float(scale[j * n + t + lane]) / pair_scale[0] * per_level;
+                float z = half_to_float(zero[j * n + t + lane]) / pair_scale[0];
                 uint32_t s16 = (uint16_t)(int16_t)std::lrintf(std::fmin(s, 32767.0f));
                 uint32_t z16 = (uint16_t)(int16_t)std::lrintf(z);
                 scale16[(j - first) * 16 + lane] = (int32_t)(s16 | s16 << 16);
@@ -208,42 +218,44 @@ struct Task {
     // Levels [D / 2] of one tile to keys, turned by 0, 1, ... positions where the call asks for it.
     template <bool PER_TOKEN, bool TURN>
     void to_keys(Words* tile, int tile_index) {
-        const int quads = D / 8;  // of half a head
-        const int group = call.key.group, first = g * D / group;
-        const int16_t* table = TURN ? call.turn + (size_t)tile_index * quads * 2 * 2 * 32 : nullptr;
-        for (int q = 0; q < quads; q++)
-            for (int odd = 0; odd < 2; odd++) {
-                const int a = q * 2 + odd, b = a + quads * 2;
-                Words scale_a, scale_b, zero_a, zero_b;
-                if (PER_TOKEN) {
-                    const int ga = (g * D + q * 4) / group - first, gb = (g * D + D / 2 + q * 4) / group - first;
-                    scale_a = load(scale16 + ga * 16), zero_a = load(zero16 + ga * 16);
-                    scale_b = load(scale16 + gb * 16), zero_b = load(zero16 + gb * 16);
-                } else {
-                    scale_a = broadcast(scale16[a]), zero_a = broadcast(zero16[a]);
-                    scale_b = broadcast(scale16[b]), zero_b = broadcast(zero16[b]);
-                }
-                Words low = add16(scale16_of(tile[a], scale_a), zero_a);
-                Words high = add16(scale16_of(tile[b], scale_b), zero_b);
-                if (TURN) {
-                    Words cos = load(table + (size_t)a * 64), sin = load(table + (size_t)a * 64 + 32);
-                    tile[a] = sub16(::scale16(low, cos), ::scale16(high, sin));
-                    tile[b] = add16(::scale16(high, cos), ::scale16(low, sin));
-                } else {
-                    tile[a] = low;
-                    tile[b] = high;
+        const int units = D / 32, group = call.key.group, first = g * D / group;
+        const int16_t* table = TURN ? call.turn + (size_t)tile_index * D * 16 : nullptr;
+        for (int r = 0; r < units; r++, tile += 16)
+            for (int k = 0; k < 4; k++) {
+                const int quad = r + k * units;
+                for (int odd = 0; odd < 2; odd++) {
+                    const int a = k * 2 + odd, b = a + 8;  // channels half a head apart
+                    Words scale_a, scale_b, zero_a, zero_b;
+                    if (PER_TOKEN) {
+                        const int ga = (g * D + quad * 4) / group - first;
+                        const int gb = (g * D + D / 2 + quad * 4) / group - first;
+                        scale_a = load(scale16 + ga * 16), zero_a = load(zero16 + ga * 16);
+                        scale_b = load(scale16 + gb * 16), zero_b = load(zero16 + gb * 16);
+                    } else {
+                        scale_a = broadcast(scale16[r * 16 + a]), zero_a = broadcast(zero16[r * 16 + a]);
+                        scale_b = broadcast(scale16[r * 16 + b]), zero_b = broadcast(zero16[r * 16 + b]);
+                    }
+                    Words low = add16(times(tile[a], scale_a), zero_a);
+                    Words high = add16(times(tile[b], scale_b), zero_b);
+                    if (TURN) {
+                        Words cos = load(table), sin = load(table + 32);
+                        table += 64;
+                        tile[a] = sub16(times(low, cos), times(high, sin));
+                        tile[b] = add16(times(high, cos), times(low, sin));
+                    } else {
+                        tile[a] = low;
+                        tile[b] = high;
+                    }
                 }
             }
     }
-    static Words scale16_of(Words a, Words b) { return ::scale16(a, b); }
 
     // Keys as int16, a few tiles at a time, then dotted with the query.
     void score_expanded(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
                         ptrdiff_t ahead) {
         const xq_side& key = call.key;
-        const int groups = key.per_token ? (channels + key.group - 1) / key.group : 1;
         if (key.per_token)
-            unit_of_tokens(scale, zero, groups);
+            unit_of_tokens(scale, zero);
         else
             fix_channels(scale, zero);
         Table table = load_table(table16);
@@ -253,9 +265,22 @@ struct Task {
             const int count = std::min(rows - r, MAX_ROWS);
             for (int i = 0; i < count; i++) {
                 const float* q = turned + (size_t)(r + i) * D;
-                for (int c = 0; c < D; c += 16)
-                    store_floats(folded + c, load_floats(q + c) * load_floats(pair_scale + c % half));
-                to_int16(folded, D, 32, 21724, weights + (size_t)i * D, steps + (size_t)i * (D / 32));
+                Floats top = broadcast_float(0);
+                for (int c = 0; c < D; c += 16) {
+                    Floats x = load_floats(q + c) * load_floats(pair_scale + (c < half ? c : c - half));
+                    top = maximum(top, absolute(x));
+                    store_floats(folded + c, x);
+                }
+                steps[i] = to_weights(folded, D, highest(top), highest_word_weight(), weights + i * 4, count);
+                bias[i] = 0;
+            }
+            if (!key.per_token && !key.levels && call.turn) {
+                const DotTurned dot = pick_dot_turned(key.bits, count);
+                for (int t = from; t < to; t += 16 * TILES)
+                    dot(codes + t / 16 * tile_bytes(D, key.bits), D,
+                        {scale16, zero16, call.turn + (size_t)(t / 16) * D * 16}, weights, steps,
+                        scores + (size_t)r * n + t, n, r ? 0 : ahead);
+                continue;
             }
             const DotWords dot = pick_dot_words<TILES>(count);
             for (int t = from; t < to; t += 16 * TILES) {
@@ -264,13 +289,13 @@ struct Task {
                     const int index = t / 16 + k;
                     unpack_tile(codes + index * tile_bytes(D, key.bits), D, table, tile, r ? 0 : ahead);
                     if (key.per_token) {
-                        fix_tokens(scale, zero, groups, index * 16);
+                        fix_tokens(scale, zero, index * 16);
                         call.turn ? to_keys<true, true>(tile, index) : to_keys<true, false>(tile, index);
                     } else {
                         call.turn ? to_keys<false, true>(tile, index) : to_keys<false, false>(tile, index);
                     }
                 }
-                dot(words, D, weights, steps, scores + (size_t)r * n + t, n);
+                dot(words, D, weights, steps, bias, scores + (size_t)r * n + t, n);
             }
         }
     }
@@ -290,9 +315,10 @@ struct Task {
                 const int partner = c < half ? c + half : c - half;
                 float cos = 1, sin = 0;
                 if (call.turn) {
-                    const int j = c % half, e = j % 4;
-                    const int16_t* pair = call.turn +
-                        ((size_t)(t / 16) * (D / 8) * 2 + j / 4 * 2 + e % 2) * 64 + t % 16 * 2 + e / 2;
+                    const int j = c % half, e = j % 4, units = D / 32;
+                    const int place = (j / 4 % units * 4 + j / 4 / units) * 2 + e % 2;
+                    const int16_t* pair =
+                        call.turn + (size_t)(t / 16) * D * 16 + place * 64 + t % 16 * 2 + e / 2;
                     cos = pair[0] / 32767.0f;
                     sin = pair[32] / (c < half ? 32767.0f : -32767.0f);
                 }
@@ -313,7 +339,7 @@ struct Task {
     float decoded(const xq_side& side, const Ranges& ranges, const uint8_t* head, int k_size, int lane, int tile,
                   int element, int token, int channel) const {
         int code = code_at(head + tile * tile_bytes(k_size, side.bits), k_size, side.bits, lane, element);
-        int at = side.per_token ? token * ((channels + side.group - 1) / side.group) + channel / side.group
+        int at = side.per_token ? channel / side.group * n + token
                                 : (side.fixed ? 0 : token / side.group * channels) + channel;
         return level_of(side, code) * half_to_float(ranges.scale[at]) + half_to_float(ranges.zero[at]);
     }
@@ -322,6 +348,7 @@ struct Task {
         const xq_side& key = call.key;
         const Ranges ranges(key, id);
         const auto* codes = at_address<uint8_t>(key.codes[id]) + (size_t)g * n * D * key.bits / 8;
+        std::memset(scores, 0, sizeof(float) * (size_t)rows * n);
         const bool fold = !key.per_token && !key.levels && !call.turn;
         if (key.per_token) {
             score_expanded(codes, ranges.scale, ranges.zero, 0, n, ahead);
@@ -341,8 +368,6 @@ struct Task {
     void mask_scores(int start, int valid) {
         for (int r = 0; r < rows; r++) {
             float* s = scores + (size_t)r * n;
-            Floats factor = broadcast_float(call.scaling);
-            for (int t = 0; t < n; t += 16) store_floats(s + t, load_floats(s + t) * factor);
             if (call.softcap > 0) soft_cap(s, valid, call.softcap);
             if (call.mask) {
                 const int64_t at = b * call.mask_batch + r % call.queries * call.mask_query;
@@ -363,93 +388,92 @@ struct Task {
 
     // -- values ----------------------------------------------------------------------------------
 
-    // Ranges per token: their scale is folded into the probabilities.
+    // Weights of a block for values: probabilities times `scale` (null: 1), of which the highest is `top`.
+    void weigh_values(const float* p, const float* scale, float top, int row, int count) {
+        const xq_side& value = call.value;
+        const float* x = p;
+        if (scale) {
+            for (int t = 0; t < n; t += 16) store_floats(folded + t, load_floats(p + t) * load_floats(scale + t));
+            x = folded;
+        }
+        const float most =
+            value.levels ? highest_word_weight() : highest_weight(n, (float)((1 << value.bits) - 1));
+        steps[row] = to_weights(x, n, top, most, weights + row * 4, count);
+        if (value.levels) steps[row] /= WORD_LIMIT;
+    }
+
+    // Adds the codes of `tiles` tiles of channels, weighted, and the bias, to `out`.
+    void add_tiles(const uint8_t* codes, int tiles, int count, float* out, size_t stride, ptrdiff_t ahead) {
+        const xq_side& value = call.value;
+        if (value.levels) {
+            const Expand unpack_tile = pick_expand(value.bits, true);
+            const Table table = load_table(table16);
+            for (int k = 0; k < tiles; k++)
+                unpack_tile(codes + k * tile_bytes(n, value.bits), n, table, words + (size_t)k * (n / 2), ahead);
+            (tiles == 1 ? pick_dot_words<1>(count) : pick_dot_words<TILES>(count))(words, n, weights, steps, bias,
+                                                                                  out, stride);
+        } else {
+            (tiles == 1 ? pick_dot_codes<1>(value.bits, count) : pick_dot_codes<TILES>(value.bits, count))(
+                codes, n, weights, steps, bias, out, stride, ahead);
+        }
+    }
+
+    // Ranges per token [ranges, n]: their scale is folded into the probabilities.
     void add_values_by_token(const uint8_t* codes, const Ranges& ranges, int r, int count, ptrdiff_t ahead) {
         const xq_side& value = call.value;
-        const int groups = (channels + value.group - 1) / value.group;
-        const bool looked_up = value.levels != nullptr;
-        const int chunk = looked_up ? 32 : n;
-        const float bound = looked_up ? 32767 : (float)((1 << value.bits) - 1);
-        const Expand unpack_tile = pick_expand(value.bits, looked_up && value.bits <= 4);
-        const Table table = load_table(table16);
-        alignas(64) float part[MAX_ROWS * 16 * TILES];
+        float *scale = token_scale, *zero = token_scale + n;
         int prepared = -1;
         for (int c = 0; c < D;) {
             const int j = (g * D + c) / value.group;
             const int tiles = (g * D + c + 16 * TILES - 1) / value.group == j ? TILES : 1;
             if (j != prepared) {
                 prepared = j;
+                Floats high = broadcast_float(0);
+                for (int t = 0; t < n; t += 16) {
+                    Floats s = load_halves(ranges.scale + (size_t)j * n + t);
+                    high = maximum(high, s);
+                    store_floats(scale + t, s);
+                    store_floats(zero + t, load_halves(ranges.zero + (size_t)j * n + t));
+                }
+                const float highest_scale = highest(high);
                 for (int i = 0; i < count; i++) {
                     const float* p = scores + (size_t)(r + i) * n;
-                    float constant = 0;
-                    for (int t = 0; t < n; t++) {
-                        folded[t] = p[t] * half_to_float(ranges.scale[t * groups + j]);
-                        constant += p[t] * half_to_float(ranges.zero[t * groups + j]);
-                    }
-                    bias[i] = constant;
-                    float* step = steps + (size_t)i * (n / chunk);
-                    to_int16(folded, n, chunk, bound, weights + (size_t)i * n, step);
-                    if (looked_up)
-                        for (int k = 0; k < n / 32; k++) step[k] *= 1 / 32767.0f;
+                    Floats constant = broadcast_float(0);
+                    for (int t = 0; t < n; t += 16)
+                        constant = fma(load_floats(p + t), load_floats(zero + t), constant);
+                    bias[i] = sum(constant);
+                    weigh_values(p, scale, running.latest[r + i] * highest_scale, i, count);
                 }
             }
-            const uint8_t* tile = codes + c / 16 * tile_bytes(n, value.bits);
-            if (looked_up) {
-                for (int k = 0; k < tiles; k++)
-                    unpack_tile(tile + k * tile_bytes(n, value.bits), n, table, words + (size_t)k * (n / 2),
-                                r ? 0 : ahead);
-                (tiles == 1 ? pick_dot_words<1>(count) : pick_dot_words<TILES>(count))(
-                    words, n, weights, steps, part, 16 * TILES);
-            } else {
-                (tiles == 1 ? pick_dot_codes<1>(value.bits, count) : pick_dot_codes<TILES>(value.bits, count))(
-                    tile, n, weights, steps, part, 16 * TILES, r ? 0 : ahead);
-            }
-            for (int i = 0; i < count; i++)
-                for (int k = 0; k < tiles; k++) {
-                    float* to = running.sums + (size_t)(r + i) * D + c + k * 16;
-                    store_floats(to, load_floats(to) + load_floats(part + (i * TILES + k) * 16) +
-                                         broadcast_float(bias[i]));
-                }
+            add_tiles(codes + c / 16 * tile_bytes(n, value.bits), tiles, count,
+                      running.sums + (size_t)r * D + c, D, r ? 0 : ahead);
             c += 16 * tiles;
         }
     }
 
     // One range per channel and block: applied to the sums.
     void add_values_by_channel(const uint8_t* codes, const Ranges& ranges, int r, int count, ptrdiff_t ahead) {
-        const xq_side& value = call.value;
-        const bool looked_up = value.levels != nullptr;
-        const int chunk = looked_up ? 32 : n;
-        const float bound = looked_up ? 32767 : (float)((1 << value.bits) - 1);
-        const Expand unpack_tile = pick_expand(value.bits, looked_up && value.bits <= 4);
-        const Table table = load_table(table16);
+        float totals[MAX_ROWS];
         alignas(64) float part[MAX_ROWS * 16 * TILES];
         for (int i = 0; i < count; i++) {
             const float* p = scores + (size_t)(r + i) * n;
-            Floats constant = broadcast_float(0);
-            for (int t = 0; t < n; t += 16) constant = constant + load_floats(p + t);
-            bias[i] = sum(constant);
-            float* step = steps + (size_t)i * (n / chunk);
-            to_int16(p, n, chunk, bound, weights + (size_t)i * n, step);
-            if (looked_up)
-                for (int k = 0; k < n / 32; k++) step[k] *= 1 / 32767.0f;
+            Floats total = broadcast_float(0);
+            for (int t = 0; t < n; t += 16) total = total + load_floats(p + t);
+            totals[i] = sum(total);
+            bias[i] = 0;
+            weigh_values(p, nullptr, running.latest[r + i], i, count);
         }
         for (int c = 0; c < D; c += 16 * TILES) {
-            const uint8_t* tile = codes + c / 16 * tile_bytes(n, value.bits);
-            if (looked_up) {
-                for (int k = 0; k < TILES; k++)
-                    unpack_tile(tile + k * tile_bytes(n, value.bits), n, table, words + (size_t)k * (n / 2),
-                                r ? 0 : ahead);
-                pick_dot_words<TILES>(count)(words, n, weights, steps, part, 16 * TILES);
-            } else {
-                pick_dot_codes<TILES>(value.bits, count)(tile, n, weights, steps, part, 16 * TILES, r ? 0 : ahead);
-            }
+            std::memset(part, 0, sizeof part);
+            add_tiles(codes + c / 16 * tile_bytes(n, call.value.bits), TILES, count, part, 16 * TILES,
+                      r ? 0 : ahead);
             for (int i = 0; i < count; i++)
                 for (int k = 0; k < TILES; k++) {
                     float* to = running.sums + (size_t)(r + i) * D + c + k * 16;
                     Floats scale = load_halves(ranges.scale + g * D + c + k * 16);
                     Floats zero = load_halves(ranges.zero + g * D + c + k * 16);
                     Floats added = fma(load_floats(part + (i * TILES + k) * 16), scale,
-                                       zero * broadcast_float(bias[i]));
+                                       zero * broadcast_float(totals[i]));
                     store_floats(to, load_floats(to) + added);
                 }
         }
@@ -483,10 +507,10 @@ struct Task {
         if (value.outlier_count) add_value_outliers(codes, ranges, id);
     }
 
-    void set_table(const xq_side& side) {
+    void set_table(const xq_side& side, float most) {
         std::memset(table16, 0, sizeof table16);
         if (side.levels)
-            for (int i = 0; i < 1 << side.bits; i++) table16[i] = (int16_t)std::lrintf(side.levels[i] * 32767);
+            for (int i = 0; i < 1 << side.bits; i++) table16[i] = (int16_t)std::lrintf(side.levels[i] * most);
     }
 
     // -- what there is to attend to --------------------------------------------------------------
@@ -498,7 +522,7 @@ struct Task {
         for (int j = first; j < last && start < call.limit; start += call.lengths[j++]) {
             const int64_t id = ids[j], next = ids[std::min(j + 1, last - 1)];
             turn_back(j);
-            set_table(call.key);
+            set_table(call.key, 32767);
             score(id, (ptrdiff_t)(call.key.codes[next] - call.key.codes[id]));
             mask_scores(start, std::min(call.lengths[j], call.limit - start));
             bool any = false;
@@ -507,10 +531,10 @@ struct Task {
                 if (running.weigh(r, s, n))
                     any = true;
                 else
-                    std::fill(s, s + n, 0.0f);
+                    std::memset(s, 0, sizeof(float) * n);
             }
             if (!any) continue;
-            set_table(call.value);
+            set_table(call.value, WORD_LIMIT);
             add_values(id, (ptrdiff_t)(call.value.codes[next] - call.value.codes[id]));
         }
     }
@@ -518,10 +542,7 @@ struct Task {
     void attend_exact(const xq_exact& kept) {
         if (kept.count == 0) return;
         const int half = D / 2;
-        Arena arena(sizeof(float) * ((size_t)rows * kept.count + 2 * D + 64) + 256);
-        float* s = arena.take<float>((size_t)rows * kept.count);
-        float* row = arena.take<float>(D);
-        float* copy = arena.take<float>(D);
+        float *s = exact_scores, *row = folded, *copy = token_scale;
         for (int t = 0; t < kept.count; t++) {
             const int64_t at = b * kept.batch_stride + t * kept.token_stride + g * kept.head_stride;
             get_row(kept.key, kept.dtype, at, D, row);
@@ -539,7 +560,7 @@ struct Task {
                 const float* q = query + (size_t)r * D;
                 Floats dot = broadcast_float(0);
                 for (int c = 0; c < D; c += 16) dot = fma(load_floats(q + c), load_floats(row + c), dot);
-                float x = sum(dot) * call.scaling;
+                float x = sum(dot);
                 if (call.softcap > 0) soft_cap(&x, 1, call.softcap);
                 const int index = r % call.queries;
                 if (column < 0 || (kept.column && column >= call.limit) || (kept.causal && !call.mask && index < t))
@@ -569,11 +590,12 @@ struct Task {
 };
 
 inline Running running_at(float* memory, int rows, int width) {
-    return {rows, width, memory, memory + rows, memory + 2 * rows};
+    return {rows, width, memory, memory + rows, memory + 2 * rows, memory + 3 * rows};
 }
 
-// Splits the blocks of every sequence and key/value head over the threads, then joins the parts.
-inline int attend(const xq_attend& call) try {
+// Splits the blocks of every sequence and key/value head over the threads, then joins the parts. 1: not
+// enough memory.
+inline int attend(const xq_attend& call) {
     const int rows = call.group_heads * call.queries, D = call.head_size;
     const int heads = call.batch * call.kv_heads;
     const int threads = std::max(call.threads, 1);
@@ -581,32 +603,30 @@ inline int attend(const xq_attend& call) try {
     const int each = std::max(1, (call.columns + parts - 1) / std::max(parts, 1));
     parts = call.columns ? (call.columns + each - 1) / each : 0;
     const int slots = parts + 1;  // the last is for the exact tokens
-    const size_t state = ((size_t)rows * (D + 2) + 15) / 16 * 16;
-    Arena shared(sizeof(float) * state * slots * heads);
+    const size_t state = ((size_t)rows * (D + 3) + 15) / 16 * 16;
+    static thread_local Arena shared;
+    if (!shared.reserve(sizeof(float) * state * slots * heads)) return 1;
     float* states = shared.take<float>(state * slots * heads);
-    bool failed = false;
-#pragma omp parallel num_threads(threads)
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
-        try {
-            Arena arena(Task::bytes(call) + 4096);
-            uint8_t* clean = arena.next;
+        static thread_local Arena arena;
+        const bool ready = arena.reserve(Task::bytes(call));
+        failed += !ready;
 #pragma omp for schedule(dynamic) collapse(2)
-            for (int head = 0; head < heads; head++)
-                for (int part = 0; part < slots; part++) {
-                    arena.next = clean;
-                    Running running = running_at(states + ((size_t)head * slots + part) * state, rows, D);
-                    running.clear();
-                    Task task(call, head / call.kv_heads, head % call.kv_heads, arena, running);
-                    if (part < parts) {
-                        task.attend_blocks(part * each, std::min((part + 1) * each, call.columns));
-                    } else {
-                        for (int e = 0; e < call.exact_count; e++) task.attend_exact(call.exact[e]);
-                    }
+        for (int head = 0; head < heads; head++)
+            for (int part = 0; part < slots; part++) {
+                if (!ready) continue;
+                arena.next = arena.base;
+                Running running = running_at(states + ((size_t)head * slots + part) * state, rows, D);
+                running.clear();
+                Task task(call, head / call.kv_heads, head % call.kv_heads, arena, running);
+                if (part < parts) {
+                    task.attend_blocks(part * each, std::min((part + 1) * each, call.columns));
+                } else {
+                    for (int e = 0; e < call.exact_count; e++) task.attend_exact(call.exact[e]);
                 }
-        } catch (const std::bad_alloc&) {
-#pragma omp atomic write
-            failed = true;
-        }
+            }
     }
     if (failed) return 1;
     for (int head = 0; head < heads; head++) {
@@ -622,8 +642,6 @@ inline int attend(const xq_attend& call) try {
         }
     }
     return 0;
-} catch (const std::bad_alloc&) {
-    return 1;
 }
 
 }  // namespace

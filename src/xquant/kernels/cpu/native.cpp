@@ -23,12 +23,13 @@ int xq_paths() {
 size_t xq_attend_size() { return sizeof(xq_attend); }
 
 // Tables of a rotation by 0 .. block - 1 positions: cos and sin [block, half] to int16
-// [block / 16][half / 4][2][cos, sin][16][2], the order of tiles of keys.
+// [block / 16][half / 4][2][cos, sin][16][2], quads in the order of tiles of keys (tiles.h).
 void xq_turn(const float* cos, const float* sin, int block, int half, int16_t* out) {
     for (int t = 0; t < block; t++)
         for (int j = 0; j < half; j++) {
-            int e = j % 4;
-            size_t at = (((size_t)(t / 16) * (half / 4) + j / 4) * 2 + e % 2) * 64 + t % 16 * 2 + e / 2;
+            int e = j % 4, units = half / 16;
+            int quad = j / 4 % units * 4 + j / 4 / units;
+            size_t at = (((size_t)(t / 16) * (half / 4) + quad) * 2 + e % 2) * 64 + t % 16 * 2 + e / 2;
             out[at] = (int16_t)lrintf(cos[(size_t)t * half + j] * 32767);
             out[at + 32] = (int16_t)lrintf(sin[(size_t)t * half + j] * 32767);
         }

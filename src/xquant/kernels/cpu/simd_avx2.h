@@ -49,7 +49,7 @@ inline Words add16(Words a, Words b) {
 inline Words sub16(Words a, Words b) {
     return {_mm256_sub_epi16(a.lo, b.lo), _mm256_sub_epi16(a.hi, b.hi)};
 }
-inline Words scale16(Words a, Words b) {
+inline Words times(Words a, Words b) {
     return {_mm256_mulhrs_epi16(a.lo, b.lo), _mm256_mulhrs_epi16(a.hi, b.hi)};
 }
 inline Words dot16(Words sum, Words a, Words b) {
@@ -93,6 +93,9 @@ inline Floats operator-(Floats a, Floats b) {
 }
 inline Floats operator*(Floats a, Floats b) {
     return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+inline Floats operator/(Floats a, Floats b) {
+    return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
 }
 inline Floats fma(Floats a, Floats b, Floats c) {
     return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};

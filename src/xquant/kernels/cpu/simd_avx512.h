@@ -31,7 +31,7 @@ inline Words shift_left16(Words a) { return {_mm512_slli_epi16(a.v, N)}; }
 inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Words sub16(Words a, Words b) { return {_mm512_sub_epi16(a.v, b.v)}; }
 // round(a * b / 2^15)
-inline Words scale16(Words a, Words b) { return {_mm512_mulhrs_epi16(a.v, b.v)}; }
+inline Words times(Words a, Words b) { return {_mm512_mulhrs_epi16(a.v, b.v)}; }
 // sum + a0 * b0 + a1 * b1 in every 32-bit lane
 inline Words dot16(Words sum, Words a, Words b) {
     return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
@@ -55,6 +55,7 @@ inline Floats broadcast_float(float x) { return {_mm512_set1_ps(x)}; }
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Floats maximum(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats minimum(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }

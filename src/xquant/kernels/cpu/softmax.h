@@ -21,6 +21,7 @@ inline Floats exponential(Floats x) {
 struct Running {
     int rows, width;
     float *top, *total;  // [rows]
+    float* latest;       // [rows] the highest of the last weights
     float *sums;         // [rows, width]
 
     void clear() {
@@ -33,7 +34,7 @@ struct Running {
 
     // Turns the scores [count] of a row to weights, relative to its new maximum. False: all are masked.
     bool weigh(int row, float* scores, int count) {
-        float now = top[row];
+        float now = -INFINITY;
         int i = 0;
         if (count >= 16) {
             Floats high = broadcast_float(-INFINITY);
@@ -41,7 +42,11 @@ struct Running {
             now = std::fmax(now, highest(high));
         }
         for (; i < count; i++) now = std::fmax(now, scores[i]);
+        latest[row] = 0;
         if (now == -INFINITY) return false;
+        const float here = now;
+        now = std::max(now, top[row]);
+        latest[row] = std::exp(here - now);
         float keep = top[row] == -INFINITY ? 0 : std::exp(top[row] - now);
         top[row] = now;
         Floats added = broadcast_float(0), shift = broadcast_float(now), least = broadcast_float(-87.0f);

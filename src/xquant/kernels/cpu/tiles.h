@@ -3,8 +3,10 @@
 // A tile holds, for 16 lanes, K codes to be summed over: for keys the lanes are tokens and K is the head
 // size, for values the lanes are channels and K the tokens of the block. In memory it is [K / 4][16][4],
 // packed in planes along K / 4 (docs/format.md). In registers a quad of codes of every lane is two Words:
-// elements 0 and 2, then 1 and 3. A vector to be dotted with is kept in the same order.
+// elements 0 and 2, then 1 and 3. Quads are taken in the order in which they come out of the planes: with
+// U = K / 32 units, quad r + k U is number 8 r + k. What they are dotted with is kept in that order too.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -72,22 +74,38 @@ inline int code_at(const uint8_t* tile, int k, int bits, int lane, int element) 
     return code;
 }
 
-// x [count] as int16 in the order of the tiles, with a step for every `chunk` elements, so that no sum of
-// a chunk against values up to `bound` overflows 32 bits.
-inline void to_int16(const float* x, int count, int chunk, float bound, int16_t* out, float* steps) {
-    for (int c = 0; c < count; c += chunk) {
-        Floats top = broadcast_float(0), total = top;
-        for (int i = c; i < c + chunk; i += 16) {
-            Floats a = absolute(load_floats(x + i));
-            top = maximum(top, a);
-            total = total + a;
+// Where the quads of x [K] go among the weights [K / 4][rows][4] of a dot product, from the first on.
+struct QuadPlaces {
+    const int units, rows;
+    int r = 0, k = 0;
+    // Puts the next 16 elements to the weights of a row.
+    void store(Words a, int16_t* out) {
+        alignas(32) int64_t quads[4];
+        store_paired16((int16_t*)quads, a);
+        if (units == 4) {
+            for (int i = 0; i < 4; i++) std::memcpy(out + (size_t)(i * 8 + k) * rows * 4, quads + i, 8);
+            k++;
+            return;
         }
-        float step = std::fmax(highest(top) / 32767.0f, sum(total) * (bound * 1.01f / 2147483648.0f));
-        Floats inverse = broadcast_float(step > 1e-30f ? 1 / step : 0);
-        for (int i = c; i < c + chunk; i += 16)
-            store_paired16(out + i, to_nearest(load_floats(x + i) * inverse));
-        steps[c / chunk] = step;
+        for (int i = 0; i < 4; i++) {
+            std::memcpy(out + (size_t)(r * 8 + k) * rows * 4, quads + i, 8);
+            if (++r == units) r = 0, k++;
+        }
     }
+};
+
+// The highest weight, so that sums of `count` weights times values up to `bound` stay within 32 bits.
+inline float highest_weight(int count, float bound) {
+    return std::min(32767.0f, 2147483647.0f * 0.99f / (bound * count));
+}
+
+// x [K], none of which is above `top`, as the weights of one row. Returns the step between them.
+inline float to_weights(const float* x, int k_size, float top, float most, int16_t* out, int rows) {
+    const float step = top / most;
+    const Floats inverse = broadcast_float(step > 1e-30f ? 1 / step : 0);
+    QuadPlaces places{k_size / 32, rows};
+    for (int i = 0; i < k_size; i += 16) places.store(to_nearest(load_floats(x + i) * inverse), out);
+    return step;
 }
 
 inline int32_t pair_at(const int16_t* x, int i) {
@@ -98,35 +116,41 @@ inline int32_t pair_at(const int16_t* x, int i) {
 
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
-// out[row][lane] = steps[row] * sum over K of codes * weights[row], for T tiles that follow each other.
-// `ahead`: distance to the codes that are wanted next.
+inline void add_to(float* out, Words sum, float step) {
+    store_floats(out, fma(to_floats(sum), broadcast_float(step), load_floats(out)));
+}
+
+// Adds bias[row] + steps[row] * (sum over K of codes * weights[row]) to out[row][lane], for T tiles that
+// follow each other. `ahead`: distance to the codes that are wanted next.
 template <int BITS, int ROWS, int T>
-void dot_codes(const uint8_t* codes, int k_size, const int16_t* weights, const float* steps, float* out,
-               size_t out_stride, ptrdiff_t ahead) {
+void dot_codes(const uint8_t* codes, int k_size, const int16_t* weights, const float* steps, const float* bias,
+               float* out, size_t out_stride, ptrdiff_t ahead) {
     const int units = k_size / 32;
     const size_t tile = tile_bytes(k_size, BITS);
     Words acc[ROWS][T];
     for (int n = 0; n < ROWS; n++)
         for (int t = 0; t < T; t++) acc[n][t] = zero_words();
-    for (int r = 0; r < units; r++) {
+    for (int r = 0; r < units; r++, weights += 8 * ROWS * 4) {
         for (int t = 0; t < T; t++)
             for (int line = 0; line < BITS; line++)
                 prefetch(codes + t * tile + (size_t)(r * BITS + line) * 64 + ahead);
         repeat<8>([&](auto k) {
             repeat<2>([&](auto odd) {
-                const int at = (r + k * units) * 2 + odd;
                 Words code[T];
                 for (int t = 0; t < T; t++) code[t] = unpack<BITS>(codes + t * tile, units, r, k, odd);
                 for (int n = 0; n < ROWS; n++) {
-                    Words weight = broadcast(pair_at(weights + (size_t)n * k_size, at));
+                    Words weight = broadcast(pair_at(weights, (k * ROWS + n) * 2 + odd));
                     for (int t = 0; t < T; t++) acc[n][t] = dot16(acc[n][t], code[t], weight);
                 }
             });
         });
     }
     for (int n = 0; n < ROWS; n++)
-        for (int t = 0; t < T; t++)
-            store_floats(out + n * out_stride + t * 16, to_floats(acc[n][t]) * broadcast_float(steps[n]));
+        for (int t = 0; t < T; t++) {
+            float* to = out + n * out_stride + t * 16;
+            store_floats(to, load_floats(to) + broadcast_float(bias[n]));
+            add_to(to, acc[n][t], steps[n]);
+        }
 }
 
 // What a code becomes: itself moved up to 15 bits, or an entry of a table.
@@ -145,62 +169,128 @@ void expand(const uint8_t* codes, int k_size, Table table, Words* out, ptrdiff_t
                     code = look_up(table, code);
                 else
                     code = shift_left16<15 - BITS>(code);
-                out[(r + k * units) * 2 + odd] = code;
+                out[(r * 8 + k) * 2 + odd] = code;
             });
         });
     }
 }
 
-// As dot_codes with int16 in place of codes, [T][K / 2], and a step for every 32 elements.
+// The largest int16 that dot_words and dot_turned may meet: 16 products are summed before they are made
+// floats, so both factors keep about 13 bits.
+constexpr float WORD_LIMIT = 11600;
+inline float highest_word_weight() { return highest_weight(16, WORD_LIMIT); }
+
+// As dot_codes with int16 in place of codes, [T][K / 2].
 template <int ROWS, int T>
-void dot_words(const Words* words, int k_size, const int16_t* weights, const float* steps, float* out,
-               size_t out_stride) {
-    const int chunks = k_size / 32;
-    Floats total[ROWS][T];
+void dot_words(const Words* words, int k_size, const int16_t* weights, const float* steps, const float* bias,
+               float* out, size_t out_stride) {
     for (int n = 0; n < ROWS; n++)
-        for (int t = 0; t < T; t++) total[n][t] = broadcast_float(0);
-    for (int c = 0; c < chunks; c++) {
+        for (int t = 0; t < T; t++) {
+            float* to = out + n * out_stride + t * 16;
+            store_floats(to, load_floats(to) + broadcast_float(bias[n]));
+        }
+    const int units = k_size / 32;
+    for (int r = 0; r < units; r++, weights += 8 * ROWS * 4) {
         Words acc[ROWS][T];
-        for (int n = 0; n < ROWS; n++)
-            for (int t = 0; t < T; t++) acc[n][t] = zero_words();
-        for (int i = c * 16; i < c * 16 + 16; i++) {
-            Words word[T];
-            for (int t = 0; t < T; t++) word[t] = words[(size_t)t * (k_size / 2) + i];
-            for (int n = 0; n < ROWS; n++) {
-                Words weight = broadcast(pair_at(weights + (size_t)n * k_size, i));
-                for (int t = 0; t < T; t++) acc[n][t] = dot16(acc[n][t], word[t], weight);
-            }
-        }
-        for (int n = 0; n < ROWS; n++) {
-            Floats step = broadcast_float(steps[n * chunks + c]);
-            for (int t = 0; t < T; t++) total[n][t] = fma(to_floats(acc[n][t]), step, total[n][t]);
-        }
+        repeat<8>([&](auto k) {
+            if (k % 4 == 0)
+                for (int n = 0; n < ROWS; n++)
+                    for (int t = 0; t < T; t++) acc[n][t] = zero_words();
+            repeat<2>([&](auto odd) {
+                Words word[T];
+                for (int t = 0; t < T; t++) word[t] = words[(size_t)t * (k_size / 2) + (r * 8 + k) * 2 + odd];
+                for (int n = 0; n < ROWS; n++) {
+                    Words weight = broadcast(pair_at(weights, (k * ROWS + n) * 2 + odd));
+                    for (int t = 0; t < T; t++) acc[n][t] = dot16(acc[n][t], word[t], weight);
+                }
+            });
+            if (k % 4 == 3)
+                for (int n = 0; n < ROWS; n++)
+                    for (int t = 0; t < T; t++) add_to(out + n * out_stride + t * 16, acc[n][t], steps[n]);
+        });
     }
-    for (int n = 0; n < ROWS; n++)
-        for (int t = 0; t < T; t++) store_floats(out + n * out_stride + t * 16, total[n][t]);
 }
 
-using DotCodes = void (*)(const uint8_t*, int, const int16_t*, const float*, float*, size_t, ptrdiff_t);
-using DotWords = void (*)(const Words*, int, const int16_t*, const float*, float*, size_t);
+// int16 scale and zero of every channel, as pairs in the order of the tiles, and what turns keys by the
+// positions of their tile: [K / 8][2][cos, sin][16][2], null not to turn them.
+struct Turning {
+    const int32_t *scale, *zero;  // [K / 2]
+    const int16_t* table;
+};
+
+// dot_words of affine codes that are made keys on the way, two channels of a rotation at a time.
+template <int BITS, int ROWS, int T>
+void dot_turned(const uint8_t* codes, int k_size, Turning turning, const int16_t* weights, const float* steps,
+                float* out, size_t out_stride, ptrdiff_t ahead) {
+    const int units = k_size / 32;
+    const size_t tile = tile_bytes(k_size, BITS), table_size = (size_t)k_size * 16;
+    const int16_t* table = turning.table;
+    for (int r = 0; r < units; r++, weights += 8 * ROWS * 4, table += 8 * 64) {
+        for (int t = 0; t < T; t++)
+            for (int line = 0; line < BITS; line++)
+                prefetch(codes + t * tile + (size_t)(r * BITS + line) * 64 + ahead);
+        const int32_t *scale = turning.scale + r * 16, *zero = turning.zero + r * 16;
+        Words acc[ROWS][T];
+        repeat<4>([&](auto k) {
+            if (k % 2 == 0)
+                for (int n = 0; n < ROWS; n++)
+                    for (int t = 0; t < T; t++) acc[n][t] = zero_words();
+            repeat<2>([&](auto odd) {
+                constexpr int at = k * 2 + odd;
+                const Words scale_a = broadcast(scale[at]), scale_b = broadcast(scale[at + 8]);
+                const Words zero_a = broadcast(zero[at]), zero_b = broadcast(zero[at + 8]);
+                Words a[T], b[T];
+                for (int t = 0; t < T; t++) {
+                    Words low = shift_left16<15 - BITS>(unpack<BITS>(codes + t * tile, units, r, k, odd));
+                    Words high = shift_left16<15 - BITS>(unpack<BITS>(codes + t * tile, units, r, k + 4, odd));
+                    low = add16(times(low, scale_a), zero_a);
+                    high = add16(times(high, scale_b), zero_b);
+                    const int16_t* turn = table + t * table_size + at * 64;
+                    const Words cos = load(turn), sin = load(turn + 32);
+                    a[t] = sub16(times(low, cos), times(high, sin));
+                    b[t] = add16(times(high, cos), times(low, sin));
+                }
+                for (int n = 0; n < ROWS; n++) {
+                    const Words weight_a = broadcast(pair_at(weights, (k * ROWS + n) * 2 + odd));
+                    const Words weight_b = broadcast(pair_at(weights, ((k + 4) * ROWS + n) * 2 + odd));
+                    for (int t = 0; t < T; t++)
+                        acc[n][t] = dot16(dot16(acc[n][t], a[t], weight_a), b[t], weight_b);
+                }
+            });
+            if (k % 2 == 1)
+                for (int n = 0; n < ROWS; n++)
+                    for (int t = 0; t < T; t++) add_to(out + n * out_stride + t * 16, acc[n][t], steps[n]);
+        });
+    }
+}
+
+using DotCodes = void (*)(const uint8_t*, int, const int16_t*, const float*, const float*, float*, size_t,
+                          ptrdiff_t);
+using DotTurned = void (*)(const uint8_t*, int, Turning, const int16_t*, const float*, float*, size_t, ptrdiff_t);
+using DotWords = void (*)(const Words*, int, const int16_t*, const float*, const float*, float*, size_t);
 using Expand = void (*)(const uint8_t*, int, Table, Words*, ptrdiff_t);
 
-template <int BITS, int T, int... N>
-DotCodes pick_rows(int rows, std::integer_sequence<int, N...>) {
-    DotCodes all[] = {dot_codes<BITS, N + 1, T>...};
-    return all[rows - 1];
-}
-template <int T, int... B>
-DotCodes pick_dot_codes(int bits, int rows, std::integer_sequence<int, B...>) {
-    DotCodes all[] = {pick_rows<B + 1, T>(rows, std::make_integer_sequence<int, MAX_ROWS>())...};
-    return all[bits - 1];
+// Entry N of a sequence is for N % MAX_ROWS + 1 rows of N / MAX_ROWS + 1 bits.
+template <int T, int... N>
+DotCodes pick_dot_codes(int bits, int rows, std::integer_sequence<int, N...>) {
+    static constexpr DotCodes all[] = {dot_codes<N / MAX_ROWS + 1, N % MAX_ROWS + 1, T>...};
+    return all[(bits - 1) * MAX_ROWS + rows - 1];
 }
 template <int T>
 DotCodes pick_dot_codes(int bits, int rows) {
-    return pick_dot_codes<T>(bits, rows, std::make_integer_sequence<int, 8>());
+    return pick_dot_codes<T>(bits, rows, std::make_integer_sequence<int, 8 * MAX_ROWS>());
+}
+template <int... N>
+DotTurned pick_dot_turned(int bits, int rows, std::integer_sequence<int, N...>) {
+    static constexpr DotTurned all[] = {dot_turned<N / MAX_ROWS + 1, N % MAX_ROWS + 1, TILES>...};
+    return all[(bits - 1) * MAX_ROWS + rows - 1];
+}
+inline DotTurned pick_dot_turned(int bits, int rows) {
+    return pick_dot_turned(bits, rows, std::make_integer_sequence<int, 8 * MAX_ROWS>());
 }
 template <int T, int... N>
 DotWords pick_dot_words(int rows, std::integer_sequence<int, N...>) {
-    DotWords all[] = {dot_words<N + 1, T>...};
+    static constexpr DotWords all[] = {dot_words<N + 1, T>...};
     return all[rows - 1];
 }
 template <int T>
@@ -209,12 +299,12 @@ DotWords pick_dot_words(int rows) {
 }
 template <int... B>
 Expand pick_shifted(int bits, std::integer_sequence<int, B...>) {
-    Expand all[] = {expand<B + 1, SHIFTED>...};
+    static constexpr Expand all[] = {expand<B + 1, SHIFTED>...};
     return all[bits - 1];
 }
 template <int... B>
 Expand pick_looked_up(int bits, std::integer_sequence<int, B...>) {
-    Expand all[] = {expand<B + 1, LOOKED_UP>...};
+    static constexpr Expand all[] = {expand<B + 1, LOOKED_UP>...};
     return all[bits - 1];
 }
 // Tables have 16 entries: codes that are looked up have at most 4 bits.
