@@ -49,8 +49,8 @@ class KVCache(Cache, ObservingCache):
             which; ``"avx512"``, ``"avx2"`` and ``"reference"`` ask for one.
 
     Raises:
-        ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing or made for something else,
-            or a model that cannot be served; the message says why.
+        ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing
+            or made for something else, or a model that cannot be served; the message says why.
         OSError: the calibration's file cannot be read.
         TypeError: ``model`` is not a transformers model.
     """

@@ -127,6 +127,10 @@ class CompressedLayer(CacheLayerMixin):
         self.tail = tail
         if self is self.span[-1]:
             self._seal_span((tail.shape[1] - self.method.tail) // self.stream.block)
+        self.carry_up()
+
+    def carry_up(self) -> None:
+        """Recall what is stored, where the layer above needs it."""
         if self.codec.feeds_above:
             self.recalled = self._recall()
             self.carried = self._carry(self.recalled)

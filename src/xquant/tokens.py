@@ -19,9 +19,11 @@ class TokenIndex:
     def __init__(self, sinks: int, rope: Rope) -> None:
         self.sinks = sinks
         self._rope = rope
+        self.epoch = 0
         self.reset()
 
     def reset(self) -> None:
+        self.epoch += 1  # changes when tokens do, other than at the end
         self._angles: tuple[Tensor, Tensor] | None = None
         self.positions = torch.empty(0, 0, dtype=torch.int32)
         self.real = torch.empty(0, 0, dtype=torch.bool)
@@ -79,6 +81,7 @@ class TokenIndex:
         self._each(lambda t: t[indices.to(t.device)])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.epoch += 1
         self.positions, self.real = change(self.positions), change(self.real)
         self.sink = change(self.sink)
         self.forget_rope()

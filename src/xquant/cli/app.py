@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from . import calibrate, compare, generate, methods, perplexity
+from . import bench, calibrate, compare, generate, methods, perplexity
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,6 +21,7 @@ for _verb in (
     perplexity.perplexity,
     compare.compare,
     calibrate.calibrate,
+    bench.bench,
 ):
     xquant.add_command(_verb)
 

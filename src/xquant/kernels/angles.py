@@ -49,55 +49,69 @@ class AngleBook:
 
     def __init__(self, index: TokenIndex) -> None:
         self._index = index
-        self._turned: tuple[Tensor, Tensor, Tensor] | None = (
-            None  # cos, sin, the table made of them
-        )
+        self._probe: Pair | None = None  # of position 1: tells one set of frequencies from another
+        self._turn = torch.empty(0)
+        self._starts: dict[tuple[int, int, int], tuple[Tensor | None, Pair | None]] = {}
         self.clear()
 
     def clear(self) -> None:
+        """Forget what holds for one forward pass only."""
         self._found: dict[tuple[int, int], Angles | None] = {}
 
     def of(self, lengths: list[int], block: int, tail: int, sinks: Tensor | None) -> Angles | None:
         """Of a layer with blocks of these ``lengths``, ``tail`` more tokens and sinks in these columns
-        ``[B, S]``; None where a block's positions do not follow each other.
-
-        One call of the model's rotary embedding serves all, so that one that depends on the longest
-        position in use sees it.
-        """
+        ``[B, S]``; None where a block's positions do not follow each other."""
         sealed = sum(lengths)
         key = sealed, tail
         if key not in self._found:
-            self._found[key] = self._compute(lengths, block, slice(sealed, sealed + tail), sinks)
+            tokens = slice(sealed, sealed + tail)
+            self._found[key] = self._compute(lengths, block, tokens, sinks)
         return self._found[key]
 
     def _compute(
         self, lengths: list[int], block: int, tail: slice, sinks: Tensor | None
     ) -> Angles | None:
         positions = self._index.positions
-        begins = starts(self._index, lengths)
-        if begins is None:
+        kept = positions[:, :0]
+        if sinks is not None:
+            kept = positions.gather(1, sinks.long().clamp(min=0))
+        probe = torch.ones_like(positions[:, :1])
+        angles = self._pairs([probe, positions[:, tail], kept])
+        cos, sin = (t[0, 0] for t in angles[0])
+        if self._probe is None or not (
+            torch.equal(cos, self._probe[0]) and torch.equal(sin, self._probe[1])
+        ):
+            self._probe = cos, sin
+            self._starts.clear()
+            self._turn = self._table(block)
+        begin, start = self._start(lengths)
+        if begin is None or start is None:
             return None
-        none = positions[:, :0]
-        kept = none if sinks is None else positions.gather(1, sinks.long().clamp(min=0))
-        base = torch.arange(block, dtype=positions.dtype).expand(len(positions), -1)
-        parts = [base, begins, positions[:, tail], kept, positions[:, -1:]]
+        return Angles(self._turn, start, angles[1], angles[2])
+
+    def _start(self, lengths: list[int]) -> tuple[Tensor | None, Pair | None]:
+        key = self._index.epoch, sum(lengths), len(lengths)
+        if key not in self._starts:
+            begin = starts(self._index, lengths)
+            pair = None if begin is None else self._pairs([begin])[0]
+            if len(self._starts) > 1:  # layers of one cache may differ by one block
+                self._starts.pop(next(iter(self._starts)))
+            self._starts[key] = begin, pair
+        return self._starts[key]
+
+    def _pairs(self, parts: list[Tensor]) -> list[Pair]:
+        """cos and sin of positions ``[B, t]`` each. The newest position is among them, so that an
+        embedding that depends on the longest in use sees it."""
+        parts = [*parts, self._index.positions[:, -1:]]
         cos, sin = self._index.rope_at(torch.cat(parts, 1))
         half = cos.shape[-1] // 2
         sizes = [part.shape[1] for part in parts]
-        pairs = [
-            (c.contiguous(), s.contiguous())
-            for c, s in zip(
-                cos[..., :half].split(sizes, 1), sin[..., :half].split(sizes, 1), strict=True
-            )
-        ]
-        return Angles(self._turn(*pairs[0]), pairs[1], pairs[2], pairs[3])
+        coses, sines = (t[..., :half].split(sizes, 1) for t in (cos, sin))
+        return [(c.contiguous(), s.contiguous()) for c, s in zip(coses, sines, strict=True)]
 
-    def _turn(self, cos: Tensor, sin: Tensor) -> Tensor:
+    def _table(self, block: int) -> Tensor:
+        base = torch.arange(block, dtype=torch.int32).expand(len(self._index.positions), -1)
+        cos, sin = self._pairs([base])[0]
         # Some embeddings scale what they turn: that is left to the start of the block.
         factor = cos[0, 0, 0]
-        cos, sin = cos[0] / factor, sin[0] / factor
-        if self._turned is None or not (
-            torch.equal(cos, self._turned[0]) and torch.equal(sin, self._turned[1])
-        ):
-            self._turned = cos, sin, turn_table(cos, sin)
-        return self._turned[2]
+        return turn_table(cos[0] / factor, sin[0] / factor)

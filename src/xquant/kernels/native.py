@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,7 @@ def library() -> ctypes.CDLL | None:
                 raise ImportError(f"{file} is of another version of xquant: install again")
             for path in PATHS:
                 getattr(found, f"xq_attend_{path}").argtypes = [POINTER(Attend)]
+                getattr(found, f"xq_read_{path}").argtypes = [c_void_p, c_int64, c_int32]
             found.xq_turn.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
             found.xq_turn.restype = None
             return found
@@ -92,3 +94,18 @@ def turn_table(cos: Tensor, sin: Tensor) -> Tensor:
     table = torch.empty(cos.numel() * 2, dtype=torch.int16)
     native.xq_turn(cos.data_ptr(), sin.data_ptr(), *cos.shape, table.data_ptr())
     return table
+
+
+def reader() -> Callable[[Tensor], int] | None:
+    """A function that reads all of a tensor as fast as it can, to measure bandwidth; None without the
+    library."""
+    native = library()
+    if native is None or not paths():
+        return None
+    read = getattr(native, f"xq_read_{paths()[0]}")
+
+    def all_of(tensor: Tensor) -> int:
+        found: int = read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads())
+        return found
+
+    return all_of

@@ -45,7 +45,10 @@ struct Ranges {
           zero(at_address<uint16_t>(side.zero[side.fixed ? 0 : id])) {}
 };
 
-inline float level_of(const xq_side& side, int code) { return side.levels ? side.levels[code] : (float)code; }
+struct Apart {
+    CodePlace* place = nullptr;
+    int32_t *range_of_channel = nullptr, *range_of_token = nullptr;
+};
 
 // The task of one thread: some blocks of one sequence and key/value head.
 struct Task {
@@ -64,15 +67,23 @@ struct Task {
     float* pair_scale;   // [D / 2]
     float* token_scale;  // [2, max(D, n)]
     int16_t table16[16];
+    Apart apart_keys, apart_values;
+    int32_t* turn_place;                  // [D] in the table of turns, at the first token
+    int32_t *outlier_token, *outlier_at;  // of a block
     float* exact_scores; // [rows, most exact tokens]
     Running running;
 
     static size_t most(const xq_attend& c) { return std::max(c.head_size, c.block); }
+    static size_t outlier_room(const xq_attend& c) {
+        if (!c.key.outlier_count && !c.value.outlier_count) return 0;
+        return (size_t)c.block * c.kv_heads * c.head_size + 32;
+    }
     static size_t bytes(const xq_attend& c) {
         size_t rows = c.group_heads * c.queries, D = c.head_size, m = most(c), exact = 0;
         for (int e = 0; e < c.exact_count; e++) exact = std::max(exact, (size_t)c.exact[e].count);
         return 4 * (rows * exact + 3 * rows * D + rows * c.block + MAX_ROWS * m + rows * 3 + 5 * m + 4 * D + 64 * D) +
-               2 * MAX_ROWS * m + 64 * TILES * m / 2 + 32 * 64;
+               2 * MAX_ROWS * m + 64 * TILES * m / 2 + 2 * (sizeof(CodePlace) + 12) * m +
+               8 * outlier_room(c) + 40 * 64;
     }
 
     Task(const xq_attend& c, int b, int g, Arena& arena, Running running)
@@ -90,6 +101,16 @@ struct Task {
         zero16 = arena.take<int32_t>(16 * D);
         pair_scale = arena.take<float>(D / 2);
         token_scale = arena.take<float>(2 * most(c));
+        apart_keys = apart(c.key, D, arena);
+        apart_values = apart(c.value, n, arena);
+        turn_place = arena.take<int32_t>(D);
+        for (int i = 0; apart_keys.place && i < D; i++) {
+            const int j = i % (D / 2), e = j % 4, q = j / 4, units = D / 32;
+            turn_place[i] = ((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2;
+        }
+        const size_t most_outliers = outlier_room(c);
+        outlier_token = arena.take<int32_t>(most_outliers);
+        outlier_at = arena.take<int32_t>(most_outliers);
         size_t exact = 0;
         for (int e = 0; e < c.exact_count; e++) exact = std::max(exact, (size_t)c.exact[e].count);
         exact_scores = arena.take<float>(rows * exact);
@@ -98,6 +119,21 @@ struct Task {
                 get_row(c.query, c.dtype, b * c.query_batch + (g * per + h) * c.query_head + q * c.query_token,
                         D, query + (size_t)(h * c.queries + q) * D);
         for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
+    }
+
+    // What is needed to find the codes and ranges of elements that are kept apart.
+    Apart apart(const xq_side& side, int k_size, Arena& arena) const {
+        if (!side.outlier_count) return {};
+        Apart a;
+        a.place = arena.take<CodePlace>(k_size);
+        a.range_of_channel = arena.take<int32_t>(D);
+        a.range_of_token = arena.take<int32_t>(n);
+        for (int i = 0; i < k_size; i++) a.place[i] = CodePlace(i, k_size, side.bits);
+        for (int c = 0; c < D; c++)
+            a.range_of_channel[c] = side.per_token ? (g * D + c) / side.group * n : g * D + c;
+        for (int t = 0; t < n; t++)
+            a.range_of_token[t] = side.per_token ? t : side.fixed ? 0 : t / side.group * channels;
+        return a;
     }
 
     // -- keys ------------------------------------------------------------------------------------
@@ -300,48 +336,51 @@ struct Task {
         }
     }
 
-    // Elements kept apart: what their codes stand for is replaced in the score.
-    void score_outliers(const uint8_t* codes, const Ranges& ranges, int64_t id) {
-        const xq_side& key = call.key;
-        const auto* value = at_address<uint16_t>(key.outlier_value[id]);
-        const auto* channel = at_address<uint16_t>(key.outlier_channel[id]);
-        const int half = D / 2;
-        for (int t = 0, at = 0; t < n; t++) {
-            const int stop = at + count_of(key, id, t);
-            for (; at < stop; at++) {
-                const int c = channel[at] - g * D;
-                if (c < 0 || c >= D) continue;
-                float delta = half_to_float(value[at]) - decoded(key, ranges, codes, D, t % 16, t / 16, c, t, channel[at]);
-                const int partner = c < half ? c + half : c - half;
-                float cos = 1, sin = 0;
-                if (call.turn) {
-                    const int j = c % half, e = j % 4, units = D / 32;
-                    const int place = (j / 4 % units * 4 + j / 4 / units) * 2 + e % 2;
-                    const int16_t* pair =
-                        call.turn + (size_t)(t / 16) * D * 16 + place * 64 + t % 16 * 2 + e / 2;
-                    cos = pair[0] / 32767.0f;
-                    sin = pair[32] / (c < half ? 32767.0f : -32767.0f);
-                }
-                for (int r = 0; r < rows; r++) {
-                    const float* q = turned + (size_t)r * D;
-                    scores[(size_t)r * n + t] += delta * (q[c] * cos + q[partner] * sin);
-                }
-            }
+    // Calls found(token, channel of the head, what the element is more than its code says) for the elements
+    // of this head that are kept apart. Without branches that depend on where they are.
+    template <class Found>
+    void each_outlier(const xq_side& side, const Ranges& ranges, const uint8_t* codes, const Apart& apart,
+                      bool lanes_are_tokens, int64_t id, Found found) const {
+        const auto* value = at_address<uint16_t>(side.outlier_value[id]);
+        const auto* channel = at_address<uint16_t>(side.outlier_channel[id]);
+        const auto* count8 = at_address<uint8_t>(side.outlier_count[id]);
+        const auto* count16 = at_address<uint16_t>(side.outlier_count[id]);
+        const size_t tile = tile_bytes(lanes_are_tokens ? D : n, side.bits);
+        const int first = g * D;
+        int total = 0;
+        for (int t = 0; t < n; t++) {
+            const int count = side.count_bytes == 1 ? count8[t] : count16[t];
+            for (int i = 0; i < count; i += 16)  // the next token writes over what is too much
+                store(outlier_token + total + i, broadcast(t));
+            total += count;
+        }
+        const int listed = list_between(channel, total, first, D, outlier_at);
+        for (int i = 0; i < listed; i++) {
+            const int at = outlier_at[i], t = outlier_token[at], c = channel[at] - first;
+            const int lane = lanes_are_tokens ? t : c, element = lanes_are_tokens ? c : t;
+            const int code = apart.place[element].code(codes + lane / 16 * tile, lane % 16);
+            const int range = apart.range_of_channel[c] + apart.range_of_token[t];
+            const float level = side.levels ? side.levels[code] : (float)code;
+            found(t, c, half_to_float(value[at]) - level * half_to_float(ranges.scale[range]) -
+                            half_to_float(ranges.zero[range]));
         }
     }
 
-    static int count_of(const xq_side& side, int64_t id, int token) {
-        if (side.count_bytes == 1) return at_address<uint8_t>(side.outlier_count[id])[token];
-        return at_address<uint16_t>(side.outlier_count[id])[token];
-    }
-
-    // What the code of one element stands for, without its offset. Keys: lanes are tokens.
-    float decoded(const xq_side& side, const Ranges& ranges, const uint8_t* head, int k_size, int lane, int tile,
-                  int element, int token, int channel) const {
-        int code = code_at(head + tile * tile_bytes(k_size, side.bits), k_size, side.bits, lane, element);
-        int at = side.per_token ? channel / side.group * n + token
-                                : (side.fixed ? 0 : token / side.group * channels) + channel;
-        return level_of(side, code) * half_to_float(ranges.scale[at]) + half_to_float(ranges.zero[at]);
+    void score_outliers(const uint8_t* codes, const Ranges& ranges, int64_t id) {
+        const int half = D / 2;
+        each_outlier(call.key, ranges, codes, apart_keys, true, id, [&](int t, int c, float delta) {
+            const int partner = c < half ? c + half : c - half;
+            float cos = delta, sin = 0;
+            if (call.turn) {
+                const int16_t* pair = call.turn + (size_t)(t / 16) * D * 16 + turn_place[c] + t % 16 * 2;
+                cos = delta * (1 / 32767.0f) * pair[0];
+                sin = delta * (c < half ? 1 / 32767.0f : -1 / 32767.0f) * pair[32];
+            }
+            for (int r = 0; r < rows; r++) {
+                const float* q = turned + (size_t)r * D;
+                scores[(size_t)r * n + t] += q[c] * cos + q[partner] * sin;
+            }
+        });
     }
 
     void score(int64_t id, ptrdiff_t ahead) {
@@ -480,19 +519,10 @@ struct Task {
     }
 
     void add_value_outliers(const uint8_t* codes, const Ranges& ranges, int64_t id) {
-        const xq_side& value = call.value;
-        const auto* kept = at_address<uint16_t>(value.outlier_value[id]);
-        const auto* channel = at_address<uint16_t>(value.outlier_channel[id]);
-        for (int t = 0, at = 0; t < n; t++) {
-            const int stop = at + count_of(value, id, t);
-            for (; at < stop; at++) {
-                const int c = channel[at] - g * D;
-                if (c < 0 || c >= D) continue;
-                float delta = half_to_float(kept[at]) - decoded(value, ranges, codes, n, c % 16, c / 16, t, t, channel[at]);
-                for (int r = 0; r < rows; r++)
-                    running.sums[(size_t)r * D + c] += scores[(size_t)r * n + t] * delta;
-            }
-        }
+        each_outlier(call.value, ranges, codes, apart_values, false, id, [&](int t, int c, float delta) {
+            for (int r = 0; r < rows; r++)
+                running.sums[(size_t)r * D + c] += scores[(size_t)r * n + t] * delta;
+        });
     }
 
     void add_values(int64_t id, ptrdiff_t ahead) {
@@ -513,6 +543,15 @@ struct Task {
             for (int i = 0; i < 1 << side.bits; i++) table16[i] = (int16_t)std::lrintf(side.levels[i] * most);
     }
 
+    // Asks for the ranges of a block that is wanted next; its codes are asked for as others are read.
+    void prefetch_ranges(const xq_side& side, int64_t id) const {
+        if (side.fixed) return;
+        const size_t count = side.per_token ? n : D;
+        const size_t at = side.per_token ? (size_t)(g * D / side.group) * n : (size_t)g * D;
+        for (uint64_t address : {side.scale[id], side.zero[id]})
+            for (size_t i = 0; i < count; i += 32) prefetch(at_address<uint16_t>(address) + at + i);
+    }
+
     // -- what there is to attend to --------------------------------------------------------------
 
     void attend_blocks(int first, int last) {
@@ -521,6 +560,8 @@ struct Task {
         const int64_t* ids = call.table + (size_t)b * call.columns;
         for (int j = first; j < last && start < call.limit; start += call.lengths[j++]) {
             const int64_t id = ids[j], next = ids[std::min(j + 1, last - 1)];
+            prefetch_ranges(call.key, next);
+            prefetch_ranges(call.value, next);
             turn_back(j);
             set_table(call.key, 32767);
             score(id, (ptrdiff_t)(call.key.codes[next] - call.key.codes[id]));
@@ -599,7 +640,8 @@ inline int attend(const xq_attend& call) {
     const int rows = call.group_heads * call.queries, D = call.head_size;
     const int heads = call.batch * call.kv_heads;
     const int threads = std::max(call.threads, 1);
-    int parts = std::max(1, std::min(call.columns, (4 * threads + heads - 1) / heads));
+    // More parts than threads, so that none waits long for the last.
+    int parts = std::max(1, std::min(call.columns / 2, (16 * threads + heads - 1) / heads));
     const int each = std::max(1, (call.columns + parts - 1) / std::max(parts, 1));
     parts = call.columns ? (call.columns + each - 1) / each : 0;
     const int slots = parts + 1;  // the last is for the exact tokens

@@ -145,6 +145,14 @@ inline void store_paired16(int16_t* p, Words a) {
     __m256i both = _mm256_packs_epi32(lo, hi);  // by 128-bit lanes: lo0 hi0 lo1 hi1
     _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xD8));
 }
+inline int list_between(const uint16_t* x, int count, int first, int size, int32_t* out) {
+    int listed = 0;
+    for (int i = 0; i < count; i++) {
+        out[listed] = i;
+        listed += (unsigned)(x[i] - first) < (unsigned)size;
+    }
+    return listed;
+}
 inline Floats power_of_two(Words n) {
     __m256i bias = _mm256_set1_epi32(127);
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.lo, bias), 23)),

@@ -77,6 +77,24 @@ inline void store_paired16(int16_t* p, Words a) {
     __m512i paired = _mm512_shuffle_epi32(a.v, (_MM_PERM_ENUM)0xD8);
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(paired));
 }
+// The numbers i < count with first <= x[i] < first + size, in order; writes up to 16 past the last.
+inline int list_between(const uint16_t* x, int count, int first, int size, int32_t* out) {
+    int listed = 0, i = 0;
+    __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i low = _mm512_set1_epi32(first), width = _mm512_set1_epi32(size);
+    for (; i + 16 <= count; i += 16) {
+        __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(x + i)));
+        __mmask16 inside = _mm512_cmplt_epu32_mask(_mm512_sub_epi32(wide, low), width);
+        _mm512_storeu_si512(out + listed, _mm512_maskz_compress_epi32(inside, at));
+        listed += _mm_popcnt_u32(inside);
+        at = _mm512_add_epi32(at, _mm512_set1_epi32(16));
+    }
+    for (; i < count; i++) {
+        out[listed] = i;
+        listed += (unsigned)(x[i] - first) < (unsigned)size;
+    }
+    return listed;
+}
 // 2^n for integral n in [-126, 127]
 inline Floats power_of_two(Words n) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};

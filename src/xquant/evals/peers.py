@@ -1,0 +1,104 @@
+"""Other caches to time beside ours, where their packages are installed."""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import QuantizedCache
+
+from .bench import FILL, Contender, Settings
+
+Maker = Callable[[Settings], Contender]
+
+
+def available(model: str, network: Any) -> list[Maker]:
+    """Makers of what can be had here for ``model`` (a name) and the network it was loaded to."""
+    found: list[Maker] = []
+    for backend, package in (("quanto", "optimum.quanto"), ("hqq", "hqq")):
+        if _installed(package):
+            found.append(partial(Quantized, network, backend))
+    if model == "smollm2" and _installed("llama_cpp"):
+        found.append(LlamaCpp)
+    return found
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the parent
+        return False
+
+
+class Quantized(Contender):
+    """transformers' QuantizedCache at 4 bits, which decodes the whole cache at every step."""
+
+    alone = False
+
+    def __init__(self, network: Any, backend: str, settings: Settings) -> None:
+        self.model, self._batch, self.dtype = network, settings.batch, network.dtype
+        self.name = f"QuantizedCache-{backend}-4bit"
+        self.setting = "sdpa"
+        self.cache = QuantizedCache(backend, network.config, nbits=4)
+        _, key, _ = self.newest()
+        shape = (settings.batch, key.shape[1], settings.context, key.shape[3])
+        for i in range(len(self.cache.layers)):
+            self.cache.update(torch.randn(shape), torch.randn(shape), i)
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(_bytes(layer.__dict__) for layer in self.cache.layers)
+
+    def attend(self) -> None:
+        pass
+
+
+def _bytes(thing: Any) -> int:
+    if isinstance(thing, torch.Tensor):
+        inner = [
+            getattr(thing, name) for name in ("_data", "_scale", "_shift") if hasattr(thing, name)
+        ]
+        return sum(map(_bytes, inner)) if inner else thing.nbytes
+    if isinstance(thing, dict):
+        return sum(map(_bytes, thing.values()))
+    return sum(map(_bytes, thing)) if isinstance(thing, list | tuple) else 0
+
+
+class LlamaCpp(Contender):
+    """llama.cpp on the packaged GGUF, with f16 keys and values and flash attention."""
+
+    model, dtype, alone = None, torch.float16, False
+
+    def __init__(self, settings: Settings) -> None:
+        import llama_cpp
+
+        from ..load import packaged_gguf
+
+        self._batch = 1
+        self.name = "llama.cpp-f16"
+        self.setting = f"flash attention, {importlib.metadata.version('llama-cpp-python')}"
+        threads = torch.get_num_threads()
+        self._model = llama_cpp.Llama(
+            str(packaged_gguf()),
+            n_ctx=settings.context + 256,
+            n_batch=FILL,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=True,
+            verbose=False,
+        )
+        # There is no other way in than to run the model over a prompt.
+        self._model.eval([1000 + i % 5000 for i in range(settings.context)])
+        self._size = 2 * 2 * 30 * 3 * 64 * settings.context
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._size
+
+    def step(self) -> None:
+        self._model.eval([1000])
+
+    def attend(self) -> None:
+        pass
