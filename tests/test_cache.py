@@ -261,7 +261,7 @@ def test_padding_does_not_change_what_is_stored() -> None:
 
 def flat(packed: Any) -> Iterator[torch.Tensor]:
     for field in packed.values():
-        yield from field.runs if isinstance(field, Ragged) else (field,)
+        yield from field.runs if isinstance(field, Ragged) else field.slabs
 
 
 def tables(segment: Segment) -> list[torch.Tensor]:

@@ -35,39 +35,39 @@ class Slabs:
     `addresses`."""
 
     def __init__(self, blocks: Tensor) -> None:
-        self._slabs = [_slab(blocks, len(blocks))]
+        self.slabs = [_slab(blocks, len(blocks))]
         self._used = len(blocks)  # of the last slab
         self._addresses: Tensor | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._slabs[:-1])) + self._used
+        return sum(map(len, self.slabs[:-1])) + self._used
 
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks."""
-        return len(self) * self._slabs[0][0].nbytes
+        return len(self) * self.slabs[0][0].nbytes
 
     @property
     def itemsize(self) -> int:
-        return self._slabs[0].itemsize
+        return self.slabs[0].itemsize
 
     def append(self, blocks: Tensor) -> None:
         """Add ``blocks`` ``[m, ...]``."""
         self._addresses = None
-        last = self._slabs[-1]
+        last = self.slabs[-1]
         fitting = min(len(last) - self._used, len(blocks))
         last[self._used : self._used + fitting] = blocks[:fitting]
         self._used += fitting
         if fitting < len(blocks):
             rest = blocks[fitting:]
-            self._slabs.append(_slab(rest, max(len(rest), len(self) // GROWTH)))
+            self.slabs.append(_slab(rest, max(len(rest), len(self) // GROWTH)))
             self._used = len(rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":
         return Slabs(self.whole().clone())
 
     def _parts(self) -> list[Tensor]:
-        return [*self._slabs[:-1], self._slabs[-1][: self._used]]
+        return [*self.slabs[:-1], self.slabs[-1][: self._used]]
 
     def whole(self) -> Tensor:
         """All blocks as one tensor; a copy where there are several slabs."""

@@ -29,7 +29,7 @@ def starts(index: TokenIndex, lengths: list[int]) -> Tensor | None:
     """Positions that the blocks start at, ``[B, columns]``; None where positions within a block do not
     follow each other."""
     sealed, device = sum(lengths), index.positions.device
-    sizes = torch.tensor(lengths, device=device)
+    sizes = torch.tensor(lengths, dtype=torch.long, device=device)
     begin = sizes.cumsum(0) - sizes
     column = torch.arange(len(lengths), device=device).repeat_interleave(sizes)
     within = torch.arange(sealed, device=device) - begin[column]
@@ -41,7 +41,7 @@ def starts(index: TokenIndex, lengths: list[int]) -> Tensor | None:
     found.scatter_reduce_(1, columns, relative.masked_fill(~real, lowest), "amax")
     if bool(((relative != found.gather(1, columns)) & real).any()):
         return None
-    return found.clamp(min=0)  # a block of padding alone is never seen
+    return found.masked_fill(found == lowest, 0)  # a block of padding alone is never seen
 
 
 class AngleBook:

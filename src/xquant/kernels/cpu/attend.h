@@ -218,7 +218,9 @@ struct Task {
             const Floats unit = limit / reach;
             store_floats(pair_scale + c, reach / limit);
             for (int part = 0; part < 2; part++) {
-                places[part][0].store(to_nearest(s[part] * unit * level), (int16_t*)scale16);
+                // 2^15 where a range of 1 bit is symmetric
+                const Floats most = broadcast_float(32767);
+                places[part][0].store(to_nearest(minimum(s[part] * unit * level, most)), (int16_t*)scale16);
                 places[part][1].store(to_nearest(z[part] * unit), (int16_t*)zero16);
             }
         }
