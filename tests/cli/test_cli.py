@@ -179,3 +179,32 @@ def test_the_command_runs_as_a_module():
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("xquant ")
+
+
+def test_bench_prints_a_table_or_json(run, model):
+    asked = ("bench", model, "--method", "kivi-4bit:group=8", "--context", 20, "--rounds", 1)
+    asked += ("--device", "cpu")
+    status, out, err = run(*asked, "--json", "-")
+    rows = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [row["method"] for row in rows] == ["full", "kivi-4bit:group=8"]
+    assert rows[0]["model"] == model and rows[0]["environment"]["threads"] >= 1
+    status, out, err = run(*asked)
+    assert (status, err) == (0, "")
+    assert "kivi-4bit:group=8" in out and "reference" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "either MODEL or --shape"),
+        (("smollm2", "--shape", "llama-3.1-8b"), "either MODEL or --shape"),
+        (("--shape", "nothing"), "no shape 'nothing'"),
+        (("--shape", "llama-3.1-8b", "--peers"), "not with a shape"),
+        (("--shape", "llama-3.1-8b", "--kernel", "fast"), "'fast' is not one of"),
+        (("--shape", "llama-3.1-8b", "--method", "nope"), "nope"),
+    ],
+)
+def test_bench_refuses_in_one_line(run, arguments, words):
+    status, out, err = run("bench", *arguments)
+    assert (status, out) == (2, "") and words in err and err.count("\n") == 1

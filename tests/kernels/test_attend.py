@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -82,15 +83,17 @@ def filled(case: Case) -> KVCache:
         real = torch.arange(case.tokens) >= padding
     positions = (real.cumsum(1) - 1).clamp(min=0)
     cuts = [0, case.tokens // 3, case.tokens - case.queries, case.tokens]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         cache.index.append(positions[:, start:stop], real[:, start:stop])
         for layer in cache.compressed:
             count = stop - start
             key = random(case.batch, case.kv_heads, count, case.head_size)
             # Some channels are much larger than others, and off centre, as keys are.
-            key = key * torch.linspace(0.1, 3, case.head_size) + torch.linspace(
-                -2, 2, case.head_size
+            wide, middle = (
+                torch.linspace(0.3, 2, case.head_size),
+                torch.linspace(-1, 1, case.head_size),
             )
+            key = key * wide + middle
             key = key.to(case.dtype)
             value = random(case.batch, case.kv_heads, count, case.head_size)
             x = random(case.batch, count, 8 * case.kv_heads * case.group_heads)

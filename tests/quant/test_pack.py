@@ -2,7 +2,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xquant.quant.pack import pack, packed_rows, planes, unpack
+from xquant.quant import Affine
+from xquant.quant.pack import Tile, pack, packed_rows, planes, unpack
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 9))
 
@@ -35,3 +36,44 @@ def test_the_packed_format_does_not_change() -> None:
     assert golden(4, codes) == "40516273"
     assert golden(8, codes) == "0001020304050607"
     assert golden(3, [7, 0, 5]) == "1305"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["tokens", "channels"]),
+    st.integers(1, 8),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(["token", "channel"]),
+)
+def test_tiles_change_the_order_and_nothing_else(
+    lanes: str, bits: int, heads: int, head: int, blocks: int, per: str
+) -> None:
+    tile = Tile(32 * head, lanes)
+    x = torch.randn(2, 32 * blocks, heads * tile.head)
+    rows, tiles = Affine(bits, per, 32), Affine(bits, per, 32, tile=tile)
+    plain, tiled = rows.encode(x, None), tiles.encode(x, None)
+    assert {name: t.nbytes for name, t in plain.items()} == {n: t.nbytes for n, t in tiled.items()}
+    assert tiled["codes"].shape[1] == heads
+    one, other = torch.empty_like(x), torch.empty_like(x)
+    rows.decode(plain, one)
+    tiles.decode(tiled, other)
+    assert torch.equal(one, other)
+
+
+def test_the_order_of_tiles_does_not_change() -> None:
+    # Element (token, channel) of a block is numbered by its place.
+    codes = torch.arange(32 * 64).view(32, 64)
+    keys = Tile(32, "tokens").arrange(codes)  # [heads 2, tiles 2, quads 8, 64]
+    assert keys.shape == (2, 2, 8, 64)
+    head, tile, quad, lane, element = 1, 1, 5, 3, 2
+    assert (
+        keys[head, tile, quad, lane * 4 + element]
+        == codes[tile * 16 + lane, head * 32 + quad * 4 + element]
+    )
+    values = Tile(32, "channels").arrange(codes)
+    assert (
+        values[head, tile, quad, lane * 4 + element]
+        == codes[quad * 4 + element, head * 32 + tile * 16 + lane]
+    )

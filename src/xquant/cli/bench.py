@@ -31,6 +31,7 @@ COLUMNS = {
 }
 DEFAULT_METHODS = ("kivi-4bit", "kivi-2bit")
 DTYPES = ("auto", "float32", "bfloat16")
+KERNELS = ("auto", "avx512", "avx2", "reference")
 
 
 @click.command()
@@ -55,7 +56,11 @@ DTYPES = ("auto", "float32", "bfloat16")
 )
 @click.option("--device", help="Such as cpu or cuda:1.  [default: cuda where there is one]")
 @click.option(
-    "--kernel", default="auto", show_default=True, help="auto, avx512, avx2 or reference."
+    "--kernel",
+    type=click.Choice(KERNELS),
+    default="auto",
+    show_default=True,
+    help="Of the compressed caches.",
 )
 @click.option(
     "--peers",

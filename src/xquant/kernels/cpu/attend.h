@@ -186,8 +186,10 @@ struct Task {
         }
     }
 
-    // |key| in int16: sums of two, once turned, stay within WORD_LIMIT.
-    static constexpr float KEY_LIMIT = 8192;
+    // A scale times 2^bits must fit too.
+    float key_limit() const {
+        return call.key.levels ? KEY_LIMIT : std::min(KEY_LIMIT, 16383 * (1 - 1.0f / (1 << call.key.bits)));
+    }
 
     static void largest(const xq_side& key, Floats scale, Floats zero, Floats& reach) {
         if (key.levels) {  // levels are in [-1, 1]
@@ -204,7 +206,7 @@ struct Task {
         const float* offset = key.offset ? key.offset + g * D : nullptr;
         const float per_level = key.levels ? 32768.0f / 32767 : (float)(1 << key.bits);
         const int half = D / 2;
-        const Floats limit = broadcast_float(KEY_LIMIT), level = broadcast_float(per_level);
+        const Floats limit = broadcast_float(key_limit()), level = broadcast_float(per_level);
         const QuadPlaces low{D / 32, 1, 0, 0}, high{D / 32, 1, 0, 4};  // quads of half a head are 4 apart
         QuadPlaces places[2][2] = {{low, low}, {high, high}};
         for (int c = 0; c < half; c += 16) {
@@ -236,7 +238,7 @@ struct Task {
                 float end = key.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << key.bits) - 1));
                 reach = std::fmax(reach, std::fmax(std::fabs(z), end));
             }
-        for (int j = 0; j < D / 2; j++) pair_scale[j] = reach / KEY_LIMIT;
+        for (int j = 0; j < D / 2; j++) pair_scale[j] = reach / key_limit();
     }
     void fix_tokens(const uint16_t* scale, const uint16_t* zero, int t) {
         const xq_side& key = call.key;
@@ -309,7 +311,7 @@ struct Task {
                     top = maximum(top, absolute(x));
                     store_floats(folded + c, x);
                 }
-                steps[i] = to_weights(folded, D, highest(top), highest_word_weight(), weights + i * 4, count);
+                steps[i] = to_weights(folded, D, highest(top), highest_word_weight(TURNED_LIMIT), weights + i * 4, count);
                 bias[i] = 0;
             }
             if (!key.per_token && !key.levels && call.turn) {
@@ -438,9 +440,9 @@ struct Task {
             x = folded;
         }
         const float most =
-            value.levels ? highest_word_weight() : highest_weight(n, (float)((1 << value.bits) - 1));
+            value.levels ? highest_word_weight(VALUE_LIMIT) : highest_weight(n, (float)((1 << value.bits) - 1));
         steps[row] = to_weights(x, n, top, most, weights + row * 4, count);
-        if (value.levels) steps[row] /= WORD_LIMIT;
+        if (value.levels) steps[row] /= VALUE_LIMIT;
     }
 
     // Adds the codes of `tiles` tiles of channels, weighted, and the bias, to `out`.
@@ -577,7 +579,7 @@ struct Task {
                     std::memset(s, 0, sizeof(float) * n);
             }
             if (!any) continue;
-            set_table(call.value, WORD_LIMIT);
+            set_table(call.value, VALUE_LIMIT);
             add_values(id, (ptrdiff_t)(call.value.codes[next] - call.value.codes[id]));
         }
     }

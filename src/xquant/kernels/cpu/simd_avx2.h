@@ -8,7 +8,10 @@
 namespace {
 
 constexpr int TILES = 1;
-constexpr int MAX_ROWS = 4;
+#ifndef XQ_MAX_ROWS
+#define XQ_MAX_ROWS 4
+#endif
+constexpr int MAX_ROWS = XQ_MAX_ROWS;
 
 struct Words {
     __m256i lo, hi;

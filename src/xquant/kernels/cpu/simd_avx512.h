@@ -8,7 +8,10 @@
 namespace {
 
 constexpr int TILES = 2;     // tiles of 16 lanes that share a broadcast weight
-constexpr int MAX_ROWS = 8;  // query rows that share unpacked codes
+#ifndef XQ_MAX_ROWS
+#define XQ_MAX_ROWS 8
+#endif
+constexpr int MAX_ROWS = XQ_MAX_ROWS;  // query rows that share unpacked codes
 
 struct Words {  // 16 x int32, or 32 x int16
     __m512i v;

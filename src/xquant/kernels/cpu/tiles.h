@@ -191,10 +191,11 @@ void expand(const uint8_t* codes, int k_size, Table table, Words* out, ptrdiff_t
     }
 }
 
-// The largest int16 that dot_words and dot_turned may meet: 16 products are summed before they are made
-// floats, so both factors keep about 13 bits.
-constexpr float WORD_LIMIT = 11600;
-inline float highest_word_weight() { return highest_weight(16, WORD_LIMIT); }
+// The largest int16 that dot_words and dot_turned may meet in keys (turned: the root of 2 times what they were),
+// and in values. 16 products are summed before they are made floats, so what one factor has in bits, the
+// other lacks: these are where their rounding errors are about equal.
+constexpr float KEY_LIMIT = 13000, TURNED_LIMIT = 18400, VALUE_LIMIT = 8191;
+inline float highest_word_weight(float limit) { return highest_weight(16, limit); }
 
 // As dot_codes with int16 in place of codes, [T][K / 2].
 template <int ROWS, int T>

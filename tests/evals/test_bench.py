@@ -1,0 +1,57 @@
+"""The benchmark's rows, on a model small enough to be timed in a moment. Nothing asserts a time."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models import tiny
+from xquant import KVCache, parse_method
+from xquant.evals.bench import Settings, bench, fill, read_bandwidth, shaped_model
+
+CONTRACT = {
+    *("method", "context", "batch", "ms_per_token", "attention_ms_per_layer", "cache_bytes"),
+    *("speedup_vs_full", "gbytes_per_second"),
+}
+
+
+def rows(specs: list[str], **options: Any) -> list[dict[str, Any]]:
+    methods = [parse_method(spec) for spec in specs]
+    settings = Settings(context=70, rounds=2, warm_up=1, **options)
+    return bench(tiny("llama", head_dim=32), methods, settings, True, lambda *_: None)
+
+
+def test_a_row_for_the_full_cache_and_for_every_method() -> None:
+    found = rows(["kivi-4bit:group=32", "xquant-cl-2bit:group=32"], batch=2)
+    assert [row["method"] for row in found] == [
+        "full",
+        "kivi-4bit:group=32",
+        "xquant-cl-2bit:group=32",
+    ]
+    for row in found:
+        assert set(row) >= CONTRACT
+        assert row["ms_per_token"] > 0 and row["speedup_vs_full"] > 0
+        assert row["ms_min_max"][0] <= row["ms_per_token"] <= row["ms_min_max"][1]
+    full = found[0]
+    assert len(full["tried"]) == 4  # fp32 and bf16, sdpa and eager
+    assert full["ms_per_token"] == min(full["tried"].values())
+    assert full["speedup_vs_full"] == 1
+
+
+def test_filling_gives_what_a_prefill_would_hold() -> None:
+    model = tiny("llama", head_dim=32)
+    filled, run = KVCache(model, "kivi-4bit:group=32"), KVCache(model, "kivi-4bit:group=32")
+    fill(filled, 70, 1)
+    with torch.inference_mode():
+        model(torch.ones(1, 70, dtype=torch.long), past_key_values=run, use_cache=True)
+    assert filled.report().cache_bytes == run.report().cache_bytes
+    assert filled.get_seq_length() == run.get_seq_length() == 70
+
+
+def test_shapes_are_known_by_name() -> None:
+    with pytest.raises(ValueError, match=r"no shape 'llama-9'.*llama-3\.1-8b"):
+        shaped_model("llama-9")
+
+
+def test_bandwidth_is_measured() -> None:
+    assert read_bandwidth() > 1e8
