@@ -39,11 +39,7 @@ class Stream:
         self.pool: list[Pool] = []  # per segment: named fields of N resident blocks
         self.table: Tensor | None = None  # int64 [B, columns] into the pool
         self.lengths: list[int] = []  # valid tokens of each column of the table
-
-    @property
-    def tokens(self) -> int:
-        """Tokens per sequence that are sealed."""
-        return sum(self.lengths)
+        self.tokens = 0  # per sequence that are sealed: the sum of the lengths
 
     @property
     def blocks(self) -> int:
@@ -107,6 +103,7 @@ class Stream:
                     old[name] = _grown(old[name], fields)
         self.table = ids if self.table is None else torch.cat([self.table, ids], 1)
         self.lengths += [self.block] * ids.shape[1]
+        self.tokens += self.block * ids.shape[1]
 
     def _gather(self, ids: Tensor) -> list[Packed]:
         """The packed blocks ``ids``, with borrowed codes."""
@@ -150,7 +147,7 @@ class Stream:
             if sum(kept) >= tokens:
                 break
             kept.append(min(length, tokens - sum(kept)))
-        self.lengths = kept
+        self.lengths, self.tokens = kept, tokens
         assert self.table is not None
         self._refer(self.table[:, : len(kept)])
 

@@ -4,6 +4,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 
 #include "elements.h"
@@ -45,6 +46,12 @@ struct Ranges {
           zero(at_address<uint16_t>(side.zero[side.fixed ? 0 : id])) {}
 };
 
+// A block of one sequence and its key/value head.
+struct Spot {
+    int64_t id;
+    int head;
+};
+
 struct Apart {
     CodePlace* place = nullptr;
     int32_t *range_of_channel = nullptr, *range_of_token = nullptr;
@@ -61,7 +68,7 @@ struct Task {
     int16_t* weights;    // [MAX_ROWS, max(D, n)]
     float* steps;        // [MAX_ROWS]
     float* bias;         // [MAX_ROWS]
-    float* folded;       // [max(D, n)]
+    float* folded;       // [MAX_ROWS, D]
     Words* words;        // [TILES, max(D, n) / 2]
     int32_t *scale16, *zero16;  // [D / 2], or [ranges of a token, 16]
     float* pair_scale;   // [D / 2]
@@ -81,7 +88,7 @@ struct Task {
     static size_t bytes(const xq_attend& c) {
         size_t rows = c.group_heads * c.queries, D = c.head_size, m = most(c), exact = 0;
         for (int e = 0; e < c.exact_count; e++) exact = std::max(exact, (size_t)c.exact[e].count);
-        return 4 * (rows * exact + 3 * rows * D + rows * c.block + MAX_ROWS * m + rows * 3 + 5 * m + 4 * D + 64 * D) +
+        return 4 * (rows * exact + 3 * rows * D + rows * c.block + MAX_ROWS * m + rows * 3 + 5 * m + (MAX_ROWS + 4) * D + 64 * D) +
                2 * MAX_ROWS * m + 64 * TILES * m / 2 + 2 * (sizeof(CodePlace) + 12) * m +
                8 * outlier_room(c) + 40 * 64;
     }
@@ -95,7 +102,7 @@ struct Task {
         weights = arena.take<int16_t>(MAX_ROWS * most(c));
         steps = arena.take<float>(MAX_ROWS);
         bias = arena.take<float>(MAX_ROWS);
-        folded = arena.take<float>(most(c));
+        folded = arena.take<float>(MAX_ROWS * D);
         words = arena.take<Words>(TILES * most(c) / 2);
         scale16 = arena.take<int32_t>(16 * D);
         zero16 = arena.take<int32_t>(16 * D);
@@ -165,19 +172,22 @@ struct Task {
         const float most = highest_weight(D, (float)((1 << key.bits) - 1));
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
-            for (int i = 0; i < count; i++) {
-                const float* q = turned + (size_t)(r + i) * D;
-                Floats constant = broadcast_float(0), top = constant;
-                for (int c = 0; c < D; c += 16) {
-                    Floats x = load_floats(q + c), z = load_halves(zero + c);
-                    if (offset) z = z + load_floats(offset + c);
-                    Floats scaled = x * load_halves(scale + c);
-                    top = maximum(top, absolute(scaled));
-                    store_floats(folded + c, scaled);
-                    constant = fma(x, z, constant);
+            Floats top[MAX_ROWS], constant[MAX_ROWS];
+            for (int i = 0; i < count; i++) top[i] = constant[i] = broadcast_float(0);
+            for (int c = 0; c < D; c += 16) {
+                const Floats step = load_halves(scale + c);
+                Floats base = load_halves(zero + c);
+                if (offset) base = base + load_floats(offset + c);
+                for (int i = 0; i < count; i++) {
+                    const Floats x = load_floats(turned + (size_t)(r + i) * D + c), scaled = x * step;
+                    top[i] = maximum(top[i], absolute(scaled));
+                    constant[i] = fma(x, base, constant[i]);
+                    store_floats(folded + i * D + c, scaled);
                 }
-                bias[i] = sum(constant);
-                steps[i] = to_weights(folded, D, highest(top), most, weights + i * 4, count);
+            }
+            for (int i = 0; i < count; i++) {
+                bias[i] = sum(constant[i]);
+                steps[i] = to_weights(folded + i * D, D, highest(top[i]), most, weights + i * 4, count);
             }
             const DotCodes dot = pick_dot_codes<TILES>(key.bits, count);
             for (int t = from; t < to; t += 16 * TILES)
@@ -387,10 +397,16 @@ struct Task {
         });
     }
 
-    void score(int64_t id, ptrdiff_t ahead) {
+    uint64_t codes_at(const xq_side& side, Spot spot) const {
+        return side.codes[spot.id] + (uint64_t)spot.head * n * D * side.bits / 8;
+    }
+
+    // `next`: the spot whose codes are to be in the CPU's cache when it is their turn.
+    void score(int64_t id, Spot next) {
         const xq_side& key = call.key;
         const Ranges ranges(key, id);
-        const auto* codes = at_address<uint8_t>(key.codes[id]) + (size_t)g * n * D * key.bits / 8;
+        const auto* codes = at_address<uint8_t>(codes_at(key, {id, g}));
+        const ptrdiff_t ahead = (ptrdiff_t)(codes_at(key, next) - codes_at(key, {id, g}));
         std::memset(scores, 0, sizeof(float) * (size_t)rows * n);
         const bool fold = !key.per_token && !key.levels && !call.turn;
         if (key.per_token) {
@@ -431,18 +447,24 @@ struct Task {
 
     // -- values ----------------------------------------------------------------------------------
 
-    // Weights of a block for values: probabilities times `scale` (null: 1), of which the highest is `top`.
-    void weigh_values(const float* p, const float* scale, float top, int row, int count) {
+    // Weights of a block for values, of row i of `count`: probabilities times `scale` (null: 1), none above
+    // `top`. The bias is their sum with `zero` (null: 0) in place of the scale.
+    void weigh_values(const float* p, const float* scale, const float* zero, float top, int i, int count) {
         const xq_side& value = call.value;
-        const float* x = p;
-        if (scale) {
-            for (int t = 0; t < n; t += 16) store_floats(folded + t, load_floats(p + t) * load_floats(scale + t));
-            x = folded;
-        }
         const float most =
             value.levels ? highest_word_weight(VALUE_LIMIT) : highest_weight(n, (float)((1 << value.bits) - 1));
-        steps[row] = to_weights(x, n, top, most, weights + row * 4, count);
-        if (value.levels) steps[row] /= VALUE_LIMIT;
+        const float step = top / most;
+        const Floats inverse = to_units(step);
+        QuadPlaces places{n / 32, count};
+        Floats constant = broadcast_float(0);
+        for (int t = 0; t < n; t += 16) {
+            const Floats weight = load_floats(p + t);
+            if (zero) constant = fma(weight, load_floats(zero + t), constant);
+            const Floats scaled = scale ? weight * load_floats(scale + t) : weight;
+            places.store(to_nearest(scaled * inverse), weights + i * 4);
+        }
+        bias[i] = zero ? sum(constant) : 0;
+        steps[i] = value.levels ? step / VALUE_LIMIT : step;
     }
 
     // Adds the codes of `tiles` tiles of channels, weighted, and the bias, to `out`.
@@ -479,14 +501,9 @@ struct Task {
                     store_floats(zero + t, load_halves(ranges.zero + (size_t)j * n + t));
                 }
                 const float highest_scale = highest(high);
-                for (int i = 0; i < count; i++) {
-                    const float* p = scores + (size_t)(r + i) * n;
-                    Floats constant = broadcast_float(0);
-                    for (int t = 0; t < n; t += 16)
-                        constant = fma(load_floats(p + t), load_floats(zero + t), constant);
-                    bias[i] = sum(constant);
-                    weigh_values(p, scale, running.latest[r + i] * highest_scale, i, count);
-                }
+                for (int i = 0; i < count; i++)
+                    weigh_values(scores + (size_t)(r + i) * n, scale, zero, running.latest[r + i] * highest_scale, i,
+                                 count);
             }
             add_tiles(codes + c / 16 * tile_bytes(n, value.bits), tiles, count,
                       running.sums + (size_t)r * D + c, D, r ? 0 : ahead);
@@ -503,8 +520,7 @@ struct Task {
             Floats total = broadcast_float(0);
             for (int t = 0; t < n; t += 16) total = total + load_floats(p + t);
             totals[i] = sum(total);
-            bias[i] = 0;
-            weigh_values(p, nullptr, running.latest[r + i], i, count);
+            weigh_values(p, nullptr, nullptr, running.latest[r + i], i, count);
         }
         for (int c = 0; c < D; c += 16 * TILES) {
             std::memset(part, 0, sizeof part);
@@ -529,10 +545,11 @@ struct Task {
         });
     }
 
-    void add_values(int64_t id, ptrdiff_t ahead) {
+    void add_values(int64_t id, Spot next) {
         const xq_side& value = call.value;
         const Ranges ranges(value, id);
-        const auto* codes = at_address<uint8_t>(value.codes[id]) + (size_t)g * n * D * value.bits / 8;
+        const auto* codes = at_address<uint8_t>(codes_at(value, {id, g}));
+        const ptrdiff_t ahead = (ptrdiff_t)(codes_at(value, next) - codes_at(value, {id, g}));
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
             value.per_token ? add_values_by_token(codes, ranges, r, count, ahead)
@@ -548,39 +565,33 @@ struct Task {
     }
 
     // Asks for the ranges of a block that is wanted next; its codes are asked for as others are read.
-    void prefetch_ranges(const xq_side& side, int64_t id) const {
+    void prefetch_ranges(const xq_side& side, Spot next) const {
         if (side.fixed) return;
         const size_t count = side.per_token ? n : D;
-        const size_t at = side.per_token ? (size_t)(g * D / side.group) * n : (size_t)g * D;
-        for (uint64_t address : {side.scale[id], side.zero[id]})
+        const size_t at = side.per_token ? (size_t)(next.head * D / side.group) * n : (size_t)next.head * D;
+        for (uint64_t address : {side.scale[next.id], side.zero[next.id]})
             for (size_t i = 0; i < count; i += 32) prefetch(at_address<uint16_t>(address) + at + i);
     }
 
     // -- what there is to attend to --------------------------------------------------------------
 
-    void attend_blocks(int first, int last) {
+    // `after`: where this thread goes on.
+    void attend_blocks(int first, int last, Spot after) {
         int start = 0;
         for (int j = 0; j < first; j++) start += call.lengths[j];
         const int64_t* ids = call.table + (size_t)b * call.columns;
         for (int j = first; j < last && start < call.limit; start += call.lengths[j++]) {
-            const int64_t id = ids[j], next = ids[std::min(j + 1, last - 1)];
+            const int64_t id = ids[j];
+            const Spot next = j + 1 < last ? Spot{ids[j + 1], g} : after;
             prefetch_ranges(call.key, next);
             prefetch_ranges(call.value, next);
             turn_back(j);
             set_table(call.key, 32767);
-            score(id, (ptrdiff_t)(call.key.codes[next] - call.key.codes[id]));
+            score(id, next);
             mask_scores(start, std::min(call.lengths[j], call.limit - start));
-            bool any = false;
-            for (int r = 0; r < rows; r++) {
-                float* s = scores + (size_t)r * n;
-                if (running.weigh(r, s, n))
-                    any = true;
-                else
-                    std::memset(s, 0, sizeof(float) * n);
-            }
-            if (!any) continue;
+            if (!running.weigh(scores, n)) continue;
             set_table(call.value, VALUE_LIMIT);
-            add_values(id, (ptrdiff_t)(call.value.codes[next] - call.value.codes[id]));
+            add_values(id, next);
         }
     }
 
@@ -616,10 +627,7 @@ struct Task {
                 s[(size_t)r * kept.count + t] = x;
             }
         }
-        for (int r = 0; r < rows; r++) {
-            float* p = s + (size_t)r * kept.count;
-            if (!running.weigh(r, p, kept.count)) std::fill(p, p + kept.count, 0.0f);
-        }
+        if (!running.weigh(s, kept.count)) return;
         for (int t = 0; t < kept.count; t++) {
             const int64_t at = b * kept.batch_stride + t * kept.token_stride + g * kept.head_stride;
             get_row(kept.value, kept.dtype, at, D, row);
@@ -634,10 +642,6 @@ struct Task {
     }
 };
 
-inline Running running_at(float* memory, int rows, int width) {
-    return {rows, width, memory, memory + rows, memory + 2 * rows, memory + 3 * rows};
-}
-
 // Splits the blocks of every sequence and key/value head over the threads, then joins the parts. 1: not
 // enough memory.
 inline int attend(const xq_attend& call) {
@@ -649,36 +653,43 @@ inline int attend(const xq_attend& call) {
     const int each = std::max(1, (call.columns + parts - 1) / std::max(parts, 1));
     parts = call.columns ? (call.columns + each - 1) / each : 0;
     const int slots = parts + 1;  // the last is for the exact tokens
-    const size_t state = ((size_t)rows * (D + 3) + 15) / 16 * 16;
+    const size_t state = Running::floats(rows, D);
     static thread_local Arena shared;
     if (!shared.reserve(sizeof(float) * state * slots * heads)) return 1;
     float* states = shared.take<float>(state * slots * heads);
     int failed = 0;
+    const int tasks = heads * slots;
+    std::atomic<int> taken{0};
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
         static thread_local Arena arena;
         const bool ready = arena.reserve(Task::bytes(call));
         failed += !ready;
-#pragma omp for schedule(dynamic) collapse(2)
-        for (int head = 0; head < heads; head++)
-            for (int part = 0; part < slots; part++) {
-                if (!ready) continue;
-                arena.next = arena.base;
-                Running running = running_at(states + ((size_t)head * slots + part) * state, rows, D);
-                running.clear();
-                Task task(call, head / call.kv_heads, head % call.kv_heads, arena, running);
-                if (part < parts) {
-                    task.attend_blocks(part * each, std::min((part + 1) * each, call.columns));
-                } else {
-                    for (int e = 0; e < call.exact_count; e++) task.attend_exact(call.exact[e]);
-                }
+        // Threads take tasks one ahead, to know which codes they will want.
+        for (int task = ready ? taken++ : tasks, next; task < tasks; task = next) {
+            next = taken++;
+            arena.next = arena.base;
+            const int head = task / slots, part = task % slots;
+            Running running(states + (size_t)task * state, rows, D);
+            running.clear();
+            Task work(call, head / call.kv_heads, head % call.kv_heads, arena, running);
+            if (part == parts) {
+                for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);
+                continue;
             }
+            const int last = std::min((part + 1) * each, call.columns);
+            Spot after = {call.table[(size_t)work.b * call.columns + last - 1], work.g};
+            if (next < tasks && next % slots < parts)
+                after = {call.table[(size_t)(next / slots / call.kv_heads) * call.columns + next % slots * each],
+                         next / slots % call.kv_heads};
+            work.attend_blocks(part * each, last, after);
+        }
     }
     if (failed) return 1;
     for (int head = 0; head < heads; head++) {
-        Running all = running_at(states + (size_t)head * slots * state, rows, D);
+        Running all(states + (size_t)head * slots * state, rows, D);
         for (int part = 1; part < slots; part++)
-            all.merge(running_at(states + ((size_t)head * slots + part) * state, rows, D));
+            all.merge(Running(states + ((size_t)head * slots + part) * state, rows, D));
         const int b = head / call.kv_heads, g = head % call.kv_heads;
         for (int r = 0; r < rows; r++) {
             const int h = g * call.group_heads + r / call.queries;

@@ -139,10 +139,6 @@ inline Floats load_halves(const uint16_t* p) {
     auto q = (const __m128i*)p;
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
-inline Floats zero_below(Floats a, Floats x, Floats least) {
-    return {_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, least.lo, _CMP_GE_OQ)),
-            _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, least.hi, _CMP_GE_OQ))};
-}
 inline void store_paired16(int16_t* p, Words a) {
     __m256i lo = _mm256_shuffle_epi32(a.lo, 0xD8), hi = _mm256_shuffle_epi32(a.hi, 0xD8);
     __m256i both = _mm256_packs_epi32(lo, hi);  // by 128-bit lanes: lo0 hi0 lo1 hi1
@@ -156,10 +152,14 @@ inline int list_between(const uint16_t* x, int count, int first, int size, int32
     }
     return listed;
 }
-inline Floats power_of_two(Words n) {
-    __m256i bias = _mm256_set1_epi32(127);
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.lo, bias), 23)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.hi, bias), 23))};
+inline Floats round_to_whole(Floats a) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.lo, nearest), _mm256_round_ps(a.hi, nearest)};
+}
+inline Floats times_power_of_two(Floats a, Floats n) {
+    Words biased = to_nearest(maximum(n, broadcast_float(-127)) + broadcast_float(127));
+    return a * Floats{_mm256_castsi256_ps(_mm256_slli_epi32(biased.lo, 23)),
+                      _mm256_castsi256_ps(_mm256_slli_epi32(biased.hi, 23))};
 }
 
 }  // namespace

@@ -71,10 +71,6 @@ inline Words to_nearest(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline Floats load_halves(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
-// a where x is at least `least`, 0 elsewhere
-inline Floats zero_below(Floats a, Floats x, Floats least) {
-    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), a.v)};
-}
 // Low halves of the 32-bit lanes, whose quads 0 1 2 3 are stored in the order 0 2 1 3.
 inline void store_paired16(int16_t* p, Words a) {
     __m512i paired = _mm512_shuffle_epi32(a.v, (_MM_PERM_ENUM)0xD8);
@@ -98,9 +94,8 @@ inline int list_between(const uint16_t* x, int count, int first, int size, int32
     }
     return listed;
 }
-// 2^n for integral n in [-126, 127]
-inline Floats power_of_two(Words n) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
-}
+inline Floats round_to_whole(Floats a) { return {_mm512_roundscale_ps(a.v, 8)}; }
+// a * 2^n for whole n <= 127; below 2^-126 it may be 0
+inline Floats times_power_of_two(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 
 }  // namespace

@@ -3,65 +3,81 @@
 
 namespace {
 
-// e^x for x <= 0, relative error below 3e-7; 0 below -87.
+// e^x for x <= 0, relative error below 4e-6; 0 far below, and for -infinity.
 inline Floats exponential(Floats x) {
-    const Floats least = broadcast_float(-87.0f);
-    Floats clipped = maximum(x, least);
-    Words n = to_nearest(clipped * broadcast_float(1.44269504f));
-    Floats whole = to_floats(n);
-    Floats f = fma(whole, broadcast_float(-0.693359375f), clipped);
-    f = fma(whole, broadcast_float(2.12194440e-4f), f);
-    const float factors[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-    Floats y = broadcast_float(factors[0]);
-    for (int i = 1; i < 7; i++) y = fma(y, f, broadcast_float(factors[i]));
-    return y * power_of_two(n);
+    const Floats y = maximum(x * broadcast_float(1.44269504f), broadcast_float(-200));
+    const Floats whole = round_to_whole(y), f = y - whole;
+    // 2^f = sum of (f ln 2)^i / i!
+    const float factors[] = {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 0.240226507f, 0.693147181f, 1.0f};
+    Floats sum = broadcast_float(factors[0]);
+    for (int i = 1; i < 6; i++) sum = fma(sum, f, broadcast_float(factors[i]));
+    return times_power_of_two(sum, whole);
+}
+
+inline float highest_of(const float* x, int count) {
+    Floats high = broadcast_float(-INFINITY);
+    int i = 0;
+    for (; i + 16 <= count; i += 16) high = maximum(high, load_floats(x + i));
+    float found = i ? highest(high) : -INFINITY;
+    for (; i < count; i++) found = std::max(found, x[i]);
+    return found;
 }
 
 // What has been attended to so far: the output of every row is sums[row] / total[row].
 struct Running {
     int rows, width;
-    float *top, *total;  // [rows]
-    float* latest;       // [rows] the highest of the last weights
-    float *sums;         // [rows, width]
+    float *top, *total;  // [rows], as all of these with room for whole vectors
+    float* latest;       // the highest of the last weights
+    float* keep;         // what the last weights made of those before
+    float* sums;         // [rows, width]
 
-    void clear() {
-        for (int n = 0; n < rows; n++) {
-            top[n] = -INFINITY;
-            total[n] = 0;
-        }
-        std::memset(sums, 0, sizeof(float) * (size_t)rows * width);
+    static size_t padded(int rows) { return (rows + 15) / 16 * 16; }
+    static size_t floats(int rows, int width) { return 4 * padded(rows) + (size_t)(rows * width + 15) / 16 * 16; }
+    Running(float* memory, int rows, int width) : rows(rows), width(width) {
+        const size_t step = padded(rows);
+        top = memory;
+        total = top + step;
+        latest = total + step;
+        keep = latest + step;
+        sums = keep + step;
     }
 
-    // Turns the scores [count] of a row to weights, relative to its new maximum. False: all are masked.
-    bool weigh(int row, float* scores, int count) {
-        float now = -INFINITY;
-        int i = 0;
-        if (count >= 16) {
-            Floats high = broadcast_float(-INFINITY);
-            for (; i + 16 <= count; i += 16) high = maximum(high, load_floats(scores + i));
-            now = std::fmax(now, highest(high));
+    void clear() {
+        std::fill(top, top + padded(rows), -INFINITY);
+        std::memset(total, 0, sizeof(float) * (floats(rows, width) - padded(rows)));
+    }
+
+    // Turns scores [rows, count] to weights, relative to the new maximum of every row. False: all are masked.
+    bool weigh(float* scores, int count) {
+        std::fill(latest + rows, latest + padded(rows), -INFINITY);
+        for (int r = 0; r < rows; r++) latest[r] = highest_of(scores + (size_t)r * count, count);
+        if (highest_of(latest, rows) == -INFINITY) return false;
+        for (int r = 0; r < rows; r += 16) {
+            const Floats before = load_floats(top + r), here = load_floats(latest + r);
+            const Floats now = maximum(before, here);
+            // A row that has seen nothing yet gets no weights at all.
+            const Floats base = maximum(now, broadcast_float(-1e30f));
+            store_floats(keep + r, exponential(before - base));
+            store_floats(latest + r, exponential(here - base));
+            store_floats(top + r, now);
         }
-        for (; i < count; i++) now = std::fmax(now, scores[i]);
-        latest[row] = 0;
-        if (now == -INFINITY) return false;
-        const float here = now;
-        now = std::max(now, top[row]);
-        latest[row] = std::exp(here - now);
-        float keep = top[row] == -INFINITY ? 0 : std::exp(top[row] - now);
-        top[row] = now;
-        Floats added = broadcast_float(0), shift = broadcast_float(now), least = broadcast_float(-87.0f);
-        float rest = 0;
-        for (i = 0; i + 16 <= count; i += 16) {
-            Floats x = load_floats(scores + i) - shift;
-            Floats p = zero_below(exponential(x), x, least);
-            store_floats(scores + i, p);
-            added = added + p;
-        }
-        for (; i < count; i++) rest += scores[i] = std::exp(scores[i] - now);
-        total[row] = total[row] * keep + sum(added) + rest;
-        if (keep != 1) {
-            float* s = sums + (size_t)row * width;
-            for (int c = 0; c < width; c++) s[c] *= keep;
+        for (int r = 0; r < rows; r++) {
+            float* s = scores + (size_t)r * count;
+            const float base = std::max(top[r], -1e30f);
+            const Floats shift = broadcast_float(base);
+            Floats added = broadcast_float(0);
+            int i = 0;
+            for (; i + 16 <= count; i += 16) {
+                const Floats p = exponential(load_floats(s + i) - shift);
+                store_floats(s + i, p);
+                added = added + p;
+            }
+            float rest = 0;
+            for (; i < count; i++) rest += s[i] = std::exp(s[i] - base);
+            total[r] = total[r] * keep[r] + sum(added) + rest;
+            if (keep[r] == 1) continue;
+            float* row = sums + (size_t)r * width;
+            for (int c = 0; c < width; c++) row[c] *= keep[r];
         }
         return true;
     }

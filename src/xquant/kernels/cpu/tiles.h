@@ -115,10 +115,13 @@ inline float highest_weight(int count, float bound) {
     return std::min(32767.0f, 2147483647.0f * 0.99f / (bound * count));
 }
 
+// What x is to be multiplied by, so that `top` of it becomes the highest weight.
+inline Floats to_units(float step) { return broadcast_float(step > 1e-30f ? 1 / step : 0); }
+
 // x [K], none of which is above `top`, as the weights of one row. Returns the step between them.
 inline float to_weights(const float* x, int k_size, float top, float most, int16_t* out, int rows) {
     const float step = top / most;
-    const Floats inverse = broadcast_float(step > 1e-30f ? 1 / step : 0);
+    const Floats inverse = to_units(step);
     QuadPlaces places{k_size / 32, rows};
     for (int i = 0; i < k_size; i += 16) places.store(to_nearest(load_floats(x + i) * inverse), out);
     return step;
