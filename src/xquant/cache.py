@@ -15,6 +15,7 @@ from .calibrate.artifact import Calibration
 from .kernels import choose
 from .kernels.angles import AngleBook
 from .kernels.packed import MOST_QUERIES, PackedAttention
+from .kernels.sealing import instruction_set
 from .layer import CompressedLayer, States
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView
@@ -46,7 +47,8 @@ class KVCache(Cache, ObservingCache):
             included, which is what perplexity is measured with.
         calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
         kernel: ``"auto"`` takes the fastest that can read this method on this machine, and `report` says
-            which; ``"avx512"``, ``"avx2"`` and ``"reference"`` ask for one.
+            which; ``"avx512"``, ``"avx2"`` and ``"reference"`` ask for one. It also says what blocks
+            are sealed and rebuilt with, to the same bits: ``"reference"`` leaves that to torch too.
 
     Raises:
         ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing
@@ -79,9 +81,10 @@ class KVCache(Cache, ObservingCache):
         layers: list[Any] = compat.default_layers(compat.text_config(model))
         below = None
         codecs = self.attachment.codecs(self.method, calibration)
+        path = instruction_set(kernel)
         for layer, codec in zip(view.compressed, codecs, strict=True):
             below = layers[layer.index] = CompressedLayer(
-                codec, self.method, self.index, attend == "store", below
+                codec, self.method, self.index, attend == "store", below, path
             )
         super().__init__(layers=layers)
         CompressedLayer.link(self.compressed)

@@ -29,6 +29,7 @@ class CompressedLayer(CacheLayerMixin):
         through_store: every token reads the store, itself included (``attend="store"``); otherwise
             the tokens of one forward pass attend to each other's exact states.
         below: the compressed layer below, for methods that predict across layers.
+        path: the instruction set of the library that seals blocks; None for torch.
     """
 
     is_sliding = False
@@ -43,10 +44,11 @@ class CompressedLayer(CacheLayerMixin):
         index: TokenIndex,
         through_store: bool,
         below: "CompressedLayer | None",
+        path: str | None = None,
     ) -> None:
         self.codec, self.method, self.index = codec, method, index
         self.through_store, self.below = through_store, below
-        self.stream = Stream(codec.segments, method.group)
+        self.stream = Stream(codec.segments, method.group, path)
         self.span: Sequence[CompressedLayer] = (self,)
         self.lender: CompressedLayer | None = None
         self.reset()

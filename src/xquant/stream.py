@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .kernels import sealing
 from .quant import Packed, Ragged, Segment
 from .quant.quantizer import dense
 from .slabs import Slabs
@@ -25,11 +26,12 @@ class Stream:
     Args:
         segments: the packed layout along the channels.
         block: tokens per block ``n``.
+        path: the instruction set of the library that packs and unpacks; None for torch.
     """
 
-    def __init__(self, segments: Sequence[Segment], block: int) -> None:
+    def __init__(self, segments: Sequence[Segment], block: int, path: str | None = None) -> None:
         self.segments = tuple(segments)
-        self.block = block
+        self.block, self.path = block, path
         self.lender: Stream | None = None  # whose codes the borrowing segments use
         self.version = 0  # changes whenever blocks do
         self.reset()
@@ -76,7 +78,10 @@ class Stream:
         Borrowing segments are packed with their own codes: `seal` wants to see them without.
         """
         parts = rows.split([s.channels for s in self.segments], dim=-1)
-        return [s.quantizer.encode(x, excluded) for s, x in zip(self.segments, parts, strict=True)]
+        return [
+            sealing.encode(s.quantizer, x, excluded, self.path)
+            for s, x in zip(self.segments, parts, strict=True)
+        ]
 
     def unpack(self, pool: list[Packed], tokens: int, dtype: torch.dtype) -> Tensor:
         """Rows ``[N, tokens, C]`` of packed blocks with all their codes."""
@@ -86,7 +91,7 @@ class Stream:
         rows = torch.empty(len(first), tokens, sum(widths), dtype=dtype, device=first.device)
         parts = rows.split(widths, -1)
         for segment, packed, out in zip(self.segments, pool, parts, strict=True):
-            segment.quantizer.decode(packed, out)
+            sealing.decode(segment.quantizer, packed, out, self.path)
         return rows
 
     def seal(self, packed: list[Packed], batch: int) -> None:

@@ -56,6 +56,17 @@ class Attend(Structure):
     ]
 
 
+class Blocks(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("rows", "hidden", "codes", "scale", "zero")),
+        *((name, c_int64) for name in ("block_stride", "token_stride")),
+        *((name, c_int32) for name in ("blocks", "tokens", "channels", "dtype")),
+        *((name, c_int32) for name in ("bits", "per_token", "group")),
+        *((name, c_int32) for name in ("head", "channel_lanes", "threads")),
+        *((name, c_float) for name in ("zero_shift", "scale_share")),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library, or None where the package was installed without a compiler."""
@@ -67,10 +78,13 @@ def library() -> ctypes.CDLL | None:
         if file.exists():
             # torch is imported: its OpenMP runtime is the one that this library finds.
             found = ctypes.CDLL(str(file))
-            if found.xq_attend_size() != ctypes.sizeof(Attend):
+            sizes = found.xq_attend_size(), found.xq_blocks_size()
+            if sizes != (ctypes.sizeof(Attend), ctypes.sizeof(Blocks)):
                 raise ImportError(f"{file} is of another version of xquant: install again")
             for path in PATHS:
                 getattr(found, f"xq_attend_{path}").argtypes = [POINTER(Attend)]
+                getattr(found, f"xq_seal_{path}").argtypes = [POINTER(Blocks)]
+                getattr(found, f"xq_decode_{path}").argtypes = [POINTER(Blocks)]
                 getattr(found, f"xq_read_{path}").argtypes = [c_void_p, c_int64, c_int32]
             found.xq_turn.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
             found.xq_turn.restype = None

@@ -2,6 +2,8 @@
 #pragma once
 #include "tiles.h"
 #include "attend.h"
+#include "seal.h"
+#include "decode.h"
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
@@ -32,4 +34,10 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_attend_, PATH)(
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_read_, PATH)(const void* bytes, int64_t size,
                                                                             int threads) {
     return read_all((const uint8_t*)bytes, size, threads);
+}
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_seal_, PATH)(const xq_blocks* call) { return seal(*call); }
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_decode_, PATH)(const xq_blocks* call) {
+    return decode(*call);
 }

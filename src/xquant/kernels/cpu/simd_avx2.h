@@ -46,6 +46,14 @@ template <int N>
 inline Words shift_left16(Words a) {
     return {_mm256_slli_epi16(a.lo, N), _mm256_slli_epi16(a.hi, N)};
 }
+template <int N>
+inline Words shift_right32(Words a) {
+    return {_mm256_srli_epi32(a.lo, N), _mm256_srli_epi32(a.hi, N)};
+}
+template <int N>
+inline Words shift_left32(Words a) {
+    return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)};
+}
 inline Words add16(Words a, Words b) {
     return {_mm256_add_epi16(a.lo, b.lo), _mm256_add_epi16(a.hi, b.hi)};
 }
@@ -138,6 +146,47 @@ inline Words to_nearest(Floats a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvt
 inline Floats load_halves(const uint16_t* p) {
     auto q = (const __m128i*)p;
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline Floats zero_below(Floats a, Floats x, Floats least) {
+    return {_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, least.lo, _CMP_GE_OQ)),
+            _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, least.hi, _CMP_GE_OQ))};
+}
+inline void store_halves(uint16_t* p, Floats a) {
+    auto q = (__m128i*)p;
+    _mm_storeu_si128(q, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128(q + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+inline __m256 brains_half(__m128i a) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16));
+}
+inline Floats load_brains(const uint16_t* p) {
+    auto q = (const __m128i*)p;
+    return {brains_half(_mm_loadu_si128(q)), brains_half(_mm_loadu_si128(q + 1))};
+}
+inline __m256i to_brains(__m256 a) {
+    __m256i bits = _mm256_castps_si256(a);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    bits = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    return _mm256_srli_epi32(bits, 16);
+}
+inline void store_brains(uint16_t* p, Floats a) {
+    __m256i both = _mm256_packus_epi32(to_brains(a.lo), to_brains(a.hi));  // lo0 hi0 lo1 hi1
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xD8));
+}
+inline Words load_bytes(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+inline Words load_quads(const uint8_t* p, ptrdiff_t stride) {
+    int32_t quads[4];
+    for (int i = 0; i < 4; i++) std::memcpy(quads + i, p + i * stride, 4);
+    return {_mm256_cvtepu8_epi32(_mm_setr_epi32(quads[0], quads[1], 0, 0)),
+            _mm256_cvtepu8_epi32(_mm_setr_epi32(quads[2], quads[3], 0, 0))};
+}
+inline void store_bytes(uint8_t* p, Words a) {
+    __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(a.lo, a.hi), 0xD8);
+    __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    _mm_storeu_si128((__m128i*)p, bytes);
 }
 inline void store_paired16(int16_t* p, Words a) {
     __m256i lo = _mm256_shuffle_epi32(a.lo, 0xD8), hi = _mm256_shuffle_epi32(a.hi, 0xD8);

@@ -31,6 +31,10 @@ template <int N>
 inline Words shift_right16(Words a) { return {_mm512_srli_epi16(a.v, N)}; }
 template <int N>
 inline Words shift_left16(Words a) { return {_mm512_slli_epi16(a.v, N)}; }
+template <int N>
+inline Words shift_right32(Words a) { return {_mm512_srli_epi32(a.v, N)}; }
+template <int N>
+inline Words shift_left32(Words a) { return {_mm512_slli_epi32(a.v, N)}; }
 inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Words sub16(Words a, Words b) { return {_mm512_sub_epi16(a.v, b.v)}; }
 // round(a * b / 2^15)
@@ -71,6 +75,35 @@ inline Words to_nearest(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline Floats load_halves(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
+// a where x is at least `least`, 0 elsewhere
+inline Floats zero_below(Floats a, Floats x, Floats least) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), a.v)};
+}
+inline void store_halves(uint16_t* p, Floats a) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+// bfloat16; numbers are rounded to nearest, ties to even
+inline Floats load_brains(const uint16_t* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline void store_brains(uint16_t* p, Floats a) {
+    __m512i bits = _mm512_castps_si512(a.v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    bits = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+}
+// 16 bytes, and the low bytes of the 32-bit lanes
+inline Words load_bytes(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
+}
+// 4 times 4 bytes, `stride` apart
+inline Words load_quads(const uint8_t* p, ptrdiff_t stride) {
+    int32_t quads[4];
+    for (int i = 0; i < 4; i++) std::memcpy(quads + i, p + i * stride, 4);
+    return {_mm512_cvtepu8_epi32(_mm_setr_epi32(quads[0], quads[1], quads[2], quads[3]))};
+}
+inline void store_bytes(uint8_t* p, Words a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
 // Low halves of the 32-bit lanes, whose quads 0 1 2 3 are stored in the order 0 2 1 3.
 inline void store_paired16(int16_t* p, Words a) {
     __m512i paired = _mm512_shuffle_epi32(a.v, (_MM_PERM_ENUM)0xD8);

@@ -53,3 +53,20 @@ typedef struct {
     xq_exact exact[3];  // sinks, tail, newest
     int32_t exact_count, threads;
 } xq_attend;
+
+// Blocks of affine codes, to be sealed or decoded (docs/format.md).
+typedef struct {
+    void *rows;             // [N, n, C], contiguous in C: read by sealing, written by decoding
+    const uint8_t *hidden;  // bools [N, n]: tokens that do not count in ranges of tokens; null: none
+    uint8_t *codes;
+    uint16_t *scale, *zero;  // fp16
+    int64_t block_stride, token_stride;  // of rows, in elements
+    int32_t blocks, tokens, channels, dtype;  // N, n, C
+    int32_t bits;
+    int32_t per_token;      // 1: ranges of `group` channels of a token; 0: of `group` tokens of a channel
+    int32_t group;
+    int32_t head;           // channels of a head where codes are in tiles; 0: codes are in rows
+    int32_t channel_lanes;  // the lanes of a tile are 1: channels, 0: tokens
+    int32_t threads;
+    float zero_shift, scale_share;  // eta * (2^bits - 1) and 1 - 2 eta; decoding does not read them
+} xq_blocks;

@@ -1,0 +1,110 @@
+"""Quantizers by the native library, where it can: affine codes on the CPU, packed and unpacked in one go.
+
+The result is that of the quantizer in torch, bit for bit, but for the sign of a zero, which torch leaves to
+the order in which it looks for the lowest.
+"""
+
+import ctypes
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from ..quant import Affine, Packed, Quantizer
+from ..quant.pack import packed_rows
+from ..quant.quantizer import dense
+from . import native
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FOUND_NAN = 1  # as in cpu/packing.h
+
+
+def instruction_set(kernel: str) -> str | None:
+    """What a cache of this ``kernel`` seals with; None for torch."""
+    available = () if native.library() is None else native.paths()
+    if kernel == "auto":
+        return next(iter(available), None)
+    return kernel if kernel in available else None
+
+
+def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str | None) -> Packed:
+    """`Quantizer.encode` of blocks ``[N, n, C]``; ``excluded`` is bool ``[N, n]``.
+
+    Raises:
+        ValueError: ``x`` holds NaN in a token that sets a range.
+    """
+    if path is None or not _fits(quantizer, x):
+        return quantizer.encode(x, excluded)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    codes_shape, ranges_shape = _shapes(quantizer, *x.shape[1:])
+    codes = torch.empty(len(x), *codes_shape, dtype=torch.uint8)
+    scale, zero = (torch.empty(len(x), *ranges_shape, dtype=torch.float16) for _ in range(2))
+    packed: Packed = {"codes": codes, "scale": scale, "zero": zero}
+    if excluded is not None:
+        excluded = excluded.contiguous()
+    _call("seal", path, quantizer, x, packed, excluded)
+    return packed
+
+
+def decode(quantizer: Quantizer, packed: Packed, out: Tensor, path: str | None) -> None:
+    """`Quantizer.decode` into ``out`` ``[N, n, C]``, which may be some columns of a tensor."""
+    if path is None or not _fits(quantizer, out) or out.stride(-1) != 1:
+        return quantizer.decode(packed, out)
+    fields = {name: dense(packed, name) for name in ("codes", "scale", "zero")}
+    _call("decode", path, quantizer, out, {n: t.contiguous() for n, t in fields.items()}, None)
+
+
+def _fits(quantizer: Quantizer, rows: Tensor) -> TypeGuard[Affine]:
+    return (
+        type(quantizer) is Affine
+        and rows.device.type == "cpu"
+        and rows.dtype in _FLOATS
+        and rows.numel() > 0
+    )
+
+
+def _head(quantizer: Affine, tokens: int) -> int:
+    """Channels of a head where a block's codes are in tiles, otherwise 0."""
+    tile = quantizer.tile
+    return tile.head if tile is not None and tile.fits(tokens) else 0
+
+
+def _shapes(quantizer: Affine, tokens: int, channels: int) -> tuple[list[int], list[int]]:
+    """Of the codes and of the ranges of one block."""
+    head, bits = _head(quantizer, tokens), quantizer.bits
+    if head:
+        assert quantizer.tile is not None
+        lanes, summed = (tokens, head) if quantizer.tile.lanes == "tokens" else (head, tokens)
+        codes = [channels // head, lanes // 16, packed_rows(summed // 4, bits), 64]
+    else:
+        codes = [packed_rows(tokens, bits), channels]
+    if quantizer.per == "channel":
+        return codes, [-(-tokens // quantizer.range_size(tokens)), channels]
+    ranges = -(-channels // quantizer.range_size(channels))
+    return codes, [ranges, tokens] if head else [tokens, ranges]
+
+
+def _call(
+    what: str, path: str, quantizer: Affine, rows: Tensor, packed: Packed, hidden: Tensor | None
+) -> None:
+    library, call = native.library(), native.Blocks()
+    assert library is not None
+    for name in ("codes", "scale", "zero"):
+        setattr(call, name, dense(packed, name).data_ptr())
+    call.rows, call.hidden = rows.data_ptr(), None if hidden is None else hidden.data_ptr()
+    call.block_stride, call.token_stride, _ = rows.stride()
+    call.blocks, call.tokens, call.channels = rows.shape
+    call.dtype, call.bits = native.DTYPES[rows.dtype], quantizer.bits
+    call.per_token = quantizer.per == "token"
+    call.group = quantizer.range_size(call.channels if call.per_token else call.tokens)
+    call.head = _head(quantizer, call.tokens)
+    call.channel_lanes = quantizer.tile is not None and quantizer.tile.lanes == "channels"
+    call.threads = torch.get_num_threads()
+    call.zero_shift = quantizer.eta * (2**quantizer.bits - 1)
+    call.scale_share = 1 - 2 * quantizer.eta
+    failed = getattr(library, f"xq_{what}_{path}")(ctypes.byref(call))
+    if failed == _FOUND_NAN:
+        raise ValueError("NaN cannot be quantized")
+    if failed:
+        raise MemoryError(f"not enough memory to {what} blocks")
