@@ -12,8 +12,9 @@ from transformers import Cache
 from . import compat
 from .attention import ObservingCache, attach
 from .calibrate.artifact import Calibration
-from .kernels import choose
 from .kernels.angles import AngleBook
+from .kernels.dispatch import choose
+from .kernels.folded import FoldedAttention
 from .kernels.packed import MOST_QUERIES, PackedAttention
 from .kernels.sealing import instruction_set
 from .layer import CompressedLayer, States
@@ -47,8 +48,9 @@ class KVCache(Cache, ObservingCache):
             included, which is what perplexity is measured with.
         calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
         kernel: ``"auto"`` takes the fastest that can read this method on this machine, and `report` says
-            which; ``"avx512"``, ``"avx2"`` and ``"reference"`` ask for one. It also says what blocks
-            are sealed and rebuilt with, to the same bits: ``"reference"`` leaves that to torch too.
+            which; ``"avx512"``, ``"avx2"``, ``"folded"`` and ``"reference"`` ask for one. It also says what
+            blocks are sealed and rebuilt with, to the same bits: ``"folded"`` and ``"reference"`` leave that
+            to torch too.
 
     Raises:
         ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing
@@ -99,11 +101,14 @@ class KVCache(Cache, ObservingCache):
 
     def _attach_kernels(self) -> None:
         self._book = AngleBook(self.index)
-        self._native = {
-            layer.codec.view.index: PackedAttention(layer, path, self._book)
-            for layer in self.compressed
-            if (path := self.kernels[layer.codec.view.index].name) != "reference"
-        }
+        self._attentions: dict[int, PackedAttention | FoldedAttention] = {}
+        for layer in self.compressed:
+            index = layer.codec.view.index
+            name = self.kernels[index].name
+            if name == "folded":
+                self._attentions[index] = FoldedAttention(layer)
+            elif name != "reference":
+                self._attentions[index] = PackedAttention(layer, name, self._book)
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -175,12 +180,12 @@ class KVCache(Cache, ObservingCache):
         scaling: float,
         softcap: float | None,
     ) -> Tensor | None:
-        native = self._native.get(index)
-        if native is None or query.shape[2] > MOST_QUERIES or query.requires_grad:
+        kernel = self._attentions.get(index)
+        if kernel is None or query.shape[2] > MOST_QUERIES or query.requires_grad:
             return None
         if self.layers[index].get_seq_length() == query.shape[2]:
             return None  # nothing came before
-        return native.attend(query, key, value, mask, scaling, softcap)
+        return kernel.attend(query, key, value, mask, scaling, softcap)
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
@@ -274,7 +279,7 @@ class KVCache(Cache, ObservingCache):
         shared = (self.attachment, *(layer.codec for layer in self.compressed))
         memo.update((id(thing), thing) for thing in shared)
         other = memo[id(self)] = object.__new__(type(self))
-        own = {k: v for k, v in self.__dict__.items() if k not in ("_book", "_native")}
+        own = {k: v for k, v in self.__dict__.items() if k not in ("_book", "_attentions")}
         other.__dict__.update(copy.deepcopy(own, memo))
         other._attach_kernels()
         return other

@@ -110,15 +110,12 @@ class Stream:
         self.lengths += [self.block] * ids.shape[1]
         self.tokens += self.block * ids.shape[1]
 
-    def _gather(self, ids: Tensor) -> list[Packed]:
-        """The packed blocks ``ids``, with borrowed codes."""
-        if torch.equal(ids, torch.arange(self.blocks, device=ids.device)):
-            pool = [{name: _whole(t) for name, t in fields.items()} for fields in self.pool]
-        else:
-            pool = [{name: t[ids] for name, t in fields.items()} for fields in self.pool]
+    def gather(self, ids: Tensor) -> list[Packed]:
+        """The packed blocks ``ids``, with borrowed codes; not to be written to."""
+        pool: list[Packed] = [{name: t[ids] for name, t in fields.items()} for fields in self.pool]
         if self.lender is None:
             return pool
-        return self.borrow(pool, self.lender._gather(ids))
+        return self.borrow(pool, self.lender.gather(ids))
 
     def borrow(self, pool: list[Packed], lent: list[Packed]) -> list[Packed]:
         """``pool`` with the codes of ``lent`` where a segment borrows them."""
@@ -134,7 +131,7 @@ class Stream:
         """The first ``tokens`` sealed rows, decoded: ``[B, tokens, C]`` in ``dtype``."""
         assert self.table is not None
         columns = next(j for j, end in enumerate(accumulate(self.lengths), 1) if end >= tokens)
-        pool = self._gather(self.table[:, :columns].flatten())
+        pool = self.gather(self.table[:, :columns].flatten())
         rows = self.unpack(pool, self.block, dtype).unflatten(0, (-1, columns))
         if all(length == self.block for length in self.lengths[: columns - 1]):
             return rows.flatten(1, 2)[:, :tokens]
@@ -175,10 +172,6 @@ class Stream:
 
 def _held(fields: Tensor | Ragged) -> Slabs | Ragged:
     return fields if isinstance(fields, Ragged) else Slabs(fields)
-
-
-def _whole(fields: Slabs | Ragged) -> Tensor | Ragged:
-    return fields if isinstance(fields, Ragged) else fields.whole()
 
 
 def _grown(old: Slabs | Ragged, new: Tensor | Ragged) -> Slabs | Ragged:

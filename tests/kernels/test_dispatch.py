@@ -24,8 +24,6 @@ def test_the_best_that_fits_is_chosen() -> None:
         ("full:group=32", {}, "rebuilt from other states"),
         ("kivi-16bit:group=32", {}, "not quantized"),
         ("xquant-4bit:group=32", {}, "rebuilt from other states"),
-        ("nf5:group=32", {}, "a table of 32 levels"),
-        ("int4-gs24:group=32", {}, "ranges of"),
         ("kivi-4bit:group=32", {"attend": "store"}, "every token reads the store"),
         ("kivi-4bit:group=32", {"kernel": "reference"}, "asked for"),
     ],
@@ -39,20 +37,57 @@ def test_the_reference_says_why(spec: str, options: dict[str, str], why: str) ->
             KVCache(tiny("llama", **MODEL), spec, **cache_with_kernel)
 
 
+@pytest.mark.parametrize(
+    ("spec", "model", "why"),
+    [
+        ("nf5:group=32", MODEL, "a table of 32 levels"),
+        ("int4-gs24:group=32", MODEL, "ranges of"),
+        ("kivi-4bit:group=32", {"head_dim": 24}, "heads of 24"),
+    ],
+)
+def test_plain_torch_reads_what_the_native_kernels_do_not(
+    spec: str, model: dict[str, int], why: str
+) -> None:
+    cache = KVCache(tiny("llama", **model), spec)
+    assert cache.report().kernel.startswith("folded") and why in cache.report().kernel
+
+
+def test_small_blocks_are_folded_only_when_asked_for() -> None:
+    cache = KVCache(tiny("llama", **MODEL), "kivi-4bit:group=8", kernel="folded")
+    assert cache.report().kernel == "folded (asked for)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("xquant-4bit:group=32", "rebuilt from other states"),
+        ("kvquant-2bit-10%:group=32,datatype=int,scales=online", "outliers are stored apart"),
+    ],
+)
+def test_the_folded_kernel_is_refused_what_it_cannot_read(spec: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"kernel 'folded' cannot be used: .*{why}"):
+        KVCache(tiny("llama", **MODEL), spec, kernel="folded")
+
+
 def test_a_kernel_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="kernel is one of auto, avx512, avx2, reference"):
+    with pytest.raises(ValueError, match="kernel is one of auto, avx512, avx2, folded, reference"):
         KVCache(tiny("llama"), "kivi-4bit", kernel="fast")
 
 
-def test_without_the_library_the_reference_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_plain_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "paths", lambda: ())
     model = tiny("llama", **MODEL)
+    for spec, kernel in (
+        ("kivi-4bit:group=32", "folded"),
+        ("kvquant-2bit-10%:group=32,datatype=int,scales=online", "reference"),
+    ):
+        cache = KVCache(model, spec)
+        assert cache.report().kernel == f"{kernel} (installed without the native library)"
     cache = KVCache(model, "kivi-4bit:group=32")
-    assert cache.report().kernel == "reference (installed without the native library)"
-    model.generate(prompt(), past_key_values=cache, max_new_tokens=3)
+    model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=3)
 
 
-@needs_native
 def test_gradients_and_attention_weights_are_the_references() -> None:
     model = tiny("llama", **MODEL)
     cache = KVCache(model, "kivi-4bit:group=32")

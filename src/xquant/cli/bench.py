@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from ..evals.results import STDOUT
+from ..kernels import KERNELS
 from .common import (
     calibrations_for,
     calibrations_option,
@@ -31,7 +32,6 @@ COLUMNS = {
 }
 DEFAULT_METHODS = ("kivi-4bit", "kivi-2bit")
 DTYPES = ("auto", "float32", "bfloat16")
-KERNELS = ("auto", "avx512", "avx2", "reference")
 
 
 @click.command()

@@ -8,9 +8,10 @@ from ..methods import LayerCodec
 from ..methods.key_value import KeyValueCodec
 from ..quant import Affine, Codebook
 from ..quant.quantizer import Segment
-from . import native
+from . import KERNELS, native
 
-KERNELS = ("auto", "avx512", "avx2", "reference")
+LEAST_BLOCK = 32
+"""Tokens of a block from which on the folded kernel was measured to be faster than the reference."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,18 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
         raise ValueError(f"kernel is one of {', '.join(KERNELS)}, not '{wanted}'")
     if wanted == "reference":
         return Choice("reference", "asked for")
-    why = "every token reads the store" if through_store else _unfit(codec, block)
-    if not why:
-        why = _missing(wanted)
-    if why and wanted != "auto":
-        raise ValueError(f"kernel '{wanted}' cannot be used: {why}")
+    unread = "every token reads the store" if through_store else _unfit(codec)
+    packed = unread or _unfit_packed(codec, block) or _missing(wanted)
+    folded = unread or _unfit_folded(codec)
+    if wanted == "auto":
+        if not packed:
+            return Choice(native.paths()[0])
+        gains = codec.view.device.type == "cpu" and block >= LEAST_BLOCK
+        return Choice("folded" if gains and not folded else "reference", packed)
+    why = folded if wanted == "folded" else packed
     if why:
-        return Choice("reference", why)
-    best = native.paths()[0]
-    if wanted in ("auto", best):
-        return Choice(best)
-    return Choice(wanted, "asked for")
+        raise ValueError(f"kernel '{wanted}' cannot be used: {why}")
+    return Choice(wanted, "" if wanted in native.paths()[:1] else "asked for")
 
 
 def _missing(wanted: str) -> str:
@@ -57,14 +59,28 @@ def _missing(wanted: str) -> str:
     return ""
 
 
-def _unfit(codec: LayerCodec, block: int) -> str:
-    """Why the packed kernels cannot read a layer; empty where they can."""
+def _unfit(codec: LayerCodec) -> str:
+    """Why only the reference can read a layer; empty where a kernel can."""
+    if type(codec).exact is not KeyValueCodec.exact or not isinstance(codec, KeyValueCodec):
+        return "keys and values are rebuilt from other states"
+    for segment, role in zip(codec.segments, ("keys", "values"), strict=True):
+        if not isinstance(segment.quantizer, Affine | Codebook):
+            return f"{role} are not quantized"
+    return ""
+
+
+def _unfit_folded(codec: LayerCodec) -> str:
+    """Why plain torch gains nothing on a layer of packed keys and values; empty where it does."""
+    sparse = (isinstance(s.quantizer, Codebook) and s.quantizer.sparse for s in codec.segments)
+    return "outliers are stored apart" if any(sparse) else ""
+
+
+def _unfit_packed(codec: LayerCodec, block: int) -> str:
+    """Why the native kernels cannot read a layer of packed keys and values; empty where they can."""
     if codec.view.device.type != "cpu":
         return f"the layer is on {codec.view.device.type}"
     if codec.view.dtype not in native.DTYPES:
         return f"{codec.view.dtype} states"
-    if type(codec).exact is not KeyValueCodec.exact or not isinstance(codec, KeyValueCodec):
-        return "keys and values are rebuilt from other states"
     if codec.view.head_size % 32 or block % 32:
         return f"heads of {codec.view.head_size} in blocks of {block}: both must be multiples of 32"
     if not codec.rotated and codec.view.rotary_size != codec.view.head_size:
@@ -76,8 +92,7 @@ def _unfit(codec: LayerCodec, block: int) -> str:
 
 def _unfit_segment(segment: Segment, role: str, block: int) -> str:
     quantizer = segment.quantizer
-    if not isinstance(quantizer, Affine | Codebook):
-        return f"{role}s are not quantized"
+    assert isinstance(quantizer, Affine | Codebook)
     if isinstance(quantizer, Codebook) and quantizer.bits > 4:
         return f"a table of {2**quantizer.bits} levels for {role}s"
     tokens = quantizer.per == "channel"

@@ -93,9 +93,15 @@ class Tile:
         tiles = heads.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 16)).transpose(-3, -2)
         return tiles.flatten(-2)
 
+    def rows(self, tiles: Tensor) -> Tensor:
+        """Codes of `arrange` by lane, ``[..., C/head, M, K]``."""
+        # Four codes move as one word.
+        words = tiles.view(torch.int32).transpose(-1, -2).contiguous()
+        return words.view(torch.uint8).flatten(-3, -2)
+
     def restore(self, tiles: Tensor) -> Tensor:
         """The inverse of `arrange`."""
-        heads = tiles.unflatten(-1, (16, 4)).transpose(-3, -2).flatten(-2).flatten(-3, -2)
+        heads = self.rows(tiles)
         if self.lanes == "channels":
             heads = heads.transpose(-1, -2)
         return heads.movedim(-3, -2).flatten(-2)

@@ -110,7 +110,8 @@ class _Grouped:
             scale, zero = scale.mT.contiguous(), zero.mT.contiguous()
         return {"scale": scale, "zero": zero}
 
-    def _unpack_ranges(self, packed: "Packed", tokens: int) -> tuple[Tensor, Tensor]:
+    def unpack_ranges(self, packed: "Packed", tokens: int) -> tuple[Tensor, Tensor]:
+        """Scale and zero of blocks: ``[N, tokens, ranges]`` per token, ``[N, ranges, C]`` per channel."""
         scale, zero = dense(packed, "scale"), dense(packed, "zero")
         return (scale.mT, zero.mT) if self._by_range(tokens) else (scale, zero)
 
@@ -148,7 +149,7 @@ class Affine(_Grouped):
     def decode(self, packed: Packed, out: Tensor) -> None:
         codes = self.unpack(dense(packed, "codes"), out.shape[-2])
         size = self.range_size(out.shape[self._dim])
-        scale, zero = self._unpack_ranges(packed, out.shape[-2])
+        scale, zero = self.unpack_ranges(packed, out.shape[-2])
         dequantize(codes, scale, zero, self._dim, size, out)
 
 
@@ -230,7 +231,7 @@ class Codebook(_Grouped):
         levels = self.levels.to(out.device).float()[codes.int()]
         if self.span is None:
             dim, size = self._dim, self.range_size(out.shape[self._dim])
-            scale, zero = self._unpack_ranges(packed, out.shape[-2])
+            scale, zero = self.unpack_ranges(packed, out.shape[-2])
         else:
             dim, size = -2, out.shape[-2]
             scale, zero = (t.unsqueeze(0) for t in self._fixed(out))
