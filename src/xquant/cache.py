@@ -16,9 +16,12 @@ from .kernels.angles import AngleBook
 from .kernels.dispatch import choose
 from .kernels.folded import FoldedAttention
 from .kernels.packed import MOST_QUERIES, PackedAttention
+from .kernels.parts import PartedAttention
+from .kernels.rebuilt import RebuiltAttention
 from .kernels.sealing import instruction_set
 from .layer import CompressedLayer, States
 from .methods import LayerCodec, Method, Seen
+from .methods.xquant import Rematerialized
 from .models import AttentionView
 from .models.base import rotate
 from .report import Report
@@ -101,11 +104,13 @@ class KVCache(Cache, ObservingCache):
 
     def _attach_kernels(self) -> None:
         self._book = AngleBook(self.index)
-        self._attentions: dict[int, PackedAttention | FoldedAttention] = {}
+        self._attentions: dict[int, PackedAttention | PartedAttention] = {}
         for layer in self.compressed:
             index = layer.codec.view.index
             name = self.kernels[index].name
-            if name == "folded":
+            if name != "reference" and isinstance(layer.codec, Rematerialized):
+                self._attentions[index] = RebuiltAttention(layer)
+            elif name == "folded":
                 self._attentions[index] = FoldedAttention(layer)
             elif name != "reference":
                 self._attentions[index] = PackedAttention(layer, name, self._book)

@@ -134,7 +134,7 @@ class CompressedLayer(CacheLayerMixin):
     def carry_up(self) -> None:
         """Recall what is stored, where the layer above needs it."""
         if self.codec.feeds_above:
-            self.recalled = self._recall()
+            self.recalled = self.recall()
             self.carried = self._carry(self.recalled)
 
     def _seal_span(self, blocks: int) -> None:
@@ -181,7 +181,7 @@ class CompressedLayer(CacheLayerMixin):
         assert self.below is not None
         carried = self.below.carried
         if carried is None:  # asked for outside a forward pass
-            carried = self.below._carry(self.below._recall())
+            carried = self.below._carry(self.below.recall())
         assert carried is not None
         return carried[:, start:stop].to(self.codec.view.device)
 
@@ -196,7 +196,7 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def _recall(self, tokens: int | None = None) -> Tensor | None:
+    def recall(self, tokens: int | None = None) -> Tensor | None:
         """What the codec recalls of the first ``tokens`` sealed tokens (all by default).
 
         With ``through_store`` the tail follows, as it would read once sealed.
@@ -263,7 +263,7 @@ class CompressedLayer(CacheLayerMixin):
             tail = tail[:, : max(tokens - self.stream.tokens, 0)]
         exact = self.codec.exact(torch.cat([sinks, tail], 1))
         exact_tail = exact[0][:, count:], exact[1][:, count:]
-        recalled = self.recalled if self.recalled is not None else self._recall(tokens)
+        recalled = self.recalled if self.recalled is not None else self.recall(tokens)
         if recalled is None:
             return [self._heads(exact_tail, 0)]
         coded = []

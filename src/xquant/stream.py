@@ -131,12 +131,16 @@ class Stream:
         """The first ``tokens`` sealed rows, decoded: ``[B, tokens, C]`` in ``dtype``."""
         assert self.table is not None
         columns = next(j for j, end in enumerate(accumulate(self.lengths), 1) if end >= tokens)
-        pool = self.gather(self.table[:, :columns].flatten())
-        rows = self.unpack(pool, self.block, dtype).unflatten(0, (-1, columns))
+        rows = self.read_blocks(dtype, self.table[:, :columns])
         if all(length == self.block for length in self.lengths[: columns - 1]):
             return rows.flatten(1, 2)[:, :tokens]
         parts = [rows[:, j, : self.lengths[j]] for j in range(columns)]
         return torch.cat(parts, 1)[:, :tokens]
+
+    def read_blocks(self, dtype: torch.dtype, table: Tensor) -> Tensor:
+        """The blocks ``[B, c]``, decoded: ``[B, c, n, C]``, with the tokens that were cropped off."""
+        rows = self.unpack(self.gather(table.flatten()), self.block, dtype)
+        return rows.unflatten(0, table.shape)
 
     def crop(self, tokens: int) -> None:
         """Keep the first ``tokens`` sealed tokens of every sequence."""

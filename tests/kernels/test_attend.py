@@ -53,6 +53,19 @@ FOLDED_ONLY = [
     ("nf5:group=32", 32),
 ]
 
+REBUILT = [
+    "xquant-4bit:group=32",
+    "xquant-3bit:group=64,sink=3,tail=40",
+    "xquant-2bit:group=32,form=mha",
+    "xquant-8bit:group=32,form=mha,rotate=true,sink=1",
+    "xquant-4bit:group=32,outlier=true,rotate=true",
+    "xquant-4bit:group=40",
+    "xquant-16bit:group=32",
+    "xquant-cl-2bit:group=32",
+    "xquant-cl-3bit:group=64,form=mha,sink=2,tail=7,first_layers=2",
+    "xquant-cl-2bit:group=32,rotate=true,accumulator=8,stream=residual,first_layers=1",
+]
+
 
 def outliers(spec: str) -> bool:
     """Whether some are stored apart, which the folded kernel leaves to the reference."""
@@ -185,6 +198,20 @@ def test_plain_torch_reads_more(spec: str, head_size: int, queries: int) -> None
     assert error(case, filled(case)) < TOLERANCE
     case.batch, case.mask, case.softcap = 3, "float", 5.0
     assert error(case, filled(case)) < TOLERANCE
+
+
+@pytest.mark.parametrize("spec", REBUILT)
+@pytest.mark.parametrize("path", ["auto", "folded"])
+def test_keys_are_rebuilt_right(spec: str, path: str) -> None:
+    case = Case(spec, path=path)
+    assert error(case, filled(case)) < TOLERANCE
+    case = Case(spec, path=path, batch=3, queries=4, tokens=203, mask="bool", group_heads=3)
+    cache = filled(case)
+    assert error(case, cache) < TOLERANCE
+    cache.crop(-17)
+    cache.batch_select_indices(torch.tensor([1, 0, 1, 2]))
+    case.batch, case.mask, case.softcap = 4, "float", 5.0
+    assert error(case, cache) < TOLERANCE
 
 
 @pytest.mark.parametrize("rope", ["pre", "post"])

@@ -6,6 +6,7 @@ import torch
 
 from ..methods import LayerCodec
 from ..methods.key_value import KeyValueCodec
+from ..methods.xquant import Rematerialized
 from ..quant import Affine, Codebook
 from ..quant.quantizer import Segment
 from . import KERNELS, native
@@ -61,6 +62,8 @@ def _missing(wanted: str) -> str:
 
 def _unfit(codec: LayerCodec) -> str:
     """Why only the reference can read a layer; empty where a kernel can."""
+    if isinstance(codec, Rematerialized):
+        return ""
     if type(codec).exact is not KeyValueCodec.exact or not isinstance(codec, KeyValueCodec):
         return "keys and values are rebuilt from other states"
     for segment, role in zip(codec.segments, ("keys", "values"), strict=True):
@@ -77,6 +80,8 @@ def _unfit_folded(codec: LayerCodec) -> str:
 
 def _unfit_packed(codec: LayerCodec, block: int) -> str:
     """Why the native kernels cannot read a layer of packed keys and values; empty where they can."""
+    if isinstance(codec, Rematerialized):
+        return "keys are rebuilt by torch"
     if codec.view.device.type != "cpu":
         return f"the layer is on {codec.view.device.type}"
     if codec.view.dtype not in native.DTYPES:
@@ -103,7 +108,3 @@ def _unfit_segment(segment: Segment, role: str, block: int) -> str:
     else:
         fits = (size % 32 == 0 or size >= block) if tokens else size % 4 == 0
     return "" if fits else f"ranges of {size} {'tokens' if tokens else 'channels'} for {role}s"
-
-
-def threads() -> int:
-    return torch.get_num_threads()

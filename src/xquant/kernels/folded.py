@@ -1,19 +1,13 @@
-"""Attention over packed keys and values in plain torch, scales folded into what multiplies the codes.
+"""Attention over packed keys and values in plain torch, scales folded into what multiplies the codes."""
 
-Letters: ``B`` sequences, ``c`` blocks of each, ``G`` key/value heads, ``R`` query heads of each, ``t``
-queries, ``n`` tokens of a block, ``D`` channels of a head. A few blocks are unpacked at a time, which a
-CPU's cache can hold; the parts of the softmax are joined by their maxima and sums.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from ..models.base import rotate
-from .packed import MASKED
+from .parts import Part, PartedAttention, by_block
 from .sides import Side
 
 if TYPE_CHECKING:
@@ -21,141 +15,23 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 """Elements of keys that are unpacked at a time; at least a block of each sequence."""
-LOWEST = -1e30
-"""Below every score, yet a score minus it is a number."""
-
-Weigh = Callable[[Tensor], Tensor]
-Part = tuple[Tensor, Tensor | None, Weigh]
-"""Scores ``[B, c, G, R * t, n]``, their bias as `_by_block` gives it, and what sums values by weights of the
-shape of the scores, to ``[B, c, G, R * t, D]``."""
 
 
-class FoldedAttention:
-    """Attends over one layer; the same on every device."""
+class FoldedAttention(PartedAttention):
+    """Codes are unpacked, but never become values, nor keys unless they are kept before RoPE."""
 
     def __init__(self, layer: "CompressedLayer") -> None:
-        self._layer = layer
+        super().__init__(layer)
         keys, values = layer.codec.segments
         heads, block = layer.codec.view.kv_heads, layer.stream.block
         self._keys = Side(keys, heads, block, "tokens")
         self._values = Side(values, heads, block, "channels")
-        self._version = -1
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor | None:
-        """Attention of the newest tokens over the store, their own past and themselves.
-
-        Args:
-            query: ``[B, H, t, D]``, the newest tokens'.
-            key, value: their exact states ``[B, G, t, D]``.
-            mask: ``[B, 1, t, T]`` as the attention function got it, or None for causal.
-
-        Returns:
-            ``[B, t, H, D]``, or None where the reference must answer.
-        """
-        if mask is not None and (mask.dtype not in MASKED or mask.shape[1] != 1):
-            return None
-        if self._layer.stream.version != self._version:
-            self._refresh()
-        groups, queries = key.shape[1], query.shape[2]
-        left = query.float().unflatten(1, (groups, -1)).flatten(2, 3)[:, None] * scaling
-        bias = None if mask is None else _additive(mask)
-        peak = left.new_full((*left.shape[:-1], 1), LOWEST)
-        total, out = torch.zeros_like(peak), torch.zeros_like(left)
-        for scores, part, weigh in self._parts(left, key, value, bias):
-            if softcap:
-                scores = torch.tanh(scores / softcap) * softcap
-            if part is not None:
-                scores = (scores.unflatten(-2, (-1, queries)) + part).flatten(-3, -2)
-            higher = torch.maximum(peak, scores.amax(-1, keepdim=True).amax(1, keepdim=True))
-            weights = torch.exp_(scores - higher)
-            shrink = torch.exp(peak - higher)
-            total = total * shrink + weights.sum((1, 4), keepdim=True)
-            out = out * shrink + weigh(weights).sum(1, keepdim=True)
-            peak = higher
-        out = out / total.clamp(min=torch.finfo(total.dtype).tiny)
-        heads = out.squeeze(1).unflatten(2, (-1, queries)).flatten(1, 2)
-        return heads.transpose(1, 2).to(query.dtype)
-
-    def _refresh(self) -> None:
-        """Where the tokens of the blocks stand as they are now, and which are not to be seen."""
-        layer, stream = self._layer, self._layer.stream
-        self._version = stream.version
-        device = layer.codec.view.device
-        lengths = torch.tensor(stream.lengths, dtype=torch.long, device=device)[:, None]
-        within = torch.arange(stream.block, device=device)
-        columns = (lengths.cumsum(0) - lengths + within).masked_fill(
-            within >= lengths, stream.tokens
-        )
-        self._columns = columns.flatten()  # [c * n], past the end where a block was cropped
-        hidden = (self._columns >= stream.tokens)[None]
-        if layer.sink_at is not None:
-            hidden = hidden | (layer.sink_at[:, :, None] == self._columns).any(1)
-        self._hidden = hidden if bool(hidden.any()) else None  # [B | 1, c * n]
-
-    def _parts(
-        self, left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-    ) -> Iterator[Part]:
-        layer, queries = self._layer, key.shape[2]
-        past = layer.get_seq_length() - queries
-        limit = min(layer.stream.tokens, past)
-        own = bias if bias is not None else _causal(key)
-        yield _exact(left, key, value, own[..., -queries:])
-        if past > limit:
-            assert layer.tail is not None
-            states = layer.codec.exact(layer.tail[:, : past - limit])
-            keys, values = (s.transpose(1, 2) for s in layer._heads(states, limit))
-            yield _exact(left, keys, values, None if bias is None else bias[..., limit:past])
-        if layer.sinks is not None and layer.sink_at is not None:
-            yield self._sinks(left, layer.sinks, layer.sink_at.long(), bias, limit)
-        if limit:
-            yield from self._coded(left, key, bias, limit)
-
-    def _sinks(
-        self, left: Tensor, rows: Tensor, column: Tensor, bias: Tensor | None, limit: int
-    ) -> Part:
-        """Of rows ``[B, S, W]`` in columns ``[B, S]``, -1 where there is none."""
-        codec = self._layer.codec
-        heads = codec.view.kv_heads
-        keys, values = (s.unflatten(-1, (heads, -1)) for s in codec.exact(rows))
-        at = column.clamp(min=0)[..., None]
-        if not codec.rotated:
-            cos, sin = (
-                t.gather(1, at.expand(-1, -1, t.shape[2])) for t in self._layer.index.rope(keys)
-            )
-            keys = rotate(keys, cos, sin)
-        seen = left.new_zeros(1, 1, 1)
-        if bias is not None:
-            every = bias.expand(len(at), -1, -1)
-            seen = every.gather(2, at.mT.expand(-1, every.shape[1], -1))
-        seen = seen.masked_fill(((column < 0) | (column >= limit))[:, None], -torch.inf)
-        return _exact(left, keys.transpose(1, 2), values.transpose(1, 2), seen)
 
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
         layer, stream = self._layer, self._layer.stream
-        assert stream.table is not None
-        batch, block = len(stream.table), stream.block
-        hidden = self._hidden
-        if limit < stream.tokens:
-            late = (self._columns >= limit)[None]
-            hidden = late if hidden is None else hidden | late
-        step = max(CHUNK // (batch * block * layer.codec.view.kv_width), 1)
-        for start in range(0, len(stream.lengths), step):
-            table = stream.table[:, start : start + step]
-            columns = self._columns[start * block : (start + step) * block]
-            columns = columns.clamp(max=stream.tokens - 1)
-            part = None if bias is None else bias[..., columns]
-            if hidden is not None:
-                seen = left.new_zeros(1, 1, 1) if part is None else part
-                hide = hidden[:, None, start * block : (start + step) * block]
-                part = seen.masked_fill(hide, -torch.inf)
+        batch = len(key)
+        step = max(CHUNK // (batch * stream.block * layer.codec.view.kv_width), 1)
+        for table, columns, part in self._blocks(left, bias, limit, step):
             keys, values = stream.gather(table.flatten())
             if layer.codec.rotated:
                 scores = self._keys.times(left, keys)
@@ -163,7 +39,7 @@ class FoldedAttention:
                 states = self._keys.states(keys, batch)  # [B, c, G, n, D]
                 scores = left @ self._turned(states, key, columns).mT
             weigh = partial(self._values.times, packed=values)
-            yield scores, _by_block(part, table.shape[1]), weigh
+            yield scores, by_block(part, table.shape[1]), weigh
 
     def _turned(self, keys: Tensor, like: Tensor, columns: Tensor) -> Tensor:
         """Keys ``[B, c, G, n, D]`` as they are after RoPE in these columns ``[c * n]``."""
@@ -175,30 +51,3 @@ class FoldedAttention:
             t[:, columns].unflatten(1, (blocks, -1)).float() for t in self._layer.index.rope(like)
         )
         return rotate(keys, cos, sin)
-
-
-def _exact(left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Part:
-    """Of keys and values ``[B, G, T, D]`` that are there."""
-    keys, values = key[:, None].float(), value[:, None].float()
-    return left @ keys.mT, _by_block(bias, 1), lambda weights: weights @ values
-
-
-def _additive(mask: Tensor) -> Tensor:
-    """A mask ``[B, 1, t, T]`` as what is added to scores, fp32 ``[B, t, T]``."""
-    mask = mask.squeeze(1)
-    if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
-    return mask.float()
-
-
-def _causal(key: Tensor) -> Tensor:
-    """The bias of the newest tokens for each other, ``[1, t, t]``."""
-    ahead = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
-    return _additive(~ahead[None, None])
-
-
-def _by_block(bias: Tensor | None, blocks: int) -> Tensor | None:
-    """A bias ``[B, t, c * n]`` as ``[B, c, 1, 1, t, n]``."""
-    if bias is None:
-        return None
-    return bias.unflatten(-1, (blocks, -1)).movedim(2, 1)[:, :, None, None]

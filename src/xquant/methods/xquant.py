@@ -90,7 +90,29 @@ class XQuant(QuantizedMethod):
         ]
 
 
-class _FromInput(LayerCodec):
+class Rematerialized(LayerCodec):
+    """Keys and values are each a product of what is kept with a matrix; ``W`` features of a token, of
+    which keys come from ``Ck`` numbers and values from ``Cv``."""
+
+    key_weight: Tensor
+    """``[G*D, Ck]``."""
+    value_weight: Tensor
+    """``[G*D, Cv]``."""
+
+    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        """What the matrices are multiplied with, ``[B, T, Ck]`` and ``[B, T, Cv]``."""
+        return recalled, recalled
+
+    def keys(self, source: Tensor) -> Tensor:
+        """Keys before RoPE ``[B, T, G*D]``."""
+        return self.view.finish_keys(F.linear(source, self.key_weight, self.view.key_bias))
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.sources(recalled)
+        return self.keys(key), F.linear(value, self.value_weight, self.view.value_bias)
+
+
+class _FromInput(Rematerialized):
     """Keeps post-norm X of a token, whatever form it is packed in."""
 
     def features(self, seen: Seen) -> Tensor:
@@ -122,11 +144,6 @@ class InputCodec(_FromInput):
         flat = by_block(features.flatten(1, 2), self.rotation, self.block)
         return flat.view_as(features)
 
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        key = F.linear(recalled, self.key_weight, self.view.key_bias)
-        value = F.linear(recalled, self.value_weight, self.view.value_bias)
-        return self.view.finish_keys(key), value
-
 
 class LatentCodec(_FromInput):
     """The GQA form: X U_k per channel and X U_v per token; the fused S B^T bring K and V back."""
@@ -157,7 +174,6 @@ class LatentCodec(_FromInput):
         flat = by_block(features.flatten(1, 2), self.basis, self.block)
         return flat.unflatten(1, features.shape[1:3])
 
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = recalled.split(self.split, -1)
-        key = F.linear(key, self.key_weight, self.view.key_bias)
-        return self.view.finish_keys(key), F.linear(value, self.value_weight, self.view.value_bias)
+        return key, value

@@ -10,7 +10,15 @@ from ..models import AttentionView
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
 from .base import LayerCodec, QuantizedMethod, Seen, bits_field, by_block
-from .xquant import FORMS, InputCodec, LatentCodec, XQuant, is_mha, left_basis
+from .xquant import (
+    FORMS,
+    InputCodec,
+    LatentCodec,
+    Rematerialized,
+    XQuant,
+    is_mha,
+    left_basis,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +85,7 @@ def joint_basis(view: AttentionView) -> Tensor:
     return basis
 
 
-class DeltaCodec(LayerCodec):
+class DeltaCodec(Rematerialized):
     """A layer that adds its decoded delta to the accumulator; the base starts it from nothing."""
 
     feeds_above = True
@@ -88,6 +96,7 @@ class DeltaCodec(LayerCodec):
         self.block = method.group
         self.reads_below = not base
         self.accumulator = method.accumulator
+        self.key_weight, self.value_weight = view.key_weight, view.value_weight
         self.residual = mha if method.stream == "auto" else method.stream == "residual"
         bits = method.first_bits if base else method.bits
         basis = None
@@ -121,5 +130,6 @@ class DeltaCodec(LayerCodec):
         packed = quantize(recalled, self.accumulator, -1, self.block)
         return dequantize(*packed, -1, self.block, torch.empty_like(recalled))
 
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        return self.view.project(self.view.normalize(recalled) if self.residual else recalled)
+    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.view.normalize(recalled) if self.residual else recalled
+        return x, x
