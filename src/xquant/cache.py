@@ -109,7 +109,7 @@ class KVCache(Cache, ObservingCache):
             index = layer.codec.view.index
             name = self.kernels[index].name
             if name != "reference" and isinstance(layer.codec, Rematerialized):
-                self._attentions[index] = RebuiltAttention(layer)
+                self._attentions[index] = RebuiltAttention(layer, name)
             elif name == "folded":
                 self._attentions[index] = FoldedAttention(layer)
             elif name != "reference":

@@ -142,6 +142,15 @@ class Stream:
         rows = self.unpack(self.gather(table.flatten()), self.block, dtype)
         return rows.unflatten(0, table.shape)
 
+    def read_segment(self, number: int, dtype: torch.dtype, table: Tensor) -> Tensor:
+        """The channels of one segment of these blocks, as by `read_blocks`."""
+        segment, ids = self.segments[number], table.flatten()
+        packed: Packed = {name: fields[ids] for name, fields in self.pool[number].items()}
+        shape = len(ids), self.block, segment.channels
+        out = torch.empty(shape, dtype=dtype, device=table.device)
+        sealing.decode(segment.quantizer, packed, out, self.path)
+        return out.unflatten(0, table.shape)
+
     def crop(self, tokens: int) -> None:
         """Keep the first ``tokens`` sealed tokens of every sequence."""
         if tokens >= self.tokens:

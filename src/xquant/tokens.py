@@ -25,6 +25,7 @@ class TokenIndex:
     def reset(self) -> None:
         self.epoch += 1  # changes when tokens do, other than at the end
         self._angles: tuple[Tensor, Tensor] | None = None
+        self._by_channel: tuple[Tensor, ...] | None = None
         self.positions = torch.empty(0, 0, dtype=torch.int32)
         self.real = torch.empty(0, 0, dtype=torch.bool)
         self.sink = torch.empty(0, 0, dtype=torch.bool)
@@ -67,12 +68,20 @@ class TokenIndex:
         cos, sin = self._angles
         return cos.to(like.device), sin.to(like.device)
 
+    def rope_by_channel(self) -> tuple[Tensor, ...]:
+        """The same for kernels: ``[B, R/2, T]`` in fp32, on the CPU."""
+        if self._by_channel is None:
+            cos, sin = self.rope(self.positions.new_empty(0, dtype=torch.float32))
+            half = cos.shape[-1] // 2
+            self._by_channel = tuple(t[..., :half].mT.float().contiguous() for t in (cos, sin))
+        return self._by_channel
+
     def rope_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of any positions ``[B, t]``, ``[B, t, R]`` in fp32."""
         return self._rope(positions.new_empty(0, dtype=torch.float32), positions)
 
     def forget_rope(self) -> None:
-        self._angles = None
+        self._angles = self._by_channel = None
 
     def crop(self, length: int) -> None:
         self._each(lambda t: t[:, :length].clone())

@@ -56,8 +56,13 @@ FOLDED_ONLY = [
 REBUILT = [
     "xquant-4bit:group=32",
     "xquant-3bit:group=64,sink=3,tail=40",
+    "xquant-1bit:group=128,rotate=true",
     "xquant-2bit:group=32,form=mha",
     "xquant-8bit:group=32,form=mha,rotate=true,sink=1",
+]
+
+# Their keys are rebuilt by torch.
+REBUILT_BY_TORCH = [
     "xquant-4bit:group=32,outlier=true,rotate=true",
     "xquant-4bit:group=40",
     "xquant-16bit:group=32",
@@ -200,12 +205,18 @@ def test_plain_torch_reads_more(spec: str, head_size: int, queries: int) -> None
     assert error(case, filled(case)) < TOLERANCE
 
 
-@pytest.mark.parametrize("spec", REBUILT)
-@pytest.mark.parametrize("path", ["auto", "folded"])
+@pytest.mark.parametrize(
+    ("spec", "path"),
+    [
+        *((spec, path) for spec in REBUILT for path in PATHS),
+        *((spec, "folded") for spec in REBUILT_BY_TORCH),
+    ],
+)
+@torch.no_grad()
 def test_keys_are_rebuilt_right(spec: str, path: str) -> None:
     case = Case(spec, path=path)
     assert error(case, filled(case)) < TOLERANCE
-    case = Case(spec, path=path, batch=3, queries=4, tokens=203, mask="bool", group_heads=3)
+    case = Case(spec, path=path, batch=3, queries=4, tokens=203, mask="bool", group_heads=4)
     cache = filled(case)
     assert error(case, cache) < TOLERANCE
     cache.crop(-17)

@@ -23,7 +23,7 @@ def test_the_best_that_fits_is_chosen() -> None:
         ("kivi-4bit:group=8", {}, "blocks of 8"),
         ("full:group=32", {}, "rebuilt from other states"),
         ("kivi-16bit:group=32", {}, "not quantized"),
-        ("xquant-4bit:group=32", {}, "rebuilt from other states"),
+        ("xquant-4bit:group=24", {}, "blocks of 24"),
         ("kivi-4bit:group=32", {"attend": "store"}, "every token reads the store"),
         ("kivi-4bit:group=32", {"kernel": "reference"}, "asked for"),
     ],
@@ -42,6 +42,7 @@ def test_the_reference_says_why(spec: str, options: dict[str, str], why: str) ->
     [
         ("nf5:group=32", MODEL, "a table of 32 levels"),
         ("int4-gs24:group=32", MODEL, "ranges of"),
+        ("xquant-cl-2bit:group=32,first_layers=1", MODEL, "sums over layers"),
         ("kivi-4bit:group=32", {"head_dim": 24}, "heads of 24"),
     ],
 )
@@ -60,7 +61,7 @@ def test_small_blocks_are_folded_only_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("xquant-4bit:group=32", "rebuilt from other states"),
+        ("full:group=32", "rebuilt from other states"),
         ("kvquant-2bit-10%:group=32,datatype=int,scales=online", "outliers are stored apart"),
     ],
 )

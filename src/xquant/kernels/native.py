@@ -67,6 +67,22 @@ class Blocks(Structure):
     ]
 
 
+class Rebuild(Structure):
+    _fields_ = [
+        ("key", Side),
+        *((name, c_void_p) for name in ("table", "weights", "unit", "column", "totals", "bias")),
+        *((name, c_void_p) for name in ("cos", "sin", "query", "scores")),
+        *((name, c_int64) for name in ("table_stride", "angle_batch", "angle_channel")),
+        *((name, c_int32) for name in ("batch", "columns", "block", "channels")),
+        *((name, c_int32) for name in ("kv_heads", "head_size", "rows", "turned")),
+        *((name, c_int32) for name in ("threads", "unused")),
+    ]
+
+
+CALLS = {"attend": Attend, "rebuild": Rebuild, "seal": Blocks, "decode": Blocks}
+"""What the functions of an instruction set are called with."""
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library, or None where the package was installed without a compiler."""
@@ -78,13 +94,13 @@ def library() -> ctypes.CDLL | None:
         if file.exists():
             # torch is imported: its OpenMP runtime is the one that this library finds.
             found = ctypes.CDLL(str(file))
-            sizes = found.xq_attend_size(), found.xq_blocks_size()
-            if sizes != (ctypes.sizeof(Attend), ctypes.sizeof(Blocks)):
-                raise ImportError(f"{file} is of another version of xquant: install again")
+            for name, size in (("attend", Attend), ("blocks", Blocks), ("rebuild", Rebuild)):
+                measure = getattr(found, f"xq_{name}_size", None)
+                if measure is None or measure() != ctypes.sizeof(size):
+                    raise ImportError(f"{file} is of another version of xquant: install again")
             for path in PATHS:
-                getattr(found, f"xq_attend_{path}").argtypes = [POINTER(Attend)]
-                getattr(found, f"xq_seal_{path}").argtypes = [POINTER(Blocks)]
-                getattr(found, f"xq_decode_{path}").argtypes = [POINTER(Blocks)]
+                for name, structure in CALLS.items():
+                    getattr(found, f"xq_{name}_{path}").argtypes = [POINTER(structure)]
                 getattr(found, f"xq_read_{path}").argtypes = [c_void_p, c_int64, c_int32]
             found.xq_turn.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
             found.xq_turn.restype = None

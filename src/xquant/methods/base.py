@@ -68,11 +68,13 @@ class LayerCodec(ABC):
 
     def __init__(self, view: AttentionView) -> None:
         self.view = view
+        self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights that the codec adds to the model's own (bases, fused projections)."""
-        own = {id(t): t for t in vars(self).values() if isinstance(t, Tensor)}
+        tensors = [*vars(self).values(), *(t for ts in self.prepared.values() for t in ts)]
+        own = {id(t): t for t in tensors if isinstance(t, Tensor)}
         model = {t.data_ptr() for t in (self.view.key_weight, self.view.value_weight)}
         return sum(t.nbytes for t in own.values() if t.data_ptr() not in model)
 

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from ..calibrate.artifact import Calibration
 from ..models import AttentionView
-from ..quant import Plain, Segment, hadamard
+from ..quant import Affine, Plain, Quantizer, Segment, hadamard
+from ..quant.quantizer import tiled
 from .base import LayerCodec, QuantizedMethod, Seen, by_block
 
 FORMS = ("auto", "mha", "gqa")
@@ -47,6 +48,13 @@ def latent_bases(view: AttentionView) -> tuple[Tensor, tuple[int, int], Tensor, 
     value_basis, value_weight = left_basis(view.value_weight)
     split = len(key_basis), len(value_basis)
     return torch.cat([key_basis, value_basis]), split, key_weight, value_weight
+
+
+def by_range(quantizer: Quantizer, channels: int) -> Quantizer:
+    """``quantizer`` per token with its codes in tiles of a range each, where ranges are of one size."""
+    if isinstance(quantizer, Affine) and channels % quantizer.range_size(channels) == 0:
+        return tiled(quantizer, quantizer.range_size(channels), "tokens")
+    return quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +136,7 @@ class InputCodec(_FromInput):
     def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
         super().__init__(view)
         self.width = view.hidden
-        self.segments = (Segment(view.hidden, method.quantizer(bits, "token", view.dtype)),)
+        self.segments = (Segment(view.hidden, by_range(method.quantizer(bits, "token", view.dtype), view.hidden)),)
         self.block = method.group
         self.rotation: Tensor | None = None
         self.key_weight, self.value_weight = view.key_weight, view.value_weight
@@ -161,7 +169,8 @@ class LatentCodec(_FromInput):
             key_basis, value_basis = self.basis.split(self.split)
             self.basis = torch.cat([key_basis, rotation @ value_basis])
             self.value_weight = (self.value_weight @ rotation).contiguous()
-        keys = [Segment(self.split[0], method.quantizer(bits, "channel", view.dtype))]
+        quantizer = tiled(method.quantizer(bits, "channel", view.dtype), self.split[0], "tokens")
+        keys = [Segment(self.split[0], quantizer)]
         if method.outlier:
             keys = [
                 Segment(1, Plain(torch.float16)),

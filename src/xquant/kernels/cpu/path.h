@@ -2,6 +2,7 @@
 #pragma once
 #include "tiles.h"
 #include "attend.h"
+#include "rebuild.h"
 #include "seal.h"
 #include "decode.h"
 
@@ -34,6 +35,10 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_attend_, PATH)(
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_read_, PATH)(const void* bytes, int64_t size,
                                                                             int threads) {
     return read_all((const uint8_t*)bytes, size, threads);
+}
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rebuild_, PATH)(const xq_rebuild* call) {
+    return rebuild(*call);
 }
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_seal_, PATH)(const xq_blocks* call) { return seal(*call); }

@@ -32,6 +32,11 @@ inline void store(void* p, Words a) {
 inline Words zero_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Words broadcast(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
 inline Words broadcast16(int16_t x) { return {_mm256_set1_epi16(x), _mm256_set1_epi16(x)}; }
+inline Words broadcast_quad(const int16_t* p) {
+    int64_t quad;
+    std::memcpy(&quad, p, 8);
+    return {_mm256_set1_epi64x(quad), _mm256_set1_epi64x(quad)};
+}
 inline Words operator&(Words a, Words b) {
     return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)};
 }

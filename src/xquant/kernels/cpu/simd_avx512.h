@@ -25,6 +25,12 @@ inline void store(void* p, Words a) { _mm512_storeu_si512(p, a.v); }
 inline Words zero_words() { return {_mm512_setzero_si512()}; }
 inline Words broadcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Words broadcast16(int16_t x) { return {_mm512_set1_epi16(x)}; }
+// four int16, again and again
+inline Words broadcast_quad(const int16_t* p) {
+    int64_t quad;
+    std::memcpy(&quad, p, 8);
+    return {_mm512_set1_epi64(quad)};
+}
 inline Words operator&(Words a, Words b) { return {_mm512_and_si512(a.v, b.v)}; }
 inline Words operator|(Words a, Words b) { return {_mm512_or_si512(a.v, b.v)}; }
 template <int N>

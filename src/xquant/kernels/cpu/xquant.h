@@ -70,3 +70,22 @@ typedef struct {
     int32_t threads;
     float zero_shift, scale_share;  // eta * (2^bits - 1) and 1 - 2 eta; decoding does not read them
 } xq_blocks;
+
+// Scores of queries with keys that are built of packed states [T, C] and turned (rebuild.h).
+typedef struct {
+    xq_side key;           // codes in tiles of all channels, or of each range of a token
+    const int64_t *table;  // [B, columns]
+    // weights [G * D, C] of a key: int16 in the order of the tiles (rebuilt.py), times a unit [G * D], and
+    // where ranges are per channel times a column [C]
+    const int16_t *weights;
+    const float *unit, *column;
+    const float *totals;     // [G * D, ranges of a token]: sums of the weights of each, where ranges are per token
+    const float *bias;       // [G * D], null: 0
+    const float *cos, *sin;  // [B, turned, .]
+    const float *query;      // [B, G, rows, D]
+    float *scores;           // [B, G, rows, columns * block]
+    int64_t table_stride, angle_batch, angle_channel;  // elements
+    int32_t batch, columns, block, channels;
+    int32_t kv_heads, head_size, rows, turned;  // turned: pairs of channels that RoPE turns
+    int32_t threads, unused;
+} xq_rebuild;

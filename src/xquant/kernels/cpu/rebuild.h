@@ -1,0 +1,168 @@
+// Scores of queries with keys that are products of packed states: K^T = W X^T, a block and head at a time.
+// Included once for each instruction set.
+#pragma once
+#include "attend.h"
+
+namespace {
+
+constexpr int BUILT_ROWS = 8;  // channels of a key that share unpacked codes: a vector of quads of their weights
+
+template <int... B>
+DotCodes pick_product(int bits, std::integer_sequence<int, B...>) {
+    static constexpr DotCodes all[] = {dot_codes<B + 1, BUILT_ROWS, TILES>...};
+    return all[bits - 1];
+}
+
+struct Rebuild {
+    const xq_rebuild& call;
+    const int D, n, C, K, ranges;  // K: channels of a range, or all
+    const DotCodes dot;
+    float* keys;              // [D, n]
+    int16_t* weights;         // [K / 4, BUILT_ROWS, 4]
+    int16_t *scale16, *zero16;  // [C], in the order of weights
+
+    static int summed(const xq_rebuild& c) { return c.key.per_token ? c.key.group : c.channels; }
+    static size_t bytes(const xq_rebuild& c) {
+        return 4 * ((size_t)c.head_size * c.block + c.channels * 2) + 2 * (size_t)BUILT_ROWS * summed(c) + 4 * 64;
+    }
+
+    Rebuild(const xq_rebuild& c, Arena& arena)
+        : call(c), D(c.head_size), n(c.block), C(c.channels), K(summed(c)), ranges(c.channels / K),
+          dot(pick_product(c.key.bits, std::make_integer_sequence<int, 8>())) {
+        keys = arena.take<float>((size_t)D * n);
+        weights = arena.take<int16_t>((size_t)BUILT_ROWS * K);
+        scale16 = arena.take<int16_t>(C);
+        zero16 = arena.take<int16_t>(C);
+    }
+
+    // x [C] of a block as int16 up to `most`, quads in the order of weights. Returns the step between them.
+    float in_order(const uint16_t* x, float most, int16_t* out) const {
+        Floats top = broadcast_float(0);
+        for (int c = 0; c < C; c += 16)
+            top = maximum(top, absolute(load_halves(x + c) * load_floats(call.column + c)));
+        const float step = highest(top) / most;
+        const Floats inverse = to_units(step);
+        QuadPlaces places{C / 32, 1};
+        for (int c = 0; c < C; c += 16)
+            places.store(to_nearest(load_halves(x + c) * load_floats(call.column + c) * inverse), out);
+        return step;
+    }
+
+    // Ranges per channel: the scale goes into the weights, which are those of one block then.
+    void build_by_channel(const Ranges& found, const uint8_t* codes, int g) {
+        const float most = highest_weight(C, (float)((1 << call.key.bits) - 1));
+        const float step = in_order(found.scale, most, scale16), base_step = in_order(found.zero, 32767, zero16);
+        const Words ones = broadcast16(1);
+        float steps[BUILT_ROWS], bias[BUILT_ROWS];
+        for (int d = 0; d < D; d += BUILT_ROWS) {
+            const int16_t* given = call.weights + (size_t)(g * D + d) * C;
+            Words base = zero_words();
+            for (int q = 0; q < C / 4; q++) {
+                const Words weight = load(given + (size_t)q * BUILT_ROWS * 4);
+                store(weights + (size_t)q * BUILT_ROWS * 4, times(weight, broadcast_quad(scale16 + q * 4)));
+                base = dot16(base, times(weight, broadcast_quad(zero16 + q * 4)), ones);
+            }
+            alignas(64) int32_t halves[16];
+            store(halves, base);
+            for (int i = 0; i < BUILT_ROWS; i++) {
+                const float unit = call.unit[g * D + d + i] * 32768;
+                steps[i] = unit * step;
+                bias[i] = unit * base_step * (halves[2 * i] + halves[2 * i + 1]);
+                if (call.bias) bias[i] += call.bias[g * D + d + i];
+            }
+            for (int t = 0; t < n; t += 16 * TILES) {
+                for (int i = 0; i < BUILT_ROWS; i++) std::memset(keys + (size_t)(d + i) * n + t, 0, 64 * TILES);
+                dot(codes + t / 16 * tile_bytes(K, call.key.bits), K, weights, steps, bias, keys + (size_t)d * n + t, n, 0);
+            }
+        }
+    }
+
+    // Ranges per token: a product for each, scaled by the lanes.
+    void build_by_token(const Ranges& found, const uint8_t* codes, int g) {
+        const float none[BUILT_ROWS] = {};
+        const size_t all = (size_t)n * K * call.key.bits / 8;
+        for (int d = 0; d < D; d += BUILT_ROWS) {
+            const int first = g * D + d;
+            for (int t = 0; t < n; t += 16 * TILES) {
+                Floats sums[BUILT_ROWS][TILES];
+                for (int i = 0; i < BUILT_ROWS; i++)
+                    for (int k = 0; k < TILES; k++) sums[i][k] = broadcast_float(call.bias ? call.bias[first + i] : 0);
+                for (int j = 0; j < ranges; j++) {
+                    alignas(64) float part[BUILT_ROWS * 16 * TILES] = {};
+                    dot(codes + j * all + t / 16 * tile_bytes(K, call.key.bits), K,
+                        call.weights + (size_t)first * C + (size_t)j * BUILT_ROWS * K, call.unit + first, none, part,
+                        16 * TILES, 0);
+                    for (int k = 0; k < TILES; k++) {
+                        const size_t at = (size_t)j * n + t + k * 16;
+                        const Floats scale = load_halves(found.scale + at), zero = load_halves(found.zero + at);
+                        for (int i = 0; i < BUILT_ROWS; i++) {
+                            const Floats total = broadcast_float(call.totals[(size_t)(first + i) * ranges + j]);
+                            const Floats sum = fma(load_floats(part + (i * TILES + k) * 16), scale, sums[i][k]);
+                            sums[i][k] = fma(zero, total, sum);
+                        }
+                    }
+                }
+                for (int i = 0; i < BUILT_ROWS; i++)
+                    for (int k = 0; k < TILES; k++) store_floats(keys + (size_t)(d + i) * n + t + k * 16, sums[i][k]);
+            }
+        }
+    }
+
+    // RoPE: channels c and c + turned, by the angles [turned, tokens] of the block.
+    void turn(const float* cos, const float* sin, size_t tokens) {
+        for (int c = 0; c < call.turned; c++)
+            for (int t = 0; t < n; t += 16) {
+                float *a = keys + (size_t)c * n + t, *b = a + (size_t)call.turned * n;
+                const Floats x = load_floats(a), y = load_floats(b);
+                const Floats u = load_floats(cos + c * tokens + t), v = load_floats(sin + c * tokens + t);
+                store_floats(a, x * u - y * v);
+                store_floats(b, fma(y, u, x * v));
+            }
+    }
+
+    void score(const float* query, float* out, size_t tokens) const {
+        for (int r = 0; r < call.rows; r++, query += D, out += tokens)
+            for (int t = 0; t < n; t += 16 * TILES) {
+                Floats sums[TILES];
+                for (int k = 0; k < TILES; k++) sums[k] = broadcast_float(0);
+                for (int d = 0; d < D; d++)
+                    for (int k = 0; k < TILES; k++)
+                        sums[k] = fma(broadcast_float(query[d]), load_floats(keys + (size_t)d * n + t + k * 16), sums[k]);
+                for (int k = 0; k < TILES; k++) store_floats(out + t + k * 16, sums[k]);
+            }
+    }
+
+    void run(int b, int column, int g) {
+        const size_t tokens = (size_t)call.columns * n, at = (size_t)column * n;
+        const int64_t id = call.table[(size_t)b * call.table_stride + column];
+        const Ranges found(call.key, id);
+        const auto* codes = at_address<uint8_t>(call.key.codes[id]);
+        call.key.per_token ? build_by_token(found, codes, g) : build_by_channel(found, codes, g);
+        const size_t angles = (size_t)b * call.angle_batch + at;
+        turn(call.cos + angles, call.sin + angles, call.angle_channel);
+        const size_t head = (size_t)b * call.kv_heads + g;
+        score(call.query + head * call.rows * D, call.scores + head * call.rows * tokens + at, tokens);
+    }
+};
+
+// 1: not enough memory.
+inline int rebuild(const xq_rebuild& call) {
+    int failed = 0;
+#pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
+    {
+        static thread_local Arena arena;
+        const bool ready = arena.reserve(Rebuild::bytes(call));
+        failed += !ready;
+#pragma omp for schedule(dynamic) collapse(3)
+        for (int b = 0; b < call.batch; b++)
+            for (int column = 0; column < call.columns; column++)
+                for (int g = 0; g < call.kv_heads; g++) {
+                    if (!ready) continue;
+                    arena.next = arena.base;
+                    Rebuild(call, arena).run(b, column, g);
+                }
+    }
+    return failed != 0;
+}
+
+}  // namespace

@@ -1,0 +1,191 @@
+"""Attention in plain torch, by parts of the tokens: a few blocks at a time, which a CPU's cache can hold.
+
+The parts of the softmax are joined by their maxima and sums. Letters: ``B`` sequences, ``c`` blocks of each,
+``G`` key/value heads, ``R`` query heads of each, ``t`` queries, ``n`` tokens of a block, ``D`` channels of a
+head.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..models.base import rotate
+from .packed import MASKED
+
+if TYPE_CHECKING:
+    from ..layer import CompressedLayer
+
+LOWEST = -1e30
+"""Below every score, yet a score minus it is a number."""
+
+Weigh = Callable[[Tensor], Tensor]
+Part = tuple[Tensor, Tensor | None, Weigh]
+"""Scores ``[B, c, G, R * t, n]``, their bias as `by_block` gives it, and what sums values by weights of the
+shape of the scores, to ``[B, c, G, R * t, D]``."""
+
+
+class PartedAttention(ABC):
+    """Attends over one layer, a few blocks at a time; the same on every device."""
+
+    def __init__(self, layer: "CompressedLayer") -> None:
+        self._layer = layer
+        self._version = -1
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor | None:
+        """Attention of the newest tokens over the store, their own past and themselves.
+
+        Args:
+            query: ``[B, H, t, D]``, the newest tokens'.
+            key, value: their exact states ``[B, G, t, D]``.
+            mask: ``[B, 1, t, T]`` as the attention function got it, or None for causal.
+
+        Returns:
+            ``[B, t, H, D]``, or None where the reference must answer.
+        """
+        if mask is not None and (mask.dtype not in MASKED or mask.shape[1] != 1):
+            return None
+        if self._layer.stream.version != self._version:
+            self._refresh()
+        groups, queries = key.shape[1], query.shape[2]
+        left = query.float().unflatten(1, (groups, -1)).flatten(2, 3)[:, None] * scaling
+        bias = None if mask is None else _additive(mask)
+        peak = left.new_full((*left.shape[:-1], 1), LOWEST)
+        total, out = torch.zeros_like(peak), torch.zeros_like(left)
+        for scores, part, weigh in self._parts(left, key, value, bias):
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            if part is not None:
+                scores = (scores.unflatten(-2, (-1, queries)) + part).flatten(-3, -2)
+            higher = torch.maximum(peak, scores.amax(-1, keepdim=True).amax(1, keepdim=True))
+            weights = torch.exp_(scores - higher)
+            shrink = torch.exp(peak - higher)
+            total = total * shrink + weights.sum((1, 4), keepdim=True)
+            out = out * shrink + weigh(weights).sum(1, keepdim=True)
+            peak = higher
+        out = out / total.clamp(min=torch.finfo(total.dtype).tiny)
+        heads = out.squeeze(1).unflatten(2, (-1, queries)).flatten(1, 2)
+        return heads.transpose(1, 2).to(query.dtype)
+
+    def _refresh(self) -> None:
+        """Where the tokens of the blocks stand as they are now, and which are not to be seen."""
+        layer, stream = self._layer, self._layer.stream
+        self._version = stream.version
+        device = layer.codec.view.device
+        lengths = torch.tensor(stream.lengths, dtype=torch.long, device=device)[:, None]
+        within = torch.arange(stream.block, device=device)
+        columns = (lengths.cumsum(0) - lengths + within).masked_fill(
+            within >= lengths, stream.tokens
+        )
+        self._columns = columns.flatten()  # [c * n], past the end where a block was cropped
+        hidden = (self._columns >= stream.tokens)[None]
+        if layer.sink_at is not None:
+            hidden = hidden | (layer.sink_at[:, :, None] == self._columns).any(1)
+        self._hidden = hidden if bool(hidden.any()) else None  # [B | 1, c * n]
+
+    def _parts(
+        self, left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    ) -> Iterator[Part]:
+        layer, queries = self._layer, key.shape[2]
+        past = layer.get_seq_length() - queries
+        limit = min(layer.stream.tokens, past)
+        own = bias if bias is not None else _causal(key)
+        yield exact(left, key, value, own[..., -queries:])
+        if past > limit:
+            assert layer.tail is not None
+            states = layer.codec.exact(layer.tail[:, : past - limit])
+            keys, values = (s.transpose(1, 2) for s in layer._heads(states, limit))
+            yield exact(left, keys, values, None if bias is None else bias[..., limit:past])
+        if layer.sinks is not None and layer.sink_at is not None:
+            yield self._sinks(left, layer.sinks, layer.sink_at.long(), bias, limit)
+        if limit:
+            yield from self._coded(left, key, bias, limit)
+
+    def _sinks(
+        self, left: Tensor, rows: Tensor, column: Tensor, bias: Tensor | None, limit: int
+    ) -> Part:
+        """Of rows ``[B, S, W]`` in columns ``[B, S]``, -1 where there is none."""
+        codec = self._layer.codec
+        heads = codec.view.kv_heads
+        keys, values = (s.unflatten(-1, (heads, -1)) for s in codec.exact(rows))
+        at = column.clamp(min=0)[..., None]
+        if not codec.rotated:
+            cos, sin = (
+                t.gather(1, at.expand(-1, -1, t.shape[2])) for t in self._layer.index.rope(keys)
+            )
+            keys = rotate(keys, cos, sin)
+        seen = left.new_zeros(1, 1, 1)
+        if bias is not None:
+            every = bias.expand(len(at), -1, -1)
+            seen = every.gather(2, at.mT.expand(-1, every.shape[1], -1))
+        seen = seen.masked_fill(((column < 0) | (column >= limit))[:, None], -torch.inf)
+        return exact(left, keys.transpose(1, 2), values.transpose(1, 2), seen)
+
+    @abstractmethod
+    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
+        """The parts of the first ``limit`` tokens, which are sealed. ``left`` ``[B, 1, G, R * t, D]``: scaled
+        queries; ``bias`` ``[B, t, T]`` of all tokens."""
+
+    def _hides(self, columns: slice, limit: int) -> Tensor | None:
+        """Which tokens of the blocks, in these places of `_columns`, are not to be seen: bool
+        ``[B | 1, c * n]``; None: none."""
+        hidden = self._hidden
+        if limit < self._layer.stream.tokens:
+            late = (self._columns >= limit)[None]
+            hidden = late if hidden is None else hidden | late
+        return None if hidden is None else hidden[:, columns]
+
+    def _blocks(
+        self, left: Tensor, bias: Tensor | None, limit: int, step: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """By ``step`` blocks of each sequence: their numbers ``[B, c]``, what columns their tokens are in
+        ``[c * n]`` (of those cropped away, any), and their bias as `by_block` takes it."""
+        stream = self._layer.stream
+        assert stream.table is not None
+        for start in range(0, len(stream.lengths), step):
+            table = stream.table[:, start : start + step]
+            places = slice(start * stream.block, (start + step) * stream.block)
+            columns = self._columns[places].clamp(max=stream.tokens - 1)
+            part = None if bias is None else bias[..., columns]
+            hide = self._hides(places, limit)
+            if hide is not None:
+                seen = left.new_zeros(1, 1, 1) if part is None else part
+                part = seen.masked_fill(hide[:, None], -torch.inf)
+            yield table, columns, part
+
+
+def exact(left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Part:
+    """Of keys and values ``[B, G, T, D]`` that are there."""
+    keys, values = key[:, None].float(), value[:, None].float()
+    return left @ keys.mT, by_block(bias, 1), lambda weights: weights @ values
+
+
+def _additive(mask: Tensor) -> Tensor:
+    """A mask ``[B, 1, t, T]`` as what is added to scores, fp32 ``[B, t, T]``."""
+    mask = mask.squeeze(1)
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    return mask.float()
+
+
+def _causal(key: Tensor) -> Tensor:
+    """The bias of the newest tokens for each other, ``[1, t, t]``."""
+    ahead = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
+    return _additive(~ahead[None, None])
+
+
+def by_block(bias: Tensor | None, blocks: int) -> Tensor | None:
+    """A bias ``[B, t, c * n]`` as ``[B, c, 1, 1, t, n]``."""
+    if bias is None:
+        return None
+    return bias.unflatten(-1, (blocks, -1)).movedim(2, 1)[:, :, None, None]

@@ -1,0 +1,95 @@
+"""Attention over keys and values that are rematerialized, some tokens at a time.
+
+Only keys are built. A sum of values is the product of a matrix with the same sum of what they come from, so
+that product is taken after the sum, once a part (arXiv 2508.10395 rebuilds both).
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..methods.xquant import Rematerialized
+from ..models.base import rotate
+from .parts import Part, PartedAttention, by_block
+from .products import KeyProduct
+
+if TYPE_CHECKING:
+    from ..layer import CompressedLayer
+
+TOKENS = 1024
+"""That keys are built of at a time, over all sequences; at least a block of each."""
+
+
+class RebuiltAttention(PartedAttention):
+    """Decodes what is kept of some tokens, and multiplies it by the key projection."""
+
+    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+        super().__init__(layer)
+        assert isinstance(layer.codec, Rematerialized)
+        self._codec = layer.codec
+        self._product = None if path == "folded" else KeyProduct(layer, path)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor | None:
+        """See `PartedAttention`."""
+        out = super().attend(query, key, value, mask, scaling, softcap)
+        if out is not None and self._layer.below is not None:
+            self._layer.below.release()
+        return out
+
+    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
+        layer, codec, stream = self._layer, self._codec, self._layer.stream
+        recalled = None
+        if codec.reads_below or codec.feeds_above:
+            recalled = layer.recalled if layer.recalled is not None else layer.recall()
+        step = max(TOKENS // (len(key) * stream.block), 1)
+        for table, columns, part in self._blocks(left, bias, limit, step):
+            if self._product is not None:
+                scores, source = self._multiply(self._product, left, table, columns)
+            else:
+                if recalled is None:
+                    rows = stream.read_blocks(codec.view.dtype, table).flatten(1, 2)
+                else:
+                    rows = at_columns(recalled, columns, 1)
+                built, source = codec.sources(rows)
+                keys = codec.keys(built).unflatten(-1, (codec.view.kv_heads, -1))
+                cos, sin = (at_columns(t, columns, 1) for t in layer.index.rope(keys))
+                scores = left @ rotate(keys, cos, sin).permute(0, 2, 3, 1)[:, None].float()
+            yield scores, by_block(part, 1), partial(self._weigh, source=source)
+
+    def _multiply(
+        self, product: KeyProduct, left: Tensor, table: Tensor, columns: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Scores of some blocks, and what their values come from."""
+        cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
+        source = self._layer.stream.read_segment(-1, torch.float32, table)
+        return product.scores(left[:, 0], table, cos, sin)[:, None], source.flatten(1, 2)
+
+    def _weigh(self, weights: Tensor, source: Tensor) -> Tensor:
+        """Sums by weights ``[B, 1, G, R * t, T]`` of the values that come from ``source`` ``[B, T, Cv]``."""
+        view = self._codec.view
+        sums = weights.flatten(1, 3) @ source.float()
+        matrix = self._codec.value_weight.unflatten(0, (view.kv_heads, -1))  # [G, D, Cv]
+        out = sums.view(len(weights), view.kv_heads, -1, sums.shape[-1]) @ matrix.mT.float()
+        if view.value_bias is not None:
+            bias = view.value_bias.view(view.kv_heads, 1, -1)
+            out += weights.sum(-1, keepdim=True).squeeze(1) * bias
+        return out[:, None]
+
+
+def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """What stands in these columns along ``dim``, a view where they follow each other."""
+    first, count = int(columns[0]), len(columns)
+    if bool((columns.diff() == 1).all()):
+        return rows.narrow(dim, first, count)
+    return rows.index_select(dim, columns)
