@@ -64,7 +64,7 @@ class Slabs:
             self._used = len(rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":
-        return Slabs(torch.cat(self._parts()))
+        return Slabs(self.whole().clone())
 
     def _parts(self) -> list[Tensor]:
         return [*self.slabs[:-1], self.slabs[-1][: self._used]]
