@@ -111,5 +111,5 @@ def test_blocks_are_read_across_slabs_and_copied_only_where_they_must_be() -> No
     every = torch.arange(16).view(8, 2)
     for ids in ([4, 5, 6], [1, 2, 3, 4], [7, 0, 3, 3], []):
         chosen = torch.tensor(ids, dtype=torch.long)
-        assert torch.equal(slabs[chosen], every[chosen])
-    assert slabs[torch.tensor([4, 5])].data_ptr() == slabs.slabs[1][1].data_ptr()
+        assert torch.equal(slabs.read(chosen), every[chosen])
+    assert slabs.read(torch.tensor([4, 5])).data_ptr() == slabs.slabs[1][1].data_ptr()
