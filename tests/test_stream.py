@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from xquant.quant import Affine, Codebook, Plain, Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES
+from xquant.slabs import Slabs
 from xquant.stream import Stream
 
 BLOCK, CHANNELS = 6, 9
@@ -102,3 +103,13 @@ def test_borrowed_codes_follow_their_lender_through_every_change() -> None:
     assert torch.equal(borrower.read(torch.float32, 14), whole[[1, 1], :14])
     assert borrower.nbytes == borrower.blocks * borrower.block_nbytes() == 3 * 3 * (2 + 2)
     assert lender.nbytes == borrower.nbytes + 3 * 3 * 2
+
+
+def test_blocks_are_read_across_slabs_and_copied_only_where_they_must_be() -> None:
+    slabs = Slabs(torch.arange(6).view(3, 2))
+    slabs.append(torch.arange(6, 16).view(5, 2))
+    every = torch.arange(16).view(8, 2)
+    for ids in ([4, 5, 6], [1, 2, 3, 4], [7, 0, 3, 3], []):
+        chosen = torch.tensor(ids, dtype=torch.long)
+        assert torch.equal(slabs.read(chosen), every[chosen])
+    assert slabs.read(torch.tensor([4, 5])).data_ptr() == slabs.slabs[1][1].data_ptr()

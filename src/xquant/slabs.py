@@ -64,7 +64,7 @@ class Slabs:
             self._used = len(rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":
-        return Slabs(torch.cat(self._parts()))
+        return Slabs(self.whole().clone())
 
     def _parts(self) -> list[Tensor]:
         return [*self.slabs[:-1], self.slabs[-1][: self._used]]
@@ -75,20 +75,20 @@ class Slabs:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def __getitem__(self, blocks: Tensor) -> Tensor:
-        """The blocks of these numbers; a view where they follow each other in one slab."""
+        return self.whole()[blocks]
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """The blocks of these numbers ``[m]``; a view where they follow each other in one slab."""
         count = len(blocks)
         first = int(blocks[0]) if count else 0
         follow = torch.equal(blocks, torch.arange(first, first + count, device=blocks.device))
-        found, start = None, 0
+        found, start = self.slabs[0].new_empty(count, *self.slabs[0].shape[1:]), 0
         for slab in self._parts():
             if follow and start <= first and first + count <= start + len(slab):
                 return slab[first - start : first - start + count]
-            if found is None:
-                found = slab.new_empty(count, *slab.shape[1:])
             here = (blocks >= start) & (blocks < start + len(slab))
             found[here] = slab[blocks[here] - start]
             start += len(slab)
-        assert found is not None
         return found
 
     @property

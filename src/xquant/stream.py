@@ -112,7 +112,7 @@ class Stream:
 
     def gather(self, ids: Tensor) -> list[Packed]:
         """The packed blocks ``ids``, with borrowed codes; not to be written to."""
-        pool: list[Packed] = [{name: t[ids] for name, t in fields.items()} for fields in self.pool]
+        pool = [{name: _read(t, ids) for name, t in fields.items()} for fields in self.pool]
         if self.lender is None:
             return pool
         return self.borrow(pool, self.lender.gather(ids))
@@ -185,6 +185,10 @@ class Stream:
 
 def _held(fields: Tensor | Ragged) -> Slabs | Ragged:
     return fields if isinstance(fields, Ragged) else Slabs(fields)
+
+
+def _read(fields: Slabs | Ragged, ids: Tensor) -> Tensor | Ragged:
+    return fields[ids] if isinstance(fields, Ragged) else fields.read(ids)
 
 
 def _grown(old: Slabs | Ragged, new: Tensor | Ragged) -> Slabs | Ragged:
