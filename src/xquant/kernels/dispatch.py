@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from ..methods import LayerCodec
 from ..methods.key_value import KeyValueCodec
 from ..methods.xquant import Rematerialized

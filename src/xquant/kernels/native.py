@@ -79,8 +79,17 @@ class Rebuild(Structure):
     ]
 
 
-CALLS = {"attend": Attend, "rebuild": Rebuild, "seal": Blocks, "decode": Blocks}
-"""What the functions of an instruction set are called with."""
+class Sum(Structure):
+    _fields_ = [
+        ("value", Side),
+        *((name, c_void_p) for name in ("table", "weights", "out")),
+        ("table_stride", c_int64),
+        *((name, c_int32) for name in ("batch", "columns", "block", "channels", "rows", "threads")),
+    ]
+
+
+CALLS = {"attend": Attend, "rebuild": Rebuild, "sum": Sum, "seal": Blocks, "decode": Blocks}
+"""The functions of an instruction set, and what each is called with."""
 
 
 @cache
@@ -94,7 +103,7 @@ def library() -> ctypes.CDLL | None:
         if file.exists():
             # torch is imported: its OpenMP runtime is the one that this library finds.
             found = ctypes.CDLL(str(file))
-            for name, size in (("attend", Attend), ("blocks", Blocks), ("rebuild", Rebuild)):
+            for name, size in CALLS.items():
                 measure = getattr(found, f"xq_{name}_size", None)
                 if measure is None or measure() != ctypes.sizeof(size):
                     raise ImportError(f"{file} is of another version of xquant: install again")

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from ..methods.xquant import Rematerialized
-from ..quant import Affine
+from ..quant import Affine, Segment
+from ..quant.pack import Tile
 from . import native
 
 if TYPE_CHECKING:
     from ..layer import CompressedLayer
+    from ..stream import Stream
 
 ROWS = 8
 """As BUILT_ROWS in cpu/rebuild.h."""
@@ -47,16 +49,32 @@ def arranged(weights: Tensor, group: int) -> Tensor:
     return split.permute(0, 2, 4, 3, 1, 5)[..., PAIRED].contiguous()
 
 
+class Blocks:
+    """Keeps a side of the C interface pointed to the blocks of one segment."""
+
+    def __init__(self, stream: "Stream", number: int, side: native.Side) -> None:
+        self._stream, self._number, self._side = stream, number, side
+        self._version = -1
+
+    def refresh(self) -> None:
+        if self._stream.version == self._version:
+            return
+        self._version = self._stream.version
+        self._kept = []
+        for name, blocks in self._stream.pool[self._number].items():
+            self._kept.append(blocks.addresses)
+            setattr(self._side, name, self._kept[-1].data_ptr())
+
+
 class KeyProduct:
     """The native side of one layer's key projection."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        self._layer = layer
         library = native.library()
         assert library is not None and isinstance(layer.codec, Rematerialized)
         self._function = getattr(library, f"xq_rebuild_{path}")
         self._call = call = native.Rebuild()
-        self._version = -1
+        self._blocks = Blocks(layer.stream, 0, call.key)
         codec, view = layer.codec, layer.codec.view
         quantizer: Any = codec.segments[0].quantizer
         call.key.bits, call.key.per_token = quantizer.bits, quantizer.per == "token"
@@ -65,7 +83,9 @@ class KeyProduct:
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
         call.turned = view.rotary_size // 2
         if "keys" not in codec.prepared:
-            codec.prepared["keys"] = self._prepare(codec.key_weight.float(), group, quantizer.per == "channel")
+            codec.prepared["keys"] = self._prepare(
+                codec.key_weight.float(), group, quantizer.per == "channel"
+            )
         weights, unit, column, totals = codec.prepared["keys"]
         bias = view.key_bias
         bias = torch.zeros(0) if bias is None else bias.float().contiguous()
@@ -88,20 +108,10 @@ class KeyProduct:
         unit = weight.abs().amax(1).clamp(min=1e-30) / 32767
         return [arranged((weight / unit[:, None]).round().short(), group), unit, column, totals]
 
-    def _refresh(self) -> None:
-        """Point to the blocks as they are now."""
-        stream = self._layer.stream
-        self._version = stream.version
-        self._kept = []
-        for name, blocks in stream.pool[0].items():
-            self._kept.append(blocks.addresses)
-            setattr(self._call.key, name, self._kept[-1].data_ptr())
-
     def scores(self, query: Tensor, table: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks ``table``
-        ``[B, c]``, turned by ``cos`` and ``sin`` ``[B, D/2, c * n]`` (fp32)."""
-        if self._layer.stream.version != self._version:
-            self._refresh()
+        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
+        ``table`` ``[B, c]``, turned by ``cos`` and ``sin`` ``[B, D/2, c * n]`` (fp32)."""
+        self._blocks.refresh()
         call = self._call
         query = query.contiguous()
         batch, heads, rows, _ = query.shape
@@ -115,3 +125,45 @@ class KeyProduct:
         if self._function(ctypes.byref(call)):
             raise MemoryError("not enough memory to rebuild keys")
         return scores
+
+
+class ValueSum:
+    """Sums of what one layer's values come from."""
+
+    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+        library = native.library()
+        assert library is not None
+        self._function = getattr(library, f"xq_sum_{path}")
+        self._call = call = native.Sum()
+        segment = layer.codec.segments[-1]
+        quantizer: Any = segment.quantizer
+        self._blocks = Blocks(layer.stream, -1, call.value)
+        call.value.bits, call.value.per_token = quantizer.bits, True
+        call.value.group = quantizer.range_size(segment.channels)
+        call.block, call.channels = layer.stream.block, segment.channels
+
+    @staticmethod
+    def fits(segment: Segment, block: int) -> bool:
+        """Whether the library can sum the channels of a segment."""
+        quantizer = segment.quantizer
+        return (
+            isinstance(quantizer, Affine)
+            and quantizer.per == "token"
+            and quantizer.tile == Tile(segment.channels, "channels")
+            and quantizer.tile.fits(block)
+            and quantizer.range_size(segment.channels) % 16 == 0
+        )
+
+    def of(self, weights: Tensor, table: Tensor) -> Tensor:
+        """Sums ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights`` ``[B, r, c * n]``
+        (fp32, none below 0)."""
+        self._blocks.refresh()
+        call, weights = self._call, weights.contiguous()
+        out = torch.empty(*weights.shape[:2], call.channels)
+        call.batch, call.columns = table.shape
+        call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
+        call.threads = torch.get_num_threads()
+        if self._function(ctypes.byref(call)):
+            raise MemoryError("not enough memory to sum values")
+        return out

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..methods.xquant import Rematerialized
 from ..models.base import rotate
 from .parts import Part, PartedAttention, by_block
-from .products import KeyProduct
+from .products import KeyProduct, ValueSum
 
 if TYPE_CHECKING:
     from ..layer import CompressedLayer
@@ -30,7 +30,11 @@ class RebuiltAttention(PartedAttention):
         super().__init__(layer)
         assert isinstance(layer.codec, Rematerialized)
         self._codec = layer.codec
-        self._product = None if path == "folded" else KeyProduct(layer, path)
+        self._product = self._sum = None
+        if path != "folded":
+            self._product = KeyProduct(layer, path)
+            if ValueSum.fits(layer.codec.segments[-1], layer.stream.block):
+                self._sum = ValueSum(layer, path)
 
     def attend(
         self,
@@ -55,32 +59,36 @@ class RebuiltAttention(PartedAttention):
         step = max(TOKENS // (len(key) * stream.block), 1)
         for table, columns, part in self._blocks(left, bias, limit, step):
             if self._product is not None:
-                scores, source = self._multiply(self._product, left, table, columns)
+                cos, sin = (at_columns(t, columns, 2) for t in layer.index.rope_by_channel())
+                scores = self._product.scores(left[:, 0], table, cos, sin)[:, None]
+                yield scores, by_block(part, 1), partial(self._weigh_blocks, table=table)
+                continue
+            if recalled is None:
+                rows = stream.read_blocks(codec.view.dtype, table).flatten(1, 2)
             else:
-                if recalled is None:
-                    rows = stream.read_blocks(codec.view.dtype, table).flatten(1, 2)
-                else:
-                    rows = at_columns(recalled, columns, 1)
-                built, source = codec.sources(rows)
-                keys = codec.keys(built).unflatten(-1, (codec.view.kv_heads, -1))
-                cos, sin = (at_columns(t, columns, 1) for t in layer.index.rope(keys))
-                scores = left @ rotate(keys, cos, sin).permute(0, 2, 3, 1)[:, None].float()
+                rows = at_columns(recalled, columns, 1)
+            built, source = codec.sources(rows)
+            keys = codec.keys(built).unflatten(-1, (codec.view.kv_heads, -1))
+            cos, sin = (at_columns(t, columns, 1) for t in layer.index.rope(keys))
+            scores = left @ rotate(keys, cos, sin).permute(0, 2, 3, 1)[:, None].float()
             yield scores, by_block(part, 1), partial(self._weigh, source=source)
 
-    def _multiply(
-        self, product: KeyProduct, left: Tensor, table: Tensor, columns: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Scores of some blocks, and what their values come from."""
-        cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
-        source = self._layer.stream.read_segment(-1, torch.float32, table)
-        return product.scores(left[:, 0], table, cos, sin)[:, None], source.flatten(1, 2)
+    def _weigh_blocks(self, weights: Tensor, table: Tensor) -> Tensor:
+        """As `_weigh`, with what is packed in the blocks ``table`` ``[B, c]``."""
+        if self._sum is None:
+            source = self._layer.stream.read_segment(-1, torch.float32, table)
+            return self._weigh(weights, source.flatten(1, 2))
+        return self._project(self._sum.of(weights.flatten(1, 3), table), weights)
 
     def _weigh(self, weights: Tensor, source: Tensor) -> Tensor:
         """Sums by weights ``[B, 1, G, R * t, T]`` of the values that come from ``source`` ``[B, T, Cv]``."""
+        return self._project(weights.flatten(1, 3) @ source.float(), weights)
+
+    def _project(self, sums: Tensor, weights: Tensor) -> Tensor:
+        """Sums ``[B, G * R * t, Cv]`` of what values come from to sums of values ``[B, 1, G, R * t, D]``."""
         view = self._codec.view
-        sums = weights.flatten(1, 3) @ source.float()
         matrix = self._codec.value_weight.unflatten(0, (view.kv_heads, -1))  # [G, D, Cv]
-        out = sums.view(len(weights), view.kv_heads, -1, sums.shape[-1]) @ matrix.mT.float()
+        out = sums.unflatten(1, (view.kv_heads, -1)) @ matrix.mT.float()
         if view.value_bias is not None:
             bias = view.value_bias.view(view.kv_heads, 1, -1)
             out += weights.sum(-1, keepdim=True).squeeze(1) * bias

@@ -136,7 +136,11 @@ class InputCodec(_FromInput):
     def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
         super().__init__(view)
         self.width = view.hidden
-        self.segments = (Segment(view.hidden, by_range(method.quantizer(bits, "token", view.dtype), view.hidden)),)
+        self.segments = (
+            Segment(
+                view.hidden, by_range(method.quantizer(bits, "token", view.dtype), view.hidden)
+            ),
+        )
         self.block = method.group
         self.rotation: Tensor | None = None
         self.key_weight, self.value_weight = view.key_weight, view.value_weight
@@ -176,7 +180,8 @@ class LatentCodec(_FromInput):
                 Segment(1, Plain(torch.float16)),
                 Segment(self.split[0] - 1, method.quantizer(bits, "channel", view.dtype)),
             ]
-        values = Segment(self.split[1], method.quantizer(bits, "token", view.dtype))
+        quantizer = tiled(method.quantizer(bits, "token", view.dtype), self.split[1], "channels")
+        values = Segment(self.split[1], quantizer)
         self.segments = (*keys, values)
 
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:

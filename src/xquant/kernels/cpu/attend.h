@@ -121,6 +121,10 @@ struct Task {
         size_t exact = 0;
         for (int e = 0; e < c.exact_count; e++) exact = std::max(exact, (size_t)c.exact[e].count);
         exact_scores = arena.take<float>(rows * exact);
+    }
+
+    void load_query() {
+        const xq_attend& c = call;
         for (int h = 0; h < per; h++)
             for (int q = 0; q < c.queries; q++)
                 get_row(c.query, c.dtype, b * c.query_batch + (g * per + h) * c.query_head + q * c.query_token,
@@ -673,6 +677,7 @@ inline int attend(const xq_attend& call) {
             Running running(states + (size_t)task * state, rows, D);
             running.clear();
             Task work(call, head / call.kv_heads, head % call.kv_heads, arena, running);
+            work.load_query();
             if (part == parts) {
                 for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);
                 continue;

@@ -21,8 +21,10 @@ int xq_paths() {
 }
 
 size_t xq_attend_size() { return sizeof(xq_attend); }
-size_t xq_blocks_size() { return sizeof(xq_blocks); }
+size_t xq_seal_size() { return sizeof(xq_blocks); }
+size_t xq_decode_size() { return sizeof(xq_blocks); }
 size_t xq_rebuild_size() { return sizeof(xq_rebuild); }
+size_t xq_sum_size() { return sizeof(xq_sum); }
 
 // Tables of a rotation by 0 .. block - 1 positions: cos and sin [block, half] to int16
 // [block / 16][half / 4][2][cos, sin][16][2], quads in the order of tiles of keys (tiles.h).

@@ -41,6 +41,10 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rebuild_, PATH)
     return rebuild(*call);
 }
 
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_sum_, PATH)(const xq_sum* call) {
+    return sum_values(*call);
+}
+
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_seal_, PATH)(const xq_blocks* call) { return seal(*call); }
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_decode_, PATH)(const xq_blocks* call) {

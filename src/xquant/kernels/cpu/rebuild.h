@@ -72,7 +72,12 @@ struct Rebuild {
             }
             for (int t = 0; t < n; t += 16 * TILES) {
                 for (int i = 0; i < BUILT_ROWS; i++) std::memset(keys + (size_t)(d + i) * n + t, 0, 64 * TILES);
-                dot(codes + t / 16 * tile_bytes(K, call.key.bits), K, weights, steps, bias, keys + (size_t)d * n + t, n, 0);
+                const uint8_t* tile = codes + t / 16 * tile_bytes(K, call.key.bits);
+                // What it asks for as it goes are the weights of the next channels.
+                const size_t asked = (size_t)(t / 16) * tile_bytes(K, call.key.bits), row = (size_t)BUILT_ROWS * C * 2;
+                const bool more = d + BUILT_ROWS < D && asked < row;
+                dot(tile, K, weights, steps, bias, keys + (size_t)d * n + t, n,
+                    more ? (const uint8_t*)given + row + asked - tile : 0);
             }
         }
     }
@@ -163,6 +168,59 @@ inline int rebuild(const xq_rebuild& call) {
                 }
     }
     return failed != 0;
+}
+
+// Sums of values [T, channels] by given weights. 1: not enough memory.
+inline int sum_values(const xq_sum& given) {
+    xq_attend call = {};
+    call.value = given.value;
+    call.block = given.block;
+    call.kv_heads = call.queries = 1;
+    call.head_size = given.channels;
+    call.group_heads = given.rows;
+    const int threads = std::max(given.threads, 1), parts = std::min(threads, given.columns), n = given.block;
+    const size_t state = Running::floats(given.rows, given.channels), tokens = (size_t)given.columns * n;
+    static thread_local Arena shared;
+    if (!shared.reserve(sizeof(float) * state * parts * given.batch)) return 1;
+    float* states = shared.take<float>(state * parts * given.batch);
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
+    {
+        static thread_local Arena arena;
+        const bool ready = arena.reserve(Task::bytes(call));
+        failed += !ready;
+#pragma omp for schedule(static) collapse(2)
+        for (int b = 0; b < given.batch; b++)
+            for (int part = 0; part < parts; part++) {
+                if (!ready) continue;
+                arena.next = arena.base;
+                Running running(states + ((size_t)b * parts + part) * state, given.rows, given.channels);
+                running.clear();
+                Task task(call, b, 0, arena, running);
+                task.set_table(call.value, VALUE_LIMIT);
+                const int last = (int)((int64_t)(part + 1) * given.columns / parts);
+                for (int j = (int)((int64_t)part * given.columns / parts); j < last; j++) {
+                    const int64_t* ids = given.table + (size_t)b * given.table_stride;
+                    for (int r = 0; r < given.rows; r++) {
+                        const float* weights = given.weights + ((size_t)b * given.rows + r) * tokens + (size_t)j * n;
+                        std::memcpy(task.scores + (size_t)r * n, weights, sizeof(float) * n);
+                        running.latest[r] = highest_of(weights, n);
+                    }
+                    task.add_values(ids[j], {ids[std::min(j + 1, last - 1)], 0});
+                }
+            }
+    }
+    if (failed) return 1;
+    for (int b = 0; b < given.batch; b++)
+        for (int r = 0; r < given.rows; r++) {
+            float* out = given.out + ((size_t)b * given.rows + r) * given.channels;
+            for (int part = 0; part < parts; part++) {
+                const float* sums = Running(states + ((size_t)b * parts + part) * state, given.rows, given.channels).sums +
+                                    (size_t)r * given.channels;
+                for (int c = 0; c < given.channels; c++) out[c] = part ? out[c] + sums[c] : sums[c];
+            }
+        }
+    return 0;
 }
 
 }  // namespace

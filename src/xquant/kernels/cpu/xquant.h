@@ -89,3 +89,13 @@ typedef struct {
     int32_t kv_heads, head_size, rows, turned;  // turned: pairs of channels that RoPE turns
     int32_t threads, unused;
 } xq_rebuild;
+
+// Sums of packed values by weights that are not negative (rebuild.h).
+typedef struct {
+    xq_side value;          // codes in tiles of all channels
+    const int64_t *table;   // [B, columns]
+    const float *weights;   // [B, rows, columns * block]
+    float *out;             // [B, rows, channels]
+    int64_t table_stride;   // elements
+    int32_t batch, columns, block, channels, rows, threads;
+} xq_sum;
