@@ -127,19 +127,21 @@ class CompressedLayer(CacheLayerMixin):
         if self.through_store and self.method.tail:
             self.fresh = tail
         self.tail = tail
+        blocks = 0
         if self is self.span[-1]:
-            self._seal_span((tail.shape[1] - self.method.tail) // self.stream.block)
-        self.carry_up()
+            blocks = max((tail.shape[1] - self.method.tail) // self.stream.block, 0)
+            self._seal_span(blocks)
+        self.carry_up(blocks > 0 or self.through_store)
 
-    def carry_up(self) -> None:
-        """Recall what is stored, where the layer above needs it."""
+    def carry_up(self, sealing: bool = False) -> None:
+        """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""
         if self.codec.feeds_above:
-            self.recalled = self.recall()
+            self.recalled = self.recall(sealing=sealing)
             self.carried = self._carry(self.recalled)
 
     def _seal_span(self, blocks: int) -> None:
         """Seal the oldest ``blocks`` of the tails of all layers of the span."""
-        if blocks <= 0:
+        if blocks == 0:
             return
         packed = self.span[0].codec.merge([layer._pack(blocks) for layer in self.span])
         for layer, fields in zip(self.span, packed, strict=True):
@@ -181,7 +183,7 @@ class CompressedLayer(CacheLayerMixin):
         assert self.below is not None
         carried = self.below.carried
         if carried is None:  # asked for outside a forward pass
-            carried = self.below._carry(self.below.recall())
+            carried = self.below._carry(self.below.recall(sealing=True))
         assert carried is not None
         return carried[:, start:stop].to(self.codec.view.device)
 
@@ -196,8 +198,9 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def recall(self, tokens: int | None = None) -> Tensor | None:
-        """What the codec recalls of the first ``tokens`` sealed tokens (all by default).
+    def recall(self, tokens: int | None = None, sealing: bool = False) -> Tensor | None:
+        """What the codec recalls of the first ``tokens`` sealed tokens (all by default); ``sealing``: see
+        `LayerCodec.recall`.
 
         With ``through_store`` the tail follows, as it would read once sealed.
         """
@@ -209,7 +212,7 @@ class CompressedLayer(CacheLayerMixin):
         if not parts:
             return None
         rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        return self.codec.recall(rows, self._below(0, rows.shape[1]))
+        return self.codec.recall(rows, self._below(0, rows.shape[1]), sealing)
 
     def _through(self, tail: Tensor) -> Tensor:
         """``tail`` ``[B, t, W]`` as it will read once sealed, decoded to ``[B, t, C]``.

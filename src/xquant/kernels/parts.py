@@ -27,6 +27,39 @@ Part = tuple[Tensor, Tensor | None, Weigh]
 shape of the scores, to ``[B, c, G, R * t, D]``."""
 
 
+class Running:
+    """A softmax over parts that come one after the other, and what it weighs."""
+
+    def __init__(self, left: Tensor, softcap: float | None, queries: int) -> None:
+        self._softcap, self._queries = softcap, queries
+        self.peak = left.new_full((*left.shape[:-1], 1), LOWEST)  # [B, 1, G, R * t, 1]
+        self.total = torch.zeros_like(self.peak)
+        self.sums = self.total  # [B, 1, G, R * t, D]
+
+    def add(self, scores: Tensor, bias: Tensor | None, weigh: Weigh) -> None:
+        """Another `Part`."""
+        if self._softcap:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        if bias is not None:
+            scores = (scores.unflatten(-2, (-1, self._queries)) + bias).flatten(-3, -2)
+        shrink = self._raise(scores.amax(-1, keepdim=True).amax(1, keepdim=True))
+        weights = torch.exp_(scores - self.peak)
+        self.total = self.total * shrink + weights.sum((1, 4), keepdim=True)
+        self.sums = self.sums * shrink + weigh(weights).sum(1, keepdim=True)
+
+    def join(self, other: "Running") -> None:
+        """What another has weighed, to the same space."""
+        shrink = self._raise(other.peak)
+        grow = torch.exp(other.peak - self.peak)
+        self.total = self.total * shrink + other.total * grow
+        self.sums = self.sums * shrink + other.sums * grow
+
+    def _raise(self, peak: Tensor) -> Tensor:
+        """Keep the higher of both peaks. Returns what to multiply with for it."""
+        before, self.peak = self.peak, torch.maximum(self.peak, peak)
+        return torch.exp(before - self.peak)
+
+
 class PartedAttention(ABC):
     """Attends over one layer, a few blocks at a time; the same on every device."""
 
@@ -60,20 +93,18 @@ class PartedAttention(ABC):
         groups, queries = key.shape[1], query.shape[2]
         left = query.float().unflatten(1, (groups, -1)).flatten(2, 3)[:, None] * scaling
         bias = None if mask is None else _additive(mask)
-        peak = left.new_full((*left.shape[:-1], 1), LOWEST)
-        total, out = torch.zeros_like(peak), torch.zeros_like(left)
-        for scores, part, weigh in self._parts(left, key, value, bias):
-            if softcap:
-                scores = torch.tanh(scores / softcap) * softcap
-            if part is not None:
-                scores = (scores.unflatten(-2, (-1, queries)) + part).flatten(-3, -2)
-            higher = torch.maximum(peak, scores.amax(-1, keepdim=True).amax(1, keepdim=True))
-            weights = torch.exp_(scores - higher)
-            shrink = torch.exp(peak - higher)
-            total = total * shrink + weights.sum((1, 4), keepdim=True)
-            out = out * shrink + weigh(weights).sum(1, keepdim=True)
-            peak = higher
-        out = out / total.clamp(min=torch.finfo(total.dtype).tiny)
+        past = self._layer.get_seq_length() - queries
+        sealed = min(self._layer.stream.tokens, past)
+        seen = Running(left, softcap, queries)
+        for part in self._exact(left, key, value, bias, sealed, past):
+            seen.add(*part)
+        if sealed:
+            coded = Running(left, softcap, queries)
+            for part in self._coded(left, key, bias, sealed):
+                coded.add(*part)
+            self._finish(coded)
+            seen.join(coded)
+        out = seen.sums / seen.total.clamp(min=torch.finfo(seen.total.dtype).tiny)
         heads = out.squeeze(1).unflatten(2, (-1, queries)).flatten(1, 2)
         return heads.transpose(1, 2).to(query.dtype)
 
@@ -93,12 +124,11 @@ class PartedAttention(ABC):
             hidden = hidden | (layer.sink_at[:, :, None] == self._columns).any(1)
         self._hidden = hidden if bool(hidden.any()) else None  # [B | 1, c * n]
 
-    def _parts(
-        self, left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    def _exact(
+        self, left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, limit: int, past: int
     ) -> Iterator[Part]:
+        """The parts of all tokens but the first ``limit``, which are sealed, and of the sinks."""
         layer, queries = self._layer, key.shape[2]
-        past = layer.get_seq_length() - queries
-        limit = min(layer.stream.tokens, past)
         own = bias if bias is not None else _causal(key)
         yield exact(left, key, value, own[..., -queries:])
         if past > limit:
@@ -108,8 +138,6 @@ class PartedAttention(ABC):
             yield exact(left, keys, values, None if bias is None else bias[..., limit:past])
         if layer.sinks is not None and layer.sink_at is not None:
             yield self._sinks(left, layer.sinks, layer.sink_at.long(), bias, limit)
-        if limit:
-            yield from self._coded(left, key, bias, limit)
 
     def _sinks(
         self, left: Tensor, rows: Tensor, column: Tensor, bias: Tensor | None, limit: int
@@ -135,6 +163,9 @@ class PartedAttention(ABC):
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
         """The parts of the first ``limit`` tokens, which are sealed. ``left`` ``[B, 1, G, R * t, D]``: scaled
         queries; ``bias`` ``[B, t, T]`` of all tokens."""
+
+    def _finish(self, coded: Running) -> None:  # noqa: B027
+        """Make sums of values out of what the parts of `_coded` were weighed to."""
 
     def _hides(self, columns: slice, limit: int) -> Tensor | None:
         """Which tokens of the blocks, in these places of `_columns`, are not to be seen: bool

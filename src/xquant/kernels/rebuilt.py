@@ -13,14 +13,16 @@ from torch import Tensor
 
 from ..methods.xquant import Rematerialized
 from ..models.base import rotate
-from .parts import Part, PartedAttention, by_block
+from .parts import Part, PartedAttention, Running, by_block
 from .products import KeyProduct, ValueSum
 
 if TYPE_CHECKING:
     from ..layer import CompressedLayer
 
 TOKENS = 1024
-"""That keys are built of at a time, over all sequences; at least a block of each."""
+"""That torch builds keys of at a time, over all sequences; at least a block of each."""
+SCORES = 2**21
+"""That the library computes at a time, or as many as those tokens have: it keeps no keys."""
 
 
 class RebuiltAttention(PartedAttention):
@@ -56,7 +58,10 @@ class RebuiltAttention(PartedAttention):
         recalled = None
         if codec.reads_below or codec.feeds_above:
             recalled = layer.recalled if layer.recalled is not None else layer.recall()
-        step = max(TOKENS // (len(key) * stream.block), 1)
+        tokens = TOKENS
+        if self._product is not None:
+            tokens = max(SCORES // left[0, ..., 0].numel(), TOKENS)
+        step = max(tokens // (len(key) * stream.block), 1)
         for table, columns, part in self._blocks(left, bias, limit, step):
             if self._product is not None:
                 cos, sin = (at_columns(t, columns, 2) for t in layer.index.rope_by_channel())
@@ -78,21 +83,21 @@ class RebuiltAttention(PartedAttention):
         if self._sum is None:
             source = self._layer.stream.read_segment(-1, torch.float32, table)
             return self._weigh(weights, source.flatten(1, 2))
-        return self._project(self._sum.of(weights.flatten(1, 3), table), weights)
+        sums = self._sum.of(weights.flatten(1, 3), table)
+        return sums.view(*weights.shape[:-1], -1)
 
     def _weigh(self, weights: Tensor, source: Tensor) -> Tensor:
-        """Sums by weights ``[B, 1, G, R * t, T]`` of the values that come from ``source`` ``[B, T, Cv]``."""
-        return self._project(weights.flatten(1, 3) @ source.float(), weights)
+        """Sums ``[B, 1, G, R * t, Cv]`` of ``source`` ``[B, T, Cv]`` by weights ``[B, 1, G, R * t, T]``."""
+        sums = weights.flatten(1, 3).to(source.dtype) @ source
+        return sums.float().view(*weights.shape[:-1], -1)
 
-    def _project(self, sums: Tensor, weights: Tensor) -> Tensor:
-        """Sums ``[B, G * R * t, Cv]`` of what values come from to sums of values ``[B, 1, G, R * t, D]``."""
+    def _finish(self, coded: Running) -> None:
+        """Project the sums of what values come from to sums of values."""
         view = self._codec.view
         matrix = self._codec.value_weight.unflatten(0, (view.kv_heads, -1))  # [G, D, Cv]
-        out = sums.unflatten(1, (view.kv_heads, -1)) @ matrix.mT.float()
+        coded.sums = coded.sums @ matrix.mT.float()
         if view.value_bias is not None:
-            bias = view.value_bias.view(view.kv_heads, 1, -1)
-            out += weights.sum(-1, keepdim=True).squeeze(1) * bias
-        return out[:, None]
+            coded.sums += coded.total * view.value_bias.view(view.kv_heads, 1, -1)
 
 
 def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..calibrate.artifact import Calibration
 from ..calibrate.calibrator import Calibrator
 from ..models import AttentionView
+from ..models.base import linear
 from ..quant import Affine, Packed, Plain, Quantizer, Segment
 from ..quant.quantizer import Granularity
 
@@ -91,8 +91,9 @@ class LayerCodec(ABC):
         """What the layers of the span store, from what each packed of the same tokens by itself."""
         return packed
 
-    def recall(self, rows: Tensor, below: Tensor | None) -> Tensor:
-        """What `rebuild` works on, from decoded rows ``[B, T, C]``."""
+    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
+        """What `rebuild` works on, from decoded rows ``[B, T, C]``; when ``sealing``, codes of the layer
+        above are made from it, and it must not depend on which blocks come together."""
         return rows
 
     def carry(self, recalled: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def by_block(x: Tensor, weight: Tensor, block: int) -> Tensor:
     A matrix product may round differently for another number of rows. Codes must not depend on
     whether a block arrived alone or with others, so each block is its own product.
     """
-    return torch.cat([F.linear(part, weight) for part in x.split(block, 1)], 1)
+    return torch.cat([linear(part, weight) for part in x.split(block, 1)], 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..calibrate.artifact import Calibration
 from ..models import AttentionView
+from ..models.base import linear
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..quant.quantizer import tiled
 from .base import LayerCodec, QuantizedMethod, Seen, by_block
@@ -113,11 +113,11 @@ class Rematerialized(LayerCodec):
 
     def keys(self, source: Tensor) -> Tensor:
         """Keys before RoPE ``[B, T, G*D]``."""
-        return self.view.finish_keys(F.linear(source, self.key_weight, self.view.key_bias))
+        return self.view.finish_keys(linear(source, self.key_weight, self.view.key_bias))
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.sources(recalled)
-        return self.keys(key), F.linear(value, self.value_weight, self.view.value_bias)
+        return self.keys(key), linear(value, self.value_weight, self.view.value_bias)
 
 
 class _FromInput(Rematerialized):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..calibrate.artifact import Calibration
 from ..models import AttentionView
+from ..models.base import linear
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
 from .base import LayerCodec, QuantizedMethod, Seen, bits_field, by_block
@@ -120,9 +121,13 @@ class DeltaCodec(Rematerialized):
             return delta
         return by_block(delta.flatten(1, 2), self.basis, self.block).unflatten(1, delta.shape[1:3])
 
-    def recall(self, rows: Tensor, below: Tensor | None) -> Tensor:
-        delta = rows if self.synthesis is None else by_block(rows, self.synthesis, self.block)
-        return delta if below is None else below + delta
+    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
+        if self.synthesis is None:
+            return rows if below is None else below + rows
+        delta = (
+            by_block(rows, self.synthesis, self.block) if sealing else linear(rows, self.synthesis)
+        )
+        return delta if below is None else delta.add_(below)
 
     def carry(self, recalled: Tensor) -> Tensor:
         if self.accumulator == 16:
