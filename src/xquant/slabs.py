@@ -1,31 +1,34 @@
 """Slabs: the packed blocks of one field, in memory that never moves."""
 
-import ctypes
 import mmap
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_LIBC = ctypes.CDLL(None)
 GROWTH = 8
 """A new slab has room for an eighth of the blocks that are there, so that at most that much is reserved
 and not used."""
-
-
 HUGE_PAGE = 2 << 20
 
 
 def _slab(blocks: Tensor, room: int) -> Tensor:
     """Memory for ``room`` blocks, the first of which are ``blocks``.
 
-    Large slabs ask for huge pages: a kernel that reads them once would wait for the page table.
+    Large slabs get pages of their own, huge ones where they fill them: a kernel that reads them once
+    would wait for the page table, and the system has them back when they are dropped.
     """
-    slab = blocks.new_empty(room, *blocks.shape[1:])
-    if slab.device.type == "cpu" and slab.nbytes >= 2 * HUGE_PAGE and hasattr(_LIBC, "madvise"):
-        start = -(-slab.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-        length = (slab.data_ptr() + slab.nbytes - start) // HUGE_PAGE * HUGE_PAGE
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    shape = (room, *blocks.shape[1:])
+    size = room * blocks[0].nbytes
+    if blocks.device.type == "cpu" and size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        # Whole huge pages are asked for, which aligns them; what is not touched takes no memory.
+        memory = mmap.mmap(-1, -(-size // HUGE_PAGE) * HUGE_PAGE, flags=private)
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, size // HUGE_PAGE * HUGE_PAGE)
+        elements = size // blocks.itemsize
+        slab = torch.frombuffer(memory, dtype=blocks.dtype, count=elements).view(shape)
+    else:
+        slab = blocks.new_empty(shape)
     slab[: len(blocks)] = blocks
     return slab
 
