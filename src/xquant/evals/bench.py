@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPE_LAYERS = 8
 """Layers of a shape that are timed one after the other, so that none finds its codes in a CPU cache."""
 READ_BYTES = 512 << 20
+HOPELESS = 2.0
 FULL_SETTINGS = tuple(
     (dtype, attention)
     for dtype in (torch.float32, torch.bfloat16)
@@ -278,14 +279,14 @@ def bench(
                 )
             )
     contenders += [make(settings) for make in peers]
-    steps, alone = _measure(contenders, settings, whole, progress)
+    steps, alone, slow = _measure(contenders, settings, whole, progress)
     layers = len(_attentions(model))
     bandwidth = read_bandwidth() if model.device.type == "cpu" else None
     decisive = steps if whole else alone
     medians = [statistics.median(times) for times in decisive]
     best: dict[str, int] = {}
     for i, contender in enumerate(contenders):
-        if contender.name not in best or medians[i] < medians[best[contender.name]]:
+        if i not in slow and medians[i] < medians[best.setdefault(contender.name, i)]:
             best[contender.name] = i
     full = decisive[best["full"]]
     rows = []
@@ -328,23 +329,47 @@ def _measure(
     settings: Settings,
     whole: bool,
     progress: Callable[[int, int, str], None],
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Seconds of decoding a token and of its attention alone, by contender and round."""
+) -> tuple[list[list[float]], list[list[float]], set[int]]:
+    """Seconds of decoding a token and of its attention alone, by contender and round, and which contenders
+    were given up: after the warm-up, settings that took `HOPELESS` times as long as another of their name.
+    They would cost most of the time, and have the times of the warm-up.
+
+    In its turn each works twice, and the second time counts: when decoding, the step before was one of
+    the same cache, not of one that moved gigabytes.
+    """
     steps: list[list[float]] = [[] for _ in contenders]
     attention: list[list[float]] = [[] for _ in contenders]
+    decisive = steps if whole else attention
     total = settings.warm_up + settings.rounds
+    slow: set[int] = set()
     for number in range(total):
+        if number == settings.warm_up:
+            slow = _hopeless(contenders, decisive)
         for i, contender in enumerate(contenders):
             progress(number * len(contenders) + i, total * len(contenders), contender.name)
+            if i in slow:
+                continue
+            if number == settings.warm_up:
+                steps[i].clear()
+                attention[i].clear()
             for job, times in ((contender.step, steps[i]), (contender.attend, attention[i])):
                 if job == contender.step and not whole:
                     continue
+                job()
+                _synchronize(contender)
                 start = time.perf_counter()
                 job()
                 _synchronize(contender)
-                if number >= settings.warm_up:
-                    times.append(time.perf_counter() - start)
-    return steps, attention
+                times.append(time.perf_counter() - start)
+    return steps, attention, slow
+
+
+def _hopeless(contenders: Sequence[Contender], times: Sequence[Sequence[float]]) -> set[int]:
+    found = [min(taken, default=0.0) for taken in times]
+    best: dict[str, float] = {}
+    for contender, taken in zip(contenders, found, strict=True):
+        best[contender.name] = min(taken, best.get(contender.name, taken))
+    return {i for i, c in enumerate(contenders) if found[i] > HOPELESS * best[c.name]}
 
 
 def _synchronize(contender: Contender) -> None:
