@@ -52,9 +52,52 @@ struct Spot {
     int head;
 };
 
+// Where the codes and ranges are of elements that are kept apart.
 struct Apart {
-    CodePlace* place = nullptr;
-    int32_t *range_of_channel = nullptr, *range_of_token = nullptr;
+    CodePlace* place = nullptr;                                      // [K]
+    int32_t *range_of_channel = nullptr, *range_of_token = nullptr;  // [channels of all heads], [n]
+
+    static size_t bytes(const xq_side& side, int k_size, int channels, int n) {
+        return side.outlier_count ? sizeof(CodePlace) * k_size + 4 * ((size_t)channels + n) + 3 * 64 : 0;
+    }
+    Apart(const xq_side& side, int k_size, int channels, int n, Arena& arena) {
+        if (!side.outlier_count) return;
+        place = arena.take<CodePlace>(k_size);
+        range_of_channel = arena.take<int32_t>(channels);
+        range_of_token = arena.take<int32_t>(n);
+        for (int i = 0; i < k_size; i++) place[i] = CodePlace(i, k_size, side.bits);
+        for (int c = 0; c < channels; c++) range_of_channel[c] = side.per_token ? c / side.group * n : c;
+        for (int t = 0; t < n; t++)
+            range_of_token[t] = side.per_token ? t : side.fixed ? 0 : t / side.group * channels;
+    }
+};
+
+// The same for all tasks of a call.
+struct Sparse {
+    Apart keys, values;
+    int32_t *turn_place = nullptr, *partner = nullptr;  // [D] in the table of turns, at the first token
+    float* sine = nullptr;                              // [D] 1 or -1, over the unit of the table
+
+    static size_t bytes(const xq_attend& c) {
+        const int channels = c.kv_heads * c.head_size;
+        return Apart::bytes(c.key, c.head_size, channels, c.block) + Apart::bytes(c.value, c.block, channels, c.block) +
+               12 * (size_t)c.head_size + 3 * 64;
+    }
+    Sparse(const xq_attend& c, Arena& arena)
+        : keys(c.key, c.head_size, c.kv_heads * c.head_size, c.block, arena),
+          values(c.value, c.block, c.kv_heads * c.head_size, c.block, arena) {
+        const int D = c.head_size, half = D / 2;
+        if (!c.key.outlier_count) return;
+        turn_place = arena.take<int32_t>(D);
+        partner = arena.take<int32_t>(D);
+        sine = arena.take<float>(D);
+        for (int i = 0; i < D; i++) {
+            const int j = i % half, e = j % 4, q = j / 4, units = D / 32;
+            turn_place[i] = ((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2;
+            partner[i] = i < half ? i + half : i - half;
+            sine[i] = (i < half ? 1 : -1) / 32767.0f;
+        }
+    }
 };
 
 // The task of one thread: some blocks of one sequence and key/value head.
@@ -74,8 +117,7 @@ struct Task {
     float* pair_scale;   // [D / 2]
     float* token_scale;  // [2, max(D, n)]
     int16_t table16[16];
-    Apart apart_keys, apart_values;
-    int32_t* turn_place;                  // [D] in the table of turns, at the first token
+    const Sparse& sparse;
     int32_t *outlier_token, *outlier_at;  // of a block
     float* exact_scores; // [rows, most exact tokens]
     Running running;
@@ -89,13 +131,12 @@ struct Task {
         size_t rows = c.group_heads * c.queries, D = c.head_size, m = most(c), exact = 0;
         for (int e = 0; e < c.exact_count; e++) exact = std::max(exact, (size_t)c.exact[e].count);
         return 4 * (rows * exact + 3 * rows * D + rows * c.block + MAX_ROWS * m + rows * 3 + 5 * m + (MAX_ROWS + 4) * D + 64 * D) +
-               2 * MAX_ROWS * m + 64 * TILES * m / 2 + 2 * (sizeof(CodePlace) + 12) * m +
-               8 * outlier_room(c) + 40 * 64;
+               2 * MAX_ROWS * m + 64 * TILES * m / 2 + 8 * outlier_room(c) + 40 * 64;
     }
 
-    Task(const xq_attend& c, int b, int g, Arena& arena, Running running)
+    Task(const xq_attend& c, int b, int g, Arena& arena, Running running, const Sparse& sparse)
         : call(c), b(b), g(g), D(c.head_size), n(c.block), rows(c.group_heads * c.queries),
-          per(c.group_heads), channels(c.kv_heads * c.head_size), running(running) {
+          per(c.group_heads), channels(c.kv_heads * c.head_size), sparse(sparse), running(running) {
         query = arena.take<float>((size_t)rows * D);
         turned = arena.take<float>((size_t)rows * D);
         scores = arena.take<float>((size_t)rows * n);
@@ -108,13 +149,6 @@ struct Task {
         zero16 = arena.take<int32_t>(16 * D);
         pair_scale = arena.take<float>(D / 2);
         token_scale = arena.take<float>(2 * most(c));
-        apart_keys = apart(c.key, D, arena);
-        apart_values = apart(c.value, n, arena);
-        turn_place = arena.take<int32_t>(D);
-        for (int i = 0; apart_keys.place && i < D; i++) {
-            const int j = i % (D / 2), e = j % 4, q = j / 4, units = D / 32;
-            turn_place[i] = ((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2;
-        }
         const size_t most_outliers = outlier_room(c);
         outlier_token = arena.take<int32_t>(most_outliers);
         outlier_at = arena.take<int32_t>(most_outliers);
@@ -130,21 +164,6 @@ struct Task {
                 get_row(c.query, c.dtype, b * c.query_batch + (g * per + h) * c.query_head + q * c.query_token,
                         D, query + (size_t)(h * c.queries + q) * D);
         for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
-    }
-
-    // What is needed to find the codes and ranges of elements that are kept apart.
-    Apart apart(const xq_side& side, int k_size, Arena& arena) const {
-        if (!side.outlier_count) return {};
-        Apart a;
-        a.place = arena.take<CodePlace>(k_size);
-        a.range_of_channel = arena.take<int32_t>(D);
-        a.range_of_token = arena.take<int32_t>(n);
-        for (int i = 0; i < k_size; i++) a.place[i] = CodePlace(i, k_size, side.bits);
-        for (int c = 0; c < D; c++)
-            a.range_of_channel[c] = side.per_token ? (g * D + c) / side.group * n : g * D + c;
-        for (int t = 0; t < n; t++)
-            a.range_of_token[t] = side.per_token ? t : side.fixed ? 0 : t / side.group * channels;
-        return a;
     }
 
     // -- keys ------------------------------------------------------------------------------------
@@ -377,7 +396,7 @@ struct Task {
             const int at = outlier_at[i], t = outlier_token[at], c = channel[at] - first;
             const int lane = lanes_are_tokens ? t : c, element = lanes_are_tokens ? c : t;
             const int code = apart.place[element].code(codes + lane / 16 * tile, lane % 16);
-            const int range = apart.range_of_channel[c] + apart.range_of_token[t];
+            const int range = apart.range_of_channel[channel[at]] + apart.range_of_token[t];
             const float level = side.levels ? side.levels[code] : (float)code;
             found(t, c, half_to_float(value[at]) - level * half_to_float(ranges.scale[range]) -
                             half_to_float(ranges.zero[range]));
@@ -385,19 +404,18 @@ struct Task {
     }
 
     void score_outliers(const uint8_t* codes, const Ranges& ranges, int64_t id) {
-        const int half = D / 2;
-        each_outlier(call.key, ranges, codes, apart_keys, true, id, [&](int t, int c, float delta) {
-            const int partner = c < half ? c + half : c - half;
+        each_outlier(call.key, ranges, codes, sparse.keys, true, id, [&](int t, int c, float delta) {
+            const int partner = sparse.partner[c];
             float cos = delta, sin = 0;
             if (call.turn) {
-                const int16_t* pair = call.turn + (size_t)(t / 16) * D * 16 + turn_place[c] + t % 16 * 2;
+                const int16_t* pair = call.turn + (size_t)(t / 16) * D * 16 + sparse.turn_place[c] + t % 16 * 2;
                 cos = delta * (1 / 32767.0f) * pair[0];
-                sin = delta * (c < half ? 1 / 32767.0f : -1 / 32767.0f) * pair[32];
+                sin = delta * sparse.sine[c] * pair[32];
             }
-            for (int r = 0; r < rows; r++) {
-                const float* q = turned + (size_t)r * D;
-                scores[(size_t)r * n + t] += q[c] * cos + q[partner] * sin;
-            }
+            const float *here = turned + c, *there = turned + partner;
+            float* score = scores + t;
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++, here += D, there += D, score += n) *score += *here * cos + *there * sin;
         });
     }
 
@@ -543,9 +561,11 @@ struct Task {
     }
 
     void add_value_outliers(const uint8_t* codes, const Ranges& ranges, int64_t id) {
-        each_outlier(call.value, ranges, codes, apart_values, false, id, [&](int t, int c, float delta) {
-            for (int r = 0; r < rows; r++)
-                running.sums[(size_t)r * D + c] += scores[(size_t)r * n + t] * delta;
+        each_outlier(call.value, ranges, codes, sparse.values, false, id, [&](int t, int c, float delta) {
+            const float* weight = scores + t;
+            float* sum = running.sums + c;
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++, weight += n, sum += D) *sum += *weight * delta;
         });
     }
 
@@ -659,8 +679,9 @@ inline int attend(const xq_attend& call) {
     const int slots = parts + 1;  // the last is for the exact tokens
     const size_t state = Running::floats(rows, D);
     static thread_local Arena shared;
-    if (!shared.reserve(sizeof(float) * state * slots * heads)) return 1;
+    if (!shared.reserve(sizeof(float) * state * slots * heads + 64 + Sparse::bytes(call))) return 1;
     float* states = shared.take<float>(state * slots * heads);
+    const Sparse sparse(call, shared);
     int failed = 0;
     const int tasks = heads * slots;
     std::atomic<int> taken{0};
@@ -676,7 +697,7 @@ inline int attend(const xq_attend& call) {
             const int head = task / slots, part = task % slots;
             Running running(states + (size_t)task * state, rows, D);
             running.clear();
-            Task work(call, head / call.kv_heads, head % call.kv_heads, arena, running);
+            Task work(call, head / call.kv_heads, head % call.kv_heads, arena, running, sparse);
             work.load_query();
             if (part == parts) {
                 for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);

@@ -183,6 +183,7 @@ inline int sum_values(const xq_sum& given) {
     static thread_local Arena shared;
     if (!shared.reserve(sizeof(float) * state * parts * given.batch)) return 1;
     float* states = shared.take<float>(state * parts * given.batch);
+    const Sparse none(call, shared);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
@@ -196,7 +197,7 @@ inline int sum_values(const xq_sum& given) {
                 arena.next = arena.base;
                 Running running(states + ((size_t)b * parts + part) * state, given.rows, given.channels);
                 running.clear();
-                Task task(call, b, 0, arena, running);
+                Task task(call, b, 0, arena, running, none);
                 task.set_table(call.value, VALUE_LIMIT);
                 const int last = (int)((int64_t)(part + 1) * given.columns / parts);
                 for (int j = (int)((int64_t)part * given.columns / parts); j < last; j++) {
