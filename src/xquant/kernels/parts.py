@@ -76,16 +76,7 @@ class PartedAttention(ABC):
         scaling: float,
         softcap: float | None,
     ) -> Tensor | None:
-        """Attention of the newest tokens over the store, their own past and themselves.
-
-        Args:
-            query: ``[B, H, t, D]``, the newest tokens'.
-            key, value: their exact states ``[B, G, t, D]``.
-            mask: ``[B, 1, t, T]`` as the attention function got it, or None for causal.
-
-        Returns:
-            ``[B, t, H, D]``, or None where the reference must answer.
-        """
+        """As `PackedAttention.attend`."""
         if mask is not None and (mask.dtype not in MASKED or mask.shape[1] != 1):
             return None
         if self._layer.stream.version != self._version:
@@ -102,8 +93,10 @@ class PartedAttention(ABC):
             coded = Running(left, softcap, queries)
             for part in self._coded(left, key, bias, sealed):
                 coded.add(*part)
-            self._finish(coded)
+            coded.sums = self._project(coded)
             seen.join(coded)
+        if self._layer.below is not None:
+            self._layer.below.release()
         out = seen.sums / seen.total.clamp(min=torch.finfo(seen.total.dtype).tiny)
         heads = out.squeeze(1).unflatten(2, (-1, queries)).flatten(1, 2)
         return heads.transpose(1, 2).to(query.dtype)
@@ -164,8 +157,9 @@ class PartedAttention(ABC):
         """The parts of the first ``limit`` tokens, which are sealed. ``left`` ``[B, 1, G, R * t, D]``: scaled
         queries; ``bias`` ``[B, t, T]`` of all tokens."""
 
-    def _finish(self, coded: Running) -> None:  # noqa: B027
-        """Make sums of values out of what the parts of `_coded` were weighed to."""
+    def _project(self, coded: Running) -> Tensor:
+        """Sums of values ``[B, 1, G, R * t, D]`` from what the parts of `_coded` were weighed to."""
+        return coded.sums
 
     def _hides(self, columns: slice, limit: int) -> Tensor | None:
         """Which tokens of the blocks, in these places of `_columns`, are not to be seen: bool

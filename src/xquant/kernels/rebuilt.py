@@ -38,21 +38,6 @@ class RebuiltAttention(PartedAttention):
             if ValueSum.fits(layer.codec.segments[-1], layer.stream.block):
                 self._sum = ValueSum(layer, path)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor | None:
-        """See `PartedAttention`."""
-        out = super().attend(query, key, value, mask, scaling, softcap)
-        if out is not None and self._layer.below is not None:
-            self._layer.below.release()
-        return out
-
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
         layer, codec, stream = self._layer, self._codec, self._layer.stream
         recalled = None
@@ -91,13 +76,14 @@ class RebuiltAttention(PartedAttention):
         sums = weights.flatten(1, 3).to(source.dtype) @ source
         return sums.float().view(*weights.shape[:-1], -1)
 
-    def _finish(self, coded: Running) -> None:
-        """Project the sums of what values come from to sums of values."""
+    def _project(self, coded: Running) -> Tensor:
+        """See `PartedAttention`: the sums of what values come from, projected."""
         view = self._codec.view
         matrix = self._codec.value_weight.unflatten(0, (view.kv_heads, -1))  # [G, D, Cv]
-        coded.sums = coded.sums @ matrix.mT.float()
+        sums = coded.sums @ matrix.mT.float()
         if view.value_bias is not None:
-            coded.sums += coded.total * view.value_bias.view(view.kv_heads, 1, -1)
+            sums += coded.total * view.value_bias.view(view.kv_heads, 1, -1)
+        return sums
 
 
 def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
