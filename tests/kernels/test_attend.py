@@ -235,6 +235,15 @@ def test_many_chunks_are_joined(rope: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert error(case, cache) < TOLERANCE
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("head_size", [32, 96])
+def test_ranges_end_inside_a_head(head_size: int, path: str) -> None:
+    case = Case("kivi-2bit:group=64", head_size, kv_heads=3, queries=2, tokens=64, path=path)
+    if head_size == 96:
+        case.spec = "kivi-2bit:group=128"  # 288 channels in three ranges
+    assert error(case, filled(case)) < TOLERANCE
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     spec=st.sampled_from(PER_BITS + OTHERS),

@@ -512,7 +512,9 @@ struct Task {
         int prepared = -1;
         for (int c = 0; c < D;) {
             const int j = (g * D + c) / value.group;
-            const int tiles = (g * D + c + 16 * TILES - 1) / value.group == j ? TILES : 1;
+            // Some ranges end inside a head, and some heads inside a range.
+            const int end = c + 16 * TILES;
+            const int tiles = end <= D && (g * D + end - 1) / value.group == j ? TILES : 1;
             if (j != prepared) {
                 prepared = j;
                 Floats high = broadcast_float(0);
