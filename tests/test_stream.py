@@ -75,10 +75,10 @@ def test_copies_of_a_sequence_share_blocks_and_lost_blocks_are_dropped() -> None
 def test_growing_does_not_touch_the_outliers_that_are_there() -> None:
     stream = Stream(LAYOUT, BLOCK)
     seal(stream, torch.randn(1, 3, BLOCK, CHANNELS))
-    before = stream.pool[3]["outlier_value"]
+    before = stream.pool[3]["outlier_excess"]
     assert isinstance(before, Ragged) and before.nbytes
     seal(stream, torch.randn(1, 2, BLOCK, CHANNELS))
-    after = stream.pool[3]["outlier_value"]
+    after = stream.pool[3]["outlier_excess"]
     assert isinstance(after, Ragged) and len(after) == 5
     assert all(old is new for old, new in zip(before.runs, after.runs, strict=False))
     assert all(run.untyped_storage().nbytes() == run.nbytes for run in after.runs)

@@ -60,7 +60,7 @@ class Stream:
     @property
     def outliers(self) -> int:
         """Elements that are stored apart from their codes."""
-        values = (packed.get("outlier_value") for packed in self.pool)
+        values = (packed.get("outlier_excess") for packed in self.pool)
         return sum(len(run) for v in values if isinstance(v, Ragged) for run in v.runs)
 
     def block_nbytes(self) -> int:

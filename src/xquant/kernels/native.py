@@ -20,7 +20,7 @@ _FILE = "libxquant_kernels.so"
 class Side(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scale", "zero")),
-        *((f"outlier_{name}", c_void_p) for name in ("count", "value", "channel")),
+        *((f"outlier_{name}", c_void_p) for name in ("count", "excess", "channel")),
         *((name, c_void_p) for name in ("levels", "offset")),
         *((name, c_int32) for name in ("bits", "per_token", "group", "fixed")),
         *((name, c_int32) for name in ("count_bytes", "unused")),

@@ -192,7 +192,10 @@ class Codebook(_Grouped):
             packed |= self._pack_ranges(scaled.scale, scaled.zero)
         if self.sparse:
             assert scaled.outliers is not None
-            packed |= pack_outliers(x, scaled.outliers)
+            coded = torch.empty_like(x, dtype=torch.float32)
+            self._decode_codes(packed, coded)
+            exact = x.float().clamp(-FP16_MAX, FP16_MAX)
+            packed |= pack_outliers(exact - coded, scaled.outliers)
         return packed
 
     def scaled(self, x: Tensor, excluded: Tensor | None) -> "Scaled":
@@ -227,6 +230,15 @@ class Codebook(_Grouped):
         return scale_of(*_to(self.span, like))
 
     def decode(self, packed: Packed, out: Tensor) -> None:
+        if not self.sparse:
+            return self._decode_codes(packed, out)
+        exact = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        self._decode_codes(packed, exact)
+        add_outliers(packed, exact)
+        if exact is not out:
+            out.copy_(exact.clamp_(-FP16_MAX, FP16_MAX))
+
+    def _decode_codes(self, packed: Packed, out: Tensor) -> None:
         codes = self.unpack(dense(packed, "codes"), out.shape[-2])
         levels = self.levels.to(out.device).float()[codes.int()]
         if self.span is None:
@@ -236,8 +248,6 @@ class Codebook(_Grouped):
             dim, size = -2, out.shape[-2]
             scale, zero = (t.unsqueeze(0) for t in self._fixed(out))
         dequantize(levels, scale, zero, dim, size, out)
-        if self.sparse:
-            put_outliers(packed, out)
 
     def _range_nbytes(self, tokens: int, channels: int) -> int:
         return 0 if self.span is not None else super()._range_nbytes(tokens, channels)
@@ -276,39 +286,40 @@ class Scaled:
 
 
 OUTLIER_NBYTES = 4
-"""Of one outlier: an fp16 value and a 16-bit channel."""
+"""Of one outlier: an fp16 number and a 16-bit channel."""
 
 
 def _count_dtype(channels: int) -> torch.dtype:
     return torch.uint8 if channels < 256 else torch.int16
 
 
-def pack_outliers(x: Tensor, outliers: Tensor) -> Packed:
-    """The elements ``x[outliers]`` of blocks ``[N, n, C]``, token by token.
+def pack_outliers(excess: Tensor, outliers: Tensor) -> Packed:
+    """The elements ``excess[outliers]`` of blocks ``[N, n, C]``, token by token: what the outliers are
+    more than their codes say, so that a kernel adds them without looking at codes and ranges.
 
-    ``outlier_count`` ``[N, n]`` of each token; per block, one after the other, ``outlier_value`` (fp16)
+    ``outlier_count`` ``[N, n]`` of each token; per block, one after the other, ``outlier_excess`` (fp16)
     and ``outlier_channel`` (unsigned, kept in int16).
     """
     counts = outliers.sum(-1)
     channels = outliers.nonzero(as_tuple=True)[-1]
-    values = x[outliers].clamp(-FP16_MAX, FP16_MAX).half()
+    values = excess[outliers].clamp(-FP16_MAX, FP16_MAX).half()
     per_block = counts.sum(-1)
     return {
-        "outlier_count": counts.to(_count_dtype(x.shape[-1])),
-        "outlier_value": Ragged.split(values, per_block),
+        "outlier_count": counts.to(_count_dtype(excess.shape[-1])),
+        "outlier_excess": Ragged.split(values, per_block),
         "outlier_channel": Ragged.split(channels.to(torch.int16), per_block),
     }
 
 
-def put_outliers(packed: Packed, out: Tensor) -> None:
-    """Write the outliers of blocks back into ``out`` ``[N, n, C]``."""
-    values, channels = packed["outlier_value"], packed["outlier_channel"]
+def add_outliers(packed: Packed, out: Tensor) -> None:
+    """Add to blocks ``out`` ``[N, n, C]`` (fp32) what their outliers are more than their codes say."""
+    values, channels = packed["outlier_excess"], packed["outlier_channel"]
     assert isinstance(values, Ragged) and isinstance(channels, Ragged)
     counts = dense(packed, "outlier_count").flatten().long()
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     channel = channels.flat().long() & 0xFFFF
     tokens = out.shape[1]
-    out[rows // tokens, rows % tokens, channel] = values.flat().to(out.dtype)
+    out[rows // tokens, rows % tokens, channel] += values.flat().float()
 
 
 @dataclass(frozen=True)

@@ -5,38 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 
+#include "arena.h"
 #include "elements.h"
 #include "softmax.h"
 
 namespace {
-
-// Scratch memory of a thread, 64-byte aligned. It is kept between calls, or every call would begin with
-// page faults.
-struct Arena {
-    uint8_t *base = nullptr, *next = nullptr;
-    size_t size = 0;
-    ~Arena() { std::free(base); }
-
-    // Empties it and makes room. False: there is not so much memory.
-    bool reserve(size_t wanted) {
-        if (wanted > size) {
-            std::free(base);
-            size = (wanted + 4095) / 4096 * 4096;
-            base = (uint8_t*)std::aligned_alloc(64, size);
-            if (!base) size = 0;
-        }
-        next = base;
-        return base != nullptr;
-    }
-    template <class T>
-    T* take(size_t count) {
-        T* p = (T*)next;
-        next += (count * sizeof(T) + 63) / 64 * 64;
-        return p;
-    }
-};
 
 // Ranges of one block: element (token, channel) decodes to code * scale + zero (+ offset).
 struct Ranges {
@@ -52,50 +26,24 @@ struct Spot {
     int head;
 };
 
-// Where the codes and ranges are of elements that are kept apart.
-struct Apart {
-    CodePlace* place = nullptr;                                      // [K]
-    int32_t *range_of_channel = nullptr, *range_of_token = nullptr;  // [channels of all heads], [n]
+// Where the angle of each channel of a head is in the table of turns, for keys that are kept apart. The same
+// for all tasks of a call.
+struct TurnPlaces {
+    struct Place {
+        int32_t at, partner;  // in the table, at a tile's first token; the other channel of the pair
+        float sine;           // 1 or -1, over the unit of the table
+    };
+    Place* of = nullptr;  // [D]
 
-    static size_t bytes(const xq_side& side, int k_size, int channels, int n) {
-        return side.outlier_count ? sizeof(CodePlace) * k_size + 4 * ((size_t)channels + n) + 3 * 64 : 0;
-    }
-    Apart(const xq_side& side, int k_size, int channels, int n, Arena& arena) {
-        if (!side.outlier_count) return;
-        place = arena.take<CodePlace>(k_size);
-        range_of_channel = arena.take<int32_t>(channels);
-        range_of_token = arena.take<int32_t>(n);
-        for (int i = 0; i < k_size; i++) place[i] = CodePlace(i, k_size, side.bits);
-        for (int c = 0; c < channels; c++) range_of_channel[c] = side.per_token ? c / side.group * n : c;
-        for (int t = 0; t < n; t++)
-            range_of_token[t] = side.per_token ? t : side.fixed ? 0 : t / side.group * channels;
-    }
-};
-
-// The same for all tasks of a call.
-struct Sparse {
-    Apart keys, values;
-    int32_t *turn_place = nullptr, *partner = nullptr;  // [D] in the table of turns, at the first token
-    float* sine = nullptr;                              // [D] 1 or -1, over the unit of the table
-
-    static size_t bytes(const xq_attend& c) {
-        const int channels = c.kv_heads * c.head_size;
-        return Apart::bytes(c.key, c.head_size, channels, c.block) + Apart::bytes(c.value, c.block, channels, c.block) +
-               12 * (size_t)c.head_size + 3 * 64;
-    }
-    Sparse(const xq_attend& c, Arena& arena)
-        : keys(c.key, c.head_size, c.kv_heads * c.head_size, c.block, arena),
-          values(c.value, c.block, c.kv_heads * c.head_size, c.block, arena) {
-        const int D = c.head_size, half = D / 2;
-        if (!c.key.outlier_count) return;
-        turn_place = arena.take<int32_t>(D);
-        partner = arena.take<int32_t>(D);
-        sine = arena.take<float>(D);
+    static size_t bytes(const xq_attend& c) { return sizeof(Place) * c.head_size + 64; }
+    TurnPlaces(const xq_attend& c, Arena& arena) {
+        if (!c.key.outlier_count || !c.turn) return;
+        const int D = c.head_size, half = D / 2, units = D / 32;
+        of = arena.take<Place>(D);
         for (int i = 0; i < D; i++) {
-            const int j = i % half, e = j % 4, q = j / 4, units = D / 32;
-            turn_place[i] = ((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2;
-            partner[i] = i < half ? i + half : i - half;
-            sine[i] = (i < half ? 1 : -1) / 32767.0f;
+            const int j = i % half, e = j % 4, q = j / 4;
+            of[i] = {((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2, i < half ? i + half : i - half,
+                     (i < half ? 1 : -1) / 32767.0f};
         }
     }
 };
@@ -117,7 +65,7 @@ struct Task {
     float* pair_scale;   // [D / 2]
     float* token_scale;  // [2, max(D, n)]
     int16_t table16[16];
-    const Sparse& sparse;
+    const TurnPlaces& turns;
     int32_t *outlier_token, *outlier_at;  // of a block
     float* exact_scores; // [rows, most exact tokens]
     Running running;
@@ -134,9 +82,9 @@ struct Task {
                2 * MAX_ROWS * m + 64 * TILES * m / 2 + 8 * outlier_room(c) + 40 * 64;
     }
 
-    Task(const xq_attend& c, int b, int g, Arena& arena, Running running, const Sparse& sparse)
+    Task(const xq_attend& c, int b, int g, Arena& arena, Running running, const TurnPlaces& turns)
         : call(c), b(b), g(g), D(c.head_size), n(c.block), rows(c.group_heads * c.queries),
-          per(c.group_heads), channels(c.kv_heads * c.head_size), sparse(sparse), running(running) {
+          per(c.group_heads), channels(c.kv_heads * c.head_size), turns(turns), running(running) {
         query = arena.take<float>((size_t)rows * D);
         turned = arena.take<float>((size_t)rows * D);
         scores = arena.take<float>((size_t)rows * n);
@@ -376,14 +324,11 @@ struct Task {
     // Calls found(token, channel of the head, what the element is more than its code says) for the elements
     // of this head that are kept apart. Without branches that depend on where they are.
     template <class Found>
-    void each_outlier(const xq_side& side, const Ranges& ranges, const uint8_t* codes, const Apart& apart,
-                      bool lanes_are_tokens, int64_t id, Found found) const {
-        const auto* value = at_address<uint16_t>(side.outlier_value[id]);
+    void each_outlier(const xq_side& side, int64_t id, Found found) const {
+        const auto* excess = at_address<uint16_t>(side.outlier_excess[id]);
         const auto* channel = at_address<uint16_t>(side.outlier_channel[id]);
         const auto* count8 = at_address<uint8_t>(side.outlier_count[id]);
         const auto* count16 = at_address<uint16_t>(side.outlier_count[id]);
-        const size_t tile = tile_bytes(lanes_are_tokens ? D : n, side.bits);
-        const int first = g * D;
         int total = 0;
         for (int t = 0; t < n; t++) {
             const int count = side.count_bytes == 1 ? count8[t] : count16[t];
@@ -391,28 +336,24 @@ struct Task {
                 store(outlier_token + total + i, broadcast(t));
             total += count;
         }
-        const int listed = list_between(channel, total, first, D, outlier_at);
+        const int first = g * D, listed = list_between(channel, total, first, D, outlier_at);
         for (int i = 0; i < listed; i++) {
-            const int at = outlier_at[i], t = outlier_token[at], c = channel[at] - first;
-            const int lane = lanes_are_tokens ? t : c, element = lanes_are_tokens ? c : t;
-            const int code = apart.place[element].code(codes + lane / 16 * tile, lane % 16);
-            const int range = apart.range_of_channel[channel[at]] + apart.range_of_token[t];
-            const float level = side.levels ? side.levels[code] : (float)code;
-            found(t, c, half_to_float(value[at]) - level * half_to_float(ranges.scale[range]) -
-                            half_to_float(ranges.zero[range]));
+            const int at = outlier_at[i];
+            found(outlier_token[at], channel[at] - first, half_to_float(excess[at]));
         }
     }
 
-    void score_outliers(const uint8_t* codes, const Ranges& ranges, int64_t id) {
-        each_outlier(call.key, ranges, codes, sparse.keys, true, id, [&](int t, int c, float delta) {
-            const int partner = sparse.partner[c];
-            float cos = delta, sin = 0;
+    void score_outliers(int64_t id) {
+        each_outlier(call.key, id, [&](int t, int c, float excess) {
+            const float *here = turned + c, *there = here;
+            float cos = excess, sin = 0;
             if (call.turn) {
-                const int16_t* pair = call.turn + (size_t)(t / 16) * D * 16 + sparse.turn_place[c] + t % 16 * 2;
-                cos = delta * (1 / 32767.0f) * pair[0];
-                sin = delta * sparse.sine[c] * pair[32];
+                const TurnPlaces::Place place = turns.of[c];
+                const int16_t* pair = call.turn + (size_t)(t / 16) * D * 16 + place.at + t % 16 * 2;
+                there = turned + place.partner;
+                cos = excess * (1 / 32767.0f) * pair[0];
+                sin = excess * place.sine * pair[32];
             }
-            const float *here = turned + c, *there = turned + partner;
             float* score = scores + t;
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++, here += D, there += D, score += n) *score += *here * cos + *there * sin;
@@ -443,7 +384,7 @@ struct Task {
                      : score_expanded(codes, scale, zero, from, to, ahead);
             }
         }
-        if (key.outlier_count) score_outliers(codes, ranges, id);
+        if (key.outlier_count) score_outliers(id);
     }
 
     void mask_scores(int start, int valid) {
@@ -562,12 +503,12 @@ struct Task {
         }
     }
 
-    void add_value_outliers(const uint8_t* codes, const Ranges& ranges, int64_t id) {
-        each_outlier(call.value, ranges, codes, sparse.values, false, id, [&](int t, int c, float delta) {
+    void add_value_outliers(int64_t id) {
+        each_outlier(call.value, id, [&](int t, int c, float excess) {
             const float* weight = scores + t;
             float* sum = running.sums + c;
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++, weight += n, sum += D) *sum += *weight * delta;
+            for (int r = 0; r < rows; r++, weight += n, sum += D) *sum += *weight * excess;
         });
     }
 
@@ -581,7 +522,7 @@ struct Task {
             value.per_token ? add_values_by_token(codes, ranges, r, count, ahead)
                             : add_values_by_channel(codes, ranges, r, count, ahead);
         }
-        if (value.outlier_count) add_value_outliers(codes, ranges, id);
+        if (value.outlier_count) add_value_outliers(id);
     }
 
     void set_table(const xq_side& side, float most) {
@@ -681,9 +622,9 @@ inline int attend(const xq_attend& call) {
     const int slots = parts + 1;  // the last is for the exact tokens
     const size_t state = Running::floats(rows, D);
     static thread_local Arena shared;
-    if (!shared.reserve(sizeof(float) * state * slots * heads + 64 + Sparse::bytes(call))) return 1;
+    if (!shared.reserve(sizeof(float) * state * slots * heads + 64 + TurnPlaces::bytes(call))) return 1;
     float* states = shared.take<float>(state * slots * heads);
-    const Sparse sparse(call, shared);
+    const TurnPlaces turns(call, shared);
     int failed = 0;
     const int tasks = heads * slots;
     std::atomic<int> taken{0};
@@ -699,7 +640,7 @@ inline int attend(const xq_attend& call) {
             const int head = task / slots, part = task % slots;
             Running running(states + (size_t)task * state, rows, D);
             running.clear();
-            Task work(call, head / call.kv_heads, head % call.kv_heads, arena, running, sparse);
+            Task work(call, head / call.kv_heads, head % call.kv_heads, arena, running, turns);
             work.load_query();
             if (part == parts) {
                 for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);

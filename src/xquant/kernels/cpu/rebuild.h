@@ -183,7 +183,7 @@ inline int sum_values(const xq_sum& given) {
     static thread_local Arena shared;
     if (!shared.reserve(sizeof(float) * state * parts * given.batch)) return 1;
     float* states = shared.take<float>(state * parts * given.batch);
-    const Sparse none(call, shared);
+    const TurnPlaces none(call, shared);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {

@@ -60,36 +60,6 @@ inline __attribute__((always_inline)) Words unpack(const uint8_t* codes, int uni
 
 inline size_t tile_bytes(int k, int bits) { return (size_t)k * bits * 2; }
 
-// Where to find the code of one of K elements in a tile: in one plane, or two, or three.
-struct CodePlace {
-    uint32_t offset[3] = {};  // of lane 0
-    uint8_t shift[3] = {}, mask[3] = {}, up[3] = {};
-    CodePlace(int element, int k_size, int bits) {
-        const int quad = element / 4;
-        uint32_t start = 0;
-        int below = 0, plane = 0;
-        for (int width = 8; width; width /= 2) {
-            if (!(bits & width)) continue;
-            const int rows = k_size / 32 * width;
-            offset[plane] = start + quad % rows * 64 + element % 4;
-            shift[plane] = quad / rows * width;
-            mask[plane] = (1 << width) - 1;
-            up[plane++] = below;
-            start += rows * 64;
-            below += width;
-        }
-    }
-    int part(const uint8_t* tile, int lane, int plane) const {
-        return (tile[offset[plane] + lane * 4] >> shift[plane] & mask[plane]) << up[plane];
-    }
-    int code(const uint8_t* tile, int lane) const {
-        int found = part(tile, lane, 0);
-        if (mask[1]) found |= part(tile, lane, 1);
-        if (mask[2]) found |= part(tile, lane, 2);
-        return found;
-    }
-};
-
 // Where the quads of x [K] go among the weights [K / 4][rows][4] of a dot product, from the first on.
 struct QuadPlaces {
     const int units, rows;

@@ -9,7 +9,7 @@ enum { XQ_FLOAT32 = 0, XQ_BFLOAT16 = 1, XQ_FLOAT16 = 2, XQ_BOOL = 3 };
 typedef struct {
     const uint64_t *codes;
     const uint64_t *scale, *zero;  // fp16
-    const uint64_t *outlier_count, *outlier_value, *outlier_channel;  // null: none
+    const uint64_t *outlier_count, *outlier_excess, *outlier_channel;  // null: none
     const float *levels;           // [2^bits], null: affine codes
     const float *offset;           // [G * D] added to what is decoded, null: nothing
     int32_t bits;
