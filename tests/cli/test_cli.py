@@ -20,7 +20,8 @@ def test_methods_lists_every_method(run):
     rows = json.loads(out)
     assert (status, err) == (0, "")
     assert [row["name"] for row in rows] == list(METHODS)
-    keys = {"name", "spec", "paper", "needs_calibration", "summary", "options", "environment"}
+    keys = {"name", "spec", "paper", "needs_calibration", "summary", "options"}
+    keys |= {"schema", "environment"}
     assert all(row.keys() == keys for row in rows)
     status, out, err = run("methods")
     assert (status, err) == (0, "")
@@ -41,6 +42,18 @@ def test_perplexity_prints_a_table_or_json_or_both(run, model, text, tmp_path):
     assert "kivi-4bit:group=8" in out
     written = json.loads((tmp_path / "r.json").read_text())
     assert written[0]["window_nll"] == rows[0]["window_nll"]
+
+
+def test_a_finished_part_of_a_run_is_not_measured_again(run, model, text, tmp_path):
+    asked = ("perplexity", model, "--text", text, "--context", 40, "--windows", 2, "--json", "-")
+    asked += ("--resume", tmp_path / "parts", "--method", "kivi-4bit:group=8")
+
+    def seconds(*more):
+        return [row["seconds"] for row in json.loads(run(*asked, *more)[1])]
+
+    (first,) = seconds()
+    assert seconds("--method", "int4:group=8")[0] == first != seconds("--context", 39)[0]
+    assert len(list((tmp_path / "parts").iterdir())) == 2
 
 
 def test_generate_prints_the_text_then_the_report(run, model):
@@ -149,6 +162,7 @@ def test_method_and_files_are_checked_before_the_model_is_loaded(run, monkeypatc
         ("perplexity", "m", "--method", "full", "--text", tmp_path),
         ("perplexity", "m", *full, "--json", tmp_path / "none" / "r.json"),
         ("compare", "m", *full, "--output", text),
+        ("perplexity", "m", *full, "--resume", text),
     ):
         assert run(*bad)[0] == 2
 

@@ -1,11 +1,14 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from models import tiny
 from words import text_of, word_tokenizer
+from xquant import KVCache
 from xquant.evals.perplexity import perplexity
+from xquant.evals.runs import Runs
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +60,49 @@ def test_progress_counts_every_forward_pass_and_the_full_cache_runs_once(model):
     assert [row.method for row in rows] == ["full", "kivi-4bit:group=8"]
     assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
     assert {total for _, total, _ in seen} == {4}
+
+
+def test_predictions_are_compared_with_the_full_caches(model):
+    full, near, far = run(model, ["full", "int8:group=8", "int2:group=8"])
+    assert (full.kl, full.agreement, full.difference) == (0, 1, 0)
+    assert 0 < near.kl < far.kl
+    assert far.agreement < near.agreement <= 1
+    for row in (near, far):
+        assert row.difference == pytest.approx(math.log(row.ratio), abs=1e-9)
+        parts = [a - b for a, b in zip(row.window_nll, full.window_nll, strict=True)]
+        # Of two numbers, the standard error of the mean is half their distance.
+        assert row.difference_error == pytest.approx(abs(parts[0] - parts[1]) / 2)
+        nll = row.window_nll
+        assert row.standard_error == pytest.approx(abs(nll[0] - nll[1]) / 2)
+
+
+def test_the_divergence_is_that_of_the_two_distributions(model):
+    (row,) = run(model, ["int2:group=8"], windows=1)
+    assert row.standard_error is None and row.difference_error is None
+    ids = torch.tensor(word_tokenizer()(text_of(40), verbose=False)["input_ids"])[None]
+    with torch.inference_mode():
+        full = model(ids).logits[0, :-1].log_softmax(-1)
+        cache = KVCache(model, "int2:group=8", attend="store")
+        own = model(ids, past_key_values=cache).logits[0, :-1].log_softmax(-1)
+    assert row.kl == pytest.approx((full.exp() * (full - own)).sum(-1).mean().item(), rel=1e-4)
+    agreeing = (full.argmax(-1) == own.argmax(-1)).float().mean().item()
+    assert row.agreement == pytest.approx(agreeing)
+
+
+def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
+    runs, methods = Runs(tmp_path, {}), ["kivi-2bit:group=8", "int2:group=8"]
+
+    def stop(done, *_):
+        if done == 4:  # in the second window, before the first method
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, methods, runs=runs, progress=stop)
+    assert len(list(tmp_path.rglob("*.json"))) == 4
+    whole, rest = run(model, methods), run(model, methods, runs=runs)
+    for one, other in zip(whole, rest, strict=True):
+        assert replace(one, seconds=0) == replace(other, seconds=0)
+    assert run(model, methods, runs=runs) == rest
 
 
 @pytest.mark.parametrize(

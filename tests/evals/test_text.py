@@ -1,4 +1,6 @@
 import json
+import sys
+import types
 
 import pytest
 
@@ -54,3 +56,35 @@ def test_a_missing_file_and_a_folder_are_told_apart(tmp_path):
         read_text(tmp_path / "none.txt")
     with pytest.raises(ValueError, match="is a folder"):
         read_text(tmp_path)
+
+
+def test_data_sets_of_the_hub_are_read_as_the_papers_do(monkeypatch):
+    class Rows(list):
+        """As a data set: a column by name, or columns of some rows."""
+
+        def __getitem__(self, what):
+            return list(self) if what == "text" else {"text": list(self)[what]}
+
+    datasets, asked = types.ModuleType("datasets"), []
+
+    def load(*arguments, **_):
+        asked.append(arguments[0])
+        return Rows(["", " = A = \n", "one\n"] * (1000 if "c4" in arguments[0] else 1))
+
+    datasets.load_dataset = load
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    assert read_text("wikitext2") == "\n\n = A = \n\n\none\n"
+    assert read_text("c4").count("one") == 366
+    assert asked == ["Salesforce/wikitext", "allenai/c4"]
+
+
+def test_a_hub_that_is_not_there_is_told_in_one_line(monkeypatch):
+    datasets = types.ModuleType("datasets")
+
+    def load(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    datasets.load_dataset = load
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    with pytest.raises(FileNotFoundError, match=r"'c4' could not .*no route\): give a file"):
+        read_text("c4")

@@ -56,17 +56,18 @@ class Calibration:
     """Of xquant."""
 
     @cached_property
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """SHA-256 over all it holds."""
         digest = hashlib.sha256(repr([getattr(self, fact) for fact in _FACTS]).encode())
         for name, tensor in sorted(self.tensors.items()):
             digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Calibration) and self._digest == other._digest
+        return isinstance(other, Calibration) and self.digest == other.digest
 
     def __hash__(self) -> int:
-        return hash(self._digest)
+        return hash(self.digest)
 
     def layer(self, position: int) -> dict[str, Tensor]:
         """The tensors of the compressed layer at ``position``, counted from the bottom."""

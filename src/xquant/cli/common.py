@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ..evals.results import STDOUT, stamp, write_json
+from ..evals.text import NAMES
 
 if TYPE_CHECKING:
     from ..calibrate.artifact import Calibration
@@ -40,6 +41,12 @@ calibrations_option = click.option(
     metavar="FILE",
     multiple=True,
     help="Artifact of 'xquant calibrate'; may be given several times, one a method.",
+)
+
+resume_option = click.option(
+    "--resume",
+    metavar="DIR",
+    help="Keep what is finished in this folder; the same command, given again, goes on from there.",
 )
 
 
@@ -72,8 +79,7 @@ def text_options(
             "--text",
             metavar="FILE",
             show_default=True,
-            help=help
-            or 'Text file, .jsonl with "text" fields, or help-topics (Python\'s own help).',
+            help=help or f'Text file, .jsonl with "text" fields, or one of {", ".join(NAMES)}.',
             **otherwise,
         ),
         click.option(

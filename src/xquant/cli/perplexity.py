@@ -10,6 +10,7 @@ from .common import (
     calibrations_for,
     calibrations_option,
     check_file,
+    check_folder,
     finish,
     json_option,
     load,
@@ -17,6 +18,7 @@ from .common import (
     model_options,
     print_table,
     progress_bar,
+    resume_option,
     text_options,
 )
 
@@ -37,6 +39,7 @@ COLUMNS = {
 @methods_option
 @text_options()
 @calibrations_option
+@resume_option
 @json_option
 def perplexity(json_file: str | None, **asked: Any) -> None:
     """Measure MODEL's perplexity on a text with the cache compressed by each method.
@@ -62,20 +65,20 @@ def run(
     context: int,
     windows: int,
     artifacts: Sequence[str],
+    resume: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
     from .. import parse_method
     from ..evals import perplexity as evaluation
+    from ..evals.runs import Runs, identity
     from ..evals.text import read_text, text_name
 
     methods = [parse_method(spec) for spec in specs]
     calibrations = calibrations_for(methods, artifacts)
     words = read_text(text)
+    if resume is not None:
+        check_folder(resume)
     network, tokenizer = load(model, dtype, device)
-    with progress_bar() as show:
-        rows = evaluation.perplexity(
-            network, tokenizer, words, methods, context, windows, show, calibrations
-        )
     subject = {
         "model": model,
         "text": text_name(text),
@@ -83,6 +86,12 @@ def run(
         "device": str(network.device),
         "calibrations": {made.method: made.text for made in calibrations},
     }
+    asked = {**subject, "context": context, "identity": identity(network, words, calibrations)}
+    runs = Runs(resume, asked)
+    with progress_bar() as show:
+        rows = evaluation.perplexity(
+            network, tokenizer, words, methods, context, windows, show, calibrations, runs
+        )
     return [row.to_dict() for row in rows], subject
 
 

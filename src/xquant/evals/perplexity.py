@@ -2,13 +2,15 @@
 
 The text is cut into consecutive windows from its start, each its own sequence in a cache of its own.
 A window of ``T`` tokens scores ``T - 1`` next-token predictions. The full cache runs through the same
-code on the same windows, so that a ratio compares methods and nothing else.
+code on the same windows, so that a ratio compares methods and nothing else, and each method's
+predictions are compared with the full cache's, token by token.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ from torch.nn import functional as F
 from ..cache import KVCache
 from ..calibrate.artifact import Calibration
 from ..methods import Full, Method
-from ..report import Report
 from ..spec import parse_method
+from .runs import Runs
 from .text import cut_windows
 
 SCORED_AT_ONCE = 256
@@ -31,12 +33,21 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """One method's result; bytes are those of the last window's cache."""
+    """One method's result; bytes are those of the last window's cache.
+
+    Standard errors are over windows (None for one window), in nats a token: of the mean negative
+    log-likelihood, and of its difference to the full cache's, paired by window.
+    """
 
     method: str
     perplexity: float
     full_perplexity: float
     ratio: float  # perplexity / full_perplexity
+    standard_error: float | None
+    difference: float  # mean nll minus the full cache's, nats per token: log(ratio)
+    difference_error: float | None
+    kl: float  # mean KL divergence of the prediction from the full cache's, nats
+    agreement: float  # share of positions whose most likely token is the full cache's
     bits_per_value: float
     code_bits: float  # those of the codes alone, the papers' equivalent bit-width
     cache_ratio: float  # resident bytes over the fp16 cache
@@ -45,7 +56,7 @@ class PerplexityRow:
     tokens: int  # predictions scored
     windows: int
     context: int
-    seconds: float  # forward passes and scoring
+    seconds: float  # of the forward passes
     window_nll: list[float]  # mean of each window, nats per token
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,16 +64,19 @@ class PerplexityRow:
         return asdict(self)
 
 
-@dataclass
-class _Tally:
-    nll: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    report: Report | None = None
+@dataclass(frozen=True)
+class _Scored:
+    """One method on one window; means over its predictions."""
 
-    @property
-    def perplexity(self) -> float:
-        mean = math.fsum(self.nll) / len(self.nll)
-        return math.exp(mean) if mean < 700 else math.inf
+    nll: float
+    kl: float
+    agreement: float
+    seconds: float
+    bits_per_value: float
+    code_bits: float
+    cache_ratio: float
+    cache_bytes: int
+    full_cache_bytes: int
 
 
 def perplexity(
@@ -74,11 +88,13 @@ def perplexity(
     windows: int = 4,
     progress: Progress | None = None,
     calibrations: Sequence[Calibration] = (),
+    runs: Runs | None = None,
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on the first ``windows * context`` tokens of ``text``.
 
-    Each of ``calibrations`` goes to the methods it was made for. Returns a row for each different
-    method, in the order given.
+    Each of ``calibrations`` goes to the methods it was made for. ``runs`` keeps the windows that are
+    finished, and has those of a run that was stopped. Returns a row for each different method, in the
+    order given.
 
     Raises:
         ValueError: unknown method, no method, ``context`` or ``windows`` that the model or the text
@@ -88,7 +104,7 @@ def perplexity(
     if not wanted:
         raise ValueError("no method to measure")
     ids = cut_windows(model, tokenizer, text, context, windows)
-    return measure(model, ids, wanted, progress, calibrations)
+    return measure(model, ids, wanted, progress, calibrations, runs)
 
 
 def measure(
@@ -97,63 +113,106 @@ def measure(
     methods: Sequence[Method],
     progress: Progress | None = None,
     calibrations: Sequence[Calibration] = (),
+    runs: Runs | None = None,
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on windows ``ids [N, T]``; the full cache is measured once, asked or not."""
-    baseline = Full()
-    tallies = {method: _Tally() for method in (baseline, *methods)}
+    baseline, runs = Full(), runs or Runs(None, {})
+    scored: dict[Method, list[_Scored]] = {method: [] for method in (baseline, *methods)}
     made_for = {calibration.method: calibration for calibration in calibrations}
-    use = {method: made_for.get(method.calibrated_as) for method in tallies}
-    for method in tallies:  # so that bad input is told of before the first forward pass
+    use = {method: made_for.get(method.calibrated_as) for method in scored}
+    for method in scored:  # so that bad input is told of before the first forward pass
         KVCache(model, method, attend="store", calibration=use[method])
-    total, done = len(ids) * len(tallies), 0
-    for window in ids.to(model.device):
-        for method, tally in tallies.items():
+    total, done = len(ids) * len(scored), 0
+    for number, window in enumerate(ids.to(model.device)):
+        full = None  # logits, where a part of this window is not there yet
+        for method, windows in scored.items():
             if progress is not None:
                 progress(done, total, method.spec)
-            nll, seconds, tally.report = _score(model, window, method, use[method])
-            tally.nll.append(nll)
-            tally.seconds += seconds
+            name = f"{method.spec} window {number}"
+            held = runs.load(name)
+            if held is None:
+                if full is None:
+                    full, whole = _forward(model, window, baseline, None)
+                logits, part = full, whole
+                if method != baseline:
+                    logits, part = _forward(model, window, method, use[method])
+                part |= _score(logits, full, window)
+                held = [part]
+                runs.save(name, held)
+            windows.append(_Scored(**held[0]))
             done += 1
     if progress is not None:
         progress(done, total, method.spec)
-    full = tallies[baseline].perplexity
-    return [_row(method.spec, tallies[method], full, ids) for method in methods]
+    return [_row(method.spec, scored[method], scored[baseline], ids) for method in methods]
 
 
 @torch.inference_mode()
-def _score(
+def _forward(
     model: Any, window: Tensor, method: Method, calibration: Calibration | None
-) -> tuple[float, float, Report]:
-    """Mean negative log-likelihood (nats) of ``window [T]`` after its first token, and seconds."""
+) -> tuple[Tensor, dict[str, Any]]:
+    """Logits ``[T - 1, V]`` of ``window [T]``, and what the pass took."""
     # Made before the clock starts: the first cache of a method does the method's offline work.
     cache = KVCache(model, method, attend="store", calibration=calibration)
     started = time.perf_counter()
     logits = model(window[None], past_key_values=cache, use_cache=True).logits[0, :-1]
-    parts = zip(logits.split(SCORED_AT_ONCE), window[1:].split(SCORED_AT_ONCE), strict=True)
-    total = math.fsum(
-        F.cross_entropy(part.float(), target, reduction="sum").item() for part, target in parts
-    )
-    seconds = time.perf_counter() - started
-    return total / (len(window) - 1), seconds, cache.report()
+    seconds, report = time.perf_counter() - started, cache.report()
+    sizes = ("bits_per_value", "code_bits", "cache_ratio", "cache_bytes", "full_cache_bytes")
+    return logits, {"seconds": seconds, **{size: getattr(report, size) for size in sizes}}
 
 
-def _row(spec: str, tally: _Tally, full: float, ids: Tensor) -> PerplexityRow:
+@torch.inference_mode()
+def _score(logits: Tensor, full: Tensor, window: Tensor) -> dict[str, float]:
+    """How well ``logits [T - 1, V]`` predict ``window [T]``, and how close they are to those of the full
+    cache: means over positions."""
+    nll, kl, agreeing = [], [], 0
+    slices = (t.split(SCORED_AT_ONCE) for t in (logits, full, window[1:]))
+    for part, reference, target in zip(*slices, strict=True):
+        found = part.float().log_softmax(-1)
+        nll.append(F.nll_loss(found, target, reduction="sum").item())
+        agreeing += int((part.argmax(-1) == reference.argmax(-1)).sum())
+        wanted = reference.float().log_softmax(-1)
+        kl.append(F.kl_div(found, wanted, reduction="sum", log_target=True).item())
+    count = len(window) - 1
+    # Rounding can leave a divergence of next to nothing below zero.
+    divergence = max(math.fsum(kl) / count, 0.0)
+    return {"nll": math.fsum(nll) / count, "kl": divergence, "agreement": agreeing / count}
+
+
+def _row(
+    spec: str, scored: Sequence[_Scored], full: Sequence[_Scored], ids: Tensor
+) -> PerplexityRow:
     windows, context = ids.shape
-    report = tally.report
-    assert report is not None
+    nll = [window.nll for window in scored]
+    differences = [own.nll - other.nll for own, other in zip(scored, full, strict=True)]
+    own, whole = _exp_mean(nll), _exp_mean([window.nll for window in full])
+    last = scored[-1]
     return PerplexityRow(
         method=spec,
-        perplexity=tally.perplexity,
-        full_perplexity=full,
-        ratio=tally.perplexity / full,
-        bits_per_value=report.bits_per_value,
-        code_bits=report.code_bits,
-        cache_ratio=report.cache_ratio,
-        cache_bytes=report.cache_bytes,
-        full_cache_bytes=report.full_cache_bytes,
+        perplexity=own,
+        full_perplexity=whole,
+        ratio=own / whole,
+        standard_error=_standard_error(nll),
+        difference=statistics.fmean(differences),
+        difference_error=_standard_error(differences),
+        kl=statistics.fmean(window.kl for window in scored),
+        agreement=statistics.fmean(window.agreement for window in scored),
+        bits_per_value=last.bits_per_value,
+        code_bits=last.code_bits,
+        cache_ratio=last.cache_ratio,
+        cache_bytes=last.cache_bytes,
+        full_cache_bytes=last.full_cache_bytes,
         tokens=windows * (context - 1),
         windows=windows,
         context=context,
-        seconds=tally.seconds,
-        window_nll=tally.nll,
+        seconds=math.fsum(window.seconds for window in scored),
+        window_nll=nll,
     )
+
+
+def _exp_mean(nll: Sequence[float]) -> float:
+    mean = statistics.fmean(nll)
+    return math.exp(mean) if mean < 700 else math.inf
+
+
+def _standard_error(values: Sequence[float]) -> float | None:
+    return None if len(values) < 2 else statistics.stdev(values) / math.sqrt(len(values))

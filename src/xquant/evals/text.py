@@ -1,6 +1,7 @@
-"""Texts to measure on: a file, or one that every Python carries."""
+"""Texts to measure on: a file, one that every Python carries, or a data set of the hub."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,23 +10,27 @@ if TYPE_CHECKING:
 
 HELP_TOPICS = "help-topics"
 """Name of the built-in text: the language reference that Python's ``help()`` shows."""
+C4_ROWS = 1100
+"""Rows of C4's first validation file, joined by spaces: what GPTQ and then KVQuant measure on."""
 
 
 def read_text(source: str | Path) -> str:
     """The text of ``source``.
 
     Args:
-        source: ``"help-topics"``; a ``.jsonl`` file (its ``"text"`` fields, joined by blank lines); a
-            ``.raw`` file, which is how WikiText comes (its rows, one a line, joined by blank lines, as
-            the papers do); or any other UTF-8 file (read whole).
+        source: ``"help-topics"``; ``"wikitext2"`` or ``"c4"``, from the hub; a ``.jsonl`` file (its
+            ``"text"`` fields, joined by blank lines); a ``.raw`` file, which is how WikiText comes (its
+            rows, one a line, joined by blank lines, as the papers do); or any other UTF-8 file (read
+            whole).
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, or no hub.
+        ModuleNotFoundError: ``datasets`` is not installed, and the text is one of the hub's.
         ValueError: a folder, not UTF-8, not the JSON expected, or nothing in it.
         OSError: the file cannot be read.
     """
-    if source == HELP_TOPICS:
-        return _help_topics()
+    if str(source) in _READERS:
+        return _READERS[str(source)]()
     path = Path(source)
     if not path.exists():
         raise FileNotFoundError(f"there is no text file '{path}'")
@@ -103,3 +108,36 @@ def _help_topics() -> str:
             f"this Python was installed without its '{HELP_TOPICS}' (pydoc_data): give a text file"
         ) from None
     return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _wikitext2() -> str:
+    rows = _hub("wikitext2", "Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+    return "\n\n".join(rows["text"])
+
+
+def _c4() -> str:
+    files = {"validation": "en/c4-validation.00000-of-00008.json.gz"}
+    rows = _hub("c4", "allenai/c4", data_files=files, split="validation")
+    return " ".join(rows[:C4_ROWS]["text"])
+
+
+def _hub(name: str, *arguments: str, **more: Any) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(*arguments, **more)
+    # Whatever the hub's client makes of a network that is not there.
+    except Exception as error:
+        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileNotFoundError(
+            f"the data set '{name}' could not be had from the hub ({line}): give a file"
+        ) from error
+
+
+_READERS: dict[str, Callable[[], str]] = {
+    HELP_TOPICS: _help_topics,
+    "wikitext2": _wikitext2,
+    "c4": _c4,
+}
+NAMES = tuple(_READERS)
+"""Texts that are not files."""
