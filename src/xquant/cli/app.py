@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from . import bench, calibrate, compare, generate, methods, perplexity
+from . import bench, calibrate, compare, generate, methods, perplexity, plan
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -22,6 +22,7 @@ for _verb in (
     compare.compare,
     calibrate.calibrate,
     bench.bench,
+    plan.plan,
 ):
     xquant.add_command(_verb)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from .. import compat
+from ..analysis.shapes import SHAPES
 from ..cache import KVCache
 from ..calibrate.artifact import Calibration
 from ..kernels import native
@@ -20,23 +21,6 @@ from ..methods import Method, Seen
 
 FILL = 4096
 """Tokens that are filled in at a time."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.1-8b": {
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "max_position_embeddings": 131072,
-    },
-    "llama-2-7b": {
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-    },
-}
 SHAPE_LAYERS = 8
 """Layers of a shape that are timed one after the other, so that none finds its codes in a CPU cache."""
 READ_BYTES = 512 << 20
@@ -58,7 +42,7 @@ def shaped_model(name: str) -> Any:
         raise ValueError(f"no shape '{name}': one of {', '.join(SHAPES)}")
     rest = {"intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": SHAPE_LAYERS}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SHAPES[name], **rest)).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPES[name], **rest})).eval()
 
 
 class Contender(ABC):

@@ -71,12 +71,18 @@ class LayerCodec(ABC):
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of weights that the codec adds to the model's own (bases, fused projections)."""
+    def added(self) -> list[Tensor]:
+        """The weights that the codec adds to the model's own (bases, fused projections)."""
         tensors = [*vars(self).values(), *(t for ts in self.prepared.values() for t in ts)]
         own = {id(t): t for t in tensors if isinstance(t, Tensor)}
-        model = {t.data_ptr() for t in (self.view.key_weight, self.view.value_weight)}
-        return sum(t.nbytes for t in own.values() if t.data_ptr() not in model)
+        model = [t.untyped_storage() for t in (self.view.key_weight, self.view.value_weight)]
+        # Not by address: on the meta device all are 0.
+        return [t for t in own.values() if all(t.untyped_storage() is not s for s in model)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `added`."""
+        return sum(t.nbytes for t in self.added)
 
     @abstractmethod
     def features(self, seen: Seen) -> Tensor:

@@ -1,0 +1,161 @@
+"""The bytes of a cache before there is one, counted as `KVCache.report` counts them: by the codecs that the
+method makes for a model without weights."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..calibrate.artifact import Calibration
+from ..methods import KVQuant, Method
+from ..models import AttentionView
+from ..quant import Affine, Codebook, Plain, Segment
+from ..quant.codebook import outlier_count
+from ..quant.pack import packed_rows
+from ..quant.quantizer import OUTLIER_NBYTES
+from .shapes import Skeleton
+
+INDEX_NBYTES = 6
+"""Of a token in the index: its position, and whether it is padding or a sink."""
+ENTRY_NBYTES = 8
+"""Of a block in a layer's table."""
+SINK_NBYTES = 4
+"""Of a sink beside its row: where it stands."""
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of a cache by what they are.
+
+    ``codes`` has the rows that 16 bits keep as they are, too, ``ranges`` scales and zeros, ``outliers``
+    their counts and channels, ``tables`` codebooks and offline ranges, ``index`` the block tables,
+    ``skipped`` the layers that are not compressed.
+    """
+
+    codes: int
+    ranges: int
+    outliers: int
+    tables: int
+    sinks: int
+    tail: int
+    index: int
+    skipped: int
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+
+class CacheLayout:
+    """What ``method`` keeps of every token, block and sequence on ``skeleton``.
+
+    Raises:
+        ValueError: options that the model does not allow.
+    """
+
+    def __init__(self, skeleton: Skeleton, method: Method) -> None:
+        self.skeleton, self.method = skeleton, method
+        views = skeleton.view.compressed
+        with torch.device("meta"):
+            self.codecs = method.codecs(views, _calibration(method, views))
+        segments = [segment for codec in self.codecs for segment in codec.segments]
+        self.block: Counter[str] = Counter()
+        for segment in segments:
+            self.block.update(_block_parts(segment, method.group))
+        self.row_nbytes = sum(codec.width * codec.view.dtype.itemsize for codec in self.codecs)
+        self.table_nbytes = sum(segment.quantizer.table_nbytes for segment in segments)
+        self._sparse = [segment for segment in segments if _is_sparse(segment)]
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the number of outliers, which depends on the text, is an expectation."""
+        return bool(self._sparse)
+
+    @property
+    def codec_nbytes(self) -> int:
+        """Of the weights that the method adds to the model's own."""
+        return sum(codec.nbytes for codec in self.codecs)
+
+    def count(self, context: int, batch: int) -> CacheBytes:
+        """The bytes after ``batch`` sequences of ``context`` tokens without padding."""
+        blocks = max((context - self.method.tail) // self.method.group, 0)
+        tail = context - blocks * self.method.group
+        layers = len(self.codecs)
+        sinks = self.method.sink * (self.row_nbytes + SINK_NBYTES * layers) if blocks else 0
+        outliers = blocks * self.block["outliers"] + OUTLIER_NBYTES * self._outliers(blocks)
+        return CacheBytes(
+            codes=batch * blocks * self.block["codes"],
+            ranges=batch * blocks * self.block["ranges"],
+            outliers=batch * outliers,
+            tables=self.table_nbytes if blocks else 0,
+            sinks=batch * sinks,
+            tail=batch * tail * self.row_nbytes,
+            index=batch * (INDEX_NBYTES * context + ENTRY_NBYTES * blocks * layers),
+            skipped=batch * self.skeleton.skipped_nbytes(context),
+        )
+
+    def peak(self, context: int, batch: int) -> int:
+        """The most bytes held on the way to ``context`` tokens.
+
+        A tail that becomes a block takes less, so this may be just before the last block was sealed.
+        """
+        fullest = context - (context - self.method.tail + 1) % self.method.group
+        return max(self.count(t, batch).total for t in (context, max(fullest, 0)))
+
+    def full_nbytes(self, context: int, batch: int) -> int:
+        """The fp16 cache of the same tokens."""
+        values = 2 * context * sum(codec.view.kv_width for codec in self.codecs)
+        others = self.skeleton.skipped_nbytes(context) // self.codecs[0].view.dtype.itemsize
+        return 2 * batch * (values + others)
+
+    def _outliers(self, blocks: int) -> int:
+        """Outliers of one sequence that are to be expected; sinks have none."""
+        tokens = blocks * self.method.group
+        seen = max(tokens - self.method.sink, 0)
+        return round(sum(_outliers(s, blocks, self.method.group, seen) for s in self._sparse))
+
+
+def _block_parts(segment: Segment, block: int) -> dict[str, int]:
+    """The bytes of a block of ``block`` tokens, without its outliers, by their name in `CacheBytes`."""
+    quantizer, total = segment.quantizer, segment.nbytes(block)
+    if isinstance(quantizer, Plain):
+        return {"codes": total}
+    assert isinstance(quantizer, Affine | Codebook)
+    codes = 0 if segment.borrows else packed_rows(block, quantizer.bits) * segment.channels
+    counts = 0
+    if isinstance(quantizer, Codebook) and quantizer.sparse:
+        without = replace(quantizer, share=0.0, threshold=None)
+        counts = total - without.nbytes(block, segment.channels)
+    return {"codes": codes, "ranges": total - codes - counts, "outliers": counts}
+
+
+def _is_sparse(segment: Segment) -> bool:
+    return isinstance(segment.quantizer, Codebook) and segment.quantizer.sparse
+
+
+def _outliers(segment: Segment, blocks: int, block: int, seen: int) -> float:
+    """Outliers of ``blocks``, of whose tokens ``seen`` may have some.
+
+    Those found when a block is sealed are as many in every vector, unless elements tie; those outside
+    thresholds found offline are their share of a text like that of the calibration.
+    """
+    quantizer, channels = segment.quantizer, segment.channels
+    assert isinstance(quantizer, Codebook)
+    if quantizer.threshold is not None:
+        return quantizer.share * seen * channels
+    if quantizer.per == "token":
+        return seen * outlier_count(quantizer.share, channels)
+    return blocks * channels * outlier_count(quantizer.share, block)
+
+
+def _calibration(method: Method, views: list[AttentionView]) -> Calibration | None:
+    """What a calibration would hold, without the numbers; levels that are missing are uniform ones."""
+    if not isinstance(method, KVQuant) or not method.needs_calibration:
+        return None
+    tensors: dict[str, Tensor] = {}
+    for i, view in enumerate(views):
+        apart = 1 if method.has_matrix_thresholds else view.kv_width
+        sizes = {"key.range": view.kv_width, "key.threshold": apart, "value.threshold": 1}
+        tensors |= {f"{i}.{name}": torch.empty(2, size) for name, size in sizes.items()}
+    return Calibration(tensors, method.calibrated_as, model="", text="", version="")

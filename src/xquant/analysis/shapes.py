@@ -1,0 +1,172 @@
+"""Known models by their sizes, configurations by name, and models without weights."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..load import PACKAGED
+from ..models import view_model
+
+_SMOLLM2: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+
+
+def _llama(
+    size: tuple[int, int, int, int],
+    kv_heads: int,
+    vocabulary: int = 32000,
+    positions: int = 2048,
+    **more: Any,
+) -> dict[str, Any]:
+    """A decoder of Llama's kind, with heads of 128; ``size``: hidden, MLP, layers and query heads."""
+    hidden, intermediate, layers, heads = size
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        **more,
+    }
+
+
+_7B, _13B = (4096, 11008, 32, 32), (5120, 13824, 40, 40)
+_30B, _65B = (6656, 17920, 60, 52), (8192, 22016, 80, 64)
+_8B, _70B = (4096, 14336, 32, 32), (8192, 28672, 80, 64)
+# Sizes as in the models' own config.json. Mistral is built as Llama is.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-7b": _llama(_7B, 32),
+    "llama-13b": _llama(_13B, 40),
+    "llama-30b": _llama(_30B, 52),
+    "llama-65b": _llama(_65B, 64),
+    "llama-2-7b": _llama(_7B, 32, positions=4096),
+    "llama-2-13b": _llama(_13B, 40, positions=4096),
+    "llama-2-70b": _llama(_70B, 8, positions=4096),
+    "llama-3-8b": _llama(_8B, 8, 128256, 8192),
+    "llama-3-70b": _llama(_70B, 8, 128256, 8192),
+    "llama-3.1-8b": _llama(
+        _8B,
+        8,
+        128256,
+        131072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    ),
+    "mistral-7b-v0.2": _llama(_8B, 8, positions=32768),
+    "mistral-7b-v0.3": _llama(_8B, 8, 32768, 32768),
+    "smollm2": _SMOLLM2,
+    "smollm2-mha": {**_SMOLLM2, "num_key_value_heads": 9},
+}
+"""The models of the papers' tables and the packaged ones, as arguments of ``LlamaConfig``."""
+
+
+def shape_config(name: str) -> Any:
+    """The configuration of a known model.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    from transformers import LlamaConfig
+
+    if name not in SHAPES:
+        raise ValueError(f"no shape '{name}': one of {', '.join(SHAPES)}")
+    return LlamaConfig(**SHAPES[name])
+
+
+def load_config(name: str) -> Any:
+    """The configuration of a folder, a hub id or a packaged model; no weights are read.
+
+    Raises:
+        ValueError: no such model, or a folder without a configuration.
+    """
+    from transformers import AutoConfig
+
+    if name in PACKAGED:
+        return shape_config(name)
+    folder = Path(name)
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise ValueError(f"'{name}' is not a model folder: it has no config.json")
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if folder.exists():
+            reason = str(error).strip().splitlines()[0][:160]
+            raise ValueError(f"cannot read '{folder / 'config.json'}': {reason}") from error
+        raise ValueError(
+            f"no configuration of '{name}': not a folder, not one of {', '.join(PACKAGED)}, and not to"
+            " be had from the hub"
+        ) from error
+
+
+class Skeleton:
+    """A model without its weights: the modules that a configuration asks for, on torch's meta device.
+
+    Raises:
+        ValueError: no causal language model, or one of a family that cannot be served.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with torch.device("meta"):
+                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except ValueError as error:
+            kind = type(config).__name__
+            raise ValueError(f"no causal language model is made of a {kind}") from error
+        # Some kinds of RoPE look at the positions, which must then be numbers.
+        for module in self.model.modules():
+            rotary: Any = getattr(module, "rotary_emb", None)
+            if hasattr(rotary, "config"):
+                module.rotary_emb = type(rotary)(rotary.config)
+        self.view = view_model(self.model)
+        self.skipped_nbytes = cache(self._skipped_nbytes)
+
+    @property
+    def parameters(self) -> int:
+        """Their number; what is tied counts once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights, in the skeleton's dtype."""
+        return sum(p.nbytes for p in self.model.parameters())
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest context that the model knows, where it says so."""
+        config = compat.text_config(self.model)
+        return getattr(config, "max_position_embeddings", None)
+
+    def layer_nbytes(self, index: int) -> int:
+        """Of the weights of one decoder layer."""
+        layers: Any = self.view.decoder.layers
+        return sum(p.nbytes for p in layers[index].parameters())
+
+    def _skipped_nbytes(self, context: int) -> int:
+        """Of one sequence in the layers that are not compressed, as transformers' own cache holds it."""
+        own = compat.default_layers(compat.text_config(self.model))
+        total = 0
+        for view in self.view.layers:
+            if view.index in self.view.skipped:
+                shape = 1, view.kv_heads, context, view.head_size
+                states = torch.empty(shape, dtype=view.dtype, device="meta")
+                layer = own[view.index]
+                layer.update(states, states)
+                total += layer.keys.nbytes + layer.values.nbytes
+        return total

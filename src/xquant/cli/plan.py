@@ -1,0 +1,167 @@
+"""``xquant plan``: what a method's cache takes, what fits on a GPU, and how far rematerializing is free."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..analysis.gpus import GPU, find_gpu
+from ..evals.results import STDOUT
+from .common import DTYPES, check_file, finish, json_option, methods_option, print_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..analysis.shapes import Skeleton
+
+BASELINE = "full"
+DEFAULT_METHODS = (
+    "kivi-4bit",
+    "kivi-2bit",
+    "kvquant-3bit-1%",
+    "xquant-4bit",
+    "xquant-2bit",
+    "xquant-cl-2bit",
+)
+PARTS = {
+    "codes": "codes",
+    "ranges": "scales, zeros",
+    "outliers": "outliers",
+    "tables": "tables",
+    "sinks": "sinks",
+    "tail": "tail",
+    "index": "index",
+    "skipped": "other layers",
+}
+FITS = {
+    "method": "left",
+    "cache, MB": "right",
+    "of fp16 cache": "right",
+    "with weights, GB": "right",
+    "fits": "right",
+    "longest context": "right",
+    "largest batch": "right",
+    "memory-bound to": "right",
+}
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--shape", metavar="NAME", help="A known model's sizes, such as llama-3.1-8b.")
+@click.option("--gpu", metavar="NAME", required=True, help="Such as h100-pcie.")
+@methods_option
+@click.option(
+    "--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens held."
+)
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences.")
+@click.option(
+    "--dtype",
+    type=click.Choice(("auto", *DTYPES)),
+    default="auto",
+    show_default=True,
+    help="Of the weights; auto is the configuration's own, bfloat16 where it names none.",
+)
+@json_option
+def plan(
+    model: str | None,
+    shape: str | None,
+    gpu: str,
+    specs: Sequence[str],
+    context: int,
+    batch: int,
+    dtype: str,
+    json_file: str | None,
+) -> None:
+    """Say what the cache of MODEL takes with each method, from its configuration alone.
+
+    The full cache is always the first row; without --method a selection follows it. A shape is planned
+    for past its positions too.
+    """
+    from transformers.utils import logging
+
+    from .. import parse_method
+    from ..analysis.plan import plan as make_plan
+    from ..analysis.shapes import Skeleton, load_config, shape_config
+
+    if (model is None) == (shape is None):
+        raise ValueError("give either MODEL or --shape NAME")
+    check_file(json_file)
+    gpu, card = find_gpu(gpu)
+    asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
+    logging.set_verbosity_error()
+    config = shape_config(shape) if shape is not None else load_config(str(model))
+    skeleton = Skeleton(config, _dtype(config, dtype))
+    if shape is None and skeleton.positions is not None and context > skeleton.positions:
+        raise ValueError(
+            f"{context} tokens of context are past the model's {skeleton.positions} positions"
+        )
+    rows = make_plan(skeleton, list(dict.fromkeys(asked)), card, context, batch)
+    name = str(model or shape)
+    finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))
+    if json_file != STDOUT:
+        click.echo(f"{_describe_model(name, skeleton)}\n{_describe_gpu(gpu, card)}\n")
+        print_rows(rows)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The tables on standard output: what fits, then what the caches hold."""
+    print_table(FITS, [_fit(row) for row in rows])
+    held = [part for part in PARTS if any(row["parts"][part] for row in rows)]
+    click.echo("\nIn the cache, MB")
+    print_table(
+        {"method": "left"} | {PARTS[part]: "right" for part in held},
+        [(row["method"], *(f"{row['parts'][part] / 1e6:,.1f}" for part in held)) for row in rows],
+    )
+    if any(row["estimated"] for row in rows):
+        click.echo("\n~ as many outliers as are to be expected: their number depends on the text")
+
+
+def _fit(row: Mapping[str, Any]) -> tuple[str, ...]:
+    everything = row["cache_bytes"] + row["weights_bytes"] + row["codec_bytes"]
+    return (
+        row["method"],
+        f"{'~' if row['estimated'] else ''}{row['cache_bytes'] / 1e6:,.1f}",
+        f"{row['cache_bytes'] / row['full_cache_bytes']:.1%}",
+        f"{everything / 1e9:,.2f}",
+        "yes" if row["fits"] else "no",
+        f"{row['max_context']:,}",
+        f"{row['max_batch']:,}",
+        _bound(row),
+    )
+
+
+def _bound(row: Mapping[str, Any]) -> str:
+    """Up to which context rematerializing is hidden behind reading from memory."""
+    if row["rematerialization_flops"] is None:
+        return ""
+    bound = row["memory_bound_context"]
+    return "any" if bound == float("inf") else f"{bound:,}"
+
+
+def _dtype(config: Any, asked: str) -> "torch.dtype":
+    import torch
+
+    if asked == "auto":
+        own = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        asked = own if own in DTYPES else "bfloat16"
+    found: torch.dtype = getattr(torch, asked)
+    return found
+
+
+def _name(skeleton: "Skeleton") -> str:
+    return str(skeleton.model.dtype).removeprefix("torch.")
+
+
+def _describe_model(name: str, skeleton: "Skeleton") -> str:
+    positions = f"; {skeleton.positions:,} positions" if skeleton.positions else ""
+    return (
+        f"{name}: {skeleton.parameters / 1e9:,.2f} billion parameters,"
+        f" {skeleton.nbytes / 1e9:,.2f} GB in {_name(skeleton)}{positions}"
+    )
+
+
+def _describe_gpu(name: str, gpu: GPU) -> str:
+    return (
+        f"{name}: {gpu.memory / 1e9:g} GB, {gpu.bandwidth / 1e12:g} TB/s, {gpu.flops / 1e12:g} TFLOP/s:"
+        f" {gpu.ridge:.0f} FLOPs a byte"
+    )
