@@ -1,5 +1,6 @@
 """``xquant perplexity``: what compression costs a model, through the real packed store."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ COLUMNS = {
     "method": "left",
     "perplexity": "right",
     "relative": "right",
+    "std. error": "right",
+    "KL": "right",
+    "same token": "right",
     "bits per value": "right",
     "in codes": "right",
     "of fp16 cache": "right",
@@ -45,7 +49,9 @@ def perplexity(json_file: str | None, **asked: Any) -> None:
     """Measure MODEL's perplexity on a text with the cache compressed by each method.
 
     The text is cut into windows from its start; every token reads keys and values that went through
-    the packed store. The full cache is measured in the same run.
+    the packed store. The full cache is measured in the same run, and each method's predictions are
+    compared with its own: the standard error is that of the logarithm of the relative perplexity, KL the
+    mean divergence in nats, "same token" how often the most likely one is the same.
     """
     if not asked["specs"]:
         raise ValueError("no method to measure: give --method SPEC")
@@ -82,6 +88,7 @@ def run(
     subject = {
         "model": model,
         "text": text_name(text),
+        "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "dtype": dtype,
         "device": str(network.device),
         "calibrations": {made.method: made.text for made in calibrations},
@@ -104,6 +111,9 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
                 row["method"],
                 f"{row['perplexity']:.3f}",
                 f"{row['ratio']:.4f}",
+                "" if row["difference_error"] is None else f"{row['difference_error']:.4f}",
+                f"{row['kl']:.4f}",
+                f"{row['agreement']:.1%}",
                 f"{row['bits_per_value']:.2f}",
                 f"{row['code_bits']:.2f}",
                 f"{row['cache_ratio']:.1%}",

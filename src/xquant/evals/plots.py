@@ -4,114 +4,207 @@ import io
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
+from ..methods import METHODS
 from ..spec import parse_method
+from .labels import write_labels
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-MARKERS = "osD^vPX"
-LOG_FROM = 1.5
-"""Ratio of the worst to the best perplexity from which the axis is logarithmic."""
+MARKERS = "osD^vPXp"
+WIDE, NARROW = 7.4, 4.2
+"""Widths in inches: of a screen or a sheet, and of a telephone."""
+HEIGHT = 4.8
+LOSS = 0.01
+"""Loss of perplexity (0.01 is 1%) from which the axis is logarithmic in the loss; linear below."""
+FINE = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
+COARSE = (0.5, 0.9, 1, 1.1, 2, *(10.0**n for n in range(1, 16)))
+"""Ticks of that axis, and those where a ratio is past the fine ones."""
+LANE = 0.15
+"""Inches of height that a row takes in the picture of speeds."""
 
 Row = Mapping[str, Any]
-Point = tuple[float, float, str]
 
 
-def families(rows: Sequence[Row]) -> dict[str, list[Point]]:
-    """Points (compression factor, perplexity ratio, short label) by method name, sorted.
+def compressed(rows: Sequence[Row]) -> list[Row]:
+    """The rows of compressed caches with a finite perplexity: those that have a place in the picture."""
+    return [
+        row
+        for row in rows
+        if parse_method(row["method"]).name != "full"
+        and row["ratio"] is not None
+        and math.isfinite(row["ratio"])
+        and row["cache_ratio"]
+    ]
 
-    The full cache is the axis of the picture rather than a point of it; rows without a finite
-    perplexity are left out.
+
+def front(rows: Sequence[Row]) -> list[Row]:
+    """The Pareto front of the compressed caches, largest first: no other cache is as small and as close
+    to the full cache, and better in one of the two."""
+    points = compressed(rows)
+    best = [row for row in points if not any(_dominates(other, row) for other in points)]
+    return sorted(best, key=lambda row: -row["cache_ratio"])
+
+
+def _dominates(one: Row, other: Row) -> bool:
+    a, b = ((row["cache_ratio"], row["ratio"]) for row in (one, other))
+    return a != b and a[0] <= b[0] and a[1] <= b[1]
+
+
+def perplexity_figure(rows: Sequence[Row], width: float = WIDE) -> Any:
+    """A matplotlib figure: perplexity relative to the full cache against the compression factor.
+
+    Methods on the Pareto front are filled and joined by a line; the full cache is the line at 1. Bars
+    are standard errors of the difference to it.
     """
-    found: dict[str, list[Point]] = {}
-    for row in rows:
-        name = parse_method(row["method"]).name
-        ratio = row["ratio"]
-        if name != "full" and ratio is not None and math.isfinite(ratio) and row["cache_ratio"]:
-            label = row["method"].removeprefix(name).lstrip("-:") or name
-            found.setdefault(name, []).append((1 / row["cache_ratio"], ratio, label))
-    return {name: sorted(points) for name, points in found.items()}
+    figure = _figure(width, HEIGHT)
+    axes = figure.add_subplot()
+    axes.axhline(1, color="0.4", linewidth=1, linestyle="--", zorder=1.5, label="full cache")
+    points, best = compressed(rows), front(rows)
+    if best:
+        line = zip(*map(_position, best), strict=True)
+        axes.plot(*line, color="0.55", drawstyle="steps-pre", zorder=1.8, label="Pareto front")
+    for index, name in enumerate(METHODS):
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        own = [row for row in points if parse_method(row["method"]).name == name]
+        for row in own:
+            x, y = _position(row)
+            error = y * (row["difference_error"] or 0)
+            fill = colour if row in best else "white"
+            axes.errorbar(x, y, error, color=colour, linewidth=1, zorder=2)
+            axes.plot(x, y, marker, color=colour, markerfacecolor=fill, markersize=6, zorder=3)
+        if own:
+            axes.plot([], [], marker, color=colour, markersize=6, label=name)
+    axes.set_xlabel("compression factor against the fp16 cache")
+    axes.set_ylabel("perplexity relative to the full cache")
+    axes.margins(0.13, 0.1)
+    axes.ticklabel_format(useOffset=False)
+    worst = max((row["ratio"] for row in points), default=1)
+    if worst > 1 + 2 * LOSS:
+        _loss_axis(axes, FINE if worst < 2 * FINE[-1] else COARSE)
+    axes.grid(color="0.9", linewidth=0.8)
+    _plain(axes)
+    figure.legend(loc="outside upper center", ncols=round(width / 1.4), frameon=False, fontsize=9)
+    rest = [row for row in points if row not in best]
+    write_labels(axes, [(row["method"], _position(row)) for row in (*best, *rest)], len(best))
+    return figure
 
 
-def perplexity_figure(rows: Sequence[Row]) -> tuple[str, bytes]:
-    """Perplexity relative to the full cache against the compression factor, as (SVG, PNG)."""
+def speed_figure(rows: Sequence[Row], width: float = WIDE) -> Any:
+    """A matplotlib figure: how many times faster than the full cache each method decodes, by context.
+
+    Rows of `xquant bench`, with a panel for each setting; bars go from the slowest round to the fastest.
+    """
+    panels: dict[str, list[Row]] = {}
+    for row in timed(rows):
+        panels.setdefault(setting(row), []).append(row)
+    contexts = sorted({row["context"] for shown in panels.values() for row in shown})
+    heights = [len(shown) + len({row["method"] for row in shown}) for shown in panels.values()]
+    figure = _figure(width, LANE * sum(heights) + len(panels) + 0.3)
+    column = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, shown) in zip(column, panels.items(), strict=True):
+        _draw_speeds(axes, shown, contexts)
+        axes.set_title(name, fontsize=9, loc="left", parse_math=False)
+    column[-1].set_xlabel("times as fast as the full cache")
+    for context in contexts:
+        column[0].plot([], [], "o", color=_shade(context, contexts), label=f"{context:,} tokens")
+    figure.legend(loc="outside upper center", ncols=round(width / 1.6), frameon=False, fontsize=9)
+    return figure
+
+
+def timed(rows: Sequence[Row]) -> list[Row]:
+    """The rows of `xquant bench` that have a place in the picture: all but the full cache's."""
+    return [row for row in rows if row["method"] != "full"]
+
+
+def setting(row: Row) -> str:
+    """What a row of `xquant bench` has in common with those that it may be compared with."""
+    batch = f", batch {row['batch']}" if row["batch"] > 1 else ""
+    return f"{row['model']}, {row['measured']}{batch}"
+
+
+def as_svg(figure: Any) -> str:
+    """The figure as an ``<svg>`` element, the same for the same rows."""
+    import matplotlib
+
+    file = io.BytesIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": "xquant"}):
+        figure.savefig(file, format="svg", metadata=nothing)
+    text = file.getvalue().decode()
+    return text[text.index("<svg") :]
+
+
+def as_png(figure: Any) -> bytes:
+    """The figure as a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _figure(width: float, height: float) -> Any:
     # The note that a font cache is being built would break the silence of the command line.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.6), dpi=160, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw(axes, families(rows))
-    svg, png = io.BytesIO(), io.BytesIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.hashsalt": "xquant"}):
-        figure.savefig(svg, format="svg", metadata=nothing)
-    figure.savefig(png, format="png")
-    text = svg.getvalue().decode()
-    return text[text.index("<svg") :], png.getvalue()
+    return figure
 
 
-def _draw(axes: Any, lines: Mapping[str, Sequence[Point]]) -> None:
-    axes.axhline(1, color="0.4", linewidth=1, linestyle="--", zorder=1.5, label="full cache")
-    for i, (name, points) in enumerate(lines.items()):
-        x, y, _ = zip(*points, strict=True)
-        marker, colour = MARKERS[i % len(MARKERS)], COLOURS[i % len(COLOURS)]
-        axes.plot(x, y, marker=marker, color=colour, linewidth=1.5, markersize=6, label=name)
-    everything = [point for points in lines.values() for point in points]
-    axes.set_xlabel("compression factor against the fp16 cache")
-    axes.set_ylabel("perplexity relative to the full cache")
-    axes.margins(0.12)
-    ratios = [1.0, *(y for _, y, _ in everything)]
-    if max(ratios) / min(ratios) > LOG_FROM:
-        axes.set_yscale("log")
-        _plain_ticks(axes.yaxis, max(ratios) / min(ratios))
-    axes.grid(color="0.9", linewidth=0.8)
+def _position(row: Row) -> tuple[float, float]:
+    return 1 / row["cache_ratio"], row["ratio"]
+
+
+def _plain(axes: Any) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best", fontsize=9)
-    _place_labels(axes, everything)
 
 
-def _plain_ticks(axis: Any, span: float) -> None:
-    """Ticks written as plain numbers, as many in a decade as the ``span`` of the values has room for."""
+def _loss_axis(axes: Any, ticks: Sequence[float]) -> None:
+    """Let the y axis spread out ratios near 1, where the differences are that matter."""
+    import numpy as np
+    from matplotlib.ticker import FixedLocator, FuncFormatter
+
+    axes.set_yscale(
+        "function",
+        functions=(lambda y: np.arcsinh((y - 1) / LOSS), lambda y: 1 + LOSS * np.sinh(y)),
+    )
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _draw_speeds(axes: Any, rows: Sequence[Row], contexts: Sequence[int]) -> None:
+    """A lane for each row, those of a method together, and an empty lane between methods."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    few, some, many = (1.0,), (1.0, 2.0, 5.0), (1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0)
-    subs = many if span < 12 else some if span < 1e4 else few
-    axis.set_major_locator(LogLocator(subs=subs, numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
+    axes.axvline(1, color="0.4", linewidth=1, linestyle="--", zorder=1.5)
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lane, middles = 0, []
+    for method in methods:
+        own = sorted((row for row in rows if row["method"] == method), key=lambda r: r["context"])
+        for y, row in enumerate(own, lane):
+            shade = _shade(row["context"], contexts)
+            axes.plot(row["speedup_min_max"], (y, y), color=shade, linewidth=1)
+            axes.plot(row["speedup_vs_full"], y, "o", color=shade, markersize=5)
+        middles.append(lane + (len(own) - 1) / 2)
+        lane += len(own) + 1
+    axes.set_yticks(middles, [name.replace(":", ":\n") for name in methods], fontsize=8)
+    axes.set_ylim(lane - 1, -1)
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    subs = (1.0, 1.2, 1.5, 2.0, 3.0, 5.0) if high / low < 4 else (1.0, 2.0, 5.0)
+    axes.xaxis.set_major_locator(LogLocator(subs=subs))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(axis="x", color="0.9", linewidth=0.8)
+    axes.tick_params(axis="y", length=0)
+    _plain(axes)
 
 
-def _place_labels(axes: Any, points: Sequence[Point]) -> None:
-    """Write each label at the first place around its point that is free of other labels and points."""
-    from matplotlib.patheffects import withStroke
-    from matplotlib.transforms import Bbox
+def _shade(context: int, contexts: Sequence[int]) -> Any:
+    import matplotlib
 
-    figure = axes.figure
-    figure.draw_without_rendering()
-    renderer = figure.canvas.get_renderer()
-    scale = figure.dpi / 72
-    taken = [axes.get_legend().get_window_extent(renderer)]
-    for x, y, _ in points:
-        px, py = axes.transData.transform((x, y))
-        taken.append(
-            Bbox.from_extents(px - 4 * scale, py - 4 * scale, px + 4 * scale, py + 4 * scale)
-        )
-    around = ((0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1), (1, 0), (-1, 0))
-    for x, y, label in points:
-        note = axes.annotate(
-            label, (x, y), (0, 0), textcoords="offset points", fontsize=8, ha="center", va="center"
-        )
-        note.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
-        half = note.get_window_extent(renderer).size / scale / 2
-        for distance, (right, up) in product((6, 14, 24, 36), around):
-            note.set_position((right * (half[0] + distance), up * (half[1] + distance)))
-            box = note.get_window_extent(renderer)
-            if not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(note.get_window_extent(renderer))
+    share = (contexts.index(context) + 1) / len(contexts)
+    return matplotlib.colormaps["viridis_r"](0.1 + 0.8 * share)

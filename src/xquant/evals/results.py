@@ -13,6 +13,8 @@ from typing import Any
 from ..files import write_atomically
 
 STDOUT = "-"
+SCHEMA = 1
+"""Version of the form of a row: raised when a field is dropped or changes its meaning."""
 
 
 def environment() -> dict[str, Any]:
@@ -36,9 +38,35 @@ def environment() -> dict[str, Any]:
 
 
 def stamp(rows: Iterable[Mapping[str, Any]], **subject: Any) -> list[dict[str, Any]]:
-    """``rows`` made self-contained: with their ``subject`` (model, text ...) and the environment."""
+    """``rows`` made self-contained: with their ``subject`` (model, text ...), the version of their form
+    and the environment."""
     where = environment()
-    return [{**row, **subject, "environment": where} for row in rows]
+    return [{**row, **subject, "schema": SCHEMA, "environment": where} for row in rows]
+
+
+def read_results(file: str | Path, *fields: str) -> list[dict[str, Any]]:
+    """The rows of a results file, each of which holds ``fields``.
+
+    Raises:
+        ValueError: no results file, one of another version, or of rows without one of ``fields``.
+        OSError: the file cannot be read.
+    """
+    try:
+        rows = json.loads(Path(file).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"'{file}' is not a results file: it holds no JSON ({error})") from None
+    if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"'{file}' is not a results file: it holds no JSON array of rows")
+    for row in rows:
+        version = row.get("schema")
+        if version is None:
+            raise ValueError(f"'{file}' was written before rows had a schema number: measure again")
+        if version != SCHEMA:
+            raise ValueError(f"'{file}' is of schema {version}, and this xquant reads {SCHEMA}")
+        missing = next((name for name in ("environment", *fields) if name not in row), None)
+        if missing is not None:
+            raise ValueError(f"'{file}' holds results of another kind: a row has no '{missing}'")
+    return rows
 
 
 def write_json(target: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
