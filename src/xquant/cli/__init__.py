@@ -13,6 +13,8 @@ EXTRAS = {
     "matplotlib": "plots",
     "jinja2": "plots",
     "markupsafe": "plots",
+    "lm_eval": "eval",
+    "accelerate": "eval",
 }
 BAD_INPUT = 2
 INTERRUPTED = 130

@@ -7,6 +7,7 @@ import click
 
 from .. import __version__
 from . import bench, calibrate, compare, generate, methods, perplexity, plan
+from .eval import evaluate
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,6 +24,7 @@ for _verb in (
     calibrate.calibrate,
     bench.bench,
     plan.plan,
+    evaluate,
 ):
     xquant.add_command(_verb)
 

@@ -1,0 +1,178 @@
+"""``xquant eval``: tasks of lm-evaluation-harness, and passkey retrieval, with compressed caches."""
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..evals.results import STDOUT
+from .common import (
+    calibrations_for,
+    calibrations_option,
+    check_file,
+    check_folder,
+    finish,
+    json_option,
+    load,
+    methods_option,
+    model_options,
+    print_table,
+    progress_bar,
+    resume_option,
+)
+
+if TYPE_CHECKING:
+    from ..evals.passkey import PasskeyRow
+
+BASELINE = "full"
+PASSKEY = "passkey"
+COLUMNS = {
+    "method": "left",
+    "task": "left",
+    "metric": "left",
+    "value": "right",
+    "std. error": "right",
+    "rows": "right",
+    "as full": "right",
+    "seconds": "right",
+}
+
+
+@click.command("eval")
+@model_options
+@methods_option
+@click.option(
+    "--task",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="passkey, gsm8k, truthfulqa_gen, longbench_hotpotqa, niah_single_1, or any other task or group of"
+    " lm-eval; may be given several times.",
+)
+@click.option(
+    "--data",
+    metavar="PATH",
+    help="File or folder of the tasks' data.  [default: the hub]",
+)
+@click.option("--limit", type=click.IntRange(1), help="First rows of a task.  [default: all]")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Rows at a time."
+)
+@click.option(
+    "--context",
+    "contexts",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Tokens of the prompts of passkey and RULER; may be given several times."
+    "  [default: 1024, 2048 and 4096 for passkey, 4096 for RULER]",
+)
+@calibrations_option
+@resume_option
+@json_option
+def evaluate(json_file: str | None, **asked: Any) -> None:
+    """Run tasks on MODEL with the cache compressed by each method, and with the full cache.
+
+    Prompts and metrics are those of lm-evaluation-harness. Beside its scores stands how many rows were
+    answered as with the full cache.
+    """
+    if not asked["specs"]:
+        raise ValueError("no method to measure: give --method SPEC")
+    if not asked["names"]:
+        raise ValueError("no task to run: give --task NAME")
+    check_file(json_file)
+    rows, subject = run(**asked)
+    finish(rows, json_file, **subject)
+    if json_file != STDOUT:
+        print_rows(rows)
+
+
+def run(
+    model: str,
+    dtype: str,
+    device: str | None,
+    specs: Sequence[str],
+    names: Sequence[str],
+    data: str | None,
+    limit: int | None,
+    batch_size: int,
+    contexts: Sequence[int],
+    artifacts: Sequence[str],
+    resume: str | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The measurement: rows, and what they were measured on."""
+    from .. import parse_method
+
+    methods = list(dict.fromkeys(map(parse_method, (BASELINE, *specs))))
+    calibrations = calibrations_for(methods, artifacts)
+    if resume is not None:
+        check_folder(resume)
+    ours, theirs = PASSKEY in names, [name for name in names if name != PASSKEY]
+    asked: list[Any] = []
+    if theirs:
+        from ..evals import tasks  # and with it lm-eval, which passkey does without
+
+        asked = tasks.ask(theirs, data, contexts)
+    from ..evals.passkey import passkey
+    from ..evals.runs import Runs, identity
+
+    network, tokenizer = load(model, dtype, device)
+    subject = {
+        "model": model,
+        "dtype": dtype,
+        "device": str(network.device),
+        "limit": limit,
+        "batch_size": batch_size,
+        "data": None if data is None else Path(data).name,
+        "lm_eval": version("lm_eval") if theirs else None,
+        "calibrations": {made.method: made.text for made in calibrations},
+    }
+    runs = Runs(resume, {**subject, "identity": identity(network, "", calibrations)})
+    rows: list[dict[str, Any]] = []
+    with progress_bar() as show:
+        if ours:
+            sizes: dict[str, Any] = {"contexts": contexts} if contexts else {}
+            sizes |= {"samples": limit} if limit else {}
+            sizes |= {"progress": show, "calibrations": calibrations, "runs": runs}
+            rows += map(_passkey_row, passkey(network, tokenizer, methods, **sizes))
+        if theirs:
+            scored = tasks.evaluate(
+                network, tokenizer, methods, asked, limit, batch_size, show, calibrations, runs
+            )
+            rows += [row.to_dict() for row in scored]
+    return rows, subject
+
+
+def _passkey_row(row: "PasskeyRow") -> dict[str, Any]:
+    share, samples = row.found / row.samples, row.samples
+    return {
+        **row.to_dict(),
+        "task": PASSKEY,
+        "metric": "found",
+        "value": share,
+        "stderr": math.sqrt(share * (1 - share) / (samples - 1)) if samples > 1 else None,
+        "n": samples,
+        "agreement": None,
+    }
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table on standard output."""
+    print_table(COLUMNS, map(_cells, rows))
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    made_to = f" {row['context']}" if row["context"] else ""
+    depth = f" at {row['depth']:g}" if "depth" in row else ""
+    return (
+        row["method"],
+        f"{row['task']}{made_to}{depth}",
+        row["metric"],
+        f"{row['value']:.4f}",
+        "" if row["stderr"] is None else f"{row['stderr']:.4f}",
+        str(row["n"]),
+        "" if row["agreement"] is None else f"{row['agreement']} of {row['n']}",
+        f"{row['seconds']:.1f}",
+    )

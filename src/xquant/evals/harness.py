@@ -1,0 +1,115 @@
+"""The model type ``xquant`` of lm-evaluation-harness: a model of transformers with a compressed cache.
+
+    lm_eval --model xquant --model_args pretrained=MODEL,method=SPEC --tasks gsm8k_cot
+
+Importing this module registers it; for the command ``lm_eval``, `xquant_lm_eval` does.
+
+Tasks that generate work as ``generate()`` does: the tokens of a prompt attend to each other exactly, the new
+ones read the store. Log-likelihoods, rolling ones too, follow the protocol of perplexity: one forward pass in
+which every token reads the store from the first on, itself included. Methods whose codes come from a layer
+above cannot do that: they read their text a block at a time, each block attending to earlier ones through the
+store.
+"""
+
+from os import PathLike
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from ..cache import KVCache
+from ..calibrate.artifact import Calibration
+from ..load import PACKAGED, load_model
+from ..methods import Method
+from ..models import AttentionView
+from ..spec import parse_method
+
+
+@register_model("xquant")
+class XQuantLM(HFLM):
+    """lm-eval's model type ``hf`` with caches of ``method``: for ``full``, the same to the bit.
+
+    Args:
+        pretrained: a folder, a hub id, ``smollm2``, ``smollm2-mha``, or a loaded model, which needs a
+            ``tokenizer`` too.
+        method: a method or its spec.
+        calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
+        dtype: of the weights; ``auto`` is that of the model's files.
+        device: where to put the model; by default the GPU where there is one.
+        more: every other argument of ``hf``.
+
+    Raises:
+        ValueError: unknown method, a calibration that is missing or made for something else, or a model
+            that cannot be served; raised before the first request.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        method: str | Method = "full",
+        calibration: Calibration | str | PathLike[str] | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | None = None,
+        **more: Any,
+    ) -> None:
+        self.method = parse_method(method)
+        self.calibration = (
+            Calibration.load(calibration)
+            if isinstance(calibration, str | PathLike)
+            else calibration
+        )
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if isinstance(pretrained, str) and pretrained in PACKAGED:
+            weights: Any = torch.float32 if dtype == "auto" else dtype
+            weights = getattr(torch, weights) if isinstance(weights, str) else weights
+            pretrained, more["tokenizer"] = load_model(pretrained, weights, device)
+        super().__init__(pretrained, dtype=dtype, device=device, **more)
+        KVCache(self.model, self.method, calibration=self.calibration)
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], **generation: Any
+    ) -> Tensor:
+        """Token ids of prompts ``context`` ``[B, T]``, padded on the left, and their continuations."""
+        cache = KVCache(self.model, self.method, calibration=self.calibration)
+        tokens: Tensor = super()._model_generate(
+            context, max_length, stop, past_key_values=cache, **generation
+        )
+        return tokens
+
+    def _model_call(self, inps: Tensor, **unused: Any) -> Tensor:
+        """Logits ``[B, T, V]`` of texts ``inps`` ``[B, T]``, padded on the right."""
+        causal = self.method.causal
+        cache = _RightPadded(
+            inps, self.model, self.method, "store" if causal else "chunk", self.calibration
+        )
+        parts = inps.split(inps.shape[1] if causal else self.method.group, 1)
+        enabled = self.mixed_precision_dtype is not None
+        with (
+            torch.no_grad(),
+            torch.autocast(self.device.type, self.mixed_precision_dtype, enabled),
+        ):
+            logits = [self.model(part, past_key_values=cache).logits for part in parts]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+
+class _RightPadded(KVCache):
+    """A cache that knows which of ``ids`` ``[B, T]`` are padding, without an attention mask.
+
+    lm-eval pads texts on the right with zeros, where causality alone keeps them out of sight, and gives
+    the model no mask; with one, other attention kernels would run than in its type ``hf``. But padding must
+    not set the ranges of what is quantized. A text's own last token may be 0: it is taken for padding, so its
+    key and value are clamped to the ranges of the others.
+    """
+
+    def __init__(self, ids: Tensor, *more: Any) -> None:
+        super().__init__(*more)
+        self._text = ids.flip(1).cumsum(1).flip(1) > 0
+        self._text[:, 0] = True
+
+    def observe(
+        self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
+    ) -> None:
+        stop = self.index.length + x.shape[1]
+        super().observe(view, x, positions, self._text[:, None, None, :stop])
