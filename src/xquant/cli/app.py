@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from . import bench, calibrate, compare, generate, methods, perplexity, plan
+from . import bench, calibrate, compare, generate, methods, perplexity, plan, reproduce
 from .eval import evaluate
 
 
@@ -24,6 +24,7 @@ for _verb in (
     calibrate.calibrate,
     bench.bench,
     plan.plan,
+    reproduce.reproduce,
     evaluate,
 ):
     xquant.add_command(_verb)

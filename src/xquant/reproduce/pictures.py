@@ -1,0 +1,57 @@
+"""Pictures of what was measured layer by layer, as matplotlib figures."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..evals.plots import COLOURS, WIDE
+
+HEIGHT = 3.6
+
+Row = Mapping[str, Any]
+
+
+def by_layer(rows: Sequence[Row], metric: str, label: str, logarithmic: bool = False) -> Any:
+    """``metric`` from the lowest layer to the highest, a line for each ``state``."""
+    figure = _figure(HEIGHT)
+    axes = figure.add_subplot()
+    for colour, name in zip(COLOURS, dict.fromkeys(row["state"] for row in rows), strict=False):
+        own = [row for row in rows if row["state"] == name]
+        values = [row[metric] for row in own]
+        axes.plot([row["layer"] for row in own], values, ".-", color=colour, label=name)
+    if logarithmic:
+        axes.set_yscale("log")
+    axes.set_xlabel("layer")
+    axes.set_ylabel(label)
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def channels(rows: Sequence[Row]) -> Any:
+    """The ``magnitudes`` of the rows that have them: layers under each other, states side by side."""
+    shown = [row for row in rows if "magnitudes" in row]
+    layers, states = (list(dict.fromkeys(row[key] for row in shown)) for key in ("layer", "state"))
+    figure = _figure(1.5 * len(layers) + 0.5)
+    grid = figure.subplots(len(layers), len(states), squeeze=False)
+    for row in shown:
+        axes = grid[layers.index(row["layer"]), states.index(row["state"])]
+        axes.fill_between(
+            range(len(row["magnitudes"])), row["magnitudes"], color=COLOURS[0], step="mid"
+        )
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=7)
+        axes.set_title(f"{row['state']}, layer {row['layer']}", fontsize=9)
+    figure.supxlabel("channel", fontsize=9)
+    figure.supylabel("mean magnitude", fontsize=9)
+    return figure
+
+
+def _figure(height: float) -> Any:
+    # The note that a font cache is being built would break the silence of the command line.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(WIDE, height), dpi=160, layout="constrained")

@@ -1,0 +1,132 @@
+"""What an experiment runs on: a model, the data that was given, and the size that was asked for."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..analysis.memory import CacheLayout
+from ..analysis.shapes import Skeleton
+from ..attention import attach
+from ..calibrate.artifact import Calibration, fingerprint
+from ..calibrate.run import GENERATED, calibrate_on, generate_samples
+from ..evals.perplexity import PerplexityRow, measure
+from ..evals.runs import Runs, code_digest, identity
+from ..evals.text import cut_windows
+from ..methods import Method
+from ..spec import parse_method
+
+if TYPE_CHECKING:
+    from ..evals.tasks import TaskRow
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class Setup:
+    """A model and what it is measured on.
+
+    Calibrations that are not among those given are made: from ``calibration_text``, or from a text that the
+    model writes. With a folder ``resume``, they and finished measurements are kept in it and found again.
+    """
+
+    model: Any
+    tokenizer: Any
+    text: str | None = None
+    context: int = 2048
+    windows: int = 4
+    data: Path | None = None
+    limit: int | None = None  # rows of a task
+    calibration_text: str | None = None
+    calibration_name: str = ""
+    calibration_windows: int = 16
+    calibrations: list[Calibration] = field(default_factory=list)
+    resume: Path | None = None
+    progress: Progress | None = None
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The windows of the text, ``[windows, context]``."""
+        assert self.text is not None
+        return cut_windows(self.model, self.tokenizer, self.text, self.context, self.windows)
+
+    def perplexity(self, specs: Sequence[str]) -> dict[str, PerplexityRow]:
+        """By its spec, the perplexity of each method on the text."""
+        methods = list(dict.fromkeys(map(parse_method, specs)))
+        ids, calibrations = self.ids, self.calibrated(methods)
+        runs = self.runs({"context": self.context})
+        rows = measure(self.model, ids, methods, self.progress, calibrations, runs)
+        return {row.method: row for row in rows}
+
+    def tasks(
+        self, specs: Sequence[str], names: Sequence[str], metric: str
+    ) -> "dict[tuple[str, str], TaskRow]":
+        """By spec and task of lm-eval, one of the task's metrics; without ``data`` rows are the hub's.
+
+        Raises:
+            ValueError: unknown task, missing data, or data of another form.
+        """
+        from ..evals.tasks import ask, evaluate  # and with it lm-eval
+
+        asked = ask(names, self.data, (self.context,))
+        methods = list(map(parse_method, specs))
+        calibrations = self.calibrated(methods)
+        rows = evaluate(
+            self.model,
+            self.tokenizer,
+            methods,
+            asked,
+            self.limit,
+            progress=self.progress,
+            calibrations=calibrations,
+            runs=self.runs({}),
+        )
+        return {(row.method, row.task): row for row in rows if row.metric == metric}
+
+    def cache_ratio(self, spec: str) -> float:
+        """The bytes of a cache of ``context`` tokens over those of the fp16 cache, as planned."""
+        layout = CacheLayout(Skeleton(self.model.config, self.model.dtype), parse_method(spec))
+        return layout.count(self.context, 1).total / layout.full_nbytes(self.context, 1)
+
+    def calibrated(self, methods: Sequence[Method]) -> list[Calibration]:
+        """The calibrations of the methods that need one, made where they are missing."""
+        made = {calibration.method: calibration for calibration in self.calibrations}
+        for method in methods:
+            if method.needs_calibration and method.calibrated_as not in made:
+                made[method.calibrated_as] = self._calibrate(method)
+        self.calibrations = list(made.values())
+        return self.calibrations
+
+    def runs(self, subject: dict[str, Any]) -> Runs:
+        """Where finished parts of a measurement with these settings are kept."""
+        facts = identity(self.model, self.text or "", self.calibrations)
+        device, dtype = str(self.model.device), str(self.model.dtype)
+        return Runs(self.resume, {**subject, **facts, "device": device, "dtype": dtype})
+
+    def _calibrate(self, method: Method) -> Calibration:
+        size = self.context, self.calibration_windows
+        source = fingerprint(attach(self.model).view.compressed), self.calibration_text, size
+        key = hashlib.sha256(repr((method.calibrated_as, source, code_digest())).encode())
+        file = self.resume and self.resume / f"calibration-{key.hexdigest()[:16]}.safetensors"
+        if file and file.exists():
+            return Calibration.load(file)
+        samples, name = self._samples
+        made = calibrate_on(self.model, samples, method, name, self.progress)
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            made.save(file)
+        return made
+
+    @cached_property
+    def _samples(self) -> tuple[Tensor, str]:
+        """Token ids to calibrate on, ``[calibration_windows, context]``, and their name."""
+        size = self.context, self.calibration_windows
+        if self.calibration_text is not None:
+            ids = cut_windows(self.model, self.tokenizer, self.calibration_text, *size)
+            return ids, self.calibration_name
+        ids = generate_samples(self.model, self.tokenizer, *size, progress=self.progress)
+        return ids, f"{GENERATED} (seed 0)"

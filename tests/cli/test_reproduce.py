@@ -1,0 +1,88 @@
+import json
+import os
+
+import pytest
+
+from words import text_of
+from xquant.reproduce import EXPERIMENTS
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "t.txt").write_text(text_of(100))
+    return str(tmp_path / "t.txt")
+
+
+def test_list_shows_every_experiment(run):
+    status, out, err = run("reproduce", "--list", "--json", "-")
+    rows = {row["id"]: row for row in json.loads(out)}
+    assert (status, err) == (0, "")
+    assert list(rows) == list(EXPERIMENTS)
+    assert rows["xquant/table1"]["paper"] == "XQuant, arXiv 2508.10395"
+    assert (rows["xquant/table1"]["needs"], rows["xquant/table1"]["calibrates"]) == ("text", False)
+    assert (rows["xquant/table4"]["needs"], rows["xquant/table4"]["calibrates"]) == ("text", True)
+    assert rows["xquant/table3"]["needs"] == "data"
+    status, out, err = run("reproduce", "--list")
+    assert (status, err) == (0, "")
+    assert all(name in out for name in EXPERIMENTS)
+
+
+def test_a_table_is_measured_and_shown_beside_the_papers(run, model, text, tmp_path):
+    asked = ("reproduce", "xquant/table1", model, "--text", text, "--context", 32)
+    asked += ("--windows", 1, "--device", "cpu")
+    status, out, err = run(*asked, "--json", "-")
+    rows = json.loads(out)
+    assert (status, err) == (0, "")
+    assert rows[0]["experiment"] == "xquant/table1"
+    assert (rows[0]["model"], rows[0]["text"]) == (model, "t.txt")
+    assert rows[1]["row"] == "KIVI*-4bit"
+    assert rows[1]["paper"]["perplexity"]["Mistral-7B, C4"] == 8.51
+    status, out, err = run(*asked)
+    assert (status, err) == (0, "")
+    for said in ("XQuant, arXiv 2508.10395", "KIVI*-4bit", "15.98", f"{rows[1]['perplexity']:.4g}"):
+        assert said in out
+
+
+def test_a_figure_is_written_as_rows_and_pictures(run, model, text, tmp_path):
+    folder = tmp_path / "new"
+    status, out, err = run(
+        "reproduce", "xquant/figure3", model, "--text", text, "--context", 32, "--windows", 1,
+        "--output", folder,
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    assert "cosine" in out
+    stem = "xquant-figure3"
+    assert set(os.listdir(folder)) == {f"{stem}.json", f"{stem}-cosine.svg", f"{stem}-cosine.png"}
+    rows = json.loads((folder / f"{stem}.json").read_text())
+    assert {row["state"] for row in rows} == {"X", "key", "value"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ([], "--list shows the experiments"),
+        (["xquant/table1"], "--list shows the experiments"),
+        (["xquant/table9", "MODEL"], "no experiment 'xquant/table9'"),
+        (["xquant/table1", "MODEL"], "is measured on a text: give --text FILE"),
+        (["xquant/table1", "MODEL", "--text", "nowhere.txt"], "no text file 'nowhere.txt'"),
+        (["xquant/table1", "MODEL", "--text", "TEXT", "--context", "9999"], "positions"),
+        (["xquant/table1", "MODEL", "--text", "TEXT", "--context", "40"], "holds 2 windows of 40"),
+        (["xquant/table1", "MODEL", "--text", "TEXT", "--json", "no/where.json"], "cannot write"),
+        (["xquant/table1", "MODEL", "--text", "TEXT", "--output", "TEXT"], "not a folder"),
+    ],
+)
+def test_bad_input_is_one_line(run, model, text, asked, message):
+    named = {"MODEL": model, "TEXT": text}
+    status, out, err = run("reproduce", *(named.get(word, word) for word in asked))
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_missing_data_is_named_with_its_form(run, model, text, tmp_path):
+    pytest.importorskip("lm_eval")
+    status, out, err = run("reproduce", "xquant/table3", model, "--data", tmp_path)
+    assert (status, out) == (2, "")
+    assert "gsm8k/test.jsonl" in err
+    assert "question, answer" in err
+    assert err.count("\n") == 1

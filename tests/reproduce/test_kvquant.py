@@ -1,0 +1,135 @@
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models import tiny
+from questions import harness_folder, words
+from words import text_of, word_tokenizer
+from xquant.analysis import kvquant as analysis
+from xquant.analysis.shapes import shape_config
+from xquant.reproduce import EXPERIMENTS
+from xquant.reproduce import kvquant as module
+from xquant.reproduce.setup import Setup
+
+
+def make(**changes):
+    setup = Setup(
+        tiny("llama"),
+        word_tokenizer(),
+        text_of(160),
+        context=64,
+        windows=2,
+        limit=5,
+        calibration_text=text_of(140),
+        calibration_windows=2,
+    )
+    return replace(setup, **changes)
+
+
+def run(name, setup):
+    experiment = EXPERIMENTS[f"kvquant/{name}"]
+    rows = experiment.run(setup, experiment.printed)
+    assert [row["method"] for row in rows] == [row["method"] for row in experiment.printed]
+    for row in rows:
+        assert all(math.isfinite(row[metric]) for metric in experiment.metrics)
+    return {row["method"]: row for row in rows}
+
+
+def test_passkeys_are_asked_for_at_every_depth():
+    rows = run("table2", make())
+    assert {row["n"] for row in rows.values()} == {5}
+    paper = rows["kvquant-3bit-1%"]["paper"]
+    assert paper["success"]["LLaMA-2-7B-32K, 2K"] == 0.98
+    assert paper["cache_ratio"]["Llama-2-70B-32K, 32K"] == round(3.35 / 16, 4)
+
+
+def test_ruler_is_of_as_many_tokens_as_the_context(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr("xquant.evals.task_data.RULER_SAMPLES", 2)
+    question = {"question": words(0, 4), "answer": "w5", "context": [["w3", ["w5 w6", "w7"]]]}
+    (tmp_path / "ruler").mkdir()
+    (tmp_path / "ruler" / "hotpot.json").write_text(json.dumps([question] * 12))
+    tokenizer = AutoTokenizer.from_pretrained(harness_folder(tmp_path / "model"))
+    setup = make(tokenizer=tokenizer, data=tmp_path, context=300, limit=1)
+    setup.calibration_text = text_of(620)
+    experiment = EXPERIMENTS["kvquant/table4"]
+    printed = [r for r in experiment.printed if r["task"] in ("ruler_qa_hotpot", "average")]
+    rows = experiment.run(setup, printed)
+    assert len(rows) == 8
+    for row in rows:
+        assert row["score"] in (0, 100)
+        assert row["agreement"] <= 1
+
+
+def test_the_row_of_a_task_that_the_paper_does_not_tell_is_measured(monkeypatch):
+    monkeypatch.setattr(module, "scores", lambda setup, rows, **_: rows)
+    printed = EXPERIMENTS["kvquant/table3"].printed
+    rows = module.table3(make(), printed)
+    assert len(rows) == 3 * 17
+    told = [row for row in rows if row["paper"]["score"]]
+    assert len(told) == 17 + 2
+    assert all(row in told for row in printed)
+
+
+def test_a_calibration_on_another_text_is_another_result():
+    rows = run("table21", make())
+    assert any(row["perplexity"] != row["perplexity_generated"] for row in rows.values())
+    assert all(len(row["paper"]["perplexity"]) == 4 for row in rows.values())
+
+
+def test_calibration_texts_are_not_compared_without_one():
+    with pytest.raises(ValueError, match="give --calibration-text"):
+        run("table21", make(calibration_text=None))
+
+
+def test_times_are_those_of_one_layer():
+    rows = run("table6", make())
+    assert rows["full"]["speedup"] == pytest.approx(1)
+    paper = rows["kvquant-4bit-1%:datatype=nf,scales=online"]["paper"]
+    assert paper["speedup"]["keys, 16K"] == round(219.4 / 126.3, 2)
+
+
+@pytest.mark.parametrize("table", ["table7", "table8"])
+def test_the_papers_bytes_come_out_for_the_papers_model(table):
+    class Shape:
+        config = shape_config("llama-7b")
+        dtype = torch.float32
+
+    experiment = EXPERIMENTS[f"kvquant/{table}"]
+    rows = experiment.run(make(model=Shape()), experiment.printed)
+    planned = getattr(analysis, table)("llama-7b")
+    sizes = {(r["method"], r["batch"], r["length"]): r["cache_gib"] for r in planned}
+    for row in rows:
+        assert row["cache_gib"] == sizes[row["method"], row.get("batch", 1), row["length"]]
+        assert row["cache_gib"] == pytest.approx(row["paper"]["cache_gib"]["LLaMA-7B"], 0.01)
+        ratio = row["paper"]["cache_ratio"]["LLaMA-7B"]
+        assert row["cache_ratio"] == pytest.approx(ratio, 0.01)
+        if "weights_gib" in row["paper"]:
+            weights = row["paper"]["weights_gib"]["LLaMA-7B"]
+            assert row["weights_gib"] == pytest.approx(weights, 0.02)
+
+
+def test_rope_keeps_the_size_of_keys_and_spreads_their_outliers():
+    model = tiny("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight[3] *= 30
+    experiment = EXPERIMENTS["kvquant/figure2"]
+    rows = experiment.run(make(model=model), [])
+    found = {(row["layer"], row["state"]): row for row in rows}
+    for layer in range(5):
+        before, after = (found[layer, name] for name in (module.KEYS, module.TURNED_KEYS))
+        assert before["largest"] == 3
+        assert after["times_median"] < before["times_median"]
+        assert (layer, module.VALUES) in found
+
+
+def test_percentiles_are_shares_of_the_largest():
+    rows = EXPERIMENTS["kvquant/figure4"].run(make(), [])
+    assert len(rows) == 5 * 2
+    assert all(0 < row["p50"] < row["p90"] < row["p99"] <= 1 for row in rows)

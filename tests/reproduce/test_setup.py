@@ -1,0 +1,58 @@
+import pytest
+
+from models import tiny
+from words import text_of, word_tokenizer
+from xquant import parse_method
+from xquant.reproduce import setup as module
+from xquant.reproduce.setup import Setup
+
+METHODS = [parse_method(spec) for spec in ("kvquant-2bit", "kivi-2bit", "kvquant-2bit:tail=4")]
+
+
+def make(**more):
+    size = {"context": 24, "windows": 1, "calibration_windows": 2}
+    return Setup(tiny("llama"), word_tokenizer(), text_of(60), **size, **more)
+
+
+def test_methods_that_need_it_are_calibrated_once_on_the_text_given():
+    setup = make(calibration_text=text_of(50), calibration_name="t.txt")
+    (made,) = setup.calibrated(METHODS)
+    assert made.method == "kvquant-2bit"
+    assert made.text.startswith("t.txt,")
+    assert setup.calibrated(METHODS) == [made]
+
+
+def test_without_a_text_the_model_writes_one():
+    (made,) = make().calibrated(METHODS)
+    assert made.text.startswith("generated")
+    assert made.text.endswith(" 48 tokens")
+
+
+def test_a_calibration_at_hand_is_used(monkeypatch):
+    given = make().calibrated(METHODS)
+    monkeypatch.setattr(module, "calibrate_on", None)
+    assert make(calibrations=given).calibrated(METHODS) == given
+
+
+def test_what_is_finished_is_found_again(tmp_path, monkeypatch):
+    specs = [method.spec for method in METHODS]
+    first = make(resume=tmp_path).perplexity(specs)
+    monkeypatch.setattr(module, "calibrate_on", None)
+    again = make(resume=tmp_path)
+    monkeypatch.setattr(type(again.model), "forward", None)
+    assert again.perplexity(specs) == first
+
+
+def test_another_calibration_text_is_another_calibration(tmp_path):
+    texts = (text_of(50), "w9 " + text_of(50))
+    one, other = (
+        make(resume=tmp_path, calibration_text=text).calibrated(METHODS)[0] for text in texts
+    )
+    assert len(list(tmp_path.iterdir())) == 2
+    assert one != other
+
+
+def test_a_text_too_short_is_refused_before_the_calibration(monkeypatch):
+    monkeypatch.setattr(module, "calibrate_on", None)
+    with pytest.raises(ValueError, match="one window needs 24"):
+        Setup(tiny("llama"), word_tokenizer(), text_of(9), context=24).perplexity(["kvquant-2bit"])
