@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..analysis.kvquant import CONTEXTS, GIB
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..attention import attach
@@ -31,6 +30,10 @@ from .states import magnitudes, watch
 
 SIZES = ("cache_gib", "bits")
 """How the paper prints sizes: GB of a cache, and average bits of a value."""
+GIB = 2**30
+"""The paper's GB."""
+CONTEXTS = {"32K": 2**15, "128K": 2**17, "1M": 2**20, "10M": 10**7}
+"""The paper's lengths: only 10M is a round number of thousands."""
 PASSKEYS = 50
 """Prompts of a context, as in the paper."""
 PERCENTILES = (50, 90, 99)
