@@ -57,7 +57,7 @@ def perplexity_figure(rows: Sequence[Row], width: float = WIDE) -> Any:
     Methods on the Pareto front are filled and joined by a line; the full cache is the line at 1. Bars
     are standard errors of the difference to it.
     """
-    figure = _figure(width, HEIGHT)
+    figure = new_figure(width, HEIGHT)
     axes = figure.add_subplot()
     axes.axhline(1, color="0.4", linewidth=1, linestyle="--", zorder=1.5, label="full cache")
     points, best = compressed(rows), front(rows)
@@ -100,7 +100,7 @@ def speed_figure(rows: Sequence[Row], width: float = WIDE) -> Any:
         panels.setdefault(setting(row), []).append(row)
     contexts = sorted({row["context"] for shown in panels.values() for row in shown})
     heights = [len(shown) + len({row["method"] for row in shown}) for shown in panels.values()]
-    figure = _figure(width, LANE * sum(heights) + len(panels) + 0.3)
+    figure = new_figure(width, LANE * sum(heights) + len(panels) + 0.3)
     column = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, shown) in zip(column, panels.items(), strict=True):
         _draw_speeds(axes, shown, contexts)
@@ -142,7 +142,8 @@ def as_png(figure: Any) -> bytes:
     return file.getvalue()
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, in inches."""
     # The note that a font cache is being built would break the silence of the command line.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -29,7 +29,7 @@ from ..quant import Affine
 from ..quant.quantizer import dense
 from ..spec import parse_method
 from .experiment import AVERAGE, TASKS, Experiment, scores
-from .pictures import by_layer
+from .pictures import bars, by_layer
 from .printed import Rows
 from .setup import Setup
 from .states import layers
@@ -228,15 +228,8 @@ def generating(model: Any, spec: str, prompts: Tensor, new: int) -> float:
 
 def draw_figure3(rows: Rows) -> Mapping[str, Any]:
     """A bar for each method."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.4, 2.4), dpi=160, layout="constrained")
-    axes = figure.add_subplot()
-    axes.barh([parse_method(row["method"]).head for row in rows], [row["seconds"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.spines[["top", "right"]].set_visible(False)
-    return {"seconds": figure}
+    seconds = {parse_method(row["method"]).head: row["seconds"] for row in rows}
+    return {"seconds": bars(seconds, "seconds")}
 
 
 TABLES: dict[str, Any] = {**TASKS, "metrics": MEASURED}

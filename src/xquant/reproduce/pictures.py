@@ -1,10 +1,9 @@
 """Pictures of what was measured layer by layer, as matplotlib figures."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..evals.plots import COLOURS, WIDE
+from ..evals.plots import COLOURS, WIDE, new_figure
 
 HEIGHT = 3.6
 
@@ -13,7 +12,7 @@ Row = Mapping[str, Any]
 
 def by_layer(rows: Sequence[Row], metric: str, label: str, logarithmic: bool = False) -> Any:
     """``metric`` from the lowest layer to the highest, a line for each ``state``."""
-    figure = _figure(HEIGHT)
+    figure = new_figure(WIDE, HEIGHT)
     axes = figure.add_subplot()
     for colour, name in zip(COLOURS, dict.fromkeys(row["state"] for row in rows), strict=False):
         own = [row for row in rows if row["state"] == name]
@@ -33,7 +32,7 @@ def channels(rows: Sequence[Row]) -> Any:
     """The ``magnitudes`` of the rows that have them: layers under each other, states side by side."""
     shown = [row for row in rows if "magnitudes" in row]
     layers, states = (list(dict.fromkeys(row[key] for row in shown)) for key in ("layer", "state"))
-    figure = _figure(1.5 * len(layers) + 0.5)
+    figure = new_figure(WIDE, 1.5 * len(layers) + 0.5)
     grid = figure.subplots(len(layers), len(states), squeeze=False)
     for row in shown:
         axes = grid[layers.index(row["layer"]), states.index(row["state"])]
@@ -49,9 +48,12 @@ def channels(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def _figure(height: float) -> Any:
-    # The note that a font cache is being built would break the silence of the command line.
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(WIDE, height), dpi=160, layout="constrained")
+def bars(values: Mapping[str, float], label: str) -> Any:
+    """A horizontal bar for each name, the first at the top."""
+    figure = new_figure(WIDE, 0.35 * len(values) + 1)
+    axes = figure.add_subplot()
+    axes.barh(list(values), list(values.values()), color=COLOURS[0])
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
