@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,9 +30,16 @@ def only_our_folders(monkeypatch):
     monkeypatch.setattr("datasets.load.HfApi", lambda *_, **__: pytest.fail("asked the hub"))
 
 
+@pytest.fixture(autouse=True)
+def few_words(monkeypatch):
+    """lm-eval pairs all adjectives with all nouns and sorts them when RULER is imported: ten seconds."""
+    words = {kind: [f"{kind}{i}" for i in range(9)] for kind in ("nouns", "adjectives", "verbs")}
+    monkeypatch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=words))
+
+
 @pytest.fixture(scope="module")
 def model():
-    return tiny("llama")
+    return tiny("llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -215,7 +215,9 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=Console(
+            file=sys.stderr
+        ),  # the one of now: some measurements silence others' output
         transient=True,
         disable=not sys.stderr.isatty(),
     )

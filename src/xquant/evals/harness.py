@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import get_dtype
 from torch import Tensor
 
 from ..cache import KVCache
@@ -60,10 +61,11 @@ class XQuantLM(HFLM):
             if isinstance(calibration, str | PathLike)
             else calibration
         )
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or "cuda"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            device = "cpu"  # lm-eval's command asks for a GPU by default, also where there is none
         if isinstance(pretrained, str) and pretrained in PACKAGED:
-            weights: Any = torch.float32 if dtype == "auto" else dtype
-            weights = getattr(torch, weights) if isinstance(weights, str) else weights
+            weights = torch.float32 if dtype == "auto" else get_dtype(dtype)
             pretrained, more["tokenizer"] = load_model(pretrained, weights, device)
         super().__init__(pretrained, dtype=dtype, device=device, **more)
         KVCache(self.model, self.method, calibration=self.calibration)
