@@ -21,6 +21,7 @@ def test_list_shows_every_experiment(run):
     assert rows["xquant/table1"]["paper"] == "XQuant, arXiv 2508.10395"
     assert (rows["xquant/table1"]["needs"], rows["xquant/table1"]["calibrates"]) == ("text", False)
     assert (rows["xquant/table4"]["needs"], rows["xquant/table4"]["calibrates"]) == ("text", True)
+    assert (rows["kvquant/table8"]["needs"], rows["kvquant/table8"]["calibrates"]) == ("", False)
     assert rows["xquant/table3"]["needs"] == "data"
     status, out, err = run("reproduce", "--list")
     assert (status, err) == (0, "")

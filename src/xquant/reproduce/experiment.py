@@ -30,6 +30,8 @@ class Experiment:
     """The measured fields that are shown."""
     draw: Callable[[Rows], Mapping[str, Any]] | None = None
     """Pictures of the rows by name, as matplotlib figures."""
+    counts: bool = False
+    """Whether it only counts bytes, so that nothing has to be calibrated."""
     like: str = ""
     """The table whose printed values are meant, where it is another than that of the id."""
 
@@ -49,7 +51,8 @@ class Experiment:
     def calibrates(self) -> bool:
         """Whether one of its methods needs a calibration."""
         methods = (row["method"] for row in self.printed if "method" in row)
-        return any(parse_method(method).needs_calibration for method in methods)
+        wanting = any(parse_method(method).needs_calibration for method in methods)
+        return wanting and not self.counts
 
 
 TASKS: dict[str, Any] = {
