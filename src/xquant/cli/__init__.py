@@ -14,6 +14,7 @@ EXTRAS = {
     "jinja2": "plots",
     "markupsafe": "plots",
     "lm_eval": "eval",
+    "datasets": "eval",
     "accelerate": "eval",
 }
 BAD_INPUT = 2
@@ -36,8 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:
-        if error.name in EXTRAS:
-            return _fail(f"{error.name} is missing: pip install 'xquant-kv[{EXTRAS[error.name]}]'")
+        package = (error.name or "").partition(".")[0]
+        if package in EXTRAS:
+            return _fail(f"{package} is missing: pip install 'xquant-kv[{EXTRAS[package]}]'")
         if error.name is not None:  # without a name it is load_model's own advice
             raise
         return _fail(str(error))
