@@ -1,4 +1,4 @@
-"""The README's tables of speed, from the results files of `xquant bench`.
+"""The README's tables, from the results files of `xquant perplexity` and `xquant bench`.
 
 python benchmarks/tables.py
 """
@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xquant import parse_method
+
 RESULTS = Path(__file__).with_name("results")
 METHODS = ("kivi-4bit", "kivi-2bit", "xquant-4bit", "xquant-cl-2bit")
 
 
-def rows(name: str) -> dict[str, dict[str, Any]]:
-    found = json.loads((RESULTS / f"bench-{name}.json").read_text())
+def rows(name: str, verb: str = "bench") -> dict[str, dict[str, Any]]:
+    found = json.loads((RESULTS / f"{verb}-{name}.json").read_text())
     return {row["method"]: row for row in found}
 
 
@@ -21,6 +23,31 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
     for cells in (head, ["---"] * len(head), *body):
         print("| " + " | ".join(cells) + " |")
     print()
+
+
+def quality() -> None:
+    """Of SmolLM2 on WikiText-2: first the methods that keep no recent tokens full, then the others."""
+    found = rows("smollm2", "wikitext2")
+    with_tail = {method: parse_method(method).tail > 0 for method in found}
+    head = ["method", "perplexity", "of full", "±", "KL", "same token"]
+    head += ["bits per value", "in codes", "of fp16 cache"]
+    for tail in (False, True):
+        body = [
+            [
+                f"`{method}`",
+                f"{row['perplexity']:.2f}",
+                f"{row['ratio']:.3f}",
+                f"{row['ratio'] * row['difference_error']:.3f}",
+                f"{row['kl']:.3f}",
+                f"{row['agreement']:.1%}",
+                f"{row['bits_per_value']:.2f}",
+                f"{row['code_bits']:.2f}",
+                f"{row['cache_ratio']:.1%}",
+            ]
+            for method, row in found.items()
+            if with_tail[method] == tail
+        ]
+        table(head, body)
 
 
 def whole_decode() -> None:
@@ -62,6 +89,7 @@ def attention() -> None:
 
 
 if __name__ == "__main__":
+    quality()
     whole_decode()
     peers()
     attention()
