@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from .text import json_lines, read_utf8
+
 Row = dict[str, Any]
 Overrides = dict[str, Any]
 """Keys of lm-eval's task configuration that take the place of the task's own."""
@@ -111,11 +113,11 @@ def _find(task: str, data: Path, form: Form) -> Path:
 
 
 def _rows(path: Path, form: Form) -> list[Row]:
-    text = _text(path)
+    text = read_utf8(path)
     if path.suffix == ".csv":
         rows = list(enumerate(csv.DictReader(io.StringIO(text, newline="")), 2))
     else:
-        rows = list(_json_lines(path, text))
+        rows = list(json_lines(path, text))
     if not rows:
         raise ValueError(f"'{path}' holds no rows")
     for number, row in rows:
@@ -123,27 +125,6 @@ def _rows(path: Path, form: Form) -> list[Row]:
         if missing is not None:
             raise ValueError(f"'{path}', line {number}: no '{missing}' ({form.says})")
     return [form.convert(row) for _, row in rows]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"'{path}' is not UTF-8 text ({error.reason})") from None
-
-
-def _json_lines(path: Path, text: str) -> Iterator[tuple[int, Row]]:
-    # Not splitlines(): a JSON string may hold separators such as U+2028 as they are.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"'{path}', line {number}: not JSON ({error.msg})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"'{path}', line {number}: not a JSON object")
-        yield number, row
 
 
 # -- RULER: lm-eval's own generators, with local files in place of what they download ----------------
@@ -267,6 +248,6 @@ def _answerable(held: Any) -> Any:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(_text(path))
+        return json.loads(read_utf8(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"'{path}' is not JSON ({error.msg})") from None

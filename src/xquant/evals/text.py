@@ -1,7 +1,7 @@
 """Texts to measure on: a file, one that every Python carries, or a data set of the hub."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,10 +36,7 @@ def read_text(source: str | Path) -> str:
         raise FileNotFoundError(f"there is no text file '{path}'")
     if path.is_dir():
         raise ValueError(f"'{path}' is a folder, not a text file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"'{path}' is not UTF-8 text ({error.reason})") from None
+    text = read_utf8(path)
     if path.suffix.lower() == ".jsonl":
         text = "\n\n".join(_text_fields(path, text))
     if path.suffix.lower() == ".raw":
@@ -84,17 +81,34 @@ def cut_windows(model: Any, tokenizer: Any, text: str, context: int, windows: in
     return torch.tensor(encoded[: windows * context]).view(windows, context)
 
 
-def _text_fields(path: Path, lines: str) -> list[str]:
-    texts = []
+def read_utf8(path: Path) -> str:
+    """The file's text, without a byte order mark; ValueError where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"'{path}' is not UTF-8 text ({error.reason})") from None
+
+
+def json_lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The JSON objects of ``text``, which is that of ``path``, with the numbers of their lines; ValueError
+    where a line is none."""
     # Not splitlines(): a JSON string may hold separators such as U+2028 as they are.
-    for number, line in enumerate(lines.split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"'{path}', line {number}: not JSON ({error.msg})") from None
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        if not isinstance(row, dict):
+            raise ValueError(f"'{path}', line {number}: not a JSON object")
+        yield number, row
+
+
+def _text_fields(path: Path, lines: str) -> list[str]:
+    texts = []
+    for number, row in json_lines(path, lines):
+        if not isinstance(row.get("text"), str):
             raise ValueError(f"'{path}', line {number}: no \"text\" field with a string")
         texts.append(row["text"])
     return texts

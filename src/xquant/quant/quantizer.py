@@ -193,7 +193,7 @@ class Codebook(_Grouped):
         if self.sparse:
             assert scaled.outliers is not None
             coded = torch.empty_like(x, dtype=torch.float32)
-            self._decode_codes(packed, coded)
+            self._restore(codes, packed, coded)
             exact = x.float().clamp(-FP16_MAX, FP16_MAX)
             packed |= pack_outliers(exact - coded, scaled.outliers)
         return packed
@@ -230,16 +230,17 @@ class Codebook(_Grouped):
         return scale_of(*_to(self.span, like))
 
     def decode(self, packed: Packed, out: Tensor) -> None:
+        codes = self.unpack(dense(packed, "codes"), out.shape[-2])
         if not self.sparse:
-            return self._decode_codes(packed, out)
+            return self._restore(codes, packed, out)
         exact = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        self._decode_codes(packed, exact)
+        self._restore(codes, packed, exact)
         add_outliers(packed, exact)
         if exact is not out:
             out.copy_(exact.clamp_(-FP16_MAX, FP16_MAX))
 
-    def _decode_codes(self, packed: Packed, out: Tensor) -> None:
-        codes = self.unpack(dense(packed, "codes"), out.shape[-2])
+    def _restore(self, codes: Tensor, packed: Packed, out: Tensor) -> None:
+        """Codes ``[N, n, C]`` in the ranges that are packed with them, without outliers."""
         levels = self.levels.to(out.device).float()[codes.int()]
         if self.span is None:
             dim, size = self._dim, self.range_size(out.shape[self._dim])

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ..analysis.memory import CacheLayout
-from ..analysis.shapes import Skeleton
 from ..cache import KVCache
 from ..layer import CompressedLayer
 from ..methods import CrossLayer
@@ -70,7 +69,7 @@ def at_depth(spec: str, depth: int) -> str:
 def widths(setup: Setup, spec: str) -> dict[str, float]:
     """Bits of a sealed key or value element: the code alone, and with its share of scales and zeros."""
     method = parse_method(spec)
-    layout = CacheLayout(Skeleton(setup.model.config, setup.model.dtype), method)
+    layout = CacheLayout(setup.skeleton, method)
     values = method.group * sum(2 * codec.view.kv_width for codec in layout.codecs)
     found = {"code_bits": layout.block["codes"], "bits_per_value": layout.block.total()}
     return {name: 8 * nbytes / values for name, nbytes in found.items()}

@@ -23,7 +23,7 @@ from ..models import AttentionView
 from ..models.base import rotate
 from ..spec import parse_method
 from .experiment import TASKS, Experiment, perplexities, scores
-from .pictures import by_layer, channels
+from .pictures import by_layer, outliers
 from .printed import Rows
 from .setup import Setup
 from .states import magnitudes, watch
@@ -195,14 +195,6 @@ def figure2(setup: Setup, printed: Rows) -> Rows:
     return magnitudes(setup, states)
 
 
-def draw_figure2(rows: Rows) -> Mapping[str, Any]:
-    label = "largest channel, times the median"
-    return {
-        "channels": channels(rows),
-        "largest": by_layer(rows, "times_median", label, logarithmic=True),
-    }
-
-
 def figure4(setup: Setup, printed: Rows) -> Rows:
     """Percentiles of the magnitudes of keys before RoPE and of values, over the largest of the layer."""
     found: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
@@ -282,7 +274,7 @@ EXPERIMENTS = (
         figure2,
         keys=("layer", "state"),
         metrics=("largest", "times_median"),
-        draw=draw_figure2,
+        draw=outliers,
     ),
     Experiment(
         "kvquant/figure4",

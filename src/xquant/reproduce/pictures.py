@@ -28,6 +28,15 @@ def by_layer(rows: Sequence[Row], metric: str, label: str, logarithmic: bool = F
     return figure
 
 
+def outliers(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """Of `states.magnitudes`: the channels, and by layer how far the largest stands out."""
+    label = "largest channel, times the median"
+    return {
+        "channels": channels(rows),
+        "largest": by_layer(rows, "times_median", label, logarithmic=True),
+    }
+
+
 def channels(rows: Sequence[Row]) -> Any:
     """The ``magnitudes`` of the rows that have them: layers under each other, states side by side."""
     shown = [row for row in rows if "magnitudes" in row]

@@ -87,9 +87,14 @@ class Setup:
         )
         return {(row.method, row.task): row for row in rows if row.metric == metric}
 
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """The model without its weights, for what is planned."""
+        return Skeleton(self.model.config, self.model.dtype)
+
     def cache_ratio(self, spec: str) -> float:
         """The bytes of a cache of ``context`` tokens over those of the fp16 cache, as planned."""
-        layout = CacheLayout(Skeleton(self.model.config, self.model.dtype), parse_method(spec))
+        layout = CacheLayout(self.skeleton, parse_method(spec))
         return layout.count(self.context, 1).total / layout.full_nbytes(self.context, 1)
 
     def calibrated(self, methods: Sequence[Method]) -> list[Calibration]:

@@ -12,7 +12,7 @@ from ..methods.xquant import latent_bases
 from ..models import AttentionView
 from ..models.base import linear
 from .experiment import TASKS, Experiment, perplexities, scores
-from .pictures import by_layer, channels
+from .pictures import by_layer, outliers
 from .printed import Rows
 from .setup import Setup
 from .states import layers, magnitudes, similarity, watch
@@ -67,14 +67,6 @@ def figure_b2(setup: Setup, printed: Rows) -> Rows:
         return {"X": x, "X U_k": keys, "X U_v": values}
 
     return magnitudes(setup, states)
-
-
-def draw_figure_b2(rows: Rows) -> Mapping[str, Any]:
-    label = "largest channel, times the median"
-    return {
-        "channels": channels(rows),
-        "largest": by_layer(rows, "times_median", label, logarithmic=True),
-    }
 
 
 def table_b2(setup: Setup, printed: Rows) -> Rows:
@@ -150,6 +142,6 @@ EXPERIMENTS = (
         figure_b2,
         keys=("layer", "state"),
         metrics=("largest", "times_median"),
-        draw=draw_figure_b2,
+        draw=outliers,
     ),
 )
