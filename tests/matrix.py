@@ -38,4 +38,8 @@ LOW = [
     "xquant-cl-2bit:group=8,form=mha,accumulator=4,rotate=true",
     "xquant-cl-3bit:group=8,form=gqa",
     "xquant-cl-1bit:group=8,form=gqa,stream=residual",
+    "tc-2bit:group=8",
+    "tc-3.5bit:group=8,metric=identity,tail=5,sink=1",
+    "tc-cl-1.5bit:group=8,sink=2",
+    "tc-cl-4bit:group=8,basis=head,sink=0",
 ]

@@ -5,7 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xquant import AsymKV, CrossLayer, Kivi, KVQuant, XQuant, XQuantCL, parse_method
+from xquant import (
+    AsymKV,
+    CrossLayer,
+    Kivi,
+    KVQuant,
+    PredictedTransform,
+    Transform,
+    XQuant,
+    XQuantCL,
+    parse_method,
+)
 from xquant.methods import METHODS
 from xquant.methods.base import BITS
 
@@ -17,9 +27,10 @@ def values_of(option: Any) -> Any:
     elif option.type is bool:
         found = st.booleans()
     elif option.type is float:
-        found = st.floats(0, option.metadata.get("most", 1))
+        found = st.floats(option.metadata.get("least", 0), option.metadata.get("most", 1))
     else:
-        found = st.integers(max(1, option.metadata.get("least", 1)), 256)
+        step = option.metadata.get("step", 1)
+        found = st.integers(max(1, option.metadata.get("least", 1)), 256).map(lambda n: n * step)
     return found | st.none() if option.default is None else found
 
 
@@ -55,6 +66,8 @@ def test_specs_are_written_as_the_papers_tables_write_them() -> None:
         kq=30, vq=2, km=32, vm=16
     )
     assert parse_method("crosslayer:eta1=1/3").eta1 == 1 / 3
+    assert parse_method("tc-1.5bit") == Transform(bits=1.5)
+    assert parse_method("tc-cl-2bit:sink=1") == PredictedTransform(bits=2, sink=1)
     assert parse_method("int4-gs64").spec == "int4-gs64"
     assert parse_method("nf3").spec == "nf3"
     assert XQuant(bits=4, sink=1, rotate=True).spec == "xquant-4bit:sink=1,rotate=true"

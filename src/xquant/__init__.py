@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .attention import attach, detach
     from .cache import KVCache
     from .calibrate.artifact import Calibration
-    from .calibrate.run import calibrate
+    from .calibrate.run import calibrate, own_calibration
     from .load import load_model
     from .methods import (
         AsymKV,
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         KVQuant,
         Method,
         NormalFloat,
+        PredictedTransform,
+        Transform,
         XQuant,
         XQuantCL,
     )
@@ -41,19 +43,22 @@ __all__ = [
     "Kivi",
     "Method",
     "NormalFloat",
+    "PredictedTransform",
     "Report",
+    "Transform",
     "XQuant",
     "XQuantCL",
     "attach",
     "calibrate",
     "detach",
     "load_model",
+    "own_calibration",
     "parse_method",
 ]
 
 _METHODS = (
     *("AsymKV", "CrossLayer", "Full", "Integer", "KVQuant", "Kivi", "Method", "NormalFloat"),
-    *("XQuant", "XQuantCL"),
+    *("PredictedTransform", "Transform", "XQuant", "XQuantCL"),
 )
 _HOMES = {
     **dict.fromkeys(("attach", "detach"), "attention"),
@@ -61,7 +66,7 @@ _HOMES = {
     "Calibration": "calibrate.artifact",
     "KVCache": "cache",
     "Report": "report",
-    "calibrate": "calibrate.run",
+    **dict.fromkeys(("calibrate", "own_calibration"), "calibrate.run"),
     "load_model": "load",
     "parse_method": "spec",
 }

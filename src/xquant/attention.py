@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
+from .calibrate import store
 from .calibrate.artifact import Calibration, fingerprint
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView, ModelView, view_model
@@ -177,10 +178,15 @@ class Attachment:
             self._built_from = state
         made = method, calibration
         if made not in self._codecs:
-            if calibration is not None:
+            if calibration is not None or method.calibrates_itself:
                 self._fingerprint = self._fingerprint or fingerprint(views)
+            if calibration is not None:
+                assert self._fingerprint is not None
                 calibration.check(method.calibrated_as, self._fingerprint)
-            elif method.needs_calibration:
+            elif method.calibrates_itself:
+                assert self._fingerprint is not None
+                calibration = store.find(method.calibrated_as, self._fingerprint)
+            if calibration is None and method.needs_calibration:
                 raise ValueError(method.how_to_calibrate)
             with torch.no_grad():
                 self._codecs[made] = method.codecs(views, calibration)

@@ -191,10 +191,12 @@ class CompressedLayer(CacheLayerMixin):
         """What the layer above predicts from: sinks are exact there too."""
         if recalled is None:
             return None
-        carried = self._place_sinks(self.codec.carry(recalled), self.sinks)
+        carried = self.codec.carry(recalled)
+        own, further = carried[..., : self.codec.width], carried[..., self.codec.width :]
+        own = self._place_sinks(own, self.sinks)
         if self.through_store and self.tail is not None:
-            carried = self._place_tail_sinks(carried, self.tail)
-        return carried
+            own = self._place_tail_sinks(own, self.tail)
+        return torch.cat([own, further], -1) if further.shape[-1] else own
 
     # -- reading -------------------------------------------------------------------------------
 

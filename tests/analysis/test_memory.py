@@ -20,7 +20,7 @@ SIZES = [(5, 1), (43, 3), (64, 2)]
 OWN_GROUPS = [
     *("full:sink=3", "int4-gs64", "nf4-gs128:group=100", "kivi-2bit:sink=4,tail=30"),
     *("asymkv-1.5bit", "crosslayer", "kvquant-3bit-1%", "kvquant-3bit:scales=online"),
-    *("xquant-4bit:rotate=true", "xquant-cl-2bit:rotate=true"),
+    *("xquant-4bit:rotate=true", "xquant-cl-2bit:rotate=true", "tc-2bit", "tc-cl-1.5bit"),
 ]
 
 
@@ -46,7 +46,7 @@ def check(held: CacheBytes, report: Report, outliers: int) -> None:
     sealed = report.sealed_bytes
     counts = sealed.get("outlier_count", 0)
     assert held.codes == sealed.get("codes", 0) + sealed.get("values", 0)
-    assert held.ranges == sealed.get("scale", 0) + sealed.get("zero", 0)
+    assert held.ranges == sum(sealed.get(name, 0) for name in ("scale", "zero", "gain"))
     assert held.tables == report.table_bytes
     assert held.sinks == report.sink_bytes
     assert held.tail == report.tail_bytes

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from ..calibrate.artifact import Calibration
-from ..methods import KVQuant, Method
+from ..methods import KVQuant, Method, Transform
 from ..models import AttentionView
 from ..quant import Affine, Codebook, Plain, Segment
 from ..quant.codebook import outlier_count
 from ..quant.pack import packed_rows
 from ..quant.quantizer import OUTLIER_NBYTES
+from ..quant.ranked import Ranked
 from .shapes import Skeleton
 
 INDEX_NBYTES = 6
@@ -121,6 +122,11 @@ def _block_parts(segment: Segment, block: int) -> dict[str, int]:
     quantizer, total = segment.quantizer, segment.nbytes(block)
     if isinstance(quantizer, Plain):
         return {"codes": total}
+    if isinstance(quantizer, Ranked):
+        return {
+            "codes": quantizer.code_nbytes(block),
+            "ranges": total - quantizer.code_nbytes(block),
+        }
     assert isinstance(quantizer, Affine | Codebook)
     codes = 0 if segment.borrows else packed_rows(block, quantizer.bits) * segment.channels
     counts = 0
@@ -151,9 +157,13 @@ def _outliers(segment: Segment, blocks: int, block: int, seen: int) -> float:
 
 def _calibration(method: Method, views: list[AttentionView]) -> Calibration | None:
     """What a calibration would hold, without the numbers; levels that are missing are uniform ones."""
+    tensors: dict[str, Tensor] = {}
+    if isinstance(method, Transform):
+        for i, view in enumerate(views):
+            tensors |= {f"{i}.{name}": t for name, t in method.shapes(view, i).items()}
+        return Calibration(tensors, method.calibrated_as, model="", text="", version="")
     if not isinstance(method, KVQuant) or not method.needs_calibration:
         return None
-    tensors: dict[str, Tensor] = {}
     for i, view in enumerate(views):
         apart = 1 if method.has_matrix_thresholds else view.kv_width
         sizes = {"key.range": view.kv_width, "key.threshold": apart, "value.threshold": 1}

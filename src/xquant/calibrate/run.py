@@ -7,17 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
 from ..attention import attach
 from ..evals.text import cut_windows
 from ..methods import Method
 from ..spec import parse_method
+from . import store
 from .artifact import Calibration, fingerprint
 from .collect import collect
-
-GENERATED = "generated"
-"""Name of the text that a model writes itself."""
-GENERATED_AT_ONCE = 8
+from .writing import GENERATED, write_samples
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what runs next or just ran)."""
@@ -28,16 +25,16 @@ def calibrate(
     tokenizer: Any,
     method: str | Method,
     text: str | None = None,
-    context: int = 2048,
-    windows: int = 16,
+    context: int | None = None,
+    windows: int | None = None,
     name: str = "text",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Calibration:
     """Gather a method's statistics from the first ``windows * context`` tokens of a text.
 
-    Without a ``text`` the model writes one, sampled with ``seed`` at temperature 1 from its first
-    token on. ``name`` is what the artifact calls the text.
+    Without a ``text`` the model writes one, sampled with ``seed`` (`writing`). ``context`` and ``windows``
+    are by default what the method asks for. ``name`` is what the artifact calls the text.
 
     Raises:
         ValueError: unknown method, or one that needs no calibration; a text that is too short; a model
@@ -46,9 +43,12 @@ def calibrate(
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
         method.calibrator(views)  # so that bad input is told of before the long work
+    usual = method.calibration_size
+    context = usual[0] if context is None else context
+    windows = usual[1] if windows is None else windows
     if text is None:
         name = f"{GENERATED} (seed {seed})"
-        samples = generate_samples(model, tokenizer, context, windows, seed, progress)
+        samples = write_samples(model, tokenizer, context, windows, seed, progress)
     else:
         samples = cut_windows(model, tokenizer, text, context, windows)
     return calibrate_on(model, samples, method, name, progress)
@@ -88,53 +88,17 @@ def calibrate_on(
     )
 
 
-@torch.inference_mode()
-def generate_samples(
-    model: Any,
-    tokenizer: Any,
-    context: int,
-    windows: int,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Tensor:
-    """``windows`` texts of ``context`` tokens that the model writes, ``[windows, context]``."""
-    positions = getattr(compat.text_config(model), "max_position_embeddings", None)
-    if context < 2 or windows < 1 or (positions is not None and context > positions):
-        raise ValueError(
-            f"{windows} texts of {context} tokens cannot be written: at least 1 of 2 tokens is needed,"
-            f" and the model has {positions} positions"
-        )
-    known = (
-        tokenizer.bos_token_id,
-        model.generation_config.bos_token_id,
-        tokenizer.eos_token_id,
-    )
-    first = next((token for token in known if isinstance(token, int)), None)
-    if first is None:
-        raise ValueError("the tokenizer has no first token to write from: give a calibration text")
-    texts: list[Tensor] = []
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
-        for start in range(0, windows, GENERATED_AT_ONCE):
-            if progress is not None:
-                progress(start, windows, "writing a text")
-            count = min(GENERATED_AT_ONCE, windows - start)
-            texts.append(_sample(model, first, count, context))
-    return torch.cat(texts).cpu()
+def own_calibration(
+    model: Any, tokenizer: Any, method: Method, progress: Progress | None = None
+) -> Calibration:
+    """What a method that calibrates itself finds from a text that the model writes; kept, so that it is found
+    once (`store`).
 
-
-def _sample(model: Any, first: int, count: int, context: int) -> Tensor:
-    start = torch.full((count, 1), first, device=model.device)
-    ids: Tensor = model.generate(
-        start,
-        attention_mask=torch.ones_like(start),
-        max_new_tokens=context - 1,
-        min_new_tokens=context - 1,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        repetition_penalty=1.0,
-    )
-    return ids
+    Raises:
+        OSError: it cannot be kept.
+    """
+    found = store.find(method.calibrated_as, fingerprint(attach(model).view.compressed))
+    if found is None:
+        found = calibrate(model, tokenizer, method, progress=progress)
+        store.keep(found)
+    return found

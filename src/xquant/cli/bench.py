@@ -15,6 +15,7 @@ from .common import (
     json_option,
     load,
     methods_option,
+    own_calibrations,
     print_table,
     progress_bar,
 )
@@ -105,7 +106,8 @@ def bench(
         network = evaluation.shaped_model(shape).to(device or "cpu")
     else:
         assert model is not None
-        network, _ = load(model, "float32", device)
+        network, tokenizer = load(model, "float32", device)
+        calibrations = own_calibrations(network, tokenizer, methods, calibrations)
     dtypes = tuple(getattr(torch, name) for name in DTYPES[1:] if dtype in ("auto", name))
     settings = evaluation.Settings(context, batch, rounds, kernel=kernel, dtypes=dtypes)
     makers = available(model, network) if peers and model is not None else []

@@ -12,7 +12,9 @@ from .common import check_file, finish, json_option, load, model_options, progre
 @click.command()
 @model_options
 @click.option("--method", "spec", metavar="SPEC", required=True)
-@text_options(windows=16, help="Text file; without it the model writes the text itself.")
+@text_options(
+    context=None, windows=None, help="Text file; without it the model writes the text itself."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the text it writes.")
 @click.option("--output", metavar="FILE", required=True, help="The artifact, a safetensors file.")
 @json_option
@@ -22,8 +24,8 @@ def calibrate(
     device: str | None,
     spec: str,
     text: str | None,
-    context: int,
-    windows: int,
+    context: int | None,
+    windows: int | None,
     seed: int,
     output: str,
     json_file: str | None,
@@ -66,7 +68,7 @@ def calibrate(
         "method": found.method,
         "output": output,
         "calibration_text": found.text,
-        "tokens": context * windows,
+        "tokens": (context or method.calibration_size[0]) * (windows or method.calibration_size[1]),
         "seconds": seconds,
     }
     finish([row], json_file, model=model, dtype=dtype, device=str(network.device))

@@ -66,12 +66,16 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def text_options(
-    default: str | None = None, windows: int = 4, help: str = ""
+    default: str | None = None,
+    context: int | None = 2048,
+    windows: int | None = 4,
+    help: str = "",
 ) -> Callable[..., Any]:
-    """``--text``, ``--context`` and ``--windows``.
+    """``--text``, ``--context`` and ``--windows``; the last two None for what the method asks for.
 
     ``--text`` is required unless it has a default, or a ``help`` that says what happens without it.
     """
+    asked = "  [default: what the method asks for]"
     # To click, a default of None is a default.
     otherwise: dict[str, Any] = {"default": default} if default else {"required": not help}
     options = (
@@ -83,14 +87,18 @@ def text_options(
             **otherwise,
         ),
         click.option(
-            "--context", type=int, default=2048, show_default=True, help="Tokens of a window."
+            "--context",
+            type=int,
+            default=context,
+            show_default=True,
+            help="Tokens of a window." + (asked if context is None else ""),
         ),
         click.option(
             "--windows",
             type=int,
             default=windows,
             show_default=True,
-            help="Windows from the text's start.",
+            help="Windows from the text's start." + (asked if windows is None else ""),
         ),
     )
 
@@ -158,9 +166,24 @@ def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "list
                 f" {', '.join(method.spec for method in methods)}"
             )
     for method in methods:
-        if method.needs_calibration and method.calibrated_as not in made:
+        missing = method.needs_calibration and method.calibrated_as not in made
+        if missing and not method.calibrates_itself:
             raise ValueError(method.how_to_calibrate)
     return calibrations
+
+
+def own_calibrations(
+    model: Any, tokenizer: Any, methods: "Sequence[Method]", given: "Sequence[Calibration]"
+) -> "list[Calibration]":
+    """``given``, and those of the methods that calibrate themselves."""
+    from ..calibrate.run import own_calibration
+
+    made = {calibration.method: calibration for calibration in given}
+    with progress_bar() as show:
+        for method in methods:
+            if method.calibrates_itself and method.calibrated_as not in made:
+                made[method.calibrated_as] = own_calibration(model, tokenizer, method, show)
+    return list(made.values())
 
 
 def check_file(target: str | None) -> None:

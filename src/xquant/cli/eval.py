@@ -19,6 +19,7 @@ from .common import (
     load,
     methods_option,
     model_options,
+    own_calibrations,
     print_table,
     progress_bar,
     resume_option,
@@ -119,6 +120,7 @@ def run(
     from ..evals.runs import Runs, identity
 
     network, tokenizer = load(model, dtype, device)
+    calibrations = own_calibrations(network, tokenizer, methods, calibrations)
     subject = {
         "model": model,
         "dtype": dtype,

@@ -15,6 +15,7 @@ from .common import (
     json_option,
     load,
     model_options,
+    own_calibrations,
 )
 
 
@@ -55,6 +56,7 @@ def generate(
         raise ValueError(f"a temperature of {temperature} is not a number from 0 up")
     check_file(json_file)
     network, tokenizer = load(model, dtype, device)
+    calibrations = own_calibrations(network, tokenizer, [method], calibrations)
     inputs = _encode(network, tokenizer, prompt, chat, max_new_tokens)
     cache = KVCache(network, method, calibration=calibrations[0] if calibrations else None)
     started = time.perf_counter()

@@ -17,6 +17,7 @@ from .common import (
     load,
     methods_option,
     model_options,
+    own_calibrations,
     print_table,
     progress_bar,
     resume_option,
@@ -85,6 +86,7 @@ def run(
     if resume is not None:
         check_folder(resume)
     network, tokenizer = load(model, dtype, device)
+    calibrations = own_calibrations(network, tokenizer, methods, calibrations)
     subject = {
         "model": model,
         "text": text_name(text),

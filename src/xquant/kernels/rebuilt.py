@@ -81,8 +81,9 @@ class RebuiltAttention(PartedAttention):
         view = self._codec.view
         matrix = self._codec.value_weight.unflatten(0, (view.kv_heads, -1))  # [G, D, Cv]
         sums = coded.sums @ matrix.mT.float()
-        if view.value_bias is not None:
-            sums += coded.total * view.value_bias.view(view.kv_heads, 1, -1)
+        bias = self._codec.value_bias
+        if bias is not None:
+            sums += coded.total * bias.view(view.kv_heads, 1, -1)
         return sums
 
 

@@ -7,12 +7,25 @@ from .full import Full
 from .kivi import Kivi
 from .kvquant import KVQuant
 from .plain_formats import Integer, NormalFloat
+from .transform import PredictedTransform, Transform
 from .xquant import XQuant
 from .xquant_cl import XQuantCL
 
 METHODS: dict[str, type[Method]] = {
     cls.name: cls
-    for cls in (Full, Integer, NormalFloat, Kivi, AsymKV, CrossLayer, KVQuant, XQuant, XQuantCL)
+    for cls in (
+        Full,
+        Integer,
+        NormalFloat,
+        Kivi,
+        AsymKV,
+        CrossLayer,
+        KVQuant,
+        XQuant,
+        XQuantCL,
+        Transform,
+        PredictedTransform,
+    )
 }
 
 __all__ = [
@@ -26,8 +39,10 @@ __all__ = [
     "LayerCodec",
     "Method",
     "NormalFloat",
+    "PredictedTransform",
     "QuantizedMethod",
     "Seen",
+    "Transform",
     "XQuant",
     "XQuantCL",
 ]

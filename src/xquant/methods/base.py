@@ -103,7 +103,8 @@ class LayerCodec(ABC):
         return rows
 
     def carry(self, recalled: Tensor) -> Tensor:
-        """What the layer above gets as ``below``, ``[B, T, W]``, in the space of the features."""
+        """What the layer above gets as ``below``, ``[B, T, .]``: ``W`` channels in the space of the features,
+        and perhaps more that came from further below."""
         return recalled
 
     @abstractmethod
@@ -134,6 +135,10 @@ class Method(ABC):
     example: ClassVar[str]
     head_pattern: ClassVar[str] = ""
     """What follows the name in a spec, before the colon; its groups are named after options."""
+    calibration_size: ClassVar[tuple[int, int]] = (2048, 16)
+    """Tokens of a sample and samples that a calibration reads by default."""
+    calibrates_itself: ClassVar[bool] = False
+    """Whether the text may be one that the model writes, without being asked."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named sets of options: ``preset=NAME`` in a spec."""
 
@@ -158,6 +163,8 @@ class Method(ABC):
                 raise ValueError(f"{self.name}: {name}={_plain(value)} is below {least}")
             if most is not None and value > most:
                 raise ValueError(f"{self.name}: {name}={_plain(value)} is above {most}")
+            if value % (step := meta.get("step", value or 1)):
+                raise ValueError(f"{self.name}: {name}={_plain(value)} is not a multiple of {step}")
 
     @property
     def needs_calibration(self) -> bool:
@@ -167,6 +174,12 @@ class Method(ABC):
     @property
     def how_to_calibrate(self) -> str:
         """What to tell someone who has no artifact."""
+        if self.calibrates_itself:
+            return (
+                f"{self.spec} needs a calibration: the commands of xquant make one when they first meet a"
+                " model, xquant.own_calibration(model, tokenizer, method) makes one in Python, in minutes;"
+                " both are kept"
+            )
         return (
             f"{self.spec} needs a calibration: 'xquant calibrate MODEL --method {self.calibrated_as}"
             " --output FILE' makes one, for --calibration FILE or KVCache(..., calibration=FILE)"

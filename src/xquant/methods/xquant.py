@@ -107,6 +107,11 @@ class Rematerialized(LayerCodec):
     value_weight: Tensor
     """``[G*D, Cv]``."""
 
+    @property
+    def value_bias(self) -> Tensor | None:
+        """What is added to the product for values, ``[G*D]``."""
+        return self.view.value_bias
+
     def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         """What the matrices are multiplied with, ``[B, T, Ck]`` and ``[B, T, Cv]``."""
         return recalled, recalled
@@ -117,7 +122,7 @@ class Rematerialized(LayerCodec):
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.sources(recalled)
-        return self.keys(key), linear(value, self.value_weight, self.view.value_bias)
+        return self.keys(key), linear(value, self.value_weight, self.value_bias)
 
 
 class _FromInput(Rematerialized):

@@ -13,7 +13,8 @@ from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..attention import attach
 from ..calibrate.artifact import Calibration, fingerprint
-from ..calibrate.run import GENERATED, calibrate_on, generate_samples
+from ..calibrate.run import calibrate_on
+from ..calibrate.writing import GENERATED, write_samples
 from ..evals.perplexity import PerplexityRow, measure
 from ..evals.runs import Runs, code_digest, identity
 from ..evals.text import cut_windows
@@ -133,5 +134,5 @@ class Setup:
         if self.calibration_text is not None:
             ids = cut_windows(self.model, self.tokenizer, self.calibration_text, *size)
             return ids, self.calibration_name
-        ids = generate_samples(self.model, self.tokenizer, *size, progress=self.progress)
+        ids = write_samples(self.model, self.tokenizer, *size, progress=self.progress)
         return ids, f"{GENERATED} (seed 0)"

@@ -1,0 +1,251 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..calibrate.artifact import Calibration
+from ..calibrate.calibrator import Calibrator
+from ..models import AttentionView
+from ..models.base import linear
+from ..quant import Segment
+from ..quant.ranked import Ranked, allot, side_nbytes
+from .base import LayerCodec, Method, Seen, by_block, short
+from .key_value import flat_heads
+from .xquant import Rematerialized
+
+Tensors = dict[str, Tensor]
+CALIBRATED_AT = 2.0
+"""The bits in the name of an artifact, which is for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transform(Method):
+    """Transform coding (docs/transform.md): keys before RoPE and values of a layer together, in the basis in
+    which they are uncorrelated and every error costs the same.
+
+    Stores, a block of n tokens, the codes of C channels at 0 to 8 bits each and 4 bits for the scale of each:
+    ``n b 2 G D / 8`` bytes for a layer on average, scales included; layers get bits by what they are worth.
+    """
+
+    name: ClassVar[str] = "tc"
+    paper: ClassVar[str] = "none: transform coding, docs/transform.md"
+    summary: ClassVar[str] = "keys and values in the basis where bits cost least, any bits a value"
+    example: ClassVar[str] = "tc-2bit"
+    head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
+    calibration_size: ClassVar[tuple[int, int]] = (512, 32)
+    calibrates_itself: ClassVar[bool] = True
+
+    bits: float = field(metadata={"help": "bits a value", "least": 0.1, "most": 8})
+    sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})
+    group: int = field(
+        default=128, metadata={"step": 8, "help": "tokens of a sealed block, and of a scale"}
+    )
+    metric: str = field(
+        default="fisher",
+        metadata={"choices": ("fisher", "identity"), "help": "what an error costs"},
+    )
+    basis: str = field(
+        default="joint",
+        metadata={"choices": ("joint", "head"), "help": "of all heads together, or of each"},
+    )
+
+    @property
+    def head(self) -> str:
+        return f"{self.name}-{short(self.bits)}bit"
+
+    @property
+    def layers_below(self) -> int:
+        """How many a layer is predicted from."""
+        return 0
+
+    @property
+    def needs_calibration(self) -> bool:
+        return True
+
+    @property
+    def calibrated_as(self) -> str:
+        return replace(self, bits=CALIBRATED_AT, sink=4, tail=0, group=128).spec
+
+    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
+        from ..calibrate.transform import TransformCalibrator
+
+        return TransformCalibrator(self, views)
+
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        assert calibration is not None
+        found = [calibration.layer(i) for i in range(len(views))]
+        try:
+            counts = self.allotted(views, [layer["profile"] for layer in found])
+            return [self.codec(*of_layer) for of_layer in zip(views, found, counts, strict=True)]
+        except KeyError as error:
+            raise ValueError(f"the calibration lacks {error} of a layer: calibrate again") from None
+
+    def allotted(
+        self, views: Sequence[AttentionView], profiles: Sequence[Tensor]
+    ) -> list[tuple[int, ...]]:
+        """The counts of `Ranked` for each layer: together they take ``bits`` a value, scales included.
+
+        Raises:
+            ValueError: the scales alone take more.
+        """
+        values = sum(2 * view.kv_width for view in views)
+        sides = sum(side_nbytes(len(profile), self.group) for profile in profiles)
+        scales = -(-8 * sides // self.group)  # bits a token
+        budget = int(self.bits * values) - scales
+        if budget < 0:
+            raise ValueError(
+                f"{self.spec}: the scales of blocks of {self.group} tokens alone take"
+                f" {scales / values:.2f} bits a value: take more bits or a larger group"
+            )
+        return allot(profiles, budget)
+
+    def shapes(self, view: AttentionView, position: int) -> Tensors:
+        """What a calibration finds of the compressed layer at ``position``, without the numbers: of the right
+        shapes, on no device, but for the spectrum, which is flat."""
+        width, count = 2 * view.kv_width, channels(view)
+        found = {"mean": (width,), "analysis": (count, width), "synthesis": (width, count)}
+        if below := min(position, self.layers_below):
+            found["predictor"] = (width, below * width)
+        flat = {
+            "usual": torch.zeros(count, dtype=torch.int16, device="cpu"),
+            "profile": torch.zeros(count, device="cpu"),
+        }
+        return flat | {name: torch.empty(size, device="meta") for name, size in found.items()}
+
+    def codec(self, view: AttentionView, found: Tensors, counts: tuple[int, ...]) -> LayerCodec:
+        """The codec of a layer from its calibrated tensors."""
+        return TransformCodec(view, found, self.group, counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedTransform(Transform):
+    """Transform coding with prediction (docs/transform.md): what the layers below do not tell of a layer.
+
+    Stores what `tc` stores, of the difference to a linear prediction from the keys and values of the layers
+    below as they read.
+    """
+
+    name: ClassVar[str] = "tc-cl"
+    summary: ClassVar[str] = "as tc, of what a prediction from the layer below leaves over"
+    example: ClassVar[str] = "tc-cl-1bit"
+    reach: int = field(
+        default=2, metadata={"least": 1, "help": "layers below that a layer is predicted from"}
+    )
+
+    @property
+    def layers_below(self) -> int:
+        return self.reach
+
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        if len({view.kv_width for view in views}) > 1:
+            raise ValueError(
+                f"{self.spec}: the layers of this model differ in their key/value heads"
+            )
+        codecs = super().codecs(views, calibration)
+        codecs[-1].feeds_above = False
+        return codecs
+
+    def codec(self, view: AttentionView, found: Tensors, counts: tuple[int, ...]) -> LayerCodec:
+        return PredictedCodec(view, found, self.group, counts, self.reach)
+
+
+def channels(view: AttentionView) -> int:
+    """``C``: keys and values that come from X alone have no more dimensions than X."""
+    width = 2 * view.kv_width
+    return width if view.key_norm is not None else min(width, view.hidden)
+
+
+class _StateCodec(LayerCodec):
+    """Keeps keys before RoPE and values as they are, ``W = 2 G D``; packs ``C`` channels of their transform.
+
+    The transform is computed in fp32: its channels differ in size by orders of magnitude.
+    """
+
+    def __init__(
+        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+    ) -> None:
+        super().__init__(view)
+        self.width, self.block = 2 * view.kv_width, block
+        self.mean = found["mean"].to(view.device, view.dtype)  # [W]
+        self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
+        self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
+        self.segments = (Segment(len(self.analysis), Ranked(found["usual"], counts)),)
+
+    def features(self, seen: Seen) -> Tensor:
+        return torch.cat([self.view.finish_keys(seen.raw_key), flat_heads(seen.value)], -1)
+
+    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+        rows = (features - self.expected(below)).float()
+        flat = by_block(rows.flatten(1, 2), self.analysis, self.block)
+        return flat.unflatten(1, rows.shape[1:3])
+
+    def expected(self, below: Tensor | None) -> Tensor:
+        """What is taken off the features before they are transformed."""
+        return self.mean
+
+    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = features.split(self.view.kv_width, -1)
+        return key, value
+
+
+class TransformCodec(_StateCodec, Rematerialized):
+    """Keys and values are each a product of the channels, and a constant."""
+
+    def __init__(
+        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+    ) -> None:
+        super().__init__(view, found, block, counts)
+        self.key_weight, self.value_weight = self.synthesis.split(view.kv_width)
+
+    @property
+    def value_bias(self) -> Tensor:
+        return self.mean[self.view.kv_width :]
+
+    def keys(self, source: Tensor) -> Tensor:
+        return linear(source, self.key_weight, self.mean[: self.view.kv_width])
+
+
+class PredictedCodec(_StateCodec):
+    """Carries its own rows and those of the layers below that the layer above is predicted from, side by
+    side: ``[B, T, W + W + ...]``. The lowest layer predicts from nothing."""
+
+    feeds_above = True
+
+    def __init__(
+        self,
+        view: AttentionView,
+        found: Tensors,
+        block: int,
+        counts: tuple[int, ...],
+        reach: int,
+    ) -> None:
+        super().__init__(view, found, block, counts)
+        self.reach = reach
+        self.predictor: Tensor | None = None  # [W, sum of the widths below]
+        if "predictor" in found:
+            self.reads_below = True
+            self.predictor = found["predictor"].to(view.device, view.dtype).contiguous()
+
+    def expected(self, below: Tensor | None) -> Tensor:
+        if below is None:
+            return self.mean
+        assert self.predictor is not None
+        flat = below.flatten(1, -2)
+        return (
+            by_block(flat, self.predictor, self.block).unflatten(1, below.shape[1:-1]) + self.mean
+        )
+
+    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
+        own = by_block(rows, self.synthesis, self.block).add_(self.expected(below))
+        if below is None or self.reach == 1:
+            return own
+        return torch.cat([own, below], -1)[..., : self.reach * self.width]
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        return self.exact(recalled[..., : self.width])

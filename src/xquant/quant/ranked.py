@@ -1,0 +1,209 @@
+"""Transform codes: every channel of a block has a scale, every token a gain, and the channels with the
+largest scales get the widest codes.
+
+``x ~ level[code] * scale * gain``, levels those of a normal distribution. Scales and gains are powers of
+``2 ** (1 / STEPS)``, kept as 4 bits: a channel's above its lowest, the nearest to its root mean square in the
+block; a token's around 1. Decoding finds the order of the scales as encoding did, so that no widths are
+stored, every block takes the same bytes, and none depends on another.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .affine import FP16_MAX
+from .pack import pack, packed_rows, unpack
+from .quantizer import Packed, dense
+
+STEPS = 3
+"""Scales to an octave."""
+ABOVE = 5
+"""The place among a channel's 16 scales, from the top, of the one that is usual."""
+EVEN = 8
+"""The place of a gain of 1 among 16."""
+WIDEST = 8
+
+
+@cache
+def normal_levels(bits: int) -> Tensor:
+    """The ``2**bits`` levels of least squared error for a standard normal number (Lloyd and Max), fp32.
+
+    A level is the mean of the numbers that are nearest to it; found by turns, from levels that lie as densely
+    as the cube root of the normal density.
+    """
+    count = 2**bits
+    places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
+    levels = torch.special.ndtri(places) * math.sqrt(3)
+    for _ in range(40 * count):
+        edges = _edges(levels)
+        density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
+        moved = -density.diff() / torch.special.ndtr(edges).diff()
+        if (moved - levels).abs().max() < 1e-6:
+            break
+        levels = moved
+    return ((levels - levels.flip(0)) / 2).float()
+
+
+@cache
+def distortion(bits: int) -> float:
+    """The mean squared error of `normal_levels`, 1 for no bits."""
+    if bits == 0:
+        return 1.0
+    levels = normal_levels(bits).double()
+    # Levels are means: the error is what their own variance lacks of 1.
+    return 1 - float((torch.special.ndtr(_edges(levels)).diff() * levels.square()).sum())
+
+
+def _edges(levels: Tensor) -> Tensor:
+    """Where the numbers nearest to each level begin and end."""
+    far = levels.new_tensor([math.inf])
+    return torch.cat([-far, (levels[1:] + levels[:-1]) / 2, far])
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """Codes of 0 to 8 bits, by the rank of a channel's scale.
+
+    Args:
+        usual: the logarithm of every channel's usual scale, in steps, int16 ``[C]``.
+        counts: how many channels get 1, 2, ... bits.
+    """
+
+    usual: Tensor
+    counts: tuple[int, ...]
+
+    @property
+    def widths(self) -> list[tuple[int, int]]:
+        """Bits and channels of each run of equal widths, the widest first."""
+        return [(b, n) for b, n in reversed(list(enumerate(self.counts, 1))) if n]
+
+    def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
+        x = x.float().clamp(-FP16_MAX, FP16_MAX)
+        if torch.isnan(x).any():
+            raise ValueError("NaN cannot be quantized")
+        kept = (
+            torch.ones_like(x[..., :1]) if excluded is None else (~excluded).unsqueeze(-1).float()
+        )
+        loud = (x / _root_mean_square(x, kept)).square().mean(2, keepdim=True)
+        loudness = (steps_of(loud) + EVEN).clamp(0, 15)
+        x = x / _size(loudness - EVEN)
+        low = self._low(x.device)
+        places = (steps_of(_root_mean_square(x, kept).square()).squeeze(1) - low).clamp(0, 15)
+        power = places + low
+        packed: Packed = {"scale": _pack_halves(places), "gain": _pack_halves(loudness.squeeze(2))}
+        order = self._order(power)
+        scaled = (x / _size(power).unsqueeze(1)).gather(2, order[:, None].expand_as(x))
+        runs, start = [], 0
+        for bits, count in self.widths:
+            part = scaled[..., start : start + count].contiguous()
+            levels = normal_levels(bits).to(x.device)
+            codes = torch.bucketize(part, (levels[1:] + levels[:-1]) / 2)
+            runs.append(pack(codes.to(torch.uint8), bits).flatten(1))
+            start += count
+        packed["codes"] = (
+            torch.cat(runs, 1) if runs else places.new_empty(len(x), 0, dtype=torch.uint8)
+        )
+        return packed
+
+    def decode(self, packed: Packed, out: Tensor) -> None:
+        tokens, channels = out.shape[1:]
+        power = _unpack_halves(dense(packed, "scale"), channels) + self._low(out.device)
+        gain = _size(_unpack_halves(dense(packed, "gain"), tokens) - EVEN).unsqueeze(2)
+        order = self._order(power)
+        rows = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+        runs = dense(packed, "codes").split([packed_rows(tokens, b) * n for b, n in self.widths], 1)
+        start = 0
+        for (bits, count), run in zip(self.widths, runs, strict=True):
+            codes = unpack(run.unflatten(1, (-1, count)), bits, tokens)
+            at = order[:, None, start : start + count].expand_as(codes)
+            rows.scatter_(2, at, normal_levels(bits).to(out.device)[codes.int()])
+            start += count
+        out.copy_(rows.mul_(_size(power).unsqueeze(1)).mul_(gain))
+
+    def _low(self, device: torch.device) -> Tensor:
+        return self.usual.to(device, torch.int32) - (15 - ABOVE)
+
+    @staticmethod
+    def _order(power: Tensor) -> Tensor:
+        """Channels by falling scale; of equal ones the first channel first. ``[N, C]``."""
+        return power.sort(stable=True, dim=-1, descending=True).indices
+
+    def code_nbytes(self, tokens: int) -> int:
+        """Bytes of the codes of a block."""
+        return sum(packed_rows(tokens, bits) * count for bits, count in self.widths)
+
+    def nbytes(self, tokens: int, channels: int) -> int:
+        return self.code_nbytes(tokens) + side_nbytes(channels, tokens)
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """What is offline."""
+        return [self.usual]
+
+    @property
+    def table_nbytes(self) -> int:
+        return self.usual.nbytes
+
+
+def steps_of(variance: Tensor) -> Tensor:
+    """The logarithm of the root of variances, in steps."""
+    tiny = torch.finfo(variance.dtype).tiny
+    return (variance.clamp(min=tiny).log2() * (STEPS / 2)).round().int()
+
+
+_FARTHEST = 400
+_SIZES = torch.tensor([2 ** (k / STEPS) for k in range(-_FARTHEST, _FARTHEST + 1)], device="cpu")
+
+
+def _size(steps: Tensor) -> Tensor:
+    """The number of which ``steps`` is the logarithm. From a table: a function may round differently on
+    another device, or for another number of elements."""
+    return _SIZES.to(steps.device)[steps.clamp(-_FARTHEST, _FARTHEST) + _FARTHEST]
+
+
+def _root_mean_square(x: Tensor, kept: Tensor) -> Tensor:
+    """Of every channel, ``[N, 1, C]``, of ``x`` ``[N, n, C]`` over the tokens that are ``kept``, 1 and not 0
+    in ``[N, n, 1]``."""
+    mean = (x.square() * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
+    return mean.clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+
+
+def _pack_halves(values: Tensor) -> Tensor:
+    """Numbers ``[N, K]`` below 16 as bytes ``[N, ceil(K / 2)]``."""
+    return pack(values.to(torch.uint8).unsqueeze(-1), 4).squeeze(-1)
+
+
+def _unpack_halves(packed: Tensor, count: int) -> Tensor:
+    return unpack(packed.unsqueeze(-1), 4, count).squeeze(-1).int()
+
+
+def side_nbytes(channels: int, tokens: int) -> int:
+    """Bytes of the scales and gains of a block."""
+    return packed_rows(channels, 4) + packed_rows(tokens, 4)
+
+
+def allot(profiles: Sequence[Tensor], budget: int, widest: int = WIDEST) -> list[tuple[int, ...]]:
+    """Bits for every rank of several layers, ``budget`` in all, so that the sum of errors is least.
+
+    A bit goes where it takes away most (reverse water-filling, one bit at a time; errors are convex in the
+    bits, so this is the best there is).
+
+    Args:
+        profiles: mean variance of each rank ``[C]``, falling, for each layer.
+
+    Returns:
+        the counts of `Ranked` for each layer.
+    """
+    gains = [distortion(b) - distortion(b + 1) for b in range(widest)]
+    every = torch.cat([p[:, None] * p.new_tensor(gains) for p in profiles])  # [all ranks, widest]
+    taken = every.new_zeros(every.numel(), dtype=torch.long)
+    taken[every.flatten().topk(min(budget, every.numel())).indices] = 1
+    bits = taken.view(every.shape).sum(1)
+    return [
+        tuple(part.bincount(minlength=widest + 1)[1:].tolist())
+        for part in bits.split([len(p) for p in profiles])
+    ]

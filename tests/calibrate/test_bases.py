@@ -1,0 +1,89 @@
+"""What transform coding is calibrated with, against small independent computations."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models import prompt, tiny
+from xquant import attach, parse_method
+from xquant.calibrate.run import calibrate_on
+from xquant.calibrate.transform import (
+    METRIC_RIDGE,
+    SINKS,
+    best_basis,
+    blocks,
+    predict,
+    same_head,
+)
+
+
+def covariance(seed: int, size: int = 6) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(50, size, generator=generator, dtype=torch.float64)
+    return x.T @ x / 50
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_the_basis_states_are_uncorrelated_and_errors_cost_alike(seed: int) -> None:
+    states, metric = covariance(seed), covariance(seed + 100)
+    analysis, synthesis = (t.double() for t in best_basis(states, metric, 6))
+    torch.testing.assert_close(analysis @ synthesis, torch.eye(6).double(), atol=1e-5, rtol=0)
+    spread = analysis @ states @ analysis.T
+    torch.testing.assert_close(spread, spread.diagonal().diag(), atol=1e-5, rtol=1e-5)
+    assert bool((spread.diagonal().diff() <= 1e-6).all()), "largest first"
+    ridged = metric + METRIC_RIDGE * metric.diagonal().mean() * torch.eye(6)
+    costs = synthesis.T @ ridged @ synthesis
+    torch.testing.assert_close(costs, torch.eye(6).double(), atol=1e-5, rtol=0)
+
+
+def test_states_of_low_rank_need_no_more_channels() -> None:
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    analysis, synthesis = best_basis(low @ low.T, covariance(1), 3)
+    y = torch.randn(10, 3, generator=generator) @ low.float().T
+    torch.testing.assert_close(y @ analysis.T @ synthesis.T, y, atol=1e-4, rtol=1e-3)
+
+
+def test_a_prediction_finds_a_linear_relation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 4, generator=generator) * 3 + 1
+    matrix, constant = torch.randn(5, 4, generator=generator), torch.arange(5.0)
+    predictor, mean = predict(x, x @ matrix.T + constant)
+    torch.testing.assert_close(predictor, matrix, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(x @ predictor.T + mean, x @ matrix.T + constant, atol=0.1, rtol=0.02)
+
+
+def test_blocks_leave_out_sinks_and_the_rest() -> None:
+    parts, sinks = blocks(torch.arange(2 * 300.0).view(2, 300, 1))
+    assert parts.shape == (4, 128, 1) and sinks.sum(1).tolist() == [SINKS, 0, SINKS, 0]
+    assert torch.equal(parts[1, :, 0], torch.arange(128.0, 256.0))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3", "gemma2"])
+@pytest.mark.parametrize("spec", ["tc-2bit", "tc-cl-2bit", "tc-cl-2bit:reach=1,basis=head"])
+def test_what_is_found_has_the_shapes_that_are_planned(family: str, spec: str) -> None:
+    model, method = tiny(family), parse_method(spec)
+    views: Any = attach(model).view.compressed
+    found = calibrate_on(model, prompt(2, 40), method)
+    for position, view in enumerate(views):
+        planned: Any = method
+        shapes = {name: t.shape for name, t in planned.shapes(view, position).items()}
+        assert {name: t.shape for name, t in found.layer(position).items()} == shapes
+
+
+def test_heads_apart_do_not_mix() -> None:
+    model = tiny("llama")
+    view = attach(model).view.compressed[0]
+    found = calibrate_on(model, prompt(2, 40), "tc-2bit:basis=head").layer(0)
+    apart = 1 - same_head(view)
+    mixed = (found["synthesis"].double() @ found["analysis"].double()) * apart
+    assert mixed.abs().max() < 0.02
+    for channel in found["analysis"]:
+        of_head = channel.double().abs() @ same_head(view)[:, :: view.head_size][:, : view.kv_heads]
+        assert of_head.min() < 1e-3 * of_head.max()
+
+
+def test_samples_of_sinks_alone_are_refused() -> None:
+    with pytest.raises(ValueError, match="nothing but sinks"):
+        calibrate_on(tiny("llama"), prompt(2, SINKS), "tc-2bit")

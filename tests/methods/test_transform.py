@@ -1,0 +1,118 @@
+"""Transform coding: bits that add up, states that come back, predictions that are the same on both ways."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from calibrated import calibration, make_cache
+from models import prompt, tiny
+from xquant import KVCache, parse_method
+from xquant.calibrate import store
+from xquant.calibrate.run import own_calibration
+
+
+def filled(model: Any, spec: str, tokens: int = 128, attend: str = "chunk") -> KVCache:
+    cache = make_cache(model, spec, attend)
+    with torch.inference_mode():
+        model(prompt(2, tokens), past_key_values=cache, use_cache=True)
+    return cache
+
+
+@pytest.mark.parametrize("bits", [1.1, 2, 2.7, 4])
+@pytest.mark.parametrize("name", ["tc", "tc-cl"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_budget_is_spent_and_not_more(family: str, name: str, bits: float) -> None:
+    model = tiny(family)
+    cache = filled(model, f"{name}-{bits}bit:group=64")
+    held = sum(layer.stream.nbytes for layer in cache.compressed)
+    values = sum(
+        2 * layer.codec.view.kv_width * layer.stream.tokens * 2 for layer in cache.compressed
+    )
+    per_token = 1 / sum(2 * layer.codec.view.kv_width for layer in cache.compressed)
+    assert bits - 2 * per_token - 0.02 < 8 * held / values <= bits
+
+
+@pytest.mark.parametrize("name", ["tc", "tc-cl", "tc-cl-{}:reach=1"])
+def test_more_bits_bring_states_back_better(name: str) -> None:
+    model = tiny("llama")
+    full = filled(model, "full:group=64")
+    errors = []
+    for bits in (1, 2, 4, 8):
+        head = name.format(f"{bits}bit") if "{}" in name else f"{name}-{bits}bit"
+        cache = filled(model, head + (",group=64" if ":" in head else ":group=64"))
+        error = 0.0
+        for layer, exact in zip(cache.compressed, full.compressed, strict=True):
+            for found, true in zip(layer.states(), exact.states(), strict=True):
+                error += float((found - true).norm() / true.norm())
+        errors.append(error)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.1 * errors[0]
+
+
+def test_sinks_are_exact() -> None:
+    model = tiny("llama")
+    full, cache = filled(model, "full:group=64"), filled(model, "tc-cl-1bit:group=64,sink=3")
+    for layer, exact in zip(cache.compressed, full.compressed, strict=True):
+        for found, true in zip(layer.states(), exact.states(), strict=True):
+            torch.testing.assert_close(found[:, :, :3], true[:, :, :3], atol=1e-4, rtol=1e-4)
+
+
+def test_one_artifact_serves_every_budget() -> None:
+    model = tiny("llama")
+    found = calibration(model, "tc-cl-2bit")
+    for spec in ("tc-cl-1bit:group=64", "tc-cl-3.3bit:sink=0,tail=7"):
+        assert parse_method(spec).calibrated_as == "tc-cl-2bit"
+        KVCache(model, spec, calibration=found)
+    with pytest.raises(ValueError, match="the calibration is for tc-cl-2bit, not for tc-2bit"):
+        KVCache(model, "tc-1bit", calibration=found)
+
+
+def test_bits_that_do_not_pay_for_the_scales_are_refused() -> None:
+    model = tiny("llama")
+    with pytest.raises(ValueError, match="scales of blocks of 8 tokens alone take"):
+        KVCache(model, "tc-0.3bit:group=8", calibration=calibration(model, "tc-2bit"))
+
+
+def test_groups_that_are_not_whole_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="group=12 is not a multiple of 8"):
+        parse_method("tc-2bit:group=12")
+
+
+class Words:
+    """A tokenizer of a few made-up tokens."""
+
+    def __call__(self, text: str, **how: Any) -> dict[str, list[int]]:
+        return {"input_ids": [2 + ord(letter) % 100 for letter in text[:4]]}
+
+
+def test_a_calibration_of_its_own_is_made_once_and_found(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(store.FOLDER, str(tmp_path))
+    monkeypatch.setattr("xquant.methods.Transform.calibration_size", (40, 2))
+    model, method = tiny("llama"), parse_method("tc-2bit:group=8")
+    with pytest.raises(ValueError, match="own_calibration"):
+        KVCache(model, method)
+    made = own_calibration(model, Words(), method)
+    assert "generated (seed 0)" in made.text
+    (file,) = tmp_path.glob("calibrations/*")
+    written = file.stat().st_mtime_ns
+    assert own_calibration(model, Words(), parse_method("tc-1.5bit")) == made
+    assert file.stat().st_mtime_ns == written
+    cache = KVCache(model, method)
+    with torch.inference_mode():
+        model(prompt(1, 20), past_key_values=cache, use_cache=True)
+    assert cache.report().bits_per_value > 0
+    with pytest.raises(ValueError, match="own_calibration"):
+        KVCache(tiny("qwen3"), method)  # another model
+
+
+def test_a_damaged_calibration_is_made_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(store.FOLDER, str(tmp_path))
+    monkeypatch.setattr("xquant.methods.Transform.calibration_size", (40, 2))
+    model, method = tiny("llama"), parse_method("tc-2bit:metric=identity")
+    made = own_calibration(model, Words(), method)
+    (file,) = tmp_path.glob("calibrations/*")
+    file.write_bytes(b"cut short")
+    assert own_calibration(model, Words(), method) == made

@@ -1,0 +1,143 @@
+"""Ranked codes: the levels, who gets how many bits, and what a block is stored as."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xquant.quant.quantizer import dense
+from xquant.quant.ranked import Ranked, allot, distortion, normal_levels, steps_of
+
+# Mean squared errors of Max (1960), Table I, for 2, 4, 8, 16 and 32 levels.
+MAX_1960 = [0.3634, 0.1175, 0.03454, 0.009497, 0.002499]
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Ranked, torch.Tensor]:
+    """A quantizer and blocks whose channels differ in size by orders of magnitude."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    channels, tokens = draw(st.integers(1, 20)), draw(st.sampled_from([1, 5, 8, 16, 30]))
+    size = 10 ** (4 * torch.rand(channels, generator=generator) - 2)
+    x = torch.randn(draw(st.integers(1, 3)), tokens, channels, generator=generator) * size
+    usual = steps_of(size.square()).to(torch.int16)
+    profile = size.square().sort(descending=True).values
+    budget = draw(st.integers(0, 8 * channels))
+    return Ranked(usual, allot([profile], budget)[0]), x
+
+
+def decoded(quantizer: Ranked, x: torch.Tensor, excluded: torch.Tensor | None = None) -> Any:
+    out = torch.empty_like(x)
+    quantizer.decode(quantizer.encode(x, excluded), out)
+    return out
+
+
+def test_errors_of_the_levels_are_those_that_max_printed() -> None:
+    for bits, error in enumerate(MAX_1960, 1):
+        assert distortion(bits) == pytest.approx(error, rel=2e-3)
+    assert distortion(0) == 1
+    for bits in (6, 7, 8):  # Panter and Dite: sqrt(3) pi / 2 / 4**b in the limit
+        assert distortion(bits) * 4**bits == pytest.approx(2.7207, rel=0.05)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_levels_are_symmetric_and_means_of_what_is_nearest(bits: int) -> None:
+    levels = normal_levels(bits)
+    assert len(levels) == 2**bits and bool((levels.diff() > 0).all())
+    torch.testing.assert_close(levels, -levels.flip(0))
+    x = torch.linspace(-9, 9, 2_000_001, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2)
+    nearest = torch.bucketize(x, (levels[1:] + levels[:-1]).double() / 2)
+    mean = torch.bincount(nearest, density * x) / torch.bincount(nearest, density)
+    torch.testing.assert_close(mean.float(), levels, atol=2e-4, rtol=0)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4), st.integers(0, 12))
+def test_no_other_way_to_give_the_bits_costs_less(variances: list[float], budget: int) -> None:
+    profile = torch.tensor(sorted(variances, reverse=True), dtype=torch.float64)
+    widest = 3
+    counts = allot([profile], budget, widest)[0]
+    given_bits = [b for b, n in reversed(list(enumerate(counts, 1))) for _ in range(n)]
+    given_bits += [0] * (len(profile) - len(given_bits))
+    assert sum(given_bits) == min(budget, widest * len(profile))
+
+    def cost(bits: Any) -> float:
+        return sum(v * distortion(b) for v, b in zip(profile.tolist(), bits, strict=True))
+
+    every = product(range(widest + 1), repeat=len(profile))
+    best = min(cost(bits) for bits in every if sum(bits) <= budget)
+    assert cost(given_bits) == pytest.approx(best, rel=1e-9)
+
+
+def test_layers_that_matter_more_get_more() -> None:
+    profile = torch.tensor([4.0, 2.0, 1.0])
+    small, large = allot([profile, 100 * profile], 9)
+    bits = [sum(b * n for b, n in enumerate(counts, 1)) for counts in (small, large)]
+    assert sum(bits) == 9 and bits[1] > bits[0]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_block_takes_the_bytes_of_the_formula(case: tuple[Ranked, torch.Tensor]) -> None:
+    quantizer, x = case
+    held = sum(dense(quantizer.encode(x, None), n)[0].nbytes for n in ("codes", "scale", "gain"))
+    assert held == quantizer.nbytes(*x.shape[1:])
+
+
+@settings(deadline=None)
+@given(cases(), st.integers(0, 2**32 - 1))
+def test_tokens_that_do_not_count_change_no_other(
+    case: tuple[Ranked, torch.Tensor], seed: int
+) -> None:
+    quantizer, x = case
+    excluded = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(seed)) < 0.3
+    loud = torch.where(excluded.unsqueeze(-1), 1e4 * x.abs() + 1e3, x)
+    kept = ~excluded
+    plain, changed = (decoded(quantizer, t, excluded) for t in (x, loud))
+    assert torch.equal(plain[kept], changed[kept])
+
+
+@settings(deadline=None)
+@given(cases())
+def test_blocks_do_not_depend_on_each_other(case: tuple[Ranked, torch.Tensor]) -> None:
+    quantizer, x = case
+    together = decoded(quantizer, x)
+    for i in range(len(x)):
+        assert torch.equal(decoded(quantizer, x[i : i + 1]), together[i : i + 1])
+
+
+def test_errors_are_those_of_the_levels() -> None:
+    size = torch.logspace(1, -1, 60)
+    x = torch.randn(8, 128, 60, generator=torch.Generator().manual_seed(0)) * size
+    quantizer = Ranked(steps_of(size.square()).to(torch.int16), (15, 15, 15, 15, 0, 0, 0, 0))
+    error = (decoded(quantizer, x) - x).square().mean((0, 1)) / size.square()
+    for first, bits in ((0, 4), (15, 3), (30, 2), (45, 1)):
+        # Scales and gains are rounded to a third of an octave.
+        within = error[first + 3 : first + 12].mean()
+        assert distortion(bits) * 0.9 < within < distortion(bits) * 1.25 + 0.004
+
+
+def test_a_channel_that_is_louder_in_a_block_gets_the_wider_codes_there() -> None:
+    x = torch.randn(1, 64, 2, generator=torch.Generator().manual_seed(0))
+    quantizer = Ranked(torch.zeros(2, dtype=torch.int16), (0, 0, 0, 1, 0, 0, 0, 0))
+    for loud in (0, 1):
+        scaled = x.clone()
+        scaled[..., loud] *= 2
+        error = (decoded(quantizer, scaled) - scaled).square().mean((0, 1)) / scaled.square().mean(
+            (0, 1)
+        )
+        assert error[loud] < 0.05 and error[1 - loud] > 0.5
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, torch.inf, -torch.inf])
+def test_extreme_blocks_stay_finite(value: float) -> None:
+    quantizer = Ranked(torch.zeros(3, dtype=torch.int16), (1, 1, 1, 0, 0, 0, 0, 0))
+    assert bool(decoded(quantizer, torch.full((1, 8, 3), value)).isfinite().all())
+
+
+def test_nan_is_refused() -> None:
+    quantizer = Ranked(torch.zeros(1, dtype=torch.int16), (1,) + (0,) * 7)
+    with pytest.raises(ValueError, match="NaN"):
+        quantizer.encode(torch.full((1, 8, 1), torch.nan), None)
