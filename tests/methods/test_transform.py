@@ -96,10 +96,12 @@ def test_a_calibration_of_its_own_is_made_once_and_found(
         KVCache(model, method)
     made = own_calibration(model, Words(), method)
     assert "generated (seed 0)" in made.text
-    (file,) = tmp_path.glob("calibrations/*")
+    (file,) = tmp_path.glob("calibrations/tc-*")
     written = file.stat().st_mtime_ns
     assert own_calibration(model, Words(), parse_method("tc-1.5bit")) == made
     assert file.stat().st_mtime_ns == written
+    # Another method reads the same text.
+    assert own_calibration(model, None, "tc-cl-1bit").text == made.text
     cache = KVCache(model, method)
     with torch.inference_mode():
         model(prompt(1, 20), past_key_values=cache, use_cache=True)
@@ -113,6 +115,6 @@ def test_a_damaged_calibration_is_made_anew(tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.setattr("xquant.methods.Transform.calibration_size", (40, 2))
     model, method = tiny("llama"), parse_method("tc-2bit:metric=identity")
     made = own_calibration(model, Words(), method)
-    (file,) = tmp_path.glob("calibrations/*")
+    (file,) = tmp_path.glob("calibrations/tc-*")
     file.write_bytes(b"cut short")
     assert own_calibration(model, Words(), method) == made

@@ -89,16 +89,24 @@ def calibrate_on(
 
 
 def own_calibration(
-    model: Any, tokenizer: Any, method: Method, progress: Progress | None = None
+    model: Any, tokenizer: Any, method: str | Method, progress: Progress | None = None
 ) -> Calibration:
-    """What a method that calibrates itself finds from a text that the model writes; kept, so that it is found
-    once (`store`).
+    """What a method that calibrates itself finds from a text that the model writes; both are kept (`store`).
 
     Raises:
+        ValueError: unknown method, or one that needs no calibration; a model that cannot be served.
         OSError: it cannot be kept.
     """
-    found = store.find(method.calibrated_as, fingerprint(attach(model).view.compressed))
+    method, views = parse_method(method), attach(model).view.compressed
+    with torch.no_grad():
+        method.calibrator(views)  # so that bad input is told of before the long work
+    own = fingerprint(views)
+    found = store.find(method.calibrated_as, own)
     if found is None:
-        found = calibrate(model, tokenizer, method, progress=progress)
+        ids = store.find_text(method.calibration_size, own)
+        if ids is None:
+            ids = write_samples(model, tokenizer, *method.calibration_size, progress=progress)
+            store.keep_text(ids, own)
+        found = calibrate_on(model, ids, method, f"{GENERATED} (seed 0)", progress)
         store.keep(found)
     return found
