@@ -67,6 +67,21 @@ class Blocks(Structure):
     ]
 
 
+class Ranked(Structure):
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in ("rows", "scale", "gain", "codes", "usual", "sizes", "levels")
+        ),
+        *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
+        ("counts", c_int32 * 8),
+        *(
+            (name, c_int32)
+            for name in ("blocks", "tokens", "channels", "dtype", "threads", "unused")
+        ),
+    ]
+
+
 class Rebuild(Structure):
     _fields_ = [
         ("key", Side),
@@ -88,7 +103,10 @@ class Sum(Structure):
     ]
 
 
-CALLS = {"attend": Attend, "rebuild": Rebuild, "sum": Sum, "seal": Blocks, "decode": Blocks}
+CALLS = {
+    **{"attend": Attend, "rebuild": Rebuild, "sum": Sum},
+    **{"seal": Blocks, "decode": Blocks, "ranked": Ranked},
+}
 """The functions of an instruction set, and what each is called with."""
 
 

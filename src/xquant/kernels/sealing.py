@@ -1,4 +1,5 @@
-"""Quantizers by the native library, where it can: affine codes on the CPU, packed and unpacked in one go.
+"""Quantizers by the native library, where it can: affine codes on the CPU, packed and unpacked in one go, and
+ranked codes, unpacked.
 
 The result is that of the quantizer in torch, bit for bit, but for the sign of a zero, which torch leaves to
 the order in which it looks for the lowest.
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..quant import Affine, Packed, Quantizer
 from ..quant.pack import packed_rows
 from ..quant.quantizer import dense
+from ..quant.ranked import Ranked, level_table, size_table
 from . import native
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,6 +51,13 @@ def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str |
 
 def decode(quantizer: Quantizer, packed: Packed, out: Tensor, path: str | None) -> None:
     """`Quantizer.decode` into ``out`` ``[N, n, C]``, which may be some columns of a tensor."""
+    if (
+        path is not None
+        and type(quantizer) is Ranked
+        and _within_reach(out)
+        and out.stride(-1) == 1
+    ):
+        return _decode_ranked(path, quantizer, packed, out)
     if path is None or not _fits(quantizer, out) or out.stride(-1) != 1:
         return quantizer.decode(packed, out)
     fields = {name: dense(packed, name) for name in ("codes", "scale", "zero")}
@@ -56,12 +65,11 @@ def decode(quantizer: Quantizer, packed: Packed, out: Tensor, path: str | None) 
 
 
 def _fits(quantizer: Quantizer, rows: Tensor) -> TypeGuard[Affine]:
-    return (
-        type(quantizer) is Affine
-        and rows.device.type == "cpu"
-        and rows.dtype in _FLOATS
-        and rows.numel() > 0
-    )
+    return type(quantizer) is Affine and _within_reach(rows)
+
+
+def _within_reach(rows: Tensor) -> bool:
+    return rows.device.type == "cpu" and rows.dtype in _FLOATS and rows.numel() > 0
 
 
 def _head(quantizer: Affine, tokens: int) -> int:
@@ -108,3 +116,23 @@ def _call(
         raise ValueError("NaN cannot be quantized")
     if failed:
         raise MemoryError(f"not enough memory to {what} blocks")
+
+
+def _decode_ranked(path: str, quantizer: Ranked, packed: Packed, out: Tensor) -> None:
+    library, call = native.library(), native.Ranked()
+    assert library is not None
+    fields = {name: dense(packed, name).contiguous() for name in ("scale", "gain", "codes")}
+    for name, tensor in fields.items():
+        setattr(call, name, tensor.data_ptr())
+    sizes, zero = size_table()
+    call.rows, call.usual, call.levels = (
+        t.data_ptr() for t in (out, quantizer.usual, level_table())
+    )
+    call.sizes = sizes[zero:].data_ptr()
+    call.block_stride, call.token_stride, _ = out.stride()
+    call.code_bytes = fields["codes"].shape[1]
+    call.counts[:] = quantizer.counts
+    call.blocks, call.tokens, call.channels = out.shape
+    call.dtype, call.threads = native.DTYPES[out.dtype], torch.get_num_threads()
+    if getattr(library, f"xq_ranked_{path}")(ctypes.byref(call)):
+        raise MemoryError("not enough memory to decode blocks")

@@ -159,6 +159,17 @@ _FARTHEST = 400
 _SIZES = torch.tensor([2 ** (k / STEPS) for k in range(-_FARTHEST, _FARTHEST + 1)], device="cpu")
 
 
+def size_table() -> tuple[Tensor, int]:
+    """The numbers whose logarithms are whole steps (fp32), and where the one of 0 is."""
+    return _SIZES, _FARTHEST
+
+
+@cache
+def level_table() -> Tensor:
+    """`normal_levels` of 1 to 8 bits, one after the other."""
+    return torch.cat([normal_levels(bits) for bits in range(1, WIDEST + 1)])
+
+
 def _size(steps: Tensor) -> Tensor:
     """The number of which ``steps`` is the logarithm. From a table: a function may round differently on
     another device, or for another number of elements."""

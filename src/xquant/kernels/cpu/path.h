@@ -5,6 +5,7 @@
 #include "rebuild.h"
 #include "seal.h"
 #include "decode.h"
+#include "ranked.h"
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
@@ -49,4 +50,8 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_seal_, PATH)(co
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_decode_, PATH)(const xq_blocks* call) {
     return decode(*call);
+}
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_, PATH)(const xq_ranked* call) {
+    return decode_ranked(*call);
 }

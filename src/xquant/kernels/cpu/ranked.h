@@ -1,0 +1,122 @@
+// Ranked codes to rows: level[code] * scale * gain. The channels of a block whose scales are largest have the
+// widest codes (docs/format.md).
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+
+#include "elements.h"
+
+namespace {
+
+constexpr int SIDE_STEPS = 10;  // the place of a channel's usual scale
+constexpr int EVEN_GAIN = 8;    // the place of a gain of 1
+constexpr int FARTHEST = 400;   // steps in the table of sizes, either way
+
+// Entry i of `count` numbers of 4 bits: byte i has i below and i + half above.
+inline int nibble(const uint8_t* packed, int count, int i) {
+    const int half = (count + 1) / 2;
+    return i < half ? packed[i] & 15 : packed[i - half] >> 4;
+}
+
+class RankedBlock {
+  public:
+    RankedBlock(const xq_ranked& call)
+        : call(call),
+          power((int*)std::malloc(sizeof(int) * call.channels)),
+          order((int*)std::malloc(sizeof(int) * call.channels)),
+          codes((uint8_t*)std::malloc((size_t)call.tokens * call.channels)) {}
+    ~RankedBlock() {
+        std::free(power);
+        std::free(order);
+        std::free(codes);
+    }
+    RankedBlock(const RankedBlock&) = delete;
+    bool ready() const { return power && order && codes; }
+
+    void decode(int number) {
+        rank(call.scale + (size_t)number * ((call.channels + 1) / 2));
+        const uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
+        const uint8_t* gains = call.gain + (size_t)number * ((call.tokens + 1) / 2);
+        const float* levels = call.levels + 2;  // those of 2 bits follow those of 1 bit, and so on
+        const float* tables[9] = {nullptr, call.levels};
+        for (int bits = 2; bits <= 8; levels += (size_t)1 << bits++) tables[bits] = levels;
+        int first = 0;
+        for (int bits = 8; bits >= 1; bits--) {
+            const int count = call.counts[bits - 1];
+            packed = unpack(packed, bits, count);
+            for (int t = 0; t < call.tokens; t++)
+                write(number, t, first, count, tables[bits], size(nibble(gains, call.tokens, t) - EVEN_GAIN));
+            first += count;
+        }
+        for (int t = 0; t < call.tokens; t++)
+            for (int i = first; i < call.channels; i++) put(number, t, order[i], 0);
+    }
+
+  private:
+    const xq_ranked& call;
+    int *power, *order;
+    uint8_t* codes;  // [tokens, count] of one width
+
+    float size(int steps) const { return call.sizes[std::min(std::max(steps, -FARTHEST), FARTHEST)]; }
+
+    void rank(const uint8_t* places) {
+        for (int c = 0; c < call.channels; c++) {
+            power[c] = nibble(places, call.channels, c) + call.usual[c] - SIDE_STEPS;
+            order[c] = c;
+        }
+        std::sort(order, order + call.channels,
+                  [this](int a, int b) { return power[a] != power[b] ? power[a] > power[b] : a < b; });
+    }
+
+    // The codes of `count` channels; returns where the next run begins.
+    const uint8_t* unpack(const uint8_t* packed, int bits, int count) {
+        int shift = 0;
+        for (int width = 8; width >= 1; width /= 2) {
+            if (!(bits & width)) continue;
+            const int rows = (call.tokens * width + 7) / 8, mask = (1 << width) - 1;
+            for (int run = 0; run < 8 / width; run++)
+                for (int i = 0; i < rows && i + run * rows < call.tokens; i++) {
+                    const uint8_t* from = packed + (size_t)i * count;
+                    uint8_t* to = codes + (size_t)(i + run * rows) * count;
+                    for (int c = 0; c < count; c++) {
+                        const uint8_t code = (from[c] >> (run * width) & mask) << shift;
+                        to[c] = shift ? to[c] | code : code;
+                    }
+                }
+            packed += (size_t)rows * count;
+            shift += width;
+        }
+        return packed;
+    }
+
+    void write(int number, int t, int first, int count, const float* table, float gain) {
+        const uint8_t* row = codes + (size_t)t * count;
+        for (int i = 0; i < count; i++) {
+            const int channel = order[first + i];
+            put(number, t, channel, table[row[i]] * size(power[channel]) * gain);
+        }
+    }
+
+    void put(int number, int t, int channel, float x) {
+        const int64_t at = number * call.block_stride + t * call.token_stride + channel;
+        if (call.dtype == XQ_FLOAT32)
+            ((float*)call.rows)[at] = x;
+        else
+            ::put(call.rows, call.dtype, at, x);
+    }
+};
+
+inline int decode_ranked(const xq_ranked& call) {
+    int failed = 0;
+#pragma omp parallel num_threads(call.threads) reduction(| : failed)
+    {
+        RankedBlock block(call);
+        failed = !block.ready();
+#pragma omp for schedule(static)
+        for (int number = 0; number < call.blocks; number++)
+            if (!failed) block.decode(number);
+    }
+    return failed;
+}
+
+}  // namespace
