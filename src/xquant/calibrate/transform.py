@@ -132,8 +132,8 @@ def same_head(view: AttentionView) -> Tensor:
 
 
 def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The linear map ``[W, W']`` and the constant ``[W]`` that bring ``below`` ``[M, W']`` nearest to ``rows``
-    ``[M, W]``."""
+    """The linear map ``[W, W']`` and the constant ``[W]`` that bring ``below`` ``[M, W']`` nearest to
+    ``rows`` ``[M, W]``."""
     low, high = below.mean(0), rows.mean(0)
     x, y = (below - low).double(), (rows - high).double()
     products = x.T @ x

@@ -105,7 +105,7 @@ class Sum(Structure):
 
 CALLS = {
     **{"attend": Attend, "rebuild": Rebuild, "sum": Sum},
-    **{"seal": Blocks, "decode": Blocks, "ranked": Ranked},
+    **{"seal": Blocks, "decode": Blocks, "rank": Ranked, "ranked": Ranked},
 }
 """The functions of an instruction set, and what each is called with."""
 

@@ -1,5 +1,5 @@
 """Quantizers by the native library, where it can: affine codes on the CPU, packed and unpacked in one go, and
-ranked codes, unpacked.
+ranked codes, whose scales and gains torch finds.
 
 The result is that of the quantizer in torch, bit for bit, but for the sign of a zero, which torch leaves to
 the order in which it looks for the lowest.
@@ -14,10 +14,12 @@ from torch import Tensor
 from ..quant import Affine, Packed, Quantizer
 from ..quant.pack import packed_rows
 from ..quant.quantizer import dense
-from ..quant.ranked import Ranked, level_table, size_table
+from ..quant.ranked import Ranked, edge_table, level_table, size_table
 from . import native
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CACHED = 2**18
+"""Elements of the rows that are in the works at a time."""
 _FOUND_NAN = 1  # as in cpu/packing.h
 
 
@@ -35,6 +37,8 @@ def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str |
     Raises:
         ValueError: ``x`` holds NaN in a token that sets a range.
     """
+    if path is not None and type(quantizer) is Ranked and _within_reach(x):
+        return _encode_ranked(path, quantizer, x, excluded)
     if path is None or not _fits(quantizer, x):
         return quantizer.encode(x, excluded)
     if x.stride(-1) != 1:
@@ -118,21 +122,39 @@ def _call(
         raise MemoryError(f"not enough memory to {what} blocks")
 
 
+def _encode_ranked(path: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
+    # A few blocks at a time, so that what torch makes on the way stays in the CPU's cache.
+    step = max(CACHED // x[0].numel(), 1)
+    hidden = [None] * len(x) if excluded is None else excluded.split(step)
+    parts = []
+    for rows, apart in zip(x.split(step), hidden, strict=False):
+        packed, even, _ = quantizer.measured(rows, apart)
+        size = len(rows), quantizer.code_nbytes(x.shape[1])
+        packed["codes"] = torch.empty(size, dtype=torch.uint8)
+        _call_ranked("rank", path, quantizer, even.contiguous(), packed, edge_table())
+        parts.append(packed)
+    return {name: torch.cat([dense(part, name) for part in parts]) for name in parts[0]}
+
+
 def _decode_ranked(path: str, quantizer: Ranked, packed: Packed, out: Tensor) -> None:
+    whole: Packed = {name: dense(packed, name).contiguous() for name in packed}
+    _call_ranked("ranked", path, quantizer, out, whole, level_table())
+
+
+def _call_ranked(
+    what: str, path: str, quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor
+) -> None:
     library, call = native.library(), native.Ranked()
     assert library is not None
-    fields = {name: dense(packed, name).contiguous() for name in ("scale", "gain", "codes")}
-    for name, tensor in fields.items():
-        setattr(call, name, tensor.data_ptr())
+    for name in ("scale", "gain", "codes"):
+        setattr(call, name, dense(packed, name).data_ptr())
     sizes, zero = size_table()
-    call.rows, call.usual, call.levels = (
-        t.data_ptr() for t in (out, quantizer.usual, level_table())
-    )
+    call.rows, call.usual, call.levels = (t.data_ptr() for t in (rows, quantizer.usual, table))
     call.sizes = sizes[zero:].data_ptr()
-    call.block_stride, call.token_stride, _ = out.stride()
-    call.code_bytes = fields["codes"].shape[1]
+    call.block_stride, call.token_stride, _ = rows.stride()
+    call.code_bytes = dense(packed, "codes").shape[1]
     call.counts[:] = quantizer.counts
-    call.blocks, call.tokens, call.channels = out.shape
-    call.dtype, call.threads = native.DTYPES[out.dtype], torch.get_num_threads()
-    if getattr(library, f"xq_ranked_{path}")(ctypes.byref(call)):
-        raise MemoryError("not enough memory to decode blocks")
+    call.blocks, call.tokens, call.channels = rows.shape
+    call.dtype, call.threads = native.DTYPES[rows.dtype], torch.get_num_threads()
+    if getattr(library, f"xq_{what}_{path}")(ctypes.byref(call)):
+        raise MemoryError("not enough memory to pack or unpack blocks")

@@ -39,7 +39,7 @@ def normal_levels(bits: int) -> Tensor:
     places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     levels = torch.special.ndtri(places) * math.sqrt(3)
     for _ in range(40 * count):
-        edges = _edges(levels)
+        edges = _borders(levels)
         density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
         moved = -density.diff() / torch.special.ndtr(edges).diff()
         if (moved - levels).abs().max() < 1e-6:
@@ -55,13 +55,13 @@ def distortion(bits: int) -> float:
         return 1.0
     levels = normal_levels(bits).double()
     # Levels are means: the error is what their own variance lacks of 1.
-    return 1 - float((torch.special.ndtr(_edges(levels)).diff() * levels.square()).sum())
+    return 1 - float((torch.special.ndtr(_borders(levels)).diff() * levels.square()).sum())
 
 
-def _edges(levels: Tensor) -> Tensor:
+def _borders(levels: Tensor) -> Tensor:
     """Where the numbers nearest to each level begin and end."""
     far = levels.new_tensor([math.inf])
-    return torch.cat([-far, (levels[1:] + levels[:-1]) / 2, far])
+    return torch.cat([-far, _edges_of(levels), far])
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,32 +82,37 @@ class Ranked:
         return [(b, n) for b, n in reversed(list(enumerate(self.counts, 1))) if n]
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
+        packed, even, power = self.measured(x, excluded)
+        order = self._order(power)
+        scaled = (even / _size(power).unsqueeze(1)).gather(2, order[:, None].expand_as(even))
+        runs, start = [scaled.new_empty(len(x), 0, dtype=torch.uint8)], 0
+        for bits, count in self.widths:
+            part = scaled[..., start : start + count].contiguous()
+            codes = torch.bucketize(part, _edges_of(normal_levels(bits)).to(x.device))
+            runs.append(pack(codes.to(torch.uint8), bits).flatten(1))
+            start += count
+        packed["codes"] = torch.cat(runs, 1)
+        return packed
+
+    def measured(self, x: Tensor, excluded: Tensor | None) -> tuple[Packed, Tensor, Tensor]:
+        """The scales and gains of blocks ``[N, n, C]`` as they are stored, the blocks divided by their gains
+        (fp32), and the logarithms of the scales ``[N, C]``.
+
+        Raises:
+            ValueError: NaN.
+        """
         x = x.float().clamp(-FP16_MAX, FP16_MAX)
-        if torch.isnan(x).any():
+        kept = None if excluded is None else (~excluded).unsqueeze(-1).float()
+        usual = _root_mean_square(x, kept)
+        if torch.isnan(usual).any():
             raise ValueError("NaN cannot be quantized")
-        kept = (
-            torch.ones_like(x[..., :1]) if excluded is None else (~excluded).unsqueeze(-1).float()
-        )
-        loud = (x / _root_mean_square(x, kept)).square().mean(2, keepdim=True)
+        loud = (x / usual).square().mean(2, keepdim=True)
         loudness = (steps_of(loud) + EVEN).clamp(0, 15)
         x = x / _size(loudness - EVEN)
         low = self._low(x.device)
         places = (steps_of(_root_mean_square(x, kept).square()).squeeze(1) - low).clamp(0, 15)
-        power = places + low
         packed: Packed = {"scale": _pack_halves(places), "gain": _pack_halves(loudness.squeeze(2))}
-        order = self._order(power)
-        scaled = (x / _size(power).unsqueeze(1)).gather(2, order[:, None].expand_as(x))
-        runs, start = [], 0
-        for bits, count in self.widths:
-            part = scaled[..., start : start + count].contiguous()
-            levels = normal_levels(bits).to(x.device)
-            codes = torch.bucketize(part, (levels[1:] + levels[:-1]) / 2)
-            runs.append(pack(codes.to(torch.uint8), bits).flatten(1))
-            start += count
-        packed["codes"] = (
-            torch.cat(runs, 1) if runs else places.new_empty(len(x), 0, dtype=torch.uint8)
-        )
-        return packed
+        return packed, x, places + low
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         tokens, channels = out.shape[1:]
@@ -170,16 +175,30 @@ def level_table() -> Tensor:
     return torch.cat([normal_levels(bits) for bits in range(1, WIDEST + 1)])
 
 
+@cache
+def edge_table() -> Tensor:
+    """What lies between the levels of `level_table`, likewise."""
+    return torch.cat([_edges_of(normal_levels(bits)) for bits in range(1, WIDEST + 1)])
+
+
+def _edges_of(levels: Tensor) -> Tensor:
+    return (levels[1:] + levels[:-1]) / 2
+
+
 def _size(steps: Tensor) -> Tensor:
     """The number of which ``steps`` is the logarithm. From a table: a function may round differently on
     another device, or for another number of elements."""
     return _SIZES.to(steps.device)[steps.clamp(-_FARTHEST, _FARTHEST) + _FARTHEST]
 
 
-def _root_mean_square(x: Tensor, kept: Tensor) -> Tensor:
+def _root_mean_square(x: Tensor, kept: Tensor | None) -> Tensor:
     """Of every channel, ``[N, 1, C]``, of ``x`` ``[N, n, C]`` over the tokens that are ``kept``, 1 and not 0
-    in ``[N, n, 1]``."""
-    mean = (x.square() * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
+    in ``[N, n, 1]``; None keeps all."""
+    square = x.square()
+    if kept is None:
+        mean = square.mean(1, keepdim=True)
+    else:
+        mean = (square * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
     return mean.clamp(min=torch.finfo(x.dtype).tiny).sqrt()
 
 

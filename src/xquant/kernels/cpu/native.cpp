@@ -23,6 +23,7 @@ int xq_paths() {
 size_t xq_attend_size() { return sizeof(xq_attend); }
 size_t xq_seal_size() { return sizeof(xq_blocks); }
 size_t xq_decode_size() { return sizeof(xq_blocks); }
+size_t xq_rank_size() { return sizeof(xq_ranked); }
 size_t xq_ranked_size() { return sizeof(xq_ranked); }
 size_t xq_rebuild_size() { return sizeof(xq_rebuild); }
 size_t xq_sum_size() { return sizeof(xq_sum); }

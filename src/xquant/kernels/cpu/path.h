@@ -52,6 +52,10 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_decode_, PATH)(
     return decode(*call);
 }
 
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rank_, PATH)(const xq_ranked* call) {
+    return each_ranked(*call, &RankedBlock::encode);
+}
+
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_, PATH)(const xq_ranked* call) {
-    return decode_ranked(*call);
+    return each_ranked(*call, &RankedBlock::decode);
 }

@@ -1,8 +1,9 @@
-// Ranked codes to rows: level[code] * scale * gain. The channels of a block whose scales are largest have the
-// widest codes (docs/format.md).
+// Ranked codes of rows, and back: level[code] * scale * gain. The channels of a block whose scales are largest
+// have the widest codes (docs/format.md).
 #pragma once
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 
 #include "elements.h"
 
@@ -24,14 +25,38 @@ class RankedBlock {
         : call(call),
           power((int*)std::malloc(sizeof(int) * call.channels)),
           order((int*)std::malloc(sizeof(int) * call.channels)),
+          sizes((float*)std::malloc(sizeof(float) * call.channels)),
           codes((uint8_t*)std::malloc((size_t)call.tokens * call.channels)) {}
     ~RankedBlock() {
         std::free(power);
         std::free(order);
+        std::free(sizes);
         std::free(codes);
     }
     RankedBlock(const RankedBlock&) = delete;
-    bool ready() const { return power && order && codes; }
+    bool ready() const { return power && order && sizes && codes; }
+
+    // Rows are fp32, and divided by their gains.
+    void encode(int number) {
+        rank(call.scale + (size_t)number * ((call.channels + 1) / 2));
+        uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
+        int first = 0;
+        for (int bits = 8; bits >= 1; bits--) {
+            const int count = call.counts[bits - 1];
+            // Between the levels of 1 bit is one edge, before those of b bits are 2^b - b - 1.
+            const float* edges = call.levels + ((1 << bits) - bits - 1);
+            for (int t = 0; t < call.tokens; t++) {
+                const float* row = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
+                uint8_t* to = codes + (size_t)t * count;
+                for (int i = 0; i < count; i++) {
+                    const int channel = order[first + i];
+                    to[i] = below(edges, bits, row[channel] / sizes[channel]);
+                }
+            }
+            packed = pack(packed, bits, count);
+            first += count;
+        }
+    }
 
     void decode(int number) {
         rank(call.scale + (size_t)number * ((call.channels + 1) / 2));
@@ -55,6 +80,7 @@ class RankedBlock {
   private:
     const xq_ranked& call;
     int *power, *order;
+    float* sizes;    // of the channels
     uint8_t* codes;  // [tokens, count] of one width
 
     float size(int steps) const { return call.sizes[std::min(std::max(steps, -FARTHEST), FARTHEST)]; }
@@ -66,6 +92,33 @@ class RankedBlock {
         }
         std::sort(order, order + call.channels,
                   [this](int a, int b) { return power[a] != power[b] ? power[a] > power[b] : a < b; });
+        for (int c = 0; c < call.channels; c++) sizes[c] = size(power[c]);
+    }
+
+    // How many of the 2^bits - 1 edges are below x.
+    static uint8_t below(const float* edges, int bits, float x) {
+        int found = 0;
+        for (int step = 1 << (bits - 1); step; step /= 2) found += edges[found + step - 1] < x ? step : 0;
+        return found;
+    }
+
+    // The inverse of unpack.
+    uint8_t* pack(uint8_t* packed, int bits, int count) const {
+        int shift = 0;
+        for (int width = 8; width >= 1; width /= 2) {
+            if (!(bits & width)) continue;
+            const int rows = (call.tokens * width + 7) / 8, mask = (1 << width) - 1;
+            std::memset(packed, 0, (size_t)rows * count);
+            for (int run = 0; run < 8 / width; run++)
+                for (int i = 0; i < rows && i + run * rows < call.tokens; i++) {
+                    uint8_t* to = packed + (size_t)i * count;
+                    const uint8_t* from = codes + (size_t)(i + run * rows) * count;
+                    for (int c = 0; c < count; c++) to[c] |= (from[c] >> shift & mask) << (run * width);
+                }
+            packed += (size_t)rows * count;
+            shift += width;
+        }
+        return packed;
     }
 
     // The codes of `count` channels; returns where the next run begins.
@@ -93,7 +146,7 @@ class RankedBlock {
         const uint8_t* row = codes + (size_t)t * count;
         for (int i = 0; i < count; i++) {
             const int channel = order[first + i];
-            put(number, t, channel, table[row[i]] * size(power[channel]) * gain);
+            put(number, t, channel, table[row[i]] * sizes[channel] * gain);
         }
     }
 
@@ -106,7 +159,8 @@ class RankedBlock {
     }
 };
 
-inline int decode_ranked(const xq_ranked& call) {
+// Does `work` to every block.
+inline int each_ranked(const xq_ranked& call, void (RankedBlock::*work)(int)) {
     int failed = 0;
 #pragma omp parallel num_threads(call.threads) reduction(| : failed)
     {
@@ -114,7 +168,7 @@ inline int decode_ranked(const xq_ranked& call) {
         failed = !block.ready();
 #pragma omp for schedule(static)
         for (int number = 0; number < call.blocks; number++)
-            if (!failed) block.decode(number);
+            if (!failed) (block.*work)(number);
     }
     return failed;
 }
