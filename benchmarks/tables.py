@@ -1,9 +1,11 @@
-"""The README's tables, from the results files of `xquant perplexity` and `xquant bench`.
+"""The tables of the README and of docs/evaluation.md, from the results files.
 
 python benchmarks/tables.py
+python benchmarks/tables.py evaluation
 """
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,77 @@ def attention() -> None:
     table(head, body)
 
 
+def texts() -> None:
+    """Both texts side by side."""
+    wiki, c4 = rows("smollm2", "wikitext2"), rows("smollm2", "c4")
+    head = ["method", "bits per value"]
+    for name in ("WikiText-2", "C4"):
+        head += [f"{name}, of full", "±", "KL", "same token"]
+    body = []
+    for method, row in c4.items():
+        cells = [f"`{method}`", f"{row['bits_per_value']:.2f}"]
+        for found in (wiki[method], row):
+            cells += [
+                f"{found['ratio']:.3f}",
+                f"{found['ratio'] * found['difference_error']:.3f}",
+                f"{found['kl']:.3f}",
+                f"{found['agreement']:.1%}",
+            ]
+        body.append(cells)
+    table(head, body)
+
+
+def tasks(name: str) -> None:
+    """Scores of a results file of `xquant eval`: a line a method, a column a task and metric; then how many
+    rows were answered as with the full cache. Of the metrics of TruthfulQA those of BLEU."""
+    found = json.loads((RESULTS / f"{name}-smollm2.json").read_text())
+    columns: dict[str, dict[str, str]] = {}
+    same: dict[str, dict[str, str]] = {}
+    for row in found:
+        if row["metric"].startswith("rouge") or row["metric"] == "bleu_diff":
+            continue
+        made_to = f" {row['context']:,}" if row["context"] else ""
+        value = f"{row['value']:.3f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.3f}")
+        metric = "" if row["metric"] == str(row["context"]) else f", {row['metric']}"
+        columns.setdefault(f"{row['task']}{made_to}{metric}", {})[row["method"]] = value
+        if row["agreement"] is not None:
+            same.setdefault(f"{row['task']}{made_to}, as full", {})[row["method"]] = (
+                f"{row['agreement']} of {row['n']}"
+            )
+    columns |= same
+    methods = dict.fromkeys(row["method"] for row in found)
+    table(
+        ["method", *columns],
+        [[f"`{m}`", *(cells.get(m, "") for cells in columns.values())] for m in methods],
+    )
+
+
+def passkeys() -> None:
+    """Numbers found, of those asked for, and the depths at which they were not."""
+    found = json.loads((RESULTS / "passkey-smollm2.json").read_text())
+    contexts = sorted({row["context"] for row in found})
+    body = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        cells = [f"`{method}`"]
+        for context in contexts:
+            own = [r for r in found if r["method"] == method and r["context"] == context]
+            lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
+            cells.append(
+                f"{sum(r['found'] for r in own)} of {sum(r['samples'] for r in own)}"
+                + (f" (lost at {lost})" if lost else "")
+            )
+        body.append(cells)
+    table(["method", *(f"{context:,}" for context in contexts)], body)
+
+
 if __name__ == "__main__":
-    quality()
-    whole_decode()
-    peers()
-    attention()
+    if sys.argv[1:] == ["evaluation"]:
+        texts()
+        passkeys()
+        for file in ("truthfulqa", "gsm8k", "ruler", "longbench"):
+            tasks(file)
+    else:
+        quality()
+        whole_decode()
+        peers()
+        attention()
