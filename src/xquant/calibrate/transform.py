@@ -56,9 +56,8 @@ class TransformCalibrator:
     def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         below: list[Tensor] = []
-        metrics = self.stage.metrics()
         for number, codec in enumerate(self.codecs):
-            rows, metric = self.stage.rows(number), metrics[number]
+            rows, metric = self.stage.rows(number), self.stage.metric(number)
             if self.method.basis == "head":
                 metric = metric * same_head(codec.view)
             layer = self._layer(codec.view, rows, metric, below)
@@ -114,15 +113,18 @@ class StatisticsStage:
         """All rows of a layer, fp32 ``[N, T, W]``."""
         return torch.stack(self._rows[position]).float()
 
-    def metrics(self) -> list[Tensor]:
-        """What an error costs, ``[W, W]`` a layer, fp64: the same unit in all layers."""
-        if not self._products:
-            width = self._rows[0][0].shape[-1]
-            return [torch.eye(width, dtype=torch.float64) for _ in self._rows]
+    def metric(self, position: int) -> Tensor:
+        """What an error of a layer costs, ``[W, W]``, fp64: in one unit for all layers.
+
+        Raises:
+            ValueError: an error costs nothing in any layer.
+        """
+        if not self.gradients:
+            return torch.eye(self._rows[position][0].shape[-1], dtype=torch.float64)
         unit = torch.stack([product.diagonal().mean() for product in self._products]).mean()
         if unit == 0:
             raise ValueError("the calibration text leaves no gradient: give another")
-        return [product.double() / unit for product in self._products]
+        return self._products[position].double() / unit
 
 
 def same_head(view: AttentionView) -> Tensor:

@@ -1,7 +1,7 @@
 """``xquant bench``: decode time and bytes beside the full cache, interleaved in one run."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,10 @@ from .common import (
     print_table,
     progress_bar,
 )
+
+if TYPE_CHECKING:
+    from ..calibrate.artifact import Calibration
+    from ..methods import Method
 
 COLUMNS = {
     "method": "left",
@@ -104,6 +108,7 @@ def bench(
     calibrations = calibrations_for(methods, artifacts)
     if shape is not None:
         network = evaluation.shaped_model(shape).to(device or "cpu")
+        calibrations += _from_random_tokens(network, methods)
     else:
         assert model is not None
         network, tokenizer = load(model, "float32", device)
@@ -119,6 +124,18 @@ def bench(
     finish(rows, json_file, **subject)
     if json_file != STDOUT:
         print_rows(rows)
+
+
+def _from_random_tokens(network: Any, methods: "Sequence[Method]") -> "list[Calibration]":
+    """Calibrations of a model without a tokenizer, for the methods that make their own: bytes and speed do
+    not depend on what they find."""
+    import torch
+
+    from ..calibrate.run import calibrate_on
+
+    samples = torch.randint(network.config.vocab_size, (2, 256))
+    wanted = {m.calibrated_as: m for m in methods if m.calibrates_itself}
+    return [calibrate_on(network, samples, method, "random tokens") for method in wanted.values()]
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
