@@ -1,7 +1,8 @@
-"""The tables of the README and of docs/evaluation.md, from the results files.
+"""The tables of the README, of docs/evaluation.md and of docs/transform.md, from the results files.
 
 python benchmarks/tables.py
 python benchmarks/tables.py evaluation
+python benchmarks/tables.py transform
 """
 
 import json
@@ -90,9 +91,9 @@ def attention() -> None:
     table(head, body)
 
 
-def texts() -> None:
-    """Both texts side by side."""
-    wiki, c4 = rows("smollm2", "wikitext2"), rows("smollm2", "c4")
+def texts(kind: str = "") -> None:
+    """Both texts side by side; of ``kind`` "tc-" the methods of docs/transform.md."""
+    wiki, c4 = rows("smollm2", f"{kind}wikitext2"), rows("smollm2", f"{kind}c4")
     head = ["method", "bits per value"]
     for name in ("WikiText-2", "C4"):
         head += [f"{name}, of full", "±", "KL", "same token"]
@@ -159,6 +160,8 @@ if __name__ == "__main__":
         passkeys()
         for file in ("truthfulqa", "gsm8k", "ruler", "longbench"):
             tasks(file)
+    elif sys.argv[1:] == ["transform"]:
+        texts("tc-")
     else:
         quality()
         whole_decode()
