@@ -43,6 +43,7 @@ class RankedBlock {
         int first = 0;
         for (int bits = 8; bits >= 1; bits--) {
             const int count = call.counts[bits - 1];
+            if (!count) continue;
             // Between the levels of 1 bit is one edge, before those of b bits are 2^b - b - 1.
             const float* edges = call.levels + ((1 << bits) - bits - 1);
             for (int t = 0; t < call.tokens; t++) {
@@ -68,6 +69,7 @@ class RankedBlock {
         int first = 0;
         for (int bits = 8; bits >= 1; bits--) {
             const int count = call.counts[bits - 1];
+            if (!count) continue;
             packed = unpack(packed, bits, count);
             for (int t = 0; t < call.tokens; t++)
                 write(number, t, first, count, tables[bits], size(nibble(gains, call.tokens, t) - EVEN_GAIN));
