@@ -1,8 +1,8 @@
 """Statistics for transform coding: what of a layer's keys and values is worth bits, and in which basis.
 
 Letters: ``W`` numbers of a token, its keys before RoPE and its values; ``C`` channels of the basis. Rows of
-all layers are kept in fp16 until the end: ``2 W`` bytes a token and layer, 1.1 GB for 8,192 tokens of a model
-with 32 layers of ``W = 2,048``.
+all layers are kept in fp16 until the end: ``2 W`` bytes a token and layer, 2.1 GB for 16,384 tokens of a
+model with 32 layers of ``W = 2,048``.
 """
 
 from collections.abc import Iterator, Sequence
