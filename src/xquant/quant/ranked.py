@@ -103,10 +103,10 @@ class Ranked:
         """
         x = x.float().clamp(-FP16_MAX, FP16_MAX)
         kept = None if excluded is None else (~excluded).unsqueeze(-1).float()
-        usual = _root_mean_square(x, kept)
-        if torch.isnan(usual).any():
+        deviation = _root_mean_square(x, kept)
+        if torch.isnan(deviation).any():
             raise ValueError("NaN cannot be quantized")
-        loud = (x / usual).square().mean(2, keepdim=True)
+        loud = (x / deviation).square().mean(2, keepdim=True)
         loudness = (steps_of(loud) + EVEN).clamp(0, 15)
         x = x / _size(loudness - EVEN)
         low = self._low(x.device)
