@@ -9,7 +9,16 @@ import torch
 
 from models import tiny
 from xquant import KVCache, parse_method
-from xquant.evals.bench import Full, Settings, bench, fill, read_bandwidth, shaped_model
+from xquant.evals.bench import (
+    Full,
+    Settings,
+    bench,
+    fill,
+    random_calibration,
+    read_bandwidth,
+    shaped_model,
+)
+from xquant.methods.transform import Transform
 
 CONTRACT = {
     *("method", "context", "batch", "ms_per_token", "attention_ms_per_layer", "cache_bytes"),
@@ -48,6 +57,17 @@ def test_filling_gives_what_a_prefill_would_hold() -> None:
         model(torch.ones(1, 70, dtype=torch.long), past_key_values=run, use_cache=True)
     assert filled.report().cache_bytes == run.report().cache_bytes
     assert filled.get_seq_length() == run.get_seq_length() == 70
+
+
+@pytest.mark.parametrize("spec", ["tc-2bit:group=32", "tc-cl-2bit:group=32"])
+def test_random_numbers_are_a_calibration_too(spec: str) -> None:
+    model, method = tiny("llama", head_dim=32), parse_method(spec)
+    assert isinstance(method, Transform)
+    cache = KVCache(model, method, calibration=random_calibration(model, method))
+    fill(cache, 70, 1)
+    for layer in cache.compressed:
+        assert layer.stream.tokens == 64
+        assert all(bool(states.isfinite().all()) for states in layer.states())
 
 
 def test_shapes_are_known_by_name() -> None:

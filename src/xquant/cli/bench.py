@@ -1,7 +1,7 @@
 """``xquant bench``: decode time and bytes beside the full cache, interleaved in one run."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -19,10 +19,6 @@ from .common import (
     print_table,
     progress_bar,
 )
-
-if TYPE_CHECKING:
-    from ..calibrate.artifact import Calibration
-    from ..methods import Method
 
 COLUMNS = {
     "method": "left",
@@ -98,6 +94,7 @@ def bench(
     from .. import parse_method
     from ..evals import bench as evaluation
     from ..evals.peers import available
+    from ..methods.transform import Transform
 
     if (model is None) == (shape is None):
         raise ValueError("give either MODEL or --shape NAME")
@@ -108,7 +105,8 @@ def bench(
     calibrations = calibrations_for(methods, artifacts)
     if shape is not None:
         network = evaluation.shaped_model(shape).to(device or "cpu")
-        calibrations += _from_random_tokens(network, methods)
+        own = {m.calibrated_as: m for m in methods if isinstance(m, Transform)}
+        calibrations += [evaluation.random_calibration(network, m) for m in own.values()]
     else:
         assert model is not None
         network, tokenizer = load(model, "float32", device)
@@ -124,18 +122,6 @@ def bench(
     finish(rows, json_file, **subject)
     if json_file != STDOUT:
         print_rows(rows)
-
-
-def _from_random_tokens(network: Any, methods: "Sequence[Method]") -> "list[Calibration]":
-    """Calibrations of a model without a tokenizer, for the methods that make their own: bytes and speed do
-    not depend on what they find."""
-    import torch
-
-    from ..calibrate.run import calibrate_on
-
-    samples = torch.randint(network.config.vocab_size, (2, 256))
-    wanted = {m.calibrated_as: m for m in methods if m.calibrates_itself}
-    return [calibrate_on(network, samples, method, "random tokens") for method in wanted.values()]
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

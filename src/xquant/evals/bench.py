@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from .. import compat
+from .. import __version__, compat
 from ..analysis.shapes import SHAPES
+from ..attention import attach
 from ..cache import KVCache
-from ..calibrate.artifact import Calibration
+from ..calibrate.artifact import Calibration, fingerprint
 from ..kernels import native
 from ..methods import Method, Seen
+from ..methods.transform import Transform
 
 FILL = 4096
 """Tokens that are filled in at a time."""
@@ -43,6 +45,22 @@ def shaped_model(name: str) -> Any:
     rest = {"intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": SHAPE_LAYERS}
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SHAPES[name], **rest})).eval()
+
+
+def random_calibration(model: Any, method: Transform) -> Calibration:
+    """A calibration of random numbers, for a model without a tokenizer.
+
+    No channel is worth more than another, so all have codes: the slowest that a budget can be.
+    """
+    views = attach(model).view.compressed
+    tensors = {}
+    for i, view in enumerate(views):
+        for name, found in method.shapes(view, i).items():
+            if found.is_meta:
+                found = torch.randn(found.shape) * found.shape[-1] ** -0.5
+            tensors[f"{i}.{name}"] = found
+    made_for = method.calibrated_as, fingerprint(views)
+    return Calibration(tensors, *made_for, text="random numbers", version=__version__)
 
 
 class Contender(ABC):
