@@ -2,14 +2,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from ..calibrate.artifact import Calibration
 from ..models import AttentionView
 from ..quant import Plain, Segment
-from .base import LayerCodec, Method, Seen
-from .key_value import flat_heads
+from .base import LayerCodec, Method
+from .key_value import StateCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +28,9 @@ class Full(Method):
         return [FullCodec(view) for view in views]
 
 
-class FullCodec(LayerCodec):
+class FullCodec(StateCodec):
     rotated = True
 
     def __init__(self, view: AttentionView) -> None:
         super().__init__(view)
-        self.width = 2 * view.kv_width
         self.segments = (Segment(self.width, Plain(view.dtype)),)
-
-    def features(self, seen: Seen) -> Tensor:
-        return torch.cat([flat_heads(seen.key), flat_heads(seen.value)], -1)
-
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = recalled.split(self.view.kv_width, -1)
-        return key, value

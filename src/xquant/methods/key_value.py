@@ -1,5 +1,5 @@
-"""What KIVI, AsymKV, cross-layer XQuant, KVQuant and the plain formats have in common: they keep keys
-and values, each with a quantizer of its own."""
+"""What methods have in common that keep keys and values: KIVI, AsymKV, cross-layer XQuant, KVQuant and the
+plain formats with a quantizer for each, transform coding together, the uncompressed cache as they are."""
 
 from typing import Any
 
@@ -22,7 +22,26 @@ def flat_heads(states: Tensor) -> Tensor:
     return states.transpose(1, 2).flatten(2)
 
 
-class KeyValueCodec(LayerCodec):
+class StateCodec(LayerCodec):
+    """Keeps keys (before RoPE unless `rotated`) and values as they are, side by side: ``W = 2 G D``."""
+
+    def __init__(self, view: AttentionView) -> None:
+        super().__init__(view)
+        self.width = 2 * view.kv_width
+
+    def features(self, seen: Seen) -> Tensor:
+        key = flat_heads(seen.key) if self.rotated else self.view.finish_keys(seen.raw_key)
+        return torch.cat([key, flat_heads(seen.value)], -1)
+
+    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = features.split(self.view.kv_width, -1)
+        return key, value
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        return self.exact(recalled)
+
+
+class KeyValueCodec(StateCodec):
     """Keys (before or after RoPE) and values of a layer, a segment each.
 
     A key bias is taken out before quantizing and added back, where keys are kept before RoPE and the
@@ -39,17 +58,12 @@ class KeyValueCodec(LayerCodec):
     ) -> None:
         super().__init__(view)
         self.rotated = rope == "post"
-        self.width = 2 * view.kv_width
         self.segments = (
             Segment(view.kv_width, tiled(keys, view.head_size, "tokens"), borrows[0]),
             Segment(view.kv_width, tiled(values, view.head_size, "channels"), borrows[1]),
         )
         centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
         self.offset = view.key_bias if centred else None
-
-    def features(self, seen: Seen) -> Tensor:
-        key = flat_heads(seen.key) if self.rotated else self.view.finish_keys(seen.raw_key)
-        return torch.cat([key, flat_heads(seen.value)], -1)
 
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
         if self.offset is None:
@@ -60,7 +74,3 @@ class KeyValueCodec(LayerCodec):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.exact(recalled)
         return (key if self.offset is None else key + self.offset), value
-
-    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = features.split(self.view.kv_width, -1)
-        return key, value

@@ -11,8 +11,8 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Segment
 from ..quant.ranked import Ranked, allot, side_nbytes
-from .base import LayerCodec, Method, Seen, by_block, short
-from .key_value import flat_heads
+from .base import LayerCodec, Method, by_block, short
+from .key_value import StateCodec
 from .xquant import Rematerialized
 
 Tensors = dict[str, Tensor]
@@ -161,8 +161,8 @@ def channels(view: AttentionView) -> int:
     return width if view.key_norm is not None else min(width, view.hidden)
 
 
-class _StateCodec(LayerCodec):
-    """Keeps keys before RoPE and values as they are, ``W = 2 G D``; packs ``C`` channels of their transform.
+class _ChannelCodec(StateCodec):
+    """Keeps keys before RoPE and values; packs ``C`` channels of their transform.
 
     The transform is computed in fp32: its channels differ in size by orders of magnitude.
     """
@@ -171,14 +171,11 @@ class _StateCodec(LayerCodec):
         self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
     ) -> None:
         super().__init__(view)
-        self.width, self.block = 2 * view.kv_width, block
+        self.block = block
         self.mean = found["mean"].to(view.device, view.dtype)  # [W]
         self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
         self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
         self.segments = (Segment(len(self.analysis), Ranked(found["usual"], counts)),)
-
-    def features(self, seen: Seen) -> Tensor:
-        return torch.cat([self.view.finish_keys(seen.raw_key), flat_heads(seen.value)], -1)
 
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
         rows = (features - self.expected(below)).float()
@@ -189,12 +186,8 @@ class _StateCodec(LayerCodec):
         """What is taken off the features before they are transformed."""
         return self.mean
 
-    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = features.split(self.view.kv_width, -1)
-        return key, value
 
-
-class TransformCodec(_StateCodec, Rematerialized):
+class TransformCodec(Rematerialized, _ChannelCodec):
     """Keys and values are each a product of the channels, and a constant."""
 
     def __init__(
@@ -211,7 +204,7 @@ class TransformCodec(_StateCodec, Rematerialized):
         return linear(source, self.key_weight, self.mean[: self.view.kv_width])
 
 
-class PredictedCodec(_StateCodec):
+class PredictedCodec(_ChannelCodec):
     """Carries its own rows and those of the layers below that the layer above is predicted from, side by
     side: ``[B, T, W + W + ...]``. The lowest layer predicts from nothing."""
 
