@@ -12,6 +12,7 @@ from transformers import Cache
 from . import compat
 from .attention import ObservingCache, attach
 from .calibrate.artifact import Calibration
+from .convert import fill
 from .kernels.angles import AngleBook
 from .kernels.dispatch import choose
 from .kernels.folded import FoldedAttention
@@ -287,6 +288,39 @@ class KVCache(Cache, ObservingCache):
         own = {k: v for k, v in self.__dict__.items() if k not in ("_book", "_attentions")}
         other.__dict__.update(copy.deepcopy(own, memo))
         other._attach_kernels()
+        return other
+
+    def converted(
+        self,
+        method: str | Method,
+        calibration: Calibration | str | PathLike[str] | None = None,
+        kernel: str = "auto",
+    ) -> "KVCache":
+        """A cache of its own for the same model that holds the same past, stored by another method.
+
+        ```python
+        small = KVCache(model, "tc-cl-1bit")  # a long prompt, kept in few bytes
+        model(prompt, past_key_values=small)
+        fast = small.converted("kivi-4bit")  # to generate from
+        ```
+
+        Sealed tokens go over as they read, sinks and the tail exactly, and are stored as if they had come in
+        one forward pass, with ``attend`` as here. By the method that the cache has already it is a copy:
+        codes and kernels stay as they are.
+
+        Args:
+            method, calibration, kernel: as of `KVCache`.
+
+        Raises:
+            ValueError, OSError: as of `KVCache`, and for a method that stores layer inputs (``xquant``,
+                ``xquant-cl``), which keys and values do not tell.
+        """
+        method = parse_method(method)
+        if method == self.method:
+            return copy.deepcopy(self)
+        attend = "store" if self.compressed[0].through_store else "chunk"
+        other = KVCache(self.attachment.view.model, method, attend, calibration, kernel)
+        fill(other, self)
         return other
 
     # -- bytes ---------------------------------------------------------------------------------

@@ -115,7 +115,10 @@ class CompressedLayer(CacheLayerMixin):
         Raises:
             ValueError: the states hold NaN or infinities; nothing was added.
         """
-        rows = self.codec.features(seen)
+        self.append_rows(self.codec.features(seen))
+
+    def append_rows(self, rows: Tensor) -> None:
+        """The same, given the features ``[B, t, W]`` of the tokens."""
         if not bool(torch.isfinite(rows).all()):
             raise ValueError(
                 f"NaN or infinity in the hidden states of layer {self.codec.view.index}: the cache"
@@ -257,29 +260,40 @@ class CompressedLayer(CacheLayerMixin):
         keep = self.index.sink[:, start : start + exact.shape[1], None].to(rows.device)
         return torch.cat([rows[:, :start], torch.where(keep, exact, rows[:, start:])], 1)
 
-    def _parts(self, tokens: int) -> list[States]:
-        """Rotated heads ``[B, t, G, D]`` of the first ``tokens`` tokens, in order: those that come
-        from codes, then those of the tail, exactly."""
+    def _parts(self, tokens: int, through_store: bool) -> list[States]:
+        """Keys (before RoPE unless the codec is `rotated`) and values ``[B, t, G*D]`` of the first ``tokens``
+        tokens, in order: those that come from codes, with ``through_store`` also of the tail, then those of
+        the tail, exactly."""
         assert self.tail is not None
         sinks = self.tail[:, :0] if self.sinks is None else self.sinks
         count = sinks.shape[1]
         tail = self.tail
-        if not self.through_store:
+        if not through_store:
             tail = tail[:, : max(tokens - self.stream.tokens, 0)]
+            tokens = min(tokens, self.stream.tokens)
         exact = self.codec.exact(torch.cat([sinks, tail], 1))
         exact_tail = exact[0][:, count:], exact[1][:, count:]
+        if not tokens:
+            return [exact_tail]
         recalled = self.recalled if self.recalled is not None else self.recall(tokens)
-        if recalled is None:
-            return [self._heads(exact_tail, 0)]
+        assert recalled is not None
         coded = []
         for rows, true in zip(self.codec.rebuild(recalled[:, :tokens]), exact, strict=True):
             rows = self._place_sinks(rows, true[:, :count])
-            if self.through_store:
+            if through_store:
                 rows = self._place_tail_sinks(rows, true[:, count:])
             coded.append(rows)
-        parts = [self._heads((coded[0], coded[1]), 0)]
-        if not self.through_store and tail.shape[1]:
-            parts.append(self._heads(exact_tail, self.stream.tokens))
+        parts = [(coded[0], coded[1])]
+        if not through_store and tail.shape[1]:
+            parts.append(exact_tail)
+        return parts
+
+    def _rotated_parts(self, tokens: int) -> list[States]:
+        """The same as attention reads them: rotated heads ``[B, t, G, D]``."""
+        parts, start = [], 0
+        for states in self._parts(tokens, self.through_store):
+            parts.append(self._heads(states, start))
+            start += states[0].shape[1]
         return parts
 
     def _heads(self, states: States, start: int) -> States:
@@ -294,7 +308,13 @@ class CompressedLayer(CacheLayerMixin):
 
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""
-        return _join(self._parts(self.get_seq_length()))
+        return _join(self._rotated_parts(self.get_seq_length()))
+
+    def held(self) -> States:
+        """All that is known of all tokens: keys (before RoPE unless the codec is `rotated`) and values, two
+        ``[B, T, G*D]``. Sealed tokens as they read; sinks and tail exactly, whatever attention reads."""
+        keys, values = zip(*self._parts(self.get_seq_length(), through_store=False), strict=True)
+        return torch.cat(keys, 1), torch.cat(values, 1)
 
     def read(
         self, key: Tensor, value: Tensor, mask: Tensor | None
@@ -312,7 +332,7 @@ class CompressedLayer(CacheLayerMixin):
         """
         past = self.get_seq_length() - key.shape[2]
         if self.through_store:
-            parts = self._parts(past + key.shape[2])
+            parts = self._rotated_parts(past + key.shape[2])
             if self.fresh is not None:
                 exact = self.codec.exact(self.fresh)
                 start = past + key.shape[2] - self.fresh.shape[1]
@@ -321,7 +341,7 @@ class CompressedLayer(CacheLayerMixin):
             states = _join(parts)
         elif past:
             new = key.transpose(1, 2), value.transpose(1, 2)
-            states = _join([*self._parts(past), new])
+            states = _join([*self._rotated_parts(past), new])
         else:
             states = key, value
         if self.below is not None:

@@ -30,6 +30,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, passed), -1)
 
 
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `rotate`, also where ``cos`` and ``sin`` carry a scale (YaRN); computed in fp32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    (cos1, cos2), (sin1, sin2) = (t.to(dtype).chunk(2, -1) for t in (cos, sin))
+    scale = cos1 * cos2 + sin1 * sin2
+    cos, sin = torch.cat([cos2, cos1], -1), torch.cat([-sin1, -sin2], -1)
+    scale = torch.cat([scale, scale], -1)
+    return rotate(x.to(dtype), cos / scale, sin / scale).to(x.dtype)
+
+
 LARGE_PRODUCT = 1 << 22
 """Multiplications from which on oneDNN was measured to be faster than MKL."""
 

@@ -1,0 +1,62 @@
+"""From the store of one cache to that of another: what the one reads, the other is given."""
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .layer import CompressedLayer
+from .methods import LayerCodec
+from .methods.key_value import StateCodec
+from .models.base import rotate, unrotate
+from .tokens import TokenIndex
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+@torch.no_grad()
+def fill(target: "KVCache", source: "KVCache") -> None:
+    """Give the empty ``target`` all tokens of ``source``, a cache of the same model, which stays as it is.
+
+    Layer by layer, bottom up: the states of one layer (and what it is predicted from) are there at a time.
+
+    Raises:
+        ValueError: ``target`` keeps more than keys and values tell.
+    """
+    for layer in target.compressed:
+        if not isinstance(layer.codec, StateCodec):
+            raise ValueError(
+                f"a cache cannot be converted to {target.method.spec}: it stores layer inputs, which keys and"
+                " values do not tell; run the model on the tokens instead"
+            )
+    for i, own in enumerate(source.layers):
+        if not isinstance(own, CompressedLayer):
+            target.layers[i] = copy.deepcopy(own)
+    if source.index.length == 0:
+        return
+    target.index.append(source.index.positions, source.index.real)
+    try:
+        for old, new in zip(source.compressed, target.compressed, strict=True):
+            old.carry_up()
+            key, value = old.held()
+            new.append_rows(_rows(key, value, old.codec, new.codec, source.index))
+            for below in (old.below, new.below):
+                if below is not None:
+                    below.release()
+    finally:
+        for layer in (*source.compressed, *target.compressed):
+            layer.release()
+        source.index.forget_rope()
+
+
+def _rows(
+    key: Tensor, value: Tensor, old: LayerCodec, new: LayerCodec, index: TokenIndex
+) -> Tensor:
+    """What the codec ``new`` keeps of tokens whose states the codec ``old`` holds."""
+    if old.rotated != new.rotated:
+        heads = key.unflatten(-1, (old.view.kv_heads, old.view.head_size))
+        turn = unrotate if old.rotated else rotate
+        key = turn(heads, *index.rope(heads)).flatten(2)
+    return torch.cat([key, value], -1)
