@@ -132,7 +132,7 @@ class Attachment:
         self.seats: dict[int, Seat] = {}
         self._codecs: dict[tuple[Method, Calibration | None], list[LayerCodec]] = {}
         self._built_from: list[Any] = []
-        self._fingerprint: str | None = None  # of the projections, once a calibration asked for it
+        self._fingerprint: str | None = None
         self._handles = [
             view.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
             view.decoder.register_forward_hook(self._end, always_call=True),
@@ -178,19 +178,21 @@ class Attachment:
             self._built_from = state
         made = method, calibration
         if made not in self._codecs:
-            if calibration is not None or method.calibrates_itself:
-                self._fingerprint = self._fingerprint or fingerprint(views)
             if calibration is not None:
-                assert self._fingerprint is not None
-                calibration.check(method.calibrated_as, self._fingerprint)
+                calibration.check(method.calibrated_as, self._model_id())
             elif method.calibrates_itself:
-                assert self._fingerprint is not None
-                calibration = store.find(method.calibrated_as, self._fingerprint)
+                calibration = store.find(method.calibrated_as, self._model_id())
             if calibration is None and method.needs_calibration:
                 raise ValueError(method.how_to_calibrate)
             with torch.no_grad():
                 self._codecs[made] = method.codecs(views, calibration)
         return self._codecs[made]
+
+    def _model_id(self) -> str:
+        """The fingerprint of the projections, taken when a calibration first asks for it."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.view.compressed)
+        return self._fingerprint
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [*args, *kwargs.values()]
