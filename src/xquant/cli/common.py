@@ -233,14 +233,13 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> No
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """A callback (done, total, what) that draws a bar on stderr, on a terminal only."""
+    console = Console(file=sys.stderr)  # the one of now: some measurements silence others' output
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(
-            file=sys.stderr
-        ),  # the one of now: some measurements silence others' output
+        console=console,
         transient=True,
         disable=not sys.stderr.isatty(),
     )
