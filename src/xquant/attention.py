@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import compat
 from .calibrate import store
 from .calibrate.artifact import Calibration, fingerprint
+from .kernels.newest import Newest
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView, ModelView, view_model
 
@@ -48,16 +49,7 @@ class ObservingCache:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and mask that layer ``index`` attends to, given the newest tokens' own."""
 
-    def attend(
-        self,
-        index: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor | None:
+    def attend(self, index: int, newest: Newest) -> Tensor | None:
         """The attention of layer ``index`` itself, ``[B, T, H, D]``; None to have it done by the model's
         own implementation on what `answer` gives."""
         return None
@@ -267,7 +259,8 @@ def _attention(like: str) -> Callable[..., Any]:
             if not _unusual(kwargs):
                 scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
                 softcap = kwargs.get("softcap") if like == "eager" else None
-                out = cache.attend(index, query, key, value, attention_mask, scaling, softcap)
+                newest = Newest(query, key, value, attention_mask, scaling, softcap)
+                out = cache.attend(index, newest)
                 if out is not None:
                     return out, None
             key, value, attention_mask = cache.answer(index, key, value, attention_mask)

@@ -16,6 +16,7 @@ from .convert import fill
 from .kernels.angles import AngleBook
 from .kernels.dispatch import choose
 from .kernels.folded import FoldedAttention
+from .kernels.newest import Newest
 from .kernels.packed import MOST_QUERIES, PackedAttention
 from .kernels.parts import PartedAttention
 from .kernels.rebuilt import RebuiltAttention
@@ -176,22 +177,14 @@ class KVCache(Cache, ObservingCache):
         key, value, _ = layer.read(key_states, value_states, None)
         return key, value
 
-    def attend(
-        self,
-        index: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor | None:
+    def attend(self, index: int, newest: Newest) -> Tensor | None:
         kernel = self._attentions.get(index)
-        if kernel is None or query.shape[2] > MOST_QUERIES or query.requires_grad:
+        queries = newest.query.shape[2]
+        if kernel is None or queries > MOST_QUERIES or newest.query.requires_grad:
             return None
-        if self.layers[index].get_seq_length() == query.shape[2]:
+        if self.layers[index].get_seq_length() == queries:
             return None  # nothing came before
-        return kernel.attend(query, key, value, mask, scaling, softcap)
+        return kernel.attend(newest)
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None

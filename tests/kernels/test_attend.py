@@ -15,6 +15,7 @@ from calibrated import calibration
 from models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels import folded, native
+from xquant.kernels.newest import Newest
 from xquant.methods import Seen
 
 PATHS = (*native.paths(), "folded")
@@ -176,7 +177,8 @@ def error(case: Case, cache: KVCache) -> float:
     scaling = case.head_size**-0.5
     for layer in cache.compressed:
         index = layer.codec.view.index
-        found = cache.attend(index, query, key, value, mask, scaling, case.softcap)
+        newest = Newest(query, key, value, mask, scaling, case.softcap)
+        found = cache.attend(index, newest)
         assert found is not None and found.dtype == case.dtype
         keys, values, seen = cache.answer(index, key, value, mask)
         want = exact(query, keys, values, seen, case.softcap)
@@ -309,7 +311,7 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
             assert error(case, cache) < TOLERANCE
         else:
             q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32)
-            assert cache.attend(0, q, k, k, None, 0.2, None) is None
+            assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is None
 
 
 @pytest.mark.parametrize("path", PATHS)

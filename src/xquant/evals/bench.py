@@ -18,6 +18,7 @@ from ..attention import attach
 from ..cache import KVCache
 from ..calibrate.artifact import Calibration, fingerprint
 from ..kernels import native
+from ..kernels.newest import Newest
 from ..methods import Method, Seen
 from ..methods.transform import Transform
 
@@ -128,10 +129,11 @@ class Compressed(Contender):
     def attend(self) -> None:
         query, key, value = self._newest
         scaling = query.shape[-1] ** -0.5
+        newest = Newest(query, key, value, None, scaling, None)
         for layer in self.cache.compressed:
             index = layer.codec.view.index
             layer.carry_up()
-            if self.cache.attend(index, query, key, value, None, scaling, None) is None:
+            if self.cache.attend(index, newest) is None:
                 keys, values, mask = self.cache.answer(index, key, value, None)
                 own = compat.attention_function("sdpa", layer.codec.view.module)
                 own(layer.codec.view.module, query, keys, values, mask, scaling=scaling)

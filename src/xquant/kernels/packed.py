@@ -9,13 +9,13 @@ from torch import Tensor
 from ..quant import Codebook, Ragged, Segment
 from . import native
 from .angles import AngleBook
+from .newest import Newest
 
 if TYPE_CHECKING:
     from ..layer import CompressedLayer
 
 MOST_QUERIES = 16
 """Queries at a time that the kernel answers; more are a prefill, which pays for rebuilding K and V once."""
-MASKED = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
 
 
 class PackedAttention:
@@ -90,28 +90,13 @@ class PackedAttention:
         self._kept += [lengths, table]
         call.lengths, call.table = lengths.data_ptr(), table.data_ptr()
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor | None:
-        """Attention of the newest tokens over the store, their own past and themselves.
-
-        Args:
-            query: ``[B, H, t, D]``, the newest tokens'.
-            key, value: their exact states ``[B, G, t, D]``.
-            mask: ``[B, 1, t, T]`` as the attention function got it, or None for causal.
-
-        Returns:
-            ``[B, t, H, D]``, or None where the reference must answer.
-        """
+    def attend(self, newest: Newest) -> Tensor | None:
+        """Attention of the newest tokens over the store, their own past and themselves: ``[B, t, H, D]``, or
+        None where the reference must answer."""
         layer, call = self._layer, self._call
+        query, key, value, mask, scaling, softcap = newest
         batch, heads, queries, size = query.shape
-        if mask is not None and (mask.dtype not in MASKED or mask.shape[1] != 1):
+        if not newest.masked_plainly:
             return None
         stream = layer.stream
         past = layer.get_seq_length() - queries
@@ -156,12 +141,12 @@ class PackedAttention:
             self._rows(kept, layer.sinks, layer.sinks.shape[1], angles and angles.sinks, 0)
             kept.column = layer.sink_at.data_ptr()
             count += 1
-        newest = call.exact[count]
-        newest.key, newest.value = key.data_ptr(), value.data_ptr()
-        newest.cos = newest.sin = newest.column = None
-        newest.batch_stride, newest.head_stride, newest.token_stride = key.stride()[:3]
-        newest.dtype, newest.count = native.DTYPES[key.dtype], queries
-        newest.start, newest.causal = past, 1
+        own = call.exact[count]
+        own.key, own.value = key.data_ptr(), value.data_ptr()
+        own.cos = own.sin = own.column = None
+        own.batch_stride, own.head_stride, own.token_stride = key.stride()[:3]
+        own.dtype, own.count = native.DTYPES[key.dtype], queries
+        own.start, own.causal = past, 1
         call.exact_count = count + 1
         call.threads = torch.get_num_threads()
         if self._function(ctypes.byref(call)):

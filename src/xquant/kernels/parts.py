@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.base import rotate
-from .packed import MASKED
+from .newest import Newest
 
 if TYPE_CHECKING:
     from ..layer import CompressedLayer
@@ -67,18 +67,11 @@ class PartedAttention(ABC):
         self._layer = layer
         self._version = -1
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-    ) -> Tensor | None:
+    def attend(self, newest: Newest) -> Tensor | None:
         """As `PackedAttention.attend`."""
-        if mask is not None and (mask.dtype not in MASKED or mask.shape[1] != 1):
+        if not newest.masked_plainly:
             return None
+        query, key, value, mask, scaling, softcap = newest
         if self._layer.stream.version != self._version:
             self._refresh()
         groups, queries = key.shape[1], query.shape[2]

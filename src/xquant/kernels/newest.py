@@ -1,0 +1,28 @@
+"""What a layer's attention is asked for: the tokens of this forward pass, and how scores are made."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MASKED = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Newest(NamedTuple):
+    """The newest ``t`` tokens at one layer, as the attention function gets them."""
+
+    query: Tensor
+    """``[B, H, t, D]``."""
+    key: Tensor
+    """Their exact states, rotated, as the values: ``[B, G, t, D]``."""
+    value: Tensor
+    mask: Tensor | None
+    """Over all tokens, bool or added to scores, ``[B, 1, t, T]``; None for causal."""
+    scaling: float
+    softcap: float | None
+
+    @property
+    def masked_plainly(self) -> bool:
+        """Whether the mask is one that kernels can read."""
+        mask = self.mask
+        return mask is None or (mask.dtype in MASKED and mask.shape[1] == 1)
