@@ -64,12 +64,10 @@ def test_blocks_leave_out_sinks_and_the_rest() -> None:
 @pytest.mark.parametrize("spec", ["tc-2bit", "tc-cl-2bit", "tc-cl-2bit:reach=1,basis=head"])
 def test_what_is_found_has_the_shapes_that_are_planned(family: str, spec: str) -> None:
     model, method = tiny(family), parse_method(spec)
-    views: Any = attach(model).view.compressed
-    found = calibrate_on(model, prompt(2, 40), method)
-    for position, view in enumerate(views):
-        planned: Any = method
-        shapes = {name: t.shape for name, t in planned.shapes(view, position).items()}
-        assert {name: t.shape for name, t in found.layer(position).items()} == shapes
+    planned: Any = method
+    shapes = planned.shapes(attach(model).view.compressed)
+    found = calibrate_on(model, prompt(2, 40), method).tensors
+    assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in shapes.items()}
 
 
 def test_heads_apart_do_not_mix() -> None:

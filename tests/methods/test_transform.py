@@ -1,5 +1,6 @@
 """Transform coding: bits that add up, states that come back, predictions that are the same on both ways."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 
 from calibrated import calibration, make_cache
 from models import prompt, tiny
-from xquant import KVCache, parse_method
+from xquant import KVCache, attach, parse_method
 from xquant.calibrate import store
 from xquant.calibrate.run import own_calibration
+from xquant.methods.transform import Transform
 
 
 def filled(model: Any, spec: str, tokens: int = 128, attend: str = "chunk") -> KVCache:
@@ -48,6 +50,32 @@ def test_more_bits_bring_states_back_better(name: str) -> None:
         errors.append(error)
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.1 * errors[0]
+
+
+def uneven(kv_heads: list[int]) -> Any:
+    """A model whose layers differ in their key/value heads."""
+    model = tiny("llama")
+    torch.manual_seed(0)
+    for index, (layer, heads) in enumerate(zip(model.model.layers, kv_heads, strict=True)):
+        config = copy.deepcopy(model.config)
+        config.num_key_value_heads = heads
+        layer.self_attn = type(layer.self_attn)(config, index)
+        for projection in layer.self_attn.children():
+            torch.nn.init.normal_(projection.weight, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("reach", [1, 2, 3])
+def test_layers_may_differ_in_their_heads(reach: int) -> None:
+    model = uneven([2, 4, 1, 1, 4])
+    full, cache = filled(model, "full"), filled(model, f"tc-cl-8bit:group=64,reach={reach}")
+    for layer, exact in zip(cache.compressed, full.compressed, strict=True):
+        for found, true in zip(layer.states(), exact.states(), strict=True):
+            assert (found - true).norm() < 0.1 * true.norm()
+    found, method = calibration(model, cache.method), cache.method
+    assert found is not None and isinstance(method, Transform)
+    shapes = method.shapes(attach(model).view.compressed)
+    assert {n: t.shape for n, t in found.tensors.items()} == {n: t.shape for n, t in shapes.items()}
 
 
 def test_sinks_are_exact() -> None:

@@ -157,13 +157,12 @@ def _outliers(segment: Segment, blocks: int, block: int, seen: int) -> float:
 
 def _calibration(method: Method, views: list[AttentionView]) -> Calibration | None:
     """What a calibration would hold, without the numbers; levels that are missing are uniform ones."""
-    tensors: dict[str, Tensor] = {}
     if isinstance(method, Transform):
-        for i, view in enumerate(views):
-            tensors |= {f"{i}.{name}": t for name, t in method.shapes(view, i).items()}
-        return Calibration(tensors, method.calibrated_as, model="", text="", version="")
+        shapes = method.shapes(views)
+        return Calibration(shapes, method.calibrated_as, model="", text="", version="")
     if not isinstance(method, KVQuant) or not method.needs_calibration:
         return None
+    tensors: dict[str, Tensor] = {}
     for i, view in enumerate(views):
         apart = 1 if method.has_matrix_thresholds else view.kv_width
         sizes = {"key.range": view.kv_width, "key.threshold": apart, "value.threshold": 1}

@@ -54,12 +54,10 @@ def random_calibration(model: Any, method: Transform) -> Calibration:
     No channel is worth more than another, so all have codes: the slowest that a budget can be.
     """
     views = attach(model).view.compressed
-    tensors = {}
-    for i, view in enumerate(views):
-        for name, found in method.shapes(view, i).items():
-            if found.is_meta:
-                found = torch.randn(found.shape) * found.shape[-1] ** -0.5
-            tensors[f"{i}.{name}"] = found
+    tensors = method.shapes(views)
+    for name, found in tensors.items():
+        if found.is_meta:
+            tensors[name] = torch.randn(found.shape) * found.shape[-1] ** -0.5
     made_for = method.calibrated_as, fingerprint(views)
     return Calibration(tensors, *made_for, text="random numbers", version=__version__)
 

@@ -103,18 +103,19 @@ class Transform(Method):
             )
         return allot(profiles, budget)
 
-    def shapes(self, view: AttentionView, position: int) -> Tensors:
-        """What a calibration finds of the compressed layer at ``position``, without the numbers: of the right
-        shapes, on no device, but for the spectrum, which is flat."""
-        width, count = 2 * view.kv_width, channels(view)
-        found = {"mean": (width,), "analysis": (count, width), "synthesis": (width, count)}
-        if below := min(position, self.layers_below):
-            found["predictor"] = (width, below * width)
-        flat = {
-            "usual": torch.zeros(count, dtype=torch.int16, device="cpu"),
-            "profile": torch.zeros(count, device="cpu"),
-        }
-        return flat | {name: torch.empty(size, device="meta") for name, size in found.items()}
+    def shapes(self, views: Sequence[AttentionView]) -> Tensors:
+        """What a calibration finds of the compressed layers, without the numbers: of the right shapes, on no
+        device, but for the spectrum, which is flat."""
+        tensors: Tensors = {}
+        for i, view in enumerate(views):
+            width, count = 2 * view.kv_width, channels(view)
+            found = {"mean": (width,), "analysis": (count, width), "synthesis": (width, count)}
+            if below := views[max(i - self.layers_below, 0) : i]:
+                found["predictor"] = (width, sum(2 * other.kv_width for other in below))
+            tensors |= {f"{i}.{n}": torch.empty(s, device="meta") for n, s in found.items()}
+            tensors[f"{i}.usual"] = torch.zeros(count, dtype=torch.int16, device="cpu")
+            tensors[f"{i}.profile"] = torch.zeros(count, device="cpu")
+        return tensors
 
     def codec(self, view: AttentionView, found: Tensors, counts: tuple[int, ...]) -> LayerCodec:
         """The codec of a layer from its calibrated tensors."""
@@ -143,16 +144,15 @@ class PredictedTransform(Transform):
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:
-        if len({view.kv_width for view in views}) > 1:
-            raise ValueError(
-                f"{self.spec}: the layers of this model differ in their key/value heads"
-            )
         codecs = super().codecs(views, calibration)
+        for i, codec in enumerate(codecs):
+            assert isinstance(codec, PredictedCodec)
+            codec.carried = sum(c.width for c in codecs[max(i + 1 - self.reach, 0) : i + 1])
         codecs[-1].feeds_above = False
         return codecs
 
     def codec(self, view: AttentionView, found: Tensors, counts: tuple[int, ...]) -> LayerCodec:
-        return PredictedCodec(view, found, self.group, counts, self.reach)
+        return PredictedCodec(view, found, self.group, counts)
 
 
 def channels(view: AttentionView) -> int:
@@ -206,20 +206,16 @@ class TransformCodec(Rematerialized, _ChannelCodec):
 
 class PredictedCodec(_ChannelCodec):
     """Carries its own rows and those of the layers below that the layer above is predicted from, side by
-    side: ``[B, T, W + W + ...]``. The lowest layer predicts from nothing."""
+    side: ``[B, T, W + W' + ...]``. The lowest layer predicts from nothing."""
 
     feeds_above = True
+    carried: int
+    """Their channels."""
 
     def __init__(
-        self,
-        view: AttentionView,
-        found: Tensors,
-        block: int,
-        counts: tuple[int, ...],
-        reach: int,
+        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
     ) -> None:
         super().__init__(view, found, block, counts)
-        self.reach = reach
         self.predictor: Tensor | None = None  # [W, sum of the widths below]
         if "predictor" in found:
             self.reads_below = True
@@ -236,9 +232,10 @@ class PredictedCodec(_ChannelCodec):
 
     def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
         own = by_block(rows, self.synthesis, self.block).add_(self.expected(below))
-        if below is None or self.reach == 1:
+        if self.carried == self.width:
             return own
-        return torch.cat([own, below], -1)[..., : self.reach * self.width]
+        assert below is not None
+        return torch.cat([own, below], -1)[..., : self.carried]
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.exact(recalled[..., : self.width])
