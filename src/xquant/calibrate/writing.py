@@ -12,8 +12,9 @@ from .. import compat
 GENERATED = "generated"
 """What an artifact calls such a text."""
 TOKENS_AT_ONCE = 16384
-TOP_P = 0.95
-"""Probability that is sampled from: a small model that takes a word out of the rest does not find back."""
+LEAST = 1e-4
+"""Probability below which no word is taken: a small model that takes one out of the rest does not find back.
+Taking the likeliest that make 95% (`top_p`) sets as much aside, but sorts the vocabulary for every word."""
 OPENINGS = (
     "The history of the town goes back to",
     "In a study published last year, researchers",
@@ -105,7 +106,8 @@ def _continued(model: Any, openings: list[list[int]], context: int) -> list[Tens
         do_sample=True,
         temperature=1.0,
         top_k=0,
-        top_p=TOP_P,
+        top_p=1.0,
+        epsilon_cutoff=LEAST,
         repetition_penalty=1.0,
         pad_token_id=0,
     )
