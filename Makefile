@@ -36,8 +36,10 @@ demo: $(STAMP)
 	mkdir -p $(DEMO)
 	$(BIN)/xquant calibrate smollm2 --method kvquant-3bit-1% --context 384 --windows 6 \
 		--output $(DEMO)/kvquant.safetensors
-	$(BIN)/xquant compare smollm2 --context 1024 --windows 2 \
-		--calibration $(DEMO)/kvquant.safetensors --output $(DEMO)
+	$(BIN)/xquant calibrate smollm2 --method tc-cl-2bit --context 256 --windows 16 \
+		--output $(DEMO)/tc-cl.safetensors
+	$(BIN)/xquant compare smollm2 --context 1024 --windows 2 --calibration $(DEMO)/kvquant.safetensors \
+		--calibration $(DEMO)/tc-cl.safetensors --output $(DEMO)
 	$(BIN)/xquant generate smollm2 --method xquant-4bit --chat \
 		--prompt 'Write a long story about a lighthouse keeper and a storm.' --max-new-tokens 300
 	@echo 'The page: $(DEMO)/report.html'

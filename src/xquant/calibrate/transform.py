@@ -15,6 +15,7 @@ from ..models import AttentionView
 from ..quant import Plain
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import Ranked, allot, side_nbytes, steps_of
+from ..threads import one_thread
 from .calibrator import Rows, Stage
 
 if TYPE_CHECKING:
@@ -140,10 +141,13 @@ def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     x, y = (below - low).double(), (rows - high).double()
     products = x.T @ x
     products.diagonal().add_(PREDICTION_RIDGE * products.diagonal().mean().clamp(min=1e-30))
-    predictor = torch.linalg.solve(products, x.T @ y).T.half().float()
+    known = x.T @ y
+    with one_thread():
+        predictor = torch.linalg.solve(products, known).T.half().float()
     return predictor, high - predictor @ low
 
 
+@one_thread()
 def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The basis ``[C, W]`` in which states are uncorrelated and an error in any channel costs the same, and
     its inverse ``[W, C]``; the ``count`` channels of largest variance.

@@ -1,5 +1,4 @@
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -11,20 +10,10 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..quant.quantizer import tiled
+from ..threads import one_thread
 from .base import LayerCodec, QuantizedMethod, Seen, by_block
 
 FORMS = ("auto", "mha", "gqa")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """LAPACK's small factorizations crawl when two threads share busy cores (measured: 70 times)."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def is_mha(form: str, view: AttentionView) -> bool:
