@@ -103,9 +103,39 @@ class Sum(Structure):
     ]
 
 
+class Ranks(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scale", "gain")),
+        *((name, c_void_p) for name in ("usual", "sizes", "levels", "reach")),
+        ("counts", c_int32 * 8),
+        *((name, c_int32) for name in ("block", "channels")),
+    ]
+
+
+class RankedScores(Structure):
+    _fields_ = [
+        ("key", Ranks),
+        *((name, c_void_p) for name in ("table", "weights", "unit", "mean")),
+        *((name, c_void_p) for name in ("cos", "sin", "query", "scores")),
+        *((name, c_int64) for name in ("table_stride", "angle_batch", "angle_token")),
+        *((name, c_int32) for name in ("batch", "columns", "kv_heads", "width")),
+        *((name, c_int32) for name in ("rows", "turned", "threads", "unused")),
+    ]
+
+
+class RankedSum(Structure):
+    _fields_ = [
+        ("value", Ranks),
+        *((name, c_void_p) for name in ("table", "weights", "out")),
+        ("table_stride", c_int64),
+        *((name, c_int32) for name in ("batch", "columns", "rows", "threads")),
+    ]
+
+
 CALLS = {
     **{"attend": Attend, "rebuild": Rebuild, "sum": Sum},
     **{"seal": Blocks, "decode": Blocks, "rank": Ranked, "ranked": Ranked},
+    **{"ranked_scores": RankedScores, "ranked_sum": RankedSum},
 }
 """The functions of an instruction set, and what each is called with."""
 

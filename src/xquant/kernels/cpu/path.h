@@ -6,6 +6,7 @@
 #include "seal.h"
 #include "decode.h"
 #include "ranked.h"
+#include "ranked_attend.h"
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
@@ -58,4 +59,12 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rank_, PATH)(co
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_, PATH)(const xq_ranked* call) {
     return each_ranked(*call, &RankedBlock::decode);
+}
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_scores_, PATH)(const xq_ranked_scores* call) {
+    return score_ranked(*call);
+}
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_sum_, PATH)(const xq_ranked_sum* call) {
+    return sum_ranked(*call);
 }
