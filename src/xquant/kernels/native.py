@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +15,7 @@ PATHS = {"avx512": 2, "avx2": 1}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 _FILE = "libxquant_kernels.so"
+_FOUND_NAN = 1  # as in cpu/packing.h
 
 
 class Side(Structure):
@@ -69,10 +70,8 @@ class Blocks(Structure):
 
 class Ranked(Structure):
     _fields_ = [
-        *(
-            (name, c_void_p)
-            for name in ("rows", "scale", "gain", "codes", "usual", "sizes", "levels")
-        ),
+        *((name, c_void_p) for name in ("rows", "hidden", "scale", "gain", "codes", "usual")),
+        *((name, c_void_p) for name in ("sizes", "levels", "borders")),
         *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
         ("counts", c_int32 * 8),
         *(
@@ -171,6 +170,22 @@ def paths() -> tuple[str, ...]:
     native = library()
     supported = 0 if native is None else native.xq_paths()
     return tuple(path for path, bit in PATHS.items() if supported & bit)
+
+
+def pack_or_unpack(function: str, call: Structure) -> None:
+    """Call ``xq_<function>``, which works on blocks.
+
+    Raises:
+        ValueError: there was NaN.
+        MemoryError: not enough memory.
+    """
+    found = library()
+    assert found is not None
+    failed = getattr(found, f"xq_{function}")(byref(call))
+    if failed == _FOUND_NAN:
+        raise ValueError("NaN cannot be quantized")
+    if failed:
+        raise MemoryError("not enough memory to pack or unpack blocks")
 
 
 def turn_table(cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@
 #include "seal.h"
 #include "decode.h"
 #include "ranked.h"
+#include "ranked_seal.h"
 #include "ranked_attend.h"
 
 #define XQ_JOIN2(a, b) a##b
@@ -54,11 +55,11 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_decode_, PATH)(
 }
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rank_, PATH)(const xq_ranked* call) {
-    return each_ranked(*call, &RankedBlock::encode);
+    return seal_ranked(*call);
 }
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_, PATH)(const xq_ranked* call) {
-    return each_ranked(*call, &RankedBlock::decode);
+    return decode_ranked(*call);
 }
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_scores_, PATH)(const xq_ranked_scores* call) {

@@ -71,14 +71,16 @@ typedef struct {
     float zero_shift, scale_share;  // eta * (2^bits - 1) and 1 - 2 eta; decoding does not read them
 } xq_blocks;
 
-// Blocks of ranked codes, to be sealed or decoded (docs/format.md, ranked.h).
+// Blocks of ranked codes, to be sealed or decoded (docs/format.md, ranked_seal.h, ranked.h).
 typedef struct {
-    void *rows;                          // [N, n, C], contiguous in C; sealing: divided by their gains
-    const uint8_t *scale, *gain;         // [N, ceil(C / 2)], [N, ceil(n / 2)]; sealing reads no gains
-    uint8_t *codes;                      // [N, code_bytes]
-    const int16_t *usual;                // [C]
-    const float *sizes;                  // of 0 steps; those of -400 to 400 around it
-    const float *levels;  // of 1 bit, of 2 bits, ... of 8 bits, one after the other; sealing: the edges between
+    void *rows;             // [N, n, C], contiguous in C; sealing: fp32
+    const uint8_t *hidden;  // bools [N, n]: tokens that do not count in scales, null: none; only for sealing
+    uint8_t *scale, *gain;  // [N, ceil(C / 2)], [N, ceil(n / 2)]
+    uint8_t *codes;         // [N, code_bytes]
+    const int16_t *usual;   // [C]
+    const float *sizes;     // of 0 steps; those of -400 to 400 around it
+    const float *levels;    // of 1 bit, of 2 bits, ... of 8 bits, one after the other; sealing: the edges between
+    const float *borders;   // [400] between the variances of -200, -199, ... steps; only for sealing
     int64_t block_stride, token_stride;  // of rows, in elements
     int64_t code_bytes;
     int32_t counts[8];                   // channels with 1, 2, ... 8 bits
