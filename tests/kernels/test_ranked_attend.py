@@ -12,7 +12,11 @@ from calibrated import calibration
 from models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels import native
-from xquant.kernels.ranked_products import RankedSum, zipped
+from xquant.kernels.ranked_products import RankedKeys, RankedSum, zipped
+from xquant.methods.transform import TransformCodec
+from xquant.models.base import rotate
+from xquant.quant import Ragged
+from xquant.quant.ranked import Ranked
 
 PATHS = native.paths()
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
@@ -92,6 +96,31 @@ def test_any_number_of_threads_finds_the_same_scores(path: str) -> None:
         torch.set_num_threads(count)
         assert error(case, filled(case)) < TOLERANCE
     torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_at_their_limit_do_not_overflow(path: str) -> None:
+    cache = filled(Case("tc-8bit:group=32", path=path, kv_heads=3, group_heads=4))
+    layer = cache.compressed[0]
+    codec, stream = layer.codec, layer.stream
+    assert isinstance(codec, TransformCodec) and stream.table is not None
+    codec.key_weight.fill_(0.5)
+    codec.prepared.clear()
+    (quantizer,) = (s.quantizer for s in codec.segments)
+    assert isinstance(quantizer, Ranked) and sum(quantizer.counts) > 64
+    quantizer.usual.zero_()
+    for name in ("codes", "scale"):  # the highest levels of channels that are alike
+        fields = stream.pool[0][name]
+        assert not isinstance(fields, Ragged)
+        for slab in fields.slabs:
+            slab.fill_(255)
+    query = torch.randn(1, 3, 4, 32, generator=torch.Generator().manual_seed(0))
+    found = RankedKeys(layer, path).scores(query, stream.table, torch.arange(stream.tokens))
+    states = stream.read_blocks(torch.float32, stream.table).flatten(1, 2)
+    keys = codec.keys(states).unflatten(-1, (3, -1))
+    cos, sin = (t[:, : stream.tokens] for t in cache.index.rope(keys))
+    expected = query @ rotate(keys, cos, sin).permute(0, 2, 3, 1)
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
 
 
 def test_zipping_two_rows_by_128_bits_pairs_their_channels_in_order() -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..methods import LayerCodec
 from ..methods.transform import TransformCodec
-from ..methods.xquant import Rematerialized
 from ..quant.ranked import WIDEST, normal_levels, size_table
 from . import native
 from .products import Blocks, at_columns
@@ -22,12 +22,10 @@ RUN = 32
 """Channels of a head whose weights are zipped with those of another state at a time."""
 
 
-def unfit(codec: Rematerialized, block: int) -> str:
+def unfit(codec: LayerCodec, block: int) -> str:
     """Why the library cannot attend on the ranked codes of a layer; empty where it can."""
     if codec.view.device.type != "cpu":
         return f"the layer is on {codec.view.device.type}"
-    if not isinstance(codec, TransformCodec):
-        return "keys are not the states times a matrix, plus a constant"
     return f"blocks of {block}: no multiple of 8" if block % 8 else ""
 
 
