@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from xquant import parse_method
 from xquant.evals.bench import Compressed, shaped_model
 from xquant.evals.results import stamp, write_json
+from xquant.kernels.newest import Newest
 from xquant.models.base import linear
 
 SHAPE = "llama-3.1-8b"
@@ -90,7 +91,8 @@ def top_layer(contender: Compressed) -> float:
         start = time.perf_counter()
         layer.carry_up()
         index = layer.codec.view.index
-        out = contender.cache.attend(index, query, key, value, None, query.shape[-1] ** -0.5, None)
+        newest = Newest(query, key, value, None, query.shape[-1] ** -0.5, None)
+        out = contender.cache.attend(index, newest)
         assert out is not None
         taken = time.perf_counter() - start
     contender.cache.finish()

@@ -22,5 +22,5 @@ def calibration(model: Any, method: str | Method) -> Calibration | None:
     return _MADE[key]
 
 
-def make_cache(model: Any, spec: str, attend: str = "chunk") -> KVCache:
-    return KVCache(model, spec, attend, calibration(model, spec))
+def make_cache(model: Any, spec: str, attend: str = "chunk", kernel: str = "auto") -> KVCache:
+    return KVCache(model, spec, attend, calibration(model, spec), kernel)

@@ -1,25 +1,20 @@
 """The kernels against exact attention over what the store decodes to."""
 
 import copy
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from calibrated import calibration
+from attending import TOLERANCE, Case, error, filled
 from models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels import folded, native
 from xquant.kernels.newest import Newest
-from xquant.methods import Seen
 
 PATHS = (*native.paths(), "folded")
-TOLERANCE = 1e-3
 
 PER_BITS = [
     f"kivi-{bits}bit:group={group}{rope}"
@@ -60,6 +55,11 @@ REBUILT = [
     "xquant-1bit:group=128,rotate=true",
     "xquant-2bit:group=32,form=mha",
     "xquant-8bit:group=32,form=mha,rotate=true,sink=1",
+    "tc-2bit:group=32",
+    "tc-0.5bit:group=128,sink=0",
+    "tc-8bit:group=64,sink=3,tail=40",
+    "tc-3.5bit:group=40,basis=head",
+    "tc-1bit:group=8,metric=identity",
 ]
 
 # Their keys are rebuilt by torch.
@@ -76,115 +76,6 @@ REBUILT_BY_TORCH = [
 def outliers(spec: str) -> bool:
     """Whether some are stored apart, which the folded kernel leaves to the reference."""
     return spec.startswith("kvquant")
-
-
-@dataclass
-class Case:
-    spec: str
-    head_size: int = 32
-    kv_heads: int = 2
-    group_heads: int = 2
-    batch: int = 1
-    queries: int = 1
-    tokens: int = 150
-    path: str = PATHS[0]
-    dtype: torch.dtype = torch.float32
-    softcap: float | None = None
-    mask: str = "none"
-    seed: int = 0
-
-
-def filled(case: Case) -> KVCache:
-    """A cache with random states, appended in uneven pieces."""
-    heads = case.kv_heads * case.group_heads
-    model = tiny(
-        "llama",
-        num_hidden_layers=4,
-        num_attention_heads=heads,
-        num_key_value_heads=case.kv_heads,
-        head_dim=case.head_size,
-        hidden_size=8 * heads,
-    ).to(case.dtype)
-    cache = KVCache(model, case.spec, calibration=calibration(model, case.spec), kernel=case.path)
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype)
-
-    real = torch.ones(case.batch, case.tokens, dtype=torch.bool)
-    if case.mask != "none":
-        padding = torch.randint(0, case.tokens // 2, (case.batch, 1), generator=generator)
-        real = torch.arange(case.tokens) >= padding
-    positions = (real.cumsum(1) - 1).clamp(min=0)
-    cuts = [0, case.tokens // 3, case.tokens - case.queries, case.tokens]
-    for start, stop in pairwise(cuts):
-        cache.index.append(positions[:, start:stop], real[:, start:stop])
-        for layer in cache.compressed:
-            count = stop - start
-            key = random(case.batch, case.kv_heads, count, case.head_size)
-            # Some channels are much larger than others, and off centre, as keys are.
-            wide, middle = (
-                torch.linspace(0.3, 2, case.head_size),
-                torch.linspace(-1, 1, case.head_size),
-            )
-            key = key * wide + middle
-            key = key.to(case.dtype)
-            value = random(case.batch, case.kv_heads, count, case.head_size)
-            x = random(case.batch, count, 8 * case.kv_heads * case.group_heads)
-            layer.append(Seen(x, x, key.transpose(1, 2).flatten(2), key, value))
-    return cache
-
-
-def mask_for(case: Case, cache: KVCache) -> Tensor | None:
-    if case.mask == "none":
-        return None
-    tokens, queries = cache.index.length, case.queries
-    causal = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
-    seen = cache.index.real[:, None, None] & causal
-    if case.mask == "bool":
-        return seen
-    return torch.zeros(seen.shape, dtype=case.dtype).masked_fill(~seen, torch.finfo(case.dtype).min)
-
-
-def exact(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
-) -> Tensor:
-    """Attention in fp64: ``[B, t, H, D]``."""
-    repeats, queries, tokens = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
-    key, value = (t.double().repeat_interleave(repeats, 1) for t in (key, value))
-    scores = query.double() @ key.mT * query.shape[-1] ** -0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is None:
-        mask = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
-    if mask.dtype != torch.bool:
-        mask = mask == 0
-    scores = scores.masked_fill(~mask, -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0) @ value).transpose(1, 2)
-
-
-def error(case: Case, cache: KVCache) -> float:
-    """The largest relative error of a layer's attention."""
-    generator = torch.Generator().manual_seed(case.seed + 1)
-    shape = (case.batch, case.kv_heads * case.group_heads, case.queries, case.head_size)
-    wide = torch.randn((*shape[:3], case.head_size + 3), generator=generator).to(case.dtype)
-    query = wide[..., 3:]  # neither contiguous nor aligned
-    new = torch.randn(
-        2, case.batch, case.queries, case.kv_heads, case.head_size, generator=generator
-    )
-    key, value = new.to(case.dtype).transpose(2, 3)
-    mask, worst = mask_for(case, cache), 0.0
-    scaling = case.head_size**-0.5
-    for layer in cache.compressed:
-        index = layer.codec.view.index
-        newest = Newest(query, key, value, mask, scaling, case.softcap)
-        found = cache.attend(index, newest)
-        assert found is not None and found.dtype == case.dtype
-        keys, values, seen = cache.answer(index, key, value, mask)
-        want = exact(query, keys, values, seen, case.softcap)
-        worst = max(worst, float((found.double() - want).norm() / want.norm()))
-    cache.finish()
-    return worst
 
 
 @pytest.mark.parametrize("path", PATHS)

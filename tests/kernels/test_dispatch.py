@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from calibrated import make_cache
 from models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels import native
@@ -51,6 +52,17 @@ def test_plain_torch_reads_what_the_native_kernels_do_not(
 ) -> None:
     cache = KVCache(tiny("llama", **model), spec)
     assert cache.report().kernel.startswith("folded") and why in cache.report().kernel
+
+
+@needs_native
+def test_ranked_codes_are_read_natively_in_blocks_of_any_size() -> None:
+    model = tiny("llama", head_dim=24, hidden_size=128)
+    for spec in ("tc-2bit", "tc-2bit:group=8", "tc-3bit:group=40,basis=head"):
+        assert make_cache(model, spec).report().kernel == native.paths()[0]
+    cache = make_cache(model, "tc-2bit:group=32", kernel="folded")
+    assert cache.report().kernel == "folded (asked for)"
+    kernel = make_cache(model, "tc-cl-2bit:group=32").report().kernel
+    assert kernel == "reference (keys and values are rebuilt from other states)"
 
 
 def test_small_blocks_are_folded_only_when_asked_for() -> None:

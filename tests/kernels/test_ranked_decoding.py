@@ -12,6 +12,7 @@ from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 
 PATHS = native.paths()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
 
 
@@ -23,6 +24,11 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
     channels, tokens = draw(st.integers(1, 70)), draw(st.sampled_from([1, 7, 8, 16, 128]))
     size = 10 ** (draw(st.integers(0, 8)) * torch.rand(channels, generator=generator) - 4)
     x = torch.randn(draw(st.integers(1, 4)), tokens, channels, generator=generator) * size
+    x = x * draw(st.sampled_from([1.0, 0.0, 1e-25, 1e30]))
+    x[:, : tokens // 3] *= draw(st.sampled_from([1.0, 0.0, 1e4]))
+    x = x.to(draw(st.sampled_from(DTYPES)))
+    if draw(st.booleans()):
+        x = torch.cat([x, x], -1)[..., :channels]
     usual = steps_of(size.square()).to(torch.int16)
     counts = allot([size.square().sort(descending=True).values], draw(st.integers(0, 8 * channels)))
     quantizer = Ranked(usual, counts[0])
@@ -33,10 +39,22 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
     assert sealed.keys() == packed.keys()
     assert all(torch.equal(dense(sealed, name), dense(packed, name)) for name in packed)
     left, right = draw(st.sampled_from([(0, 0), (3, 0), (0, 16), (5, 40)]))
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    dtype = draw(st.sampled_from(DTYPES))
     rows = torch.full((len(x), tokens, left + channels + right), 7.0, dtype=dtype)
     expected = rows.clone()
     columns = slice(left, left + channels)
     quantizer.decode(packed, expected[..., columns])
     sealing.decode(quantizer, packed, rows[..., columns], path)
     assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("place", [(0, 0, 0), (2, 5, 40), (1, 63, 69)])
+def test_nan_raises_in_any_token(path: str, place: tuple[int, int, int]) -> None:
+    x = torch.randn(3, 64, 70, generator=torch.Generator().manual_seed(0))
+    x[place] = torch.nan
+    quantizer = Ranked(torch.zeros(70, dtype=torch.int16), (10, 20, 0, 0, 10, 0, 0, 0))
+    for excluded in (None, torch.arange(64).expand(3, -1) < 10):
+        for given_path in (path, None):
+            with pytest.raises(ValueError, match="NaN cannot be quantized"):
+                sealing.encode(quantizer, x, excluded, given_path)

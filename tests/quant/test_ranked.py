@@ -78,6 +78,16 @@ def test_layers_that_matter_more_get_more() -> None:
     assert sum(bits) == 9 and bits[1] > bits[0]
 
 
+def test_steps_are_thirds_of_an_octave_of_the_root_of_a_variance() -> None:
+    octaves = torch.arange(-63, 64)
+    for dtype in (torch.float32, torch.float64):
+        variances = 4.0 ** octaves.to(dtype)
+        assert torch.equal(steps_of(variances), 3 * octaves.int())
+        # A third of an octave up, and almost half of one step either way.
+        for factor, step in ((2 ** (2 / 3), 1), (2**0.333, 0), (2**-0.333, 0), (2**0.334, 1)):
+            assert torch.equal(steps_of(variances * factor), 3 * octaves.int() + step)
+
+
 @settings(deadline=None)
 @given(cases())
 def test_a_block_takes_the_bytes_of_the_formula(case: tuple[Ranked, torch.Tensor]) -> None:

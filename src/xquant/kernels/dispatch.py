@@ -7,7 +7,8 @@ from ..methods.key_value import KeyValueCodec
 from ..methods.xquant import Rematerialized
 from ..quant import Affine, Codebook
 from ..quant.quantizer import Segment
-from . import KERNELS, native, products
+from ..quant.ranked import Ranked
+from . import KERNELS, native, products, ranked_products
 
 LEAST_BLOCK = 32
 """Tokens of a block from which on the folded kernel was measured to be faster than the reference."""
@@ -79,7 +80,8 @@ def _unfit_folded(codec: LayerCodec) -> str:
 def _unfit_packed(codec: LayerCodec, block: int) -> str:
     """Why the native kernels cannot read a layer of packed keys and values; empty where they can."""
     if isinstance(codec, Rematerialized):
-        return products.unfit(codec, block)
+        ranked = isinstance(codec.segments[0].quantizer, Ranked)
+        return (ranked_products if ranked else products).unfit(codec, block)
     if codec.view.device.type != "cpu":
         return f"the layer is on {codec.view.device.type}"
     if codec.view.dtype not in native.DTYPES:

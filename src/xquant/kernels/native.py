@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +15,7 @@ PATHS = {"avx512": 2, "avx2": 1}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 _FILE = "libxquant_kernels.so"
+_FOUND_NAN = 1  # as in cpu/packing.h
 
 
 class Side(Structure):
@@ -69,10 +70,8 @@ class Blocks(Structure):
 
 class Ranked(Structure):
     _fields_ = [
-        *(
-            (name, c_void_p)
-            for name in ("rows", "scale", "gain", "codes", "usual", "sizes", "levels")
-        ),
+        *((name, c_void_p) for name in ("rows", "hidden", "scale", "gain", "codes", "usual")),
+        *((name, c_void_p) for name in ("sizes", "levels", "borders")),
         *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
         ("counts", c_int32 * 8),
         *(
@@ -103,9 +102,39 @@ class Sum(Structure):
     ]
 
 
+class Ranks(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scale", "gain")),
+        *((name, c_void_p) for name in ("usual", "sizes", "levels", "reach")),
+        ("counts", c_int32 * 8),
+        *((name, c_int32) for name in ("block", "channels")),
+    ]
+
+
+class RankedScores(Structure):
+    _fields_ = [
+        ("key", Ranks),
+        *((name, c_void_p) for name in ("table", "weights", "unit", "mean")),
+        *((name, c_void_p) for name in ("cos", "sin", "query", "scores")),
+        *((name, c_int64) for name in ("table_stride", "angle_batch", "angle_token")),
+        *((name, c_int32) for name in ("batch", "columns", "kv_heads", "width")),
+        *((name, c_int32) for name in ("rows", "turned", "threads", "unused")),
+    ]
+
+
+class RankedSum(Structure):
+    _fields_ = [
+        ("value", Ranks),
+        *((name, c_void_p) for name in ("table", "weights", "out")),
+        ("table_stride", c_int64),
+        *((name, c_int32) for name in ("batch", "columns", "rows", "threads")),
+    ]
+
+
 CALLS = {
     **{"attend": Attend, "rebuild": Rebuild, "sum": Sum},
     **{"seal": Blocks, "decode": Blocks, "rank": Ranked, "ranked": Ranked},
+    **{"ranked_scores": RankedScores, "ranked_sum": RankedSum},
 }
 """The functions of an instruction set, and what each is called with."""
 
@@ -141,6 +170,22 @@ def paths() -> tuple[str, ...]:
     native = library()
     supported = 0 if native is None else native.xq_paths()
     return tuple(path for path, bit in PATHS.items() if supported & bit)
+
+
+def pack_or_unpack(function: str, call: Structure) -> None:
+    """Call ``xq_<function>``, which works on blocks.
+
+    Raises:
+        ValueError: there was NaN.
+        MemoryError: not enough memory.
+    """
+    found = library()
+    assert found is not None
+    failed = getattr(found, f"xq_{function}")(byref(call))
+    if failed == _FOUND_NAN:
+        raise ValueError("NaN cannot be quantized")
+    if failed:
+        raise MemoryError("not enough memory to pack or unpack blocks")
 
 
 def turn_table(cos: Tensor, sin: Tensor) -> Tensor:

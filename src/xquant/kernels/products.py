@@ -72,6 +72,7 @@ class KeyProduct:
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
         library = native.library()
         assert library is not None and isinstance(layer.codec, Rematerialized)
+        self._layer = layer
         self._function = getattr(library, f"xq_rebuild_{path}")
         self._call = call = native.Rebuild()
         self._blocks = Blocks(layer.stream, 0, call.key)
@@ -108,10 +109,11 @@ class KeyProduct:
         unit = weight.abs().amax(1).clamp(min=1e-30) / 32767
         return [arranged((weight / unit[:, None]).round().short(), group), unit, column, totals]
 
-    def scores(self, query: Tensor, table: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
         """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
-        ``table`` ``[B, c]``, turned by ``cos`` and ``sin`` ``[B, D/2, c * n]`` (fp32)."""
+        ``table`` ``[B, c]``, whose tokens are in ``columns`` ``[c * n]``."""
         self._blocks.refresh()
+        cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
         call = self._call
         query = query.contiguous()
         batch, heads, rows, _ = query.shape
@@ -167,3 +169,11 @@ class ValueSum:
         if self._function(ctypes.byref(call)):
             raise MemoryError("not enough memory to sum values")
         return out
+
+
+def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """What stands in these columns along ``dim``, a view where they follow each other."""
+    first, count = int(columns[0]), len(columns)
+    if bool((columns.diff() == 1).all()):
+        return rows.narrow(dim, first, count)
+    return rows.index_select(dim, columns)

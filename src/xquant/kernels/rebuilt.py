@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ..methods.xquant import Rematerialized
 from ..models.base import rotate
+from ..quant.ranked import Ranked
 from .parts import Part, PartedAttention, Running, by_block
-from .products import KeyProduct, ValueSum
+from .products import KeyProduct, ValueSum, at_columns
+from .ranked_products import RankedKeys, RankedSum
 
 if TYPE_CHECKING:
     from ..layer import CompressedLayer
@@ -32,11 +34,17 @@ class RebuiltAttention(PartedAttention):
         super().__init__(layer)
         assert isinstance(layer.codec, Rematerialized)
         self._codec = layer.codec
-        self._product = self._sum = None
-        if path != "folded":
-            self._product = KeyProduct(layer, path)
-            if ValueSum.fits(layer.codec.segments[-1], layer.stream.block):
-                self._sum = ValueSum(layer, path)
+        self._product: KeyProduct | RankedKeys | None = None
+        self._sum: ValueSum | RankedSum | None = None
+        last = layer.codec.segments[-1]
+        if path == "folded":
+            return
+        if isinstance(last.quantizer, Ranked):
+            self._product, self._sum = RankedKeys(layer, path), RankedSum(layer, path)
+            return
+        self._product = KeyProduct(layer, path)
+        if ValueSum.fits(last, layer.stream.block):
+            self._sum = ValueSum(layer, path)
 
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
         layer, codec, stream = self._layer, self._codec, self._layer.stream
@@ -49,8 +57,7 @@ class RebuiltAttention(PartedAttention):
         step = max(tokens // (len(key) * stream.block), 1)
         for table, columns, part in self._blocks(left, bias, limit, step):
             if self._product is not None:
-                cos, sin = (at_columns(t, columns, 2) for t in layer.index.rope_by_channel())
-                scores = self._product.scores(left[:, 0], table, cos, sin)[:, None]
+                scores = self._product.scores(left[:, 0], table, columns)[:, None]
                 yield scores, by_block(part, 1), partial(self._weigh_blocks, table=table)
                 continue
             if recalled is None:
@@ -85,11 +92,3 @@ class RebuiltAttention(PartedAttention):
         if bias is not None:
             sums += coded.total * bias.view(view.kv_heads, 1, -1)
         return sums
-
-
-def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
-    """What stands in these columns along ``dim``, a view where they follow each other."""
-    first, count = int(columns[0]), len(columns)
-    if bool((columns.diff() == 1).all()):
-        return rows.narrow(dim, first, count)
-    return rows.index_select(dim, columns)

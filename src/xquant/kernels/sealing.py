@@ -1,12 +1,11 @@
-"""Quantizers by the native library, where it can: affine codes on the CPU, packed and unpacked in one go, and
-ranked codes, whose scales and gains torch finds.
+"""Quantizers by the native library, where it can: on the CPU, packed and unpacked in one go.
 
 The result is that of the quantizer in torch, bit for bit, but for the sign of a zero, which torch leaves to
 the order in which it looks for the lowest.
 """
 
-import ctypes
-from typing import TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +13,13 @@ from torch import Tensor
 from ..quant import Affine, Packed, Quantizer
 from ..quant.pack import packed_rows
 from ..quant.quantizer import dense
-from ..quant.ranked import Ranked, edge_table, level_table, size_table
-from . import native
+from ..quant.ranked import Ranked
+from . import native, ranked_sealing
+
+_Encode = Callable[[str, Any, Tensor, Tensor | None], Packed]
+_Decode = Callable[[str, Any, Packed, Tensor], None]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-CACHED = 2**18
-"""Elements of the rows that are in the works at a time."""
-_FOUND_NAN = 1  # as in cpu/packing.h
 
 
 def instruction_set(kernel: str) -> str | None:
@@ -37,43 +36,38 @@ def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str |
     Raises:
         ValueError: ``x`` holds NaN in a token that sets a range.
     """
-    if path is not None and type(quantizer) is Ranked and _within_reach(x):
-        return _encode_ranked(path, quantizer, x, excluded)
-    if path is None or not _fits(quantizer, x):
+    own = _OWN.get(type(quantizer)) if path is not None and _within_reach(x) else None
+    if own is None:
         return quantizer.encode(x, excluded)
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    codes_shape, ranges_shape = _shapes(quantizer, *x.shape[1:])
-    codes = torch.empty(len(x), *codes_shape, dtype=torch.uint8)
-    scale, zero = (torch.empty(len(x), *ranges_shape, dtype=torch.float16) for _ in range(2))
-    packed: Packed = {"codes": codes, "scale": scale, "zero": zero}
-    if excluded is not None:
-        excluded = excluded.contiguous()
-    _call("seal", path, quantizer, x, packed, excluded)
-    return packed
+    assert path is not None
+    rows = x if x.stride(-1) == 1 else x.contiguous()
+    return own[0](path, quantizer, rows, None if excluded is None else excluded.contiguous())
 
 
 def decode(quantizer: Quantizer, packed: Packed, out: Tensor, path: str | None) -> None:
     """`Quantizer.decode` into ``out`` ``[N, n, C]``, which may be some columns of a tensor."""
-    if (
-        path is not None
-        and type(quantizer) is Ranked
-        and _within_reach(out)
-        and out.stride(-1) == 1
-    ):
-        return _decode_ranked(path, quantizer, packed, out)
-    if path is None or not _fits(quantizer, out) or out.stride(-1) != 1:
+    own = _OWN.get(type(quantizer)) if path is not None and _within_reach(out) else None
+    if own is None or out.stride(-1) != 1:
         return quantizer.decode(packed, out)
-    fields = {name: dense(packed, name) for name in ("codes", "scale", "zero")}
-    _call("decode", path, quantizer, out, {n: t.contiguous() for n, t in fields.items()}, None)
-
-
-def _fits(quantizer: Quantizer, rows: Tensor) -> TypeGuard[Affine]:
-    return type(quantizer) is Affine and _within_reach(rows)
+    assert path is not None
+    own[1](path, quantizer, {n: dense(packed, n).contiguous() for n in packed}, out)
 
 
 def _within_reach(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in _FLOATS and rows.numel() > 0
+
+
+def _encode_affine(path: str, quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
+    codes_shape, ranges_shape = _shapes(quantizer, *x.shape[1:])
+    codes = torch.empty(len(x), *codes_shape, dtype=torch.uint8)
+    scale, zero = (torch.empty(len(x), *ranges_shape, dtype=torch.float16) for _ in range(2))
+    packed: Packed = {"codes": codes, "scale": scale, "zero": zero}
+    _call("seal", path, quantizer, x, packed, excluded)
+    return packed
+
+
+def _decode_affine(path: str, quantizer: Affine, packed: Packed, out: Tensor) -> None:
+    _call("decode", path, quantizer, out, packed, None)
 
 
 def _head(quantizer: Affine, tokens: int) -> int:
@@ -100,8 +94,7 @@ def _shapes(quantizer: Affine, tokens: int, channels: int) -> tuple[list[int], l
 def _call(
     what: str, path: str, quantizer: Affine, rows: Tensor, packed: Packed, hidden: Tensor | None
 ) -> None:
-    library, call = native.library(), native.Blocks()
-    assert library is not None
+    call = native.Blocks()
     for name in ("codes", "scale", "zero"):
         setattr(call, name, dense(packed, name).data_ptr())
     call.rows, call.hidden = rows.data_ptr(), None if hidden is None else hidden.data_ptr()
@@ -115,46 +108,11 @@ def _call(
     call.threads = torch.get_num_threads()
     call.zero_shift = quantizer.eta * (2**quantizer.bits - 1)
     call.scale_share = 1 - 2 * quantizer.eta
-    failed = getattr(library, f"xq_{what}_{path}")(ctypes.byref(call))
-    if failed == _FOUND_NAN:
-        raise ValueError("NaN cannot be quantized")
-    if failed:
-        raise MemoryError(f"not enough memory to {what} blocks")
+    native.pack_or_unpack(f"{what}_{path}", call)
 
 
-def _encode_ranked(path: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
-    # A few blocks at a time, so that what torch makes on the way stays in the CPU's cache.
-    step = max(CACHED // x[0].numel(), 1)
-    hidden = [None] * len(x) if excluded is None else excluded.split(step)
-    parts = []
-    for rows, apart in zip(x.split(step), hidden, strict=False):
-        packed, even, _ = quantizer.measured(rows, apart)
-        size = len(rows), quantizer.code_nbytes(x.shape[1])
-        packed["codes"] = torch.empty(size, dtype=torch.uint8)
-        _call_ranked("rank", path, quantizer, even.contiguous(), packed, edge_table())
-        parts.append(packed)
-    return {name: torch.cat([dense(part, name) for part in parts]) for name in parts[0]}
-
-
-def _decode_ranked(path: str, quantizer: Ranked, packed: Packed, out: Tensor) -> None:
-    whole: Packed = {name: dense(packed, name).contiguous() for name in packed}
-    _call_ranked("ranked", path, quantizer, out, whole, level_table())
-
-
-def _call_ranked(
-    what: str, path: str, quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor
-) -> None:
-    library, call = native.library(), native.Ranked()
-    assert library is not None
-    for name in ("scale", "gain", "codes"):
-        setattr(call, name, dense(packed, name).data_ptr())
-    sizes, zero = size_table()
-    call.rows, call.usual, call.levels = (t.data_ptr() for t in (rows, quantizer.usual, table))
-    call.sizes = sizes[zero:].data_ptr()
-    call.block_stride, call.token_stride, _ = rows.stride()
-    call.code_bytes = dense(packed, "codes").shape[1]
-    call.counts[:] = quantizer.counts
-    call.blocks, call.tokens, call.channels = rows.shape
-    call.dtype, call.threads = native.DTYPES[rows.dtype], torch.get_num_threads()
-    if getattr(library, f"xq_{what}_{path}")(ctypes.byref(call)):
-        raise MemoryError("not enough memory to pack or unpack blocks")
+_OWN: dict[type, tuple[_Encode, _Decode]] = {
+    Affine: (_encode_affine, _decode_affine),
+    Ranked: (ranked_sealing.encode, ranked_sealing.decode),
+}
+"""The native ways of a quantizer, of this class and no other: one derived from it may do something else."""

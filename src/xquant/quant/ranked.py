@@ -82,7 +82,7 @@ class Ranked:
         return [(b, n) for b, n in reversed(list(enumerate(self.counts, 1))) if n]
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        packed, even, power = self.measured(x, excluded)
+        packed, even, power = self._measured(x, excluded)
         order = self._order(power)
         scaled = (even / _size(power).unsqueeze(1)).gather(2, order[:, None].expand_as(even))
         runs, start = [scaled.new_empty(len(x), 0, dtype=torch.uint8)], 0
@@ -94,7 +94,7 @@ class Ranked:
         packed["codes"] = torch.cat(runs, 1)
         return packed
 
-    def measured(self, x: Tensor, excluded: Tensor | None) -> tuple[Packed, Tensor, Tensor]:
+    def _measured(self, x: Tensor, excluded: Tensor | None) -> tuple[Packed, Tensor, Tensor]:
         """The scales and gains of blocks ``[N, n, C]`` as they are stored, the blocks divided by their gains
         (fp32), and the logarithms of the scales ``[N, C]``.
 
@@ -102,15 +102,13 @@ class Ranked:
             ValueError: NaN.
         """
         x = x.float().clamp(-FP16_MAX, FP16_MAX)
-        kept = None if excluded is None else (~excluded).unsqueeze(-1).float()
-        deviation = _root_mean_square(x, kept)
-        if torch.isnan(deviation).any():
+        loud = _sum(x.square() / _variance(x, excluded), 2) / x.shape[2]
+        if torch.isnan(loud).any():
             raise ValueError("NaN cannot be quantized")
-        loud = (x / deviation).square().mean(2, keepdim=True)
         loudness = (steps_of(loud) + EVEN).clamp(0, 15)
         x = x / _size(loudness - EVEN)
         low = self._low(x.device)
-        places = (steps_of(_root_mean_square(x, kept).square()).squeeze(1) - low).clamp(0, 15)
+        places = (steps_of(_variance(x, excluded)).squeeze(1) - low).clamp(0, 15)
         packed: Packed = {"scale": _pack_halves(places), "gain": _pack_halves(loudness.squeeze(2))}
         return packed, x, places + low
 
@@ -154,10 +152,24 @@ class Ranked:
         return self.usual.nbytes
 
 
+_LOWEST = -200
+_BORDERS = torch.tensor(
+    [2 ** ((_LOWEST + i + 0.5) * 2 / STEPS) for i in range(-2 * _LOWEST)],
+    dtype=torch.float64,
+    device="cpu",
+)
+
+
 def steps_of(variance: Tensor) -> Tensor:
-    """The logarithm of the root of variances, in steps."""
-    tiny = torch.finfo(variance.dtype).tiny
-    return (variance.clamp(min=tiny).log2() * (STEPS / 2)).round().int()
+    """The logarithm of the root of variances, in whole steps. From a table, as `_size`."""
+    borders = _BORDERS.to(variance.device, variance.dtype)
+    return torch.bucketize(variance, borders, out_int32=True) + _LOWEST
+
+
+@cache
+def border_table() -> tuple[Tensor, int]:
+    """The variances between those of whole steps (fp32), and the steps below the first."""
+    return _BORDERS.float(), _LOWEST
 
 
 _FARTHEST = 400
@@ -191,15 +203,25 @@ def _size(steps: Tensor) -> Tensor:
     return _SIZES.to(steps.device)[steps.clamp(-_FARTHEST, _FARTHEST) + _FARTHEST]
 
 
-def _root_mean_square(x: Tensor, kept: Tensor | None) -> Tensor:
-    """Of every channel, ``[N, 1, C]``, of ``x`` ``[N, n, C]`` over the tokens that are ``kept``, 1 and not 0
-    in ``[N, n, 1]``; None keeps all."""
-    square = x.square()
-    if kept is None:
-        mean = square.mean(1, keepdim=True)
-    else:
-        mean = (square * kept).sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
-    return mean.clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+def _variance(x: Tensor, excluded: Tensor | None) -> Tensor:
+    """Mean square of every channel, ``[N, 1, C]``, of ``x`` ``[N, n, C]`` over the tokens that are not
+    ``excluded``."""
+    square, count = x.square(), torch.tensor(float(x.shape[1]), device=x.device)
+    if excluded is not None:
+        square = square.masked_fill(excluded.unsqueeze(-1), 0)
+        count = (~excluded).sum(1).clamp(min=1).float().view(-1, 1, 1)
+    return (_sum(square, 1) / count).clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def _sum(x: Tensor, dim: int) -> Tensor:
+    """The sum along ``dim``, which is kept. The second half is added to the first until one is left: in an
+    order that does not depend on who computes it."""
+    while (count := x.shape[dim]) > 1:
+        half = (count + 1) // 2
+        first, second = x.split(half, dim)
+        x = first.clone()
+        x.narrow(dim, 0, count - half).add_(second)
+    return x
 
 
 def _pack_halves(values: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ size_t xq_rank_size() { return sizeof(xq_ranked); }
 size_t xq_ranked_size() { return sizeof(xq_ranked); }
 size_t xq_rebuild_size() { return sizeof(xq_rebuild); }
 size_t xq_sum_size() { return sizeof(xq_sum); }
+size_t xq_ranked_scores_size() { return sizeof(xq_ranked_scores); }
+size_t xq_ranked_sum_size() { return sizeof(xq_ranked_sum); }
 
 // Tables of a rotation by 0 .. block - 1 positions: cos and sin [block, half] to int16
 // [block / 16][half / 4][2][cos, sin][16][2], quads in the order of tiles of keys (tiles.h).

@@ -6,6 +6,8 @@
 #include "seal.h"
 #include "decode.h"
 #include "ranked.h"
+#include "ranked_seal.h"
+#include "ranked_attend.h"
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
@@ -53,9 +55,17 @@ extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_decode_, PATH)(
 }
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rank_, PATH)(const xq_ranked* call) {
-    return each_ranked(*call, &RankedBlock::encode);
+    return seal_ranked(*call);
 }
 
 extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_, PATH)(const xq_ranked* call) {
-    return each_ranked(*call, &RankedBlock::decode);
+    return decode_ranked(*call);
+}
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_scores_, PATH)(const xq_ranked_scores* call) {
+    return score_ranked(*call);
+}
+
+extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_sum_, PATH)(const xq_ranked_sum* call) {
+    return sum_ranked(*call);
 }

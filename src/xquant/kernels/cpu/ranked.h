@@ -1,66 +1,22 @@
-// Ranked codes of rows, and back: level[code] * scale * gain. The channels of a block whose scales are largest
-// have the widest codes (docs/format.md).
+// Ranked codes to rows: level[code] * scale * gain. The channels of a block whose scales are largest have the
+// widest codes (docs/format.md).
 #pragma once
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
-
-#include "elements.h"
+#include "packing.h"
+#include "ranking.h"
 
 namespace {
 
-constexpr int SIDE_STEPS = 10;  // the place of a channel's usual scale
-constexpr int EVEN_GAIN = 8;    // the place of a gain of 1
-constexpr int FARTHEST = 400;   // steps in the table of sizes, either way
-
-// Entry i of `count` numbers of 4 bits: byte i has i below and i + half above.
-inline int nibble(const uint8_t* packed, int count, int i) {
-    const int half = (count + 1) / 2;
-    return i < half ? packed[i] & 15 : packed[i - half] >> 4;
-}
-
-class RankedBlock {
+class RankedDecoding {
   public:
-    RankedBlock(const xq_ranked& call)
-        : call(call),
-          power((int*)std::malloc(sizeof(int) * call.channels)),
-          order((int*)std::malloc(sizeof(int) * call.channels)),
-          sizes((float*)std::malloc(sizeof(float) * call.channels)),
-          codes((uint8_t*)std::malloc((size_t)call.tokens * call.channels)) {}
-    ~RankedBlock() {
-        std::free(power);
-        std::free(order);
-        std::free(sizes);
-        std::free(codes);
+    static size_t bytes(const xq_ranked& call) {
+        return Ranking::bytes(call.channels) + (size_t)call.tokens * call.channels + 64;
     }
-    RankedBlock(const RankedBlock&) = delete;
-    bool ready() const { return power && order && sizes && codes; }
-
-    // Rows are fp32, and divided by their gains.
-    void encode(int number) {
-        rank(call.scale + (size_t)number * ((call.channels + 1) / 2));
-        uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
-        int first = 0;
-        for (int bits = 8; bits >= 1; bits--) {
-            const int count = call.counts[bits - 1];
-            if (!count) continue;
-            // Between the levels of 1 bit is one edge, before those of b bits are 2^b - b - 1.
-            const float* edges = call.levels + ((1 << bits) - bits - 1);
-            for (int t = 0; t < call.tokens; t++) {
-                const float* row = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
-                uint8_t* to = codes + (size_t)t * count;
-                for (int i = 0; i < count; i++) {
-                    const int channel = order[first + i];
-                    to[i] = below(edges, bits, row[channel] / sizes[channel]);
-                }
-            }
-            packed = pack(packed, bits, count);
-            first += count;
-        }
+    RankedDecoding(const xq_ranked& call, Arena& arena) : call(call), ranks(call.channels, arena) {
+        codes = arena.take<uint8_t>((size_t)call.tokens * call.channels);
     }
 
-    void decode(int number) {
-        rank(call.scale + (size_t)number * ((call.channels + 1) / 2));
+    bool run(int number) {
+        rank(number);
         const uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
         const uint8_t* gains = call.gain + (size_t)number * ((call.tokens + 1) / 2);
         const float* levels = call.levels + 2;  // those of 2 bits follow those of 1 bit, and so on
@@ -72,55 +28,21 @@ class RankedBlock {
             if (!count) continue;
             packed = unpack(packed, bits, count);
             for (int t = 0; t < call.tokens; t++)
-                write(number, t, first, count, tables[bits], size(nibble(gains, call.tokens, t) - EVEN_GAIN));
+                write(number, t, first, count, tables[bits], size_of(call.sizes, nibble(gains, call.tokens, t) - EVEN_GAIN));
             first += count;
         }
         for (int t = 0; t < call.tokens; t++)
-            for (int i = first; i < call.channels; i++) put(number, t, order[i], 0);
+            for (int i = first; i < call.channels; i++) put(number, t, ranks.order[i], 0);
+        return true;
     }
 
   private:
     const xq_ranked& call;
-    int *power, *order;
-    float* sizes;    // of the channels
+    Ranking ranks;
     uint8_t* codes;  // [tokens, count] of one width
 
-    float size(int steps) const { return call.sizes[std::min(std::max(steps, -FARTHEST), FARTHEST)]; }
-
-    void rank(const uint8_t* places) {
-        for (int c = 0; c < call.channels; c++) {
-            power[c] = nibble(places, call.channels, c) + call.usual[c] - SIDE_STEPS;
-            order[c] = c;
-        }
-        std::sort(order, order + call.channels,
-                  [this](int a, int b) { return power[a] != power[b] ? power[a] > power[b] : a < b; });
-        for (int c = 0; c < call.channels; c++) sizes[c] = size(power[c]);
-    }
-
-    // How many of the 2^bits - 1 edges are below x.
-    static uint8_t below(const float* edges, int bits, float x) {
-        int found = 0;
-        for (int step = 1 << (bits - 1); step; step /= 2) found += edges[found + step - 1] < x ? step : 0;
-        return found;
-    }
-
-    // The inverse of unpack.
-    uint8_t* pack(uint8_t* packed, int bits, int count) const {
-        int shift = 0;
-        for (int width = 8; width >= 1; width /= 2) {
-            if (!(bits & width)) continue;
-            const int rows = (call.tokens * width + 7) / 8, mask = (1 << width) - 1;
-            std::memset(packed, 0, (size_t)rows * count);
-            for (int run = 0; run < 8 / width; run++)
-                for (int i = 0; i < rows && i + run * rows < call.tokens; i++) {
-                    uint8_t* to = packed + (size_t)i * count;
-                    const uint8_t* from = codes + (size_t)(i + run * rows) * count;
-                    for (int c = 0; c < count; c++) to[c] |= (from[c] >> shift & mask) << (run * width);
-                }
-            packed += (size_t)rows * count;
-            shift += width;
-        }
-        return packed;
+    void rank(int number) {
+        ranks.read(call.scale + (size_t)number * ((call.channels + 1) / 2), call.usual, call.sizes);
     }
 
     // The codes of `count` channels; returns where the next run begins.
@@ -147,8 +69,8 @@ class RankedBlock {
     void write(int number, int t, int first, int count, const float* table, float gain) {
         const uint8_t* row = codes + (size_t)t * count;
         for (int i = 0; i < count; i++) {
-            const int channel = order[first + i];
-            put(number, t, channel, table[row[i]] * sizes[channel] * gain);
+            const int channel = ranks.order[first + i];
+            put(number, t, channel, table[row[i]] * ranks.sizes[channel] * gain);
         }
     }
 
@@ -161,18 +83,25 @@ class RankedBlock {
     }
 };
 
-// Does `work` to every block.
-inline int each_ranked(const xq_ranked& call, void (RankedBlock::*work)(int)) {
-    int failed = 0;
-#pragma omp parallel num_threads(call.threads) reduction(| : failed)
+// Works on every block. 2: not enough memory, 1: there was NaN.
+template <class Work>
+int each_ranked(const xq_ranked& call) {
+    int failed = 0, nan = 0;
+#pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed, nan)
     {
-        RankedBlock block(call);
-        failed = !block.ready();
+        static thread_local Arena arena;
+        const bool ready = arena.reserve(Work::bytes(call));
+        failed += !ready;
 #pragma omp for schedule(static)
-        for (int number = 0; number < call.blocks; number++)
-            if (!failed) (block.*work)(number);
+        for (int number = 0; number < call.blocks; number++) {
+            if (!ready) continue;
+            arena.next = arena.base;
+            nan += !Work(call, arena).run(number);
+        }
     }
-    return failed;
+    return failed ? NO_MEMORY : nan ? FOUND_NAN : DONE;
 }
+
+inline int decode_ranked(const xq_ranked& call) { return each_ranked<RankedDecoding>(call); }
 
 }  // namespace

@@ -182,6 +182,16 @@ inline Words load_bytes(const uint8_t* p) {
     return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
 }
+inline Words load_bytes16(const uint8_t* p) {
+    auto q = (const __m128i*)p;
+    return {_mm256_cvtepu8_epi16(_mm_loadu_si128(q)), _mm256_cvtepu8_epi16(_mm_loadu_si128(q + 1))};
+}
+inline Words zip_low16(Words a, Words b) {
+    return {_mm256_unpacklo_epi16(a.lo, b.lo), _mm256_unpacklo_epi16(a.hi, b.hi)};
+}
+inline Words zip_high16(Words a, Words b) {
+    return {_mm256_unpackhi_epi16(a.lo, b.lo), _mm256_unpackhi_epi16(a.hi, b.hi)};
+}
 inline Words load_quads(const uint8_t* p, ptrdiff_t stride) {
     int32_t quads[4];
     for (int i = 0; i < 4; i++) std::memcpy(quads + i, p + i * stride, 4);

@@ -103,6 +103,13 @@ inline void store_brains(uint16_t* p, Floats a) {
 inline Words load_bytes(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
 }
+// 32 bytes as 16-bit words
+inline Words load_bytes16(const uint8_t* p) {
+    return {_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p))};
+}
+// 16-bit words of a and b by turns, of the low and of the high half of every 128 bits
+inline Words zip_low16(Words a, Words b) { return {_mm512_unpacklo_epi16(a.v, b.v)}; }
+inline Words zip_high16(Words a, Words b) { return {_mm512_unpackhi_epi16(a.v, b.v)}; }
 // 4 times 4 bytes, `stride` apart
 inline Words load_quads(const uint8_t* p, ptrdiff_t stride) {
     int32_t quads[4];

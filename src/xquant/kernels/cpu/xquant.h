@@ -71,14 +71,16 @@ typedef struct {
     float zero_shift, scale_share;  // eta * (2^bits - 1) and 1 - 2 eta; decoding does not read them
 } xq_blocks;
 
-// Blocks of ranked codes, to be sealed or decoded (docs/format.md, ranked.h).
+// Blocks of ranked codes, to be sealed or decoded (docs/format.md, ranked_seal.h, ranked.h).
 typedef struct {
-    void *rows;                          // [N, n, C], contiguous in C; sealing: divided by their gains
-    const uint8_t *scale, *gain;         // [N, ceil(C / 2)], [N, ceil(n / 2)]; sealing reads no gains
-    uint8_t *codes;                      // [N, code_bytes]
-    const int16_t *usual;                // [C]
-    const float *sizes;                  // of 0 steps; those of -400 to 400 around it
-    const float *levels;  // of 1 bit, of 2 bits, ... of 8 bits, one after the other; sealing: the edges between
+    void *rows;             // [N, n, C], contiguous in C; sealing: fp32
+    const uint8_t *hidden;  // bools [N, n]: tokens that do not count in scales, null: none; only for sealing
+    uint8_t *scale, *gain;  // [N, ceil(C / 2)], [N, ceil(n / 2)]
+    uint8_t *codes;         // [N, code_bytes]
+    const int16_t *usual;   // [C]
+    const float *sizes;     // of 0 steps; those of -400 to 400 around it
+    const float *levels;    // of 1 bit, of 2 bits, ... of 8 bits, one after the other; sealing: the edges between
+    const float *borders;   // [400] between the variances of -200, -199, ... steps; only for sealing
     int64_t block_stride, token_stride;  // of rows, in elements
     int64_t code_bytes;
     int32_t counts[8];                   // channels with 1, 2, ... 8 bits
@@ -113,3 +115,41 @@ typedef struct {
     int64_t table_stride;   // elements
     int32_t batch, columns, block, channels, rows, threads;
 } xq_sum;
+
+// Ranked codes of one layer (docs/format.md, ranked.h). Addresses are one a block of the pool.
+typedef struct {
+    const uint64_t *codes, *scale, *gain;
+    const int16_t *usual;   // [C]
+    const float *sizes;     // of 0 steps; those of -400 to 400 around it
+    const int16_t *levels;  // of 1 bit, of 2 bits, ... of 8 bits, one after the other; 32767 is the highest of each
+    const float *reach;     // [8] what the highest is
+    int32_t counts[8];      // channels with 1, 2, ... 8 bits
+    int32_t block, channels;
+} xq_ranks;
+
+// Scores of queries with keys that are built of ranked states and turned (ranked_attend.h). A head has `width`
+// channels, D filled up with zeros to a multiple of 32.
+typedef struct {
+    xq_ranks key;
+    const int64_t *table;    // [B, columns]
+    const int16_t *weights;  // [C, G, width] of keys, each times the unit [C]; in runs of 32 zipped (ranked_products.py)
+    const float *unit;
+    const float *mean;       // [G, width], added to keys
+    const float *cos, *sin;  // [B, columns * block, .], the first `turned` of each
+    const float *query;      // [B, G, rows, width]
+    float *scores;           // [B, G, rows, columns * block]
+    int64_t table_stride, angle_batch, angle_token;  // elements
+    int32_t batch, columns, kv_heads, width;
+    int32_t rows, turned;  // turned: pairs of channels that RoPE turns
+    int32_t threads, unused;
+} xq_ranked_scores;
+
+// Sums of ranked states by weights (ranked_attend.h).
+typedef struct {
+    xq_ranks value;
+    const int64_t *table;   // [B, columns]
+    const float *weights;   // [B, rows, columns * block]
+    float *out;             // [B, rows, C]
+    int64_t table_stride;   // elements
+    int32_t batch, columns, rows, threads;
+} xq_ranked_sum;

@@ -1,0 +1,173 @@
+// Rows to ranked codes: gains, scales, their order and the codes in one go, bit for bit what quant/ranked.py makes
+// of them. Sums are taken in its order: the second half is added to the first until one is left.
+#pragma once
+#include <cfloat>
+
+#include "ranked.h"
+
+namespace {
+
+class RankedSealing {
+  public:
+    static size_t bytes(const xq_ranked& call) {
+        const size_t C = call.channels, n = call.tokens;
+        return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C + 16) + n * C + std::max(n, C) + 7 * 64;
+    }
+    RankedSealing(const xq_ranked& call, Arena& arena)
+        : call(call), C(call.channels), n(call.tokens), ranks(C, arena) {
+        even = arena.take<float>((size_t)n * C);
+        halves = arena.take<float>((size_t)(n + 1) / 2 * C);
+        variance = arena.take<float>(C);
+        row = arena.take<float>(C + 16);
+        places = arena.take<uint8_t>(std::max(n, C));
+        codes = arena.take<uint8_t>((size_t)n * C);
+    }
+
+    // False: there was NaN.
+    bool run(int number) {
+        hidden = call.hidden ? call.hidden + (size_t)number * n : nullptr;
+        for (int t = 0; t < n; t++) {
+            const float* x = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
+            float* to = even + (size_t)t * C;
+            // NaN stays
+            for (int c = 0; c < C; c++) to[c] = x[c] < -HALF_MAX ? -HALF_MAX : x[c] > HALF_MAX ? HALF_MAX : x[c];
+        }
+        measure_channels();
+        for (int t = 0; t < n; t++)
+            if (!take_gain(t)) return false;
+        pack_places(n, call.gain + (size_t)number * ((n + 1) / 2));
+        measure_channels();
+        for (int c = 0; c < C; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + SIDE_STEPS);
+        uint8_t* scale = call.scale + (size_t)number * ((C + 1) / 2);
+        pack_places(C, scale);
+        ranks.read(scale, call.usual, call.sizes);
+        encode(call.codes + (size_t)number * call.code_bytes);
+        return true;
+    }
+
+  private:
+    static constexpr int LOWEST = -200;  // steps below the first border
+    const xq_ranked& call;
+    const int C, n;
+    Ranking ranks;
+    const uint8_t* hidden;  // [n], null: none
+    float* even;      // [n, C] rows, from when gains are known on divided by them
+    float* halves;    // [ceil(n / 2), C]
+    float* variance;  // [C]
+    float* row;       // [C], and room for whole vectors
+    uint8_t* places;  // [max(n, C)], before they are packed
+    uint8_t* codes;   // [n, count] of one width
+
+    static uint8_t place(int steps) { return (uint8_t)std::min(std::max(steps, 0), 15); }
+
+    int steps_of(float variance) const {
+        if (!(variance >= FLT_MIN)) return LOWEST;
+        int i = (int)std::floor(std::ilogb(std::min(variance, FLT_MAX)) * 1.5f) - LOWEST - 1;
+        while (call.borders[i] < variance) i++;
+        return i + LOWEST;
+    }
+
+    void measure_channels() const {
+        auto seen = [this](int t) { return t < n && !(hidden && hidden[t]); };
+        int count = 0;
+        for (int t = 0; t < n; t++) count += seen(t);
+        const int half = (n + 1) / 2;
+        for (int t = 0; t < half; t++) {
+            const float *a = even + (size_t)t * C, *b = a + (size_t)half * C;
+            float* to = halves + (size_t)t * C;
+            if (seen(t) && seen(t + half))
+                for (int c = 0; c < C; c++) to[c] = a[c] * a[c] + b[c] * b[c];
+            else if (seen(t) || seen(t + half))
+                for (int c = 0; c < C; c++) to[c] = seen(t) ? a[c] * a[c] : b[c] * b[c];
+            else
+                std::fill(to, to + C, 0.0f);
+        }
+        for (int rows = half; rows > 1; rows = (rows + 1) / 2)
+            add(halves, halves + (size_t)(rows + 1) / 2 * C, (size_t)rows / 2 * C);
+        const float divisor = (float)std::max(count, 1);
+        for (int c = 0; c < C; c++) variance[c] = std::max(halves[c] / divisor, FLT_MIN);
+    }
+    static void add(float* __restrict x, const float* __restrict y, size_t count) {
+        for (size_t i = 0; i < count; i++) x[i] += y[i];
+    }
+
+    // False: there is NaN in the token.
+    bool take_gain(int t) const {
+        float* x = even + (size_t)t * C;
+        for (int c = 0; c < C; c++) row[c] = x[c] * x[c] / variance[c];
+        for (int count = C; count > 1; count = (count + 1) / 2) add(row, row + (count + 1) / 2, count / 2);
+        const float loud = row[0] / (float)C;
+        if (loud != loud) return false;
+        places[t] = place(steps_of(loud) + EVEN_GAIN);
+        const float gain = size_of(call.sizes, places[t] - EVEN_GAIN);
+        for (int c = 0; c < C; c++) x[c] /= gain;
+        return true;
+    }
+
+    void pack_places(int count, uint8_t* packed) const {
+        const int half = (count + 1) / 2;
+        for (int i = 0; i < half; i++)
+            packed[i] = (uint8_t)(places[i] | (i + half < count ? places[i + half] << 4 : 0));
+    }
+
+    void encode(uint8_t* packed) const {
+        int first = 0;
+        for (int bits = 8; bits >= 1; bits--) {
+            const int count = call.counts[bits - 1];
+            if (!count) continue;
+            // Between the levels of 1 bit is one edge, before those of b bits are 2^b - b - 1.
+            const float* edges = call.levels + ((1 << bits) - bits - 1);
+            for (int t = 0; t < n; t++) {
+                const float* x = even + (size_t)t * C;
+                for (int i = 0; i < count; i++) {
+                    const int channel = ranks.order[first + i];
+                    row[i] = x[channel] / ranks.sizes[channel];
+                }
+                if (bits <= 4)
+                    count_below(edges, (1 << bits) - 1, row, count, codes + (size_t)t * count);
+                else
+                    for (int i = 0; i < count; i++) codes[(size_t)t * count + i] = search(edges, bits, row[i]);
+            }
+            packed = pack(packed, bits, count);
+            first += count;
+        }
+    }
+
+    // How many edges are below each x, of which 15 more can be read.
+    static void count_below(const float* edges, int edge_count, const float* x, int count, uint8_t* out) {
+        for (int i = 0; i < count; i += 16) {
+            alignas(64) int32_t found[16] = {};
+            for (int j = 0; j < edge_count; j++)
+                for (int k = 0; k < 16; k++) found[k] += edges[j] < x[i + k];
+            for (int k = 0; k < std::min(16, count - i); k++) out[i + k] = (uint8_t)found[k];
+        }
+    }
+    static uint8_t search(const float* edges, int bits, float x) {
+        int found = 0;
+        for (int step = 1 << (bits - 1); step; step /= 2) found += edges[found + step - 1] < x ? step : 0;
+        return (uint8_t)found;
+    }
+
+    // The inverse of RankedDecoding::unpack.
+    uint8_t* pack(uint8_t* packed, int bits, int count) const {
+        int shift = 0;
+        for (int width = 8; width >= 1; width /= 2) {
+            if (!(bits & width)) continue;
+            const int rows = (n * width + 7) / 8, mask = (1 << width) - 1;
+            std::memset(packed, 0, (size_t)rows * count);
+            for (int run = 0; run < 8 / width; run++)
+                for (int i = 0; i < rows && i + run * rows < n; i++) {
+                    uint8_t* to = packed + (size_t)i * count;
+                    const uint8_t* from = codes + (size_t)(i + run * rows) * count;
+                    for (int c = 0; c < count; c++) to[c] |= (from[c] >> shift & mask) << (run * width);
+                }
+            packed += (size_t)rows * count;
+            shift += width;
+        }
+        return packed;
+    }
+};
+
+inline int seal_ranked(const xq_ranked& call) { return each_ranked<RankedSealing>(call); }
+
+}  // namespace

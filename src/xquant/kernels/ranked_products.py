@@ -1,0 +1,138 @@
+"""Scores with keys that are built of ranked codes, and sums of these codes, by the native library."""
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..methods import LayerCodec
+from ..methods.transform import TransformCodec
+from ..quant.ranked import WIDEST, normal_levels, size_table
+from . import native
+from .products import Blocks, at_columns
+
+if TYPE_CHECKING:
+    from ..layer import CompressedLayer
+
+WEIGHT_LIMIT = 8191
+"""As in cpu/ranked_attend.h."""
+RUN = 32
+"""Channels of a head whose weights are zipped with those of another state at a time."""
+
+
+def unfit(codec: LayerCodec, block: int) -> str:
+    """Why the library cannot attend on the ranked codes of a layer; empty where it can."""
+    if codec.view.device.type != "cpu":
+        return f"the layer is on {codec.view.device.type}"
+    return f"blocks of {block}: no multiple of 8" if block % 8 else ""
+
+
+@cache
+def level_words() -> tuple[Tensor, Tensor]:
+    """`normal_levels` of 1 to 8 bits one after the other, as int16 of which 32767 is the highest of a width,
+    and what that is, fp32 ``[8]``."""
+    levels = [normal_levels(bits) for bits in range(1, WIDEST + 1)]
+    words = [(each / each.max() * 32767).round().short() for each in levels]
+    return torch.cat(words), torch.stack([each.max() for each in levels])
+
+
+def zipped(weight: Tensor) -> Tensor:
+    """Rows ``[..., D]``, ``D`` a multiple of 32, in the order in which zipping two of them in registers gives
+    pairs of channels 0, 1, ...: by 128 bits, the first half of 4 channels is below the second."""
+    return weight.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4).contiguous()
+
+
+def arranged(weight: Tensor, heads: int) -> list[Tensor]:
+    """The weights ``[G * D, C]`` of keys as int16 ``[C, G, width]``, ``width`` the next multiple of 32, and
+    the unit of each of the ``C``."""
+    by_state = weight.float().T.unflatten(1, (heads, -1))
+    unit = by_state.abs().amax((1, 2)).clamp(min=1e-30) / WEIGHT_LIMIT
+    whole = (by_state / unit[:, None, None]).round().short()
+    return [zipped(_widened(whole)), unit]
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Rows ``[..., D]`` with zeros up to a multiple of `RUN`."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % RUN)).contiguous()
+
+
+def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
+    """Sets what does not change; returns what is pointed to."""
+    (segment,) = layer.codec.segments
+    quantizer: Any = segment.quantizer
+    (sizes, zero), (levels, reach) = size_table(), level_words()
+    side.usual, side.sizes = quantizer.usual.data_ptr(), sizes[zero:].data_ptr()
+    side.levels, side.reach = levels.data_ptr(), reach.data_ptr()
+    side.counts[:] = quantizer.counts
+    side.block, side.channels = layer.stream.block, segment.channels
+    return [quantizer.usual, sizes, levels, reach]
+
+
+class RankedKeys:
+    """The native side of one layer's keys."""
+
+    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+        library, codec = native.library(), layer.codec
+        assert library is not None and isinstance(codec, TransformCodec)
+        self._layer = layer
+        self._function = getattr(library, f"xq_ranked_scores_{path}")
+        self._call = call = native.RankedScores()
+        self._blocks = Blocks(layer.stream, 0, call.key)
+        heads = codec.view.kv_heads
+        if "keys" not in codec.prepared:
+            codec.prepared["keys"] = arranged(codec.key_weight, heads)
+        weights, unit = codec.prepared["keys"]
+        mean = _widened(codec.mean[: codec.view.kv_width].float().view(heads, -1))
+        self._constant = [*_describe(call.key, layer), weights, unit, mean]
+        call.weights, call.unit, call.mean = (t.data_ptr() for t in (weights, unit, mean))
+        call.kv_heads, call.width = mean.shape
+        call.turned = codec.view.rotary_size // 2
+
+    def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
+        """As `KeyProduct.scores`."""
+        self._blocks.refresh()
+        call = self._call
+        query = _widened(query)
+        batch, heads, rows, _ = query.shape
+        # Tokens that were cropped away have the angles of another: their scores are hidden.
+        angles = self._layer.index.rope(query)
+        cos, sin = (at_columns(t.float(), columns, 1) for t in angles)
+        if cos.stride(2) != 1 or cos.stride() != sin.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        call.batch, call.columns = table.shape
+        scores = torch.empty(batch, heads, rows, call.columns * call.key.block)
+        call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
+        call.angle_batch, call.angle_token, _ = cos.stride()
+        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
+        call.threads = torch.get_num_threads()
+        if self._function(ctypes.byref(call)):
+            raise MemoryError("not enough memory to rebuild keys")
+        return scores
+
+
+class RankedSum:
+    """Sums of what one layer's values come from."""
+
+    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+        library = native.library()
+        assert library is not None
+        self._function = getattr(library, f"xq_ranked_sum_{path}")
+        self._call = call = native.RankedSum()
+        self._blocks = Blocks(layer.stream, 0, call.value)
+        self._constant = _describe(call.value, layer)
+
+    def of(self, weights: Tensor, table: Tensor) -> Tensor:
+        """As `ValueSum.of`; weights may be of any sign."""
+        self._blocks.refresh()
+        call, weights = self._call, weights.contiguous()
+        out = torch.empty(*weights.shape[:2], call.value.channels)
+        call.batch, call.columns = table.shape
+        call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
+        call.threads = torch.get_num_threads()
+        if self._function(ctypes.byref(call)):
+            raise MemoryError("not enough memory to sum values")
+        return out

@@ -1,0 +1,151 @@
+"""Attention on ranked codes by the library, against exact attention over what they decode to."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attending import TOLERANCE, Case, error, filled
+from calibrated import calibration
+from models import left_padded, prompt, tiny
+from xquant import KVCache
+from xquant.kernels import native
+from xquant.kernels.ranked_products import RankedKeys, RankedSum, zipped
+from xquant.methods.transform import TransformCodec
+from xquant.models.base import rotate
+from xquant.quant import Ragged
+from xquant.quant.ranked import Ranked
+
+PATHS = native.paths()
+pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
+paths = st.sampled_from(PATHS or ("none",))
+specs = st.builds(
+    "tc-{}bit:group={},sink={},tail={}".format,
+    st.sampled_from([0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8]),
+    st.sampled_from([32, 40, 64, 128]),
+    st.sampled_from([0, 1, 4]),
+    st.sampled_from([0, 30]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    spec=specs,
+    head_size=st.sampled_from([8, 24, 32, 40, 64, 80, 96, 128]),
+    kv_heads=st.integers(1, 3),
+    group_heads=st.integers(1, 9),
+    batch=st.integers(1, 3),
+    queries=st.integers(1, 6),
+    tokens=st.integers(8, 300),
+    path=paths,
+    mask=st.sampled_from(["none", "bool", "float"]),
+    softcap=st.sampled_from([None, 5.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_agrees(**drawn: Any) -> None:
+    case = Case(**drawn)
+    assert error(case, filled(case)) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("turned", [0.25, 0.5, 0.75])
+def test_rope_may_turn_a_part_of_a_head(turned: float, path: str) -> None:
+    case = Case("tc-3bit:group=32", turned=turned, path=path, batch=2, mask="bool", queries=3)
+    cache = filled(case)
+    assert cache.compressed[0].codec.view.rotary_size == 32 * turned
+    assert error(case, cache) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_states_cost_their_own_rounding_only(dtype: torch.dtype, path: str) -> None:
+    case = Case("tc-3bit:group=32", path=path, dtype=dtype, mask="float", batch=2)
+    assert error(case, filled(case)) < 4 * torch.finfo(dtype).eps
+
+
+@settings(max_examples=50, deadline=None)
+@given(specs, paths, st.integers(1, 20), st.integers(1, 3), st.integers(1, 4), st.data())
+def test_sums_are_those_of_the_decoded_states(
+    spec: str, path: str, rows: int, batch: int, threads: int, data: Any
+) -> None:
+    seed = data.draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    cache = filled(Case(spec, path=path, batch=batch, tokens=290, seed=seed))
+    layer = cache.compressed[data.draw(st.integers(0, 3))]
+    assert layer.stream.table is not None
+    columns = data.draw(st.integers(0, layer.stream.table.shape[1]))
+    table = layer.stream.table[:, :columns]
+    weights = torch.randn(batch, rows, columns * layer.stream.block, generator=generator)
+    usual_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found = RankedSum(layer, path).of(weights, table)
+    torch.set_num_threads(usual_threads)
+    states = layer.stream.read_blocks(torch.float32, table).flatten(1, 2).double()
+    expected = weights.double() @ states
+    bound = weights.double().abs() @ states.abs()  # of sums that cancel
+    assert bool(((found - expected).abs() <= 1e-4 * bound + 1e-30).all())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_any_number_of_threads_finds_the_same_scores(path: str) -> None:
+    case = Case("tc-2bit:group=32", path=path, batch=2, tokens=290, group_heads=3)
+    threads = torch.get_num_threads()
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        assert error(case, filled(case)) < TOLERANCE
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sums_at_their_limit_do_not_overflow(path: str) -> None:
+    cache = filled(Case("tc-8bit:group=32", path=path, kv_heads=3, group_heads=4))
+    layer = cache.compressed[0]
+    codec, stream = layer.codec, layer.stream
+    assert isinstance(codec, TransformCodec) and stream.table is not None
+    codec.key_weight.fill_(0.5)
+    codec.prepared.clear()
+    (quantizer,) = (s.quantizer for s in codec.segments)
+    assert isinstance(quantizer, Ranked) and sum(quantizer.counts) > 64
+    quantizer.usual.zero_()
+    for name in ("codes", "scale"):  # the highest levels of channels that are alike
+        fields = stream.pool[0][name]
+        assert not isinstance(fields, Ragged)
+        for slab in fields.slabs:
+            slab.fill_(255)
+    query = torch.randn(1, 3, 4, 32, generator=torch.Generator().manual_seed(0))
+    found = RankedKeys(layer, path).scores(query, stream.table, torch.arange(stream.tokens))
+    states = stream.read_blocks(torch.float32, stream.table).flatten(1, 2)
+    keys = codec.keys(states).unflatten(-1, (3, -1))
+    cos, sin = (t[:, : stream.tokens] for t in cache.index.rope(keys))
+    expected = query @ rotate(keys, cos, sin).permute(0, 2, 3, 1)
+    assert (found - expected).norm() / expected.norm() < TOLERANCE
+
+
+def test_zipping_two_rows_by_128_bits_pairs_their_channels_in_order() -> None:
+    a, b = (zipped(torch.arange(64) + first).view(2, 4, 2, 4) for first in (0, 100))
+    low, high = (torch.stack([a[:, :, i], b[:, :, i]], -1).flatten(1) for i in (0, 1))
+    pairs = torch.cat([low, high], 1).view(64, 2)
+    assert torch.equal(pairs, torch.stack([torch.arange(64), torch.arange(64) + 100], 1))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3", "gemma2", "phi3"])
+def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
+    model = tiny(family)
+    spec = "tc-4bit:group=32,sink=1"
+    batch = left_padded([90, 41, 70])
+    logits = []
+    for kernel in ("reference", path):
+        cache = KVCache(model, spec, calibration=calibration(model, spec), kernel=kernel)
+        with torch.inference_mode():
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            for step in range(20):
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+                ids = prompt(3, 1, seed=step)
+                out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert kernel in cache.report().kernel
+        logits.append(out.logits)
+    assert (logits[0] - logits[1]).norm() / logits[0].norm() < 5e-3
