@@ -46,12 +46,12 @@ SPECS = (
 END = "<end>"
 CONTEXT = 512
 BATCH = 2
-RATE = 2e-3
+RATE = 3e-3
 COMMON: dict[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 256,
     "intermediate_size": 512,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -62,7 +62,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 0,
 }
 GEMMA = {
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 128,
     "query_pre_attn_scalar": 64,
 }
@@ -81,7 +81,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 @click.command()
 @click.option("--text", required=True)
 @click.option("--family", "families", multiple=True, default=tuple(FAMILIES), show_default=True)
-@click.option("--steps", default=400, show_default=True, help=f"Of {BATCH} windows each.")
+@click.option("--steps", default=300, show_default=True, help=f"Of {BATCH} windows each.")
 @click.option("--windows", default=16, show_default=True, help="Windows that are measured.")
 @click.option("--method", "specs", multiple=True, default=SPECS, show_default=True)
 @click.option("--json", "target", required=True)
