@@ -165,7 +165,7 @@ def families() -> None:
     methods = [method for method in next(iter(found.values())) if method != "full"]
     shown: dict[str, Callable[[dict[str, Any]], str]] = {
         "of full": lambda row: f"{row['ratio']:.4f} ± {row['ratio'] * row['difference_error']:.4f}",
-        "KL": lambda row: f"{row['kl']:.4f}",
+        "KL": lambda row: f"{row['kl']:.5f}",
         "bits per value": lambda row: f"{row['bits_per_value']:.2f}",
     }
     for name, cell in shown.items():
