@@ -3,11 +3,12 @@
 python benchmarks/tables.py
 python benchmarks/tables.py evaluation
 python benchmarks/tables.py transform
+python benchmarks/tables.py families
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,26 @@ def passkeys() -> None:
     table(["method", *(f"{context:,}" for context in contexts)], body)
 
 
+def families() -> None:
+    """A line a family: of full and its standard error, then KL, then bits per value; empty where a method
+    refused."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in json.loads((RESULTS / "families.json").read_text()):
+        found.setdefault(row["family"], {})[row["method"]] = row
+    methods = [method for method in next(iter(found.values())) if method != "full"]
+    shown: dict[str, Callable[[dict[str, Any]], str]] = {
+        "of full": lambda row: f"{row['ratio']:.4f} ± {row['ratio'] * row['difference_error']:.4f}",
+        "KL": lambda row: f"{row['kl']:.5f}",
+        "bits per value": lambda row: f"{row['bits_per_value']:.2f}",
+    }
+    for name, cell in shown.items():
+        body = []
+        for family, own in found.items():
+            cells = (cell(own[m]) if "ratio" in own[m] else "" for m in methods)
+            body.append([family, f"{own['full']['perplexity']:.2f}", *cells])
+        table([name, "perplexity, full", *(f"`{m}`" for m in methods)], body)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["evaluation"]:
         texts()
@@ -163,6 +184,8 @@ if __name__ == "__main__":
             tasks(file)
     elif sys.argv[1:] == ["transform"]:
         texts("tc-")
+    elif sys.argv[1:] == ["families"]:
+        families()
     else:
         quality()
         whole_decode()
