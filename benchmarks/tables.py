@@ -92,21 +92,22 @@ def attention() -> None:
     table(head, body)
 
 
-def texts(kind: str = "") -> None:
-    """Both texts side by side; of ``kind`` "tc-" the methods of docs/transform.md."""
-    wiki, c4 = rows("smollm2", f"{kind}wikitext2"), rows("smollm2", f"{kind}c4")
+def texts(**files: str) -> None:
+    """Results of `xquant perplexity` side by side, each under its name: the methods of the last."""
+    found = {name: rows("smollm2", file) for name, file in files.items()}
+    *_, last = found.values()
     head = ["method", "bits per value"]
-    for name in ("WikiText-2", "C4"):
+    for name in found:
         head += [f"{name}, of full", "±", "KL", "same token"]
     body = []
-    for method, row in c4.items():
+    for method, row in last.items():
         cells = [f"`{method}`", f"{row['bits_per_value']:.2f}"]
-        for found in (wiki[method], row):
+        for own in (of_text[method] for of_text in found.values()):
             cells += [
-                f"{found['ratio']:.3f}",
-                f"{found['ratio'] * found['difference_error']:.3f}",
-                f"{found['kl']:.3f}",
-                f"{found['agreement']:.1%}",
+                f"{own['ratio']:.3f}",
+                f"{own['ratio'] * own['difference_error']:.3f}",
+                f"{own['kl']:.3f}",
+                f"{own['agreement']:.1%}",
             ]
         body.append(cells)
     table(head, body)
@@ -138,9 +139,9 @@ def tasks(name: str) -> None:
     )
 
 
-def passkeys() -> None:
+def passkeys(name: str) -> None:
     """Numbers found, of those asked for, and the depths at which they were not."""
-    found = json.loads((RESULTS / "passkey-smollm2.json").read_text())
+    found = json.loads((RESULTS / f"{name}-smollm2.json").read_text())
     contexts = sorted({row["context"] for row in found})
     body = []
     for method in dict.fromkeys(row["method"] for row in found):
@@ -178,12 +179,15 @@ def families() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["evaluation"]:
-        texts()
-        passkeys()
+        texts(**{"WikiText-2": "wikitext2", "C4": "c4"})
+        passkeys("passkey")
         for file in ("truthfulqa", "gsm8k", "ruler", "longbench"):
             tasks(file)
     elif sys.argv[1:] == ["transform"]:
-        texts("tc-")
+        texts(**{"WikiText-2": "tc-wikitext2", "C4": "tc-c4"})
+        texts(**{"2,048": "tc-moby-2048", "6,000": "tc-moby-6000"})
+        passkeys("passkey-tc")
+        texts(**{"WikiText-2": "tc-options"})
     elif sys.argv[1:] == ["families"]:
         families()
     else:
