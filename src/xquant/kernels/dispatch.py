@@ -8,6 +8,7 @@ from ..methods.xquant import Rematerialized
 from ..quant import Affine, Codebook
 from ..quant.quantizer import Segment
 from . import KERNELS, native, products
+from .gpu import support as triton
 
 LEAST_BLOCK = 32
 """Tokens of a block from which on the folded kernel was measured to be faster than the reference."""
@@ -35,17 +36,22 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
     if wanted == "reference":
         return Choice("reference", "asked for")
     unread = "every token reads the store" if through_store else _unfit(codec)
-    packed = unread or _unfit_packed(codec, block) or _missing(wanted)
+    on_gpu = wanted == triton.NAME or (wanted == "auto" and codec.view.device.type == "cuda")
+    if on_gpu:
+        packed = unread or _unfit_triton(codec, block) or triton.missing(codec.view.device)
+    else:
+        packed = unread or _unfit_packed(codec, block) or _missing(wanted)
     folded = unread or _unfit_folded(codec)
     if wanted == "auto":
         if not packed:
-            return Choice(native.paths()[0])
+            return Choice(triton.NAME if on_gpu else native.paths()[0])
         gains = codec.view.device.type == "cpu" and block >= LEAST_BLOCK
         return Choice("folded" if gains and not folded else "reference", packed)
     why = folded if wanted == "folded" else packed
     if why:
         raise ValueError(f"kernel '{wanted}' cannot be used: {why}")
-    return Choice(wanted, "" if wanted in native.paths()[:1] else "asked for")
+    fastest = codec.view.device.type == "cuda" if on_gpu else wanted in native.paths()[:1]
+    return Choice(wanted, "" if fastest else "asked for")
 
 
 def _missing(wanted: str) -> str:
@@ -68,6 +74,13 @@ def _unfit(codec: LayerCodec) -> str:
         if not isinstance(segment.quantizer, Affine | Codebook):
             return f"{role} are not quantized"
     return ""
+
+
+def _unfit_triton(codec: LayerCodec, block: int) -> str:
+    """Why the Triton kernels cannot read a layer; empty where they can."""
+    if isinstance(codec, Rematerialized):
+        return "keys and values are rebuilt, which no Triton kernel does"
+    return triton.unfit(codec, block)
 
 
 def _unfit_folded(codec: LayerCodec) -> str:
