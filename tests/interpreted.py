@@ -1,10 +1,6 @@
-"""Triton's interpreter, which runs kernels on the CPU. Import this before any kernel: what is decorated before it
-is set is compiled for a GPU."""
+"""Triton's interpreter, which runs kernels on the CPU (conftest.py asks for it)."""
 
-import os
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 from triton.runtime import interpreter
 

@@ -15,6 +15,7 @@ from .calibrate.artifact import Calibration
 from .kernels.angles import AngleBook
 from .kernels.dispatch import choose
 from .kernels.folded import FoldedAttention
+from .kernels.gpu import triton_attention
 from .kernels.gpu.angles import TurnBook
 from .kernels.gpu.support import NAME as TRITON
 from .kernels.packed import MOST_QUERIES, PackedAttention
@@ -118,9 +119,7 @@ class KVCache(Cache, ObservingCache):
             elif name == "folded":
                 self._attentions[index] = FoldedAttention(layer)
             elif name == TRITON:
-                from .kernels.gpu.attention import TritonAttention  # needs Triton
-
-                self._attentions[index] = TritonAttention(layer, self._turns)
+                self._attentions[index] = triton_attention(layer, self._turns)
             elif name != "reference":
                 self._attentions[index] = PackedAttention(layer, name, self._book)
 
@@ -294,7 +293,9 @@ class KVCache(Cache, ObservingCache):
         shared = (self.attachment, *(layer.codec for layer in self.compressed))
         memo.update((id(thing), thing) for thing in shared)
         other = memo[id(self)] = object.__new__(type(self))
-        own = {k: v for k, v in self.__dict__.items() if k not in ("_book", "_turns", "_attentions")}
+        own = {
+            k: v for k, v in self.__dict__.items() if k not in ("_book", "_turns", "_attentions")
+        }
         other.__dict__.update(copy.deepcopy(own, memo))
         other._attach_kernels()
         return other

@@ -91,6 +91,7 @@ class Case:
     softcap: float | None = None
     mask: str = "none"
     seed: int = 0
+    layers: int = 4
 
 
 def filled(case: Case) -> KVCache:
@@ -98,7 +99,7 @@ def filled(case: Case) -> KVCache:
     heads = case.kv_heads * case.group_heads
     model = tiny(
         "llama",
-        num_hidden_layers=4,
+        num_hidden_layers=case.layers,
         num_attention_heads=heads,
         num_key_value_heads=case.kv_heads,
         head_dim=case.head_size,

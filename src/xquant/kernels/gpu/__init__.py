@@ -2,3 +2,18 @@
 
 Triton comes with torch's builds for CUDA. It is imported only where one of these kernels is chosen.
 """
+
+from typing import TYPE_CHECKING
+
+from .angles import TurnBook
+
+if TYPE_CHECKING:
+    from ...layer import CompressedLayer
+    from .attention import TritonAttention
+
+
+def triton_attention(layer: "CompressedLayer", book: TurnBook) -> "TritonAttention":
+    """What attends over one layer."""
+    from .attention import TritonAttention
+
+    return TritonAttention(layer, book)

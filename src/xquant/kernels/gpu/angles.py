@@ -77,8 +77,8 @@ class TurnBook:
         return Turns((turn_cos[0] / factor, turn_sin[0] / factor), start, newest, kept_pair)
 
     def room(self, device: torch.device, rows: int, size: int) -> tuple[Tensor, Tensor]:
-        """Room for sums fp32 ``[rows, size]``, and peaks and totals ``[rows, 2]``; taken again by every layer,
-        which one stream runs one after the other."""
+        """Room for sums fp32 ``[rows, size]``, and peaks and totals ``[rows, 2]``. Every layer takes it
+        again: one stream runs them one after the other."""
         room = self._room.get(device)
         if room is None or len(room) < rows * (size + 2):
             # Twice what is asked for: it grows with the context, a part at a time.

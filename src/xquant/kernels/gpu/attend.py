@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .products import block_scores, block_sums
 from .rows import attend_rows
-from .softmax import ADDED, LOWEST, NONE, capped, masked, weigh
+from .softmax import LOWEST, NONE, capped, masked, weigh
 from .unpack import order
 
 FIELDS = tl.constexpr(6)  # of keys, then as many of values
@@ -78,6 +78,7 @@ def attend(
     N: tl.constexpr,
     NP: tl.constexpr,
     ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
     TURN: tl.constexpr,
     OFFSET: tl.constexpr,
     MASK: tl.constexpr,
@@ -98,8 +99,8 @@ def attend(
     """Grid: parts, batch times key/value heads, runs of ROWS.
 
     ``blocks``: addresses int64 ``[2 FIELDS, B, columns]``; ``begins`` and ``lengths`` int32 ``[columns]``;
-    angles fp32 ``[B, ., D/2]``, but those of turns ``[N, D/2]``. Writes ``sums_out`` fp32 ``[B G, parts, rows,
-    D]`` and ``peaks_out`` fp32 ``[B G, parts, rows, 2]``: the peak and the total.
+    angles fp32 ``[B, ., D/2]``, but those of turns ``[N, D/2]``. Writes fp32 ``sums_out`` ``[B G, parts,
+    rows, D]`` and ``peaks_out`` ``[B G, parts, rows, 2]``, the peak and the total.
     """
     half: tl.constexpr = D // 2
     part, parts = tl.program_id(0), tl.num_programs(0)
@@ -109,7 +110,8 @@ def attend(
     channel = order(D, DP, KEY_BITS, DP)
     other = tl.where(channel < half, channel + half, channel - half)
     value_channel = tl.arange(0, DP)
-    value_channel = tl.where(value_channel < D, value_channel, -1)
+    if D < DP:
+        value_channel = tl.where(value_channel < D, value_channel, -1)
     token = order(N, NP, VALUE_BITS, NP)
 
     own = query + b.to(tl.int64) * query_batch + query_place * query_token
@@ -162,6 +164,9 @@ def attend(
             place = token[None, :] * half + pair[:, None]
             both = (token >= 0)[None, :] & (pair >= 0)[:, None]
             cos, sin = tl.load(turn_cos + place, both, 0), tl.load(turn_sin + place, both, 0)
+        if SINKS:
+            sink = tl.arange(0, SINKS)
+            kept = tl.load(sink_at + b * sink_count + sink, sink < sink_count, -1)
         each = tl.num_programs(1) // kv_heads * columns
         for column in range((part - 1) * share, tl.minimum(part * share, columns)):
             at, begin = b * columns + column, tl.load(begins + column)
@@ -179,9 +184,11 @@ def attend(
             if SOFTCAP:
                 scores = capped(scores, softcap)
             seen = (token >= 0) & (token < tl.minimum(tl.load(lengths + column), limit - begin))
-            for i in range(sink_count):
-                seen = seen & (begin + token != tl.load(sink_at + b * sink_count + i))
-            scores = masked(scores, mask, mask_row, (begin + token) * mask_token, seen[None, :], MASK)
+            if SINKS:
+                seen = seen & (tl.min(tl.abs(kept[:, None] - begin - token[None, :]), 0) > 0)
+            scores = masked(
+                scores, mask, mask_row, (begin + token) * mask_token, seen[None, :], MASK
+            )
             weights, peak, total, sums = weigh(scores, peak, total, sums)
             sums += block_sums(
                 blocks + FIELDS * each, each, at, value_levels, weights, token, value_channel, head,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..packed import MASKED
 from ..angles import Pair
+from ..packed import MASKED
 from .angles import TurnBook
 from .attend import attend
 from .describe import side
@@ -21,6 +21,10 @@ FIELDS = ("codes", "scale", "zero", "outlier_count", "outlier_excess", "outlier_
 """In the order in which the kernel finds their addresses."""
 MOST_ROWS = 64
 """Query heads times queries of one program."""
+MOST_SUMS = 1 << 13
+"""Of those times channels."""
+WIDE = 1 << 14
+"""Elements of a block and head from which on a program has twice as many warps."""
 WAVES = 2
 """Programs that are started for every multiprocessor."""
 
@@ -121,7 +125,7 @@ class TritonAttention:
         )
         groups = key.shape[1]
         rows = heads // groups * queries
-        each = min(max(power(rows), 16), MOST_ROWS)
+        each = min(max(power(rows), 16), MOST_ROWS, MOST_SUMS // power(size))
         runs = -(-rows // each)
         # As many parts as keep the device busy, of whole blocks; one more has what is kept exactly.
         wanted = -(-WAVES * multiprocessors(self._device) // (batch * groups * runs))
@@ -166,8 +170,10 @@ class TritonAttention:
             scaling,
             softcap or 0.0,
             ROWS=each,
+            SINKS=sink_count and power(sink_count),
             MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
             SOFTCAP=bool(softcap),
+            num_warps=8 if self._constants["DP"] * self._constants["NP"] >= WIDE else 4,
             **self._constants,
         )
         join[(rows, batch * groups)](

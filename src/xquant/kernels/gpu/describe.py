@@ -9,8 +9,8 @@ from torch import Tensor
 from ...quant import Codebook, Segment
 
 TILE, CHANNEL, TOKEN = 0, 1, 2
-"""How far a range reaches in the block of a head: less than along an axis, all tokens of a channel, all channels
-of a token. As in `unpack`."""
+"""How far a range reaches in the block of a head: less than along an axis, all tokens of a channel, all
+channels of a token. As in `unpack`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ def side(segment: Segment, block: int, head: int, device: torch.device) -> Side:
     levels = quantizer.levels.to(device).half().contiguous()
     fixed = quantizer.offline_ranges()
     if fixed is not None:
-        span, fixed = CHANNEL, tuple(t.to(device).contiguous() for t in fixed)
+        scale, zero = (t.to(device).contiguous() for t in fixed)
+        span, fixed = CHANNEL, (scale, zero)
     counted = 1 if segment.channels < 256 else 2
     sparse = counted if quantizer.sparse else 0
     return Side(quantizer.bits, by_token, group, span, sparse, levels, fixed)

@@ -7,7 +7,7 @@ range leaves it; codes and levels are exact.
 import triton
 import triton.language as tl
 
-from .unpack import CHANNEL, TOKEN, codes, decoded, field, numbers, ranges
+from .unpack import CHANNEL, TILE, codes, decoded, field, numbers, ranges
 
 SMALL = tl.constexpr(0.25)  # of decoded states: a rotation of the largest stays within fp16
 
@@ -16,6 +16,13 @@ SMALL = tl.constexpr(0.25)  # of decoded states: a rotation of the largest stays
 def over(x):
     """1 / x, 0 for 0."""
     return tl.where(x > 0, 1 / tl.where(x > 0, x, 1), 0)
+
+
+@triton.jit
+def to_halves(x):
+    """``[R, K]`` in fp16, and what each row is to be multiplied with ``[R, 1]``."""
+    unit = tl.max(tl.abs(x), 1)[:, None]
+    return (x * over(unit)).to(tl.float16), unit
 
 
 @triton.jit
@@ -56,35 +63,33 @@ def block_scores(
     """Scores fp32 ``[R, NP]`` of ``query`` fp32 ``[R, DP]``; ``at``: which block of the table."""
     words = field(blocks, 0, each, at, tl.int32) + head * (D * N * BITS // 32)
     found = numbers(codes(words, token, D, DP, BITS, NP), levels, BITS, TABLE)
-    scale, zero = field(blocks, 1, each, at, tl.float16), field(blocks, 2, each, at, tl.float16)
     first, width = head * D, kv_heads * D
-    if SPAN == CHANNEL and not SPARSE and not TURN:
-        step, base = ranges(
-            scale, zero, token, channel[None, :], first, BITS, TABLE, PER_TOKEN, SPAN, GROUP, N, width
-        )
-        left = query * step
-        unit = tl.max(tl.abs(left), 1)[:, None]
-        sums = tl.dot((left * over(unit)).to(tl.float16), found)
-        return sums * unit + tl.sum(query * base, 1)[:, None]
+    if SPAN == TILE or SPARSE or TURN:
+        keys = decoded(
+            blocks, each, at, found, token, channel, first, D, N, width,
+            BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, False, NP, DP,
+        )  # fmt: skip
+        if OFFSET:
+            keys += tl.load(offset + first + channel, channel >= 0, 0)[:, None]
+        keys *= SMALL
+        if TURN:
+            keys = turned(keys, turn_cos, turn_sin, DP, NP)
+        left, unit = to_halves(query)
+        return tl.dot(left, keys.to(tl.float16)) * (unit / SMALL)
     else:
-        unit = tl.max(tl.abs(query), 1)[:, None]
-        left = (query * over(unit)).to(tl.float16)
-        if SPAN == TOKEN and not SPARSE and not TURN:
-            step, base = ranges(
-                scale, zero, token[None, :], channel, first, BITS, TABLE, PER_TOKEN, SPAN, GROUP, N, width
-            )
-            return tl.dot(left, found) * unit * step + tl.sum(query, 1)[:, None] * base
+        step, base = ranges(
+            blocks, each, at, token, channel, first, N, NP, DP, width,
+            BITS, TABLE, PER_TOKEN, SPAN, GROUP, False,
+        )  # fmt: skip
+        if SPAN == CHANNEL:
+            left, unit = to_halves(query * step[None, :])
+            return tl.dot(left, found) * unit + tl.sum(query * base[None, :], 1)[:, None]
         else:
-            keys = decoded(
-                blocks, each, at, found, token, channel, first, D, N, width,
-                BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, False, NP, DP,
-            )  # fmt: skip
-            if OFFSET:
-                keys += tl.load(offset + first + channel, channel >= 0, 0)[:, None]
-            keys *= SMALL
-            if TURN:
-                keys = turned(keys, turn_cos, turn_sin, DP, NP)
-            return tl.dot(left, keys.to(tl.float16)) * (unit / SMALL)
+            left, unit = to_halves(query)
+            return (
+                tl.dot(left, found) * unit * step[None, :]
+                + tl.sum(query, 1)[:, None] * base[None, :]
+            )
 
 
 @triton.jit
@@ -112,23 +117,23 @@ def block_sums(
     """Values summed by ``weights`` fp32 ``[R, NP]`` of at most 1: fp32 ``[R, DP]``."""
     words = field(blocks, 0, each, at, tl.int32) + head * (D * N * BITS // 32)
     found = numbers(codes(words, channel, N, NP, BITS, DP), levels, BITS, TABLE)
-    scale, zero = field(blocks, 1, each, at, tl.float16), field(blocks, 2, each, at, tl.float16)
     first, width = head * D, kv_heads * D
-    if SPAN == TOKEN and not SPARSE:
-        step, base = ranges(
-            scale, zero, token, channel, first, BITS, TABLE, PER_TOKEN, SPAN, GROUP, N, width
-        )
-        unit = tl.max(step, 0)
-        left = weights * (step * over(unit))[None, :]
-        return tl.dot(left.to(tl.float16), found) * unit + tl.sum(weights * base[None, :], 1)[:, None]
-    elif SPAN == CHANNEL and not SPARSE:
-        step, base = ranges(
-            scale, zero, token, channel[None, :], first, BITS, TABLE, PER_TOKEN, SPAN, GROUP, N, width
-        )
-        return tl.dot(weights.to(tl.float16), found) * step + tl.sum(weights, 1)[:, None] * base
-    else:
+    if SPAN == TILE or SPARSE:
         values = decoded(
             blocks, each, at, found, token, channel, first, D, N, width,
             BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, True, NP, DP,
         )  # fmt: skip
         return tl.dot(weights.to(tl.float16), (values * SMALL).to(tl.float16)) / SMALL
+    else:
+        step, base = ranges(
+            blocks, each, at, token, channel, first, N, NP, DP, width,
+            BITS, TABLE, PER_TOKEN, SPAN, GROUP, True,
+        )  # fmt: skip
+        if SPAN == CHANNEL:
+            sums = tl.dot(weights.to(tl.float16), found) * step[None, :]
+            return sums + tl.sum(weights, 1)[:, None] * base[None, :]
+        else:
+            unit = tl.max(step, 0)
+            left = weights * (step * over(unit))[None, :]
+            sums = tl.dot(left.to(tl.float16), found) * unit
+            return sums + tl.sum(weights * base[None, :], 1)[:, None]

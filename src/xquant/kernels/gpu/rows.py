@@ -1,4 +1,4 @@
-"""Attention over tokens that are kept as they are, inside a Triton kernel. Products are in fp32, or nearly."""
+"""Attention over tokens that are kept as they are, inside a Triton kernel. Products are nearly fp32."""
 
 import triton
 import triton.language as tl
@@ -45,7 +45,7 @@ def attend_rows(
     they start at ``start``. ``CAUSAL``: the i-th is seen by queries from the i-th on.
     """
     half: tl.constexpr = D // 2
-    for at in range(0, count, STEP):
+    for at in tl.range(0, count, STEP, num_stages=1):
         token = at + tl.arange(0, STEP)
         there = token < count
         whole = there[None, :] & (channel >= 0)[:, None]

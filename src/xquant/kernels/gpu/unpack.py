@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 # How far a range reaches within a block and a head, see `describe.Side`.
+TILE = tl.constexpr(0)
 CHANNEL = tl.constexpr(1)
 TOKEN = tl.constexpr(2)
 LANES = tl.constexpr(16)
@@ -31,10 +32,13 @@ def run_width(bits: int) -> int:
 def order(SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr):
     """What is summed over in the first ``COUNT`` of ``PADDED`` places, -1 where there is nothing."""
     place = tl.arange(0, COUNT)
-    run: tl.constexpr = SUMMED * run_width(BITS) // 8
-    padded: tl.constexpr = PADDED * run_width(BITS) // 8
-    within = place % padded
-    return tl.where(within < run, place // padded * run + within, -1)
+    if SUMMED == PADDED:
+        return place
+    else:
+        run: tl.constexpr = SUMMED * run_width(BITS) // 8
+        padded: tl.constexpr = PADDED * run_width(BITS) // 8
+        within = place % padded
+        return tl.where(within < run, place // padded * run + within, -1)
 
 
 @triton.jit
@@ -89,39 +93,63 @@ def numbers(found, levels, BITS: tl.constexpr, TABLE: tl.constexpr):
 
 
 @triton.jit
+def along(blocks, each, at, place, K: tl.constexpr):
+    """Scales and zeros fp32 ``[K]`` that lie at ``place`` ``[K]``, -1 where there is none. Two and two are
+    neighbours.
+
+    Both in one load, and by words: what is narrower, or no factor of a product, is not loaded ahead.
+    """
+    table = blocks + (1 + tl.arange(0, 2)) * each + at
+    base = tl.load(table).to(tl.pointer_type(tl.int32))
+    even = tl.min(tl.reshape(place, (K // 2, 2)), 1)
+    word = tl.load(base[:, None] + (even // 2)[None, :], (even >= 0)[None, :], 0)
+    low, high = (word & 0xFFFF).to(tl.int16), (word >> 16).to(tl.int16)
+    both = tl.interleave(low, high).to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.split(tl.trans(both))
+
+
+@triton.jit
 def ranges(
-    scale,
-    zero,
+    blocks,
+    each,
+    at,
     token,
     channel,
     first,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    DP: tl.constexpr,
+    C,
     BITS: tl.constexpr,
     TABLE: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
-    N: tl.constexpr,
-    C,
+    TOKENS_FIRST: tl.constexpr,
 ):
-    """fp32 scale of `numbers`, and what they then lack; of as many axes as ranges differ along.
+    """fp32 scale of `numbers`, and what they then lack: ``[DP]`` or ``[NP]`` where ranges differ along one
+    axis alone, otherwise ``[DP, NP]`` or, with ``TOKENS_FIRST``, ``[NP, DP]``.
 
-    ``token`` and ``channel``: which, along an axis each, -1 where there is none; ``first``: the channel
-    of the token that the head begins with.
+    ``token`` ``[NP]`` and ``channel`` ``[DP]``: which, -1 where there is none; ``first``: the channel of the
+    token that the head begins with.
     """
     if SPAN == CHANNEL:
-        there = channel >= 0
-        at = first + channel
+        step, base = along(blocks, each, at, tl.where(channel >= 0, first + channel, -1), DP)
     elif SPAN == TOKEN:
-        there = token >= 0
-        at = first // GROUP * N + token
+        place = tl.where(token >= 0, first // GROUP * N + token, -1)
+        step, base = along(blocks, each, at, place, NP)
     else:
-        there = (token >= 0) & (channel >= 0)
-        if PER_TOKEN:
-            at = (first + channel) // GROUP * N + token
+        scale, zero = field(blocks, 1, each, at, tl.float16), field(blocks, 2, each, at, tl.float16)
+        if TOKENS_FIRST:
+            t, c = token[:, None], channel[None, :]
         else:
-            at = token // GROUP * C + first + channel
-    step = tl.load(scale + at, there, 0).to(tl.float32)
-    base = tl.load(zero + at, there, 0).to(tl.float32)
+            t, c = token[None, :], channel[:, None]
+        if PER_TOKEN:
+            place = (first + c) // GROUP * N + t
+        else:
+            place = t // GROUP * C + first + c
+        step = tl.load(scale + place, (t >= 0) & (c >= 0), 0).to(tl.float32)
+        base = tl.load(zero + place, (t >= 0) & (c >= 0), 0).to(tl.float32)
     if not TABLE:
         base += step * ((1 << BITS) // 2)
     return step, base
@@ -190,20 +218,19 @@ def decoded(
     DP: tl.constexpr,
 ):
     """`numbers` ``[DP, NP]``, or ``[NP, DP]``, in their ranges, with outliers: fp32."""
-    if TOKENS_FIRST:
-        tokens, places = token[:, None], channel[None, :]
-    else:
-        tokens, places = token[None, :], channel[:, None]
-    scale, zero = field(blocks, 1, each, at, tl.float16), field(blocks, 2, each, at, tl.float16)
     step, base = ranges(
-        scale, zero, tokens, places, first, BITS, TABLE, PER_TOKEN, SPAN, GROUP, N, C
-    )
+        blocks, each, at, token, channel, first, N, NP, DP, C,
+        BITS, TABLE, PER_TOKEN, SPAN, GROUP, TOKENS_FIRST,
+    )  # fmt: skip
+    if SPAN != TILE:
+        if (SPAN == TOKEN) == TOKENS_FIRST:
+            step, base = step[:, None], base[:, None]
+        else:
+            step, base = step[None, :], base[None, :]
     states = found.to(tl.float32) * step + base
     if SPARSE:
         counts = field(blocks, 3, each, at, tl.uint8 if SPARSE == 1 else tl.int16)
         excess = field(blocks, 4, each, at, tl.float16)
         numbered = field(blocks, 5, each, at, tl.int16)
-        states += outliers(
-            counts, excess, numbered, token, channel, first, D, TOKENS_FIRST, NP, DP
-        )
+        states += outliers(counts, excess, numbered, token, channel, first, D, TOKENS_FIRST, NP, DP)
     return states
