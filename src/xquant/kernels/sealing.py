@@ -16,6 +16,8 @@ from ..quant.pack import packed_rows
 from ..quant.quantizer import dense
 from ..quant.ranked import Ranked, edge_table, level_table, size_table
 from . import native
+from .gpu import support as triton
+from .gpu import triton_encode
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CACHED = 2**18
@@ -24,10 +26,13 @@ _FOUND_NAN = 1  # as in cpu/packing.h
 
 
 def instruction_set(kernel: str) -> str | None:
-    """What a cache of this ``kernel`` seals with; None for torch."""
+    """What a cache of this ``kernel`` seals with; None for torch. With any, blocks on a GPU are sealed by
+    Triton where it is there."""
+    if kernel == triton.NAME:
+        return kernel
     available = () if native.library() is None else native.paths()
     if kernel == "auto":
-        return next(iter(available), None)
+        return next(iter(available), triton.NAME if torch.cuda.is_available() else None)
     return kernel if kernel in available else None
 
 
@@ -37,9 +42,13 @@ def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str |
     Raises:
         ValueError: ``x`` holds NaN in a token that sets a range.
     """
-    if path is not None and type(quantizer) is Ranked and _within_reach(x):
+    if triton.seals(quantizer, x, path):
+        return triton_encode(quantizer, x, excluded)
+    if path is None or path not in native.PATHS:
+        return quantizer.encode(x, excluded)
+    if type(quantizer) is Ranked and _within_reach(x):
         return _encode_ranked(path, quantizer, x, excluded)
-    if path is None or not _fits(quantizer, x):
+    if not _fits(quantizer, x):
         return quantizer.encode(x, excluded)
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -55,14 +64,11 @@ def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str |
 
 def decode(quantizer: Quantizer, packed: Packed, out: Tensor, path: str | None) -> None:
     """`Quantizer.decode` into ``out`` ``[N, n, C]``, which may be some columns of a tensor."""
-    if (
-        path is not None
-        and type(quantizer) is Ranked
-        and _within_reach(out)
-        and out.stride(-1) == 1
-    ):
+    if path is None or path not in native.PATHS or out.stride(-1) != 1:
+        return quantizer.decode(packed, out)
+    if type(quantizer) is Ranked and _within_reach(out):
         return _decode_ranked(path, quantizer, packed, out)
-    if path is None or not _fits(quantizer, out) or out.stride(-1) != 1:
+    if not _fits(quantizer, out):
         return quantizer.decode(packed, out)
     fields = {name: dense(packed, name) for name in ("codes", "scale", "zero")}
     _call("decode", path, quantizer, out, {n: t.contiguous() for n, t in fields.items()}, None)

@@ -5,6 +5,9 @@ Triton comes with torch's builds for CUDA. It is imported only where one of thes
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from ...quant import Affine, Packed
 from .angles import TurnBook
 
 if TYPE_CHECKING:
@@ -17,3 +20,10 @@ def triton_attention(layer: "CompressedLayer", book: TurnBook) -> "TritonAttenti
     from .attention import TritonAttention
 
     return TritonAttention(layer, book)
+
+
+def triton_encode(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
+    """`Affine.encode` where `support.seals`."""
+    from .sealing import encode
+
+    return encode(quantizer, x, excluded)

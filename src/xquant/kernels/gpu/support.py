@@ -3,11 +3,15 @@
 import os
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
+from torch import Tensor
 
-from ...methods import LayerCodec
-from ...quant import Affine, Codebook
+from ...quant import Affine, Quantizer
+
+if TYPE_CHECKING:
+    from ...methods import LayerCodec
 
 NAME = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -34,7 +38,7 @@ def missing(device: torch.device) -> str:
     return f"the layer is on {device.type}, and Triton's kernels run on cuda"
 
 
-def unfit(codec: LayerCodec, block: int) -> str:
+def unfit(codec: "LayerCodec", block: int) -> str:
     """Why the kernels cannot read a layer of packed keys and values; empty where they can."""
     view = codec.view
     if view.dtype not in DTYPES:
@@ -45,11 +49,20 @@ def unfit(codec: LayerCodec, block: int) -> str:
         return f"heads of {view.head_size} in blocks of {block} are more than a program holds"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding turns a part of a head"
-    for segment in codec.segments:
-        assert isinstance(segment.quantizer, Affine | Codebook)
     return ""
 
 
 def power(size: int) -> int:
     """The next power of two."""
     return 1 << (size - 1).bit_length()
+
+
+def seals(quantizer: Quantizer, x: Tensor, path: str | None) -> TypeGuard[Affine]:
+    """Whether the kernel packs blocks ``x`` ``[N, n, C]`` for a cache that seals with ``path``."""
+    if path is None or type(quantizer) is not Affine or x.dtype not in DTYPES or not x.numel():
+        return False
+    tile = quantizer.tile
+    if tile is None or not tile.fits(x.shape[1]):
+        return False
+    fits = power(tile.head) * power(x.shape[1]) <= MOST_ELEMENTS
+    return fits and (x.is_cuda or path == NAME) and not missing(x.device)
