@@ -8,7 +8,7 @@ left to `join`.
 import triton
 import triton.language as tl
 
-from .products import block_scores, block_sums
+from .products import block_scores, block_sums, to_halves
 from .rows import attend_rows
 from .softmax import LOWEST, NONE, capped, masked, weigh
 from .unpack import order
@@ -125,8 +125,10 @@ def attend(
     sums = tl.zeros([ROWS, DP], tl.float32)
     if part == 0:
         width, at = kv_heads * D, head * D
+        left, unit = to_halves(states)
         peak, total, sums = attend_rows(
-            states,
+            left,
+            unit,
             tail + b.to(tl.int64) * tail_batch + at,
             tail + b.to(tl.int64) * tail_batch + at + width,
             tail_token, tail_token, tail_count,
@@ -136,7 +138,8 @@ def attend(
             D, TURN, False, False, MASK, SOFTCAP,
         )  # fmt: skip
         peak, total, sums = attend_rows(
-            states,
+            left,
+            unit,
             sinks + b.to(tl.int64) * sink_batch + at,
             sinks + b.to(tl.int64) * sink_batch + at + width,
             sink_token, sink_token, sink_count,
@@ -146,7 +149,8 @@ def attend(
             D, TURN, True, False, MASK, SOFTCAP,
         )  # fmt: skip
         peak, total, sums = attend_rows(
-            states,
+            left,
+            unit,
             newest_key + b.to(tl.int64) * key_batch + head * key_head,
             newest_value + b.to(tl.int64) * value_batch + head * value_head,
             key_token, value_token, queries, tail_cos, tail_sin,

@@ -127,9 +127,9 @@ class TritonAttention:
         rows = heads // groups * queries
         each = min(max(power(rows), 16), MOST_ROWS, MOST_SUMS // power(size))
         runs = -(-rows // each)
-        # As many parts as keep the device busy, of whole blocks; one more has what is kept exactly.
-        wanted = -(-WAVES * multiprocessors(self._device) // (batch * groups * runs))
-        share = max(-(-self._columns // wanted), 1)
+        # As many parts as keep the device busy: one has what is kept exactly, the others blocks.
+        wanted = WAVES * multiprocessors(self._device) // (batch * groups * runs) - 1
+        share = max(-(-self._columns // max(wanted, 1)), 1)
         parts = 1 + -(-self._columns // share)
         sums, peaks = self._book.room(self._device, batch * groups * parts * rows, size)
         tail = self._nothing if layer.tail is None else layer.tail

@@ -9,7 +9,8 @@ import triton.language as tl
 
 from .unpack import CHANNEL, TILE, codes, decoded, field, numbers, ranges
 
-SMALL = tl.constexpr(0.25)  # of decoded states: a rotation of the largest stays within fp16
+SMALL = tl.constexpr(0.25)  # a rotation of the largest state that is stored stays within fp16
+HALF_MAX = tl.constexpr(65504.0)
 
 
 @triton.jit
@@ -23,6 +24,12 @@ def to_halves(x):
     """``[R, K]`` in fp16, and what each row is to be multiplied with ``[R, 1]``."""
     unit = tl.max(tl.abs(x), 1)[:, None]
     return (x * over(unit)).to(tl.float16), unit
+
+
+@triton.jit
+def small(states):
+    """Decoded states in fp16, as SMALL of them."""
+    return tl.minimum(tl.maximum(states * SMALL, -HALF_MAX), HALF_MAX).to(tl.float16)
 
 
 @triton.jit
@@ -71,11 +78,10 @@ def block_scores(
         )  # fmt: skip
         if OFFSET:
             keys += tl.load(offset + first + channel, channel >= 0, 0)[:, None]
-        keys *= SMALL
         if TURN:
             keys = turned(keys, turn_cos, turn_sin, DP, NP)
         left, unit = to_halves(query)
-        return tl.dot(left, keys.to(tl.float16)) * (unit / SMALL)
+        return tl.dot(left, small(keys)) * (unit / SMALL)
     else:
         step, base = ranges(
             blocks, each, at, token, channel, first, N, NP, DP, width,
@@ -123,7 +129,7 @@ def block_sums(
             blocks, each, at, found, token, channel, first, D, N, width,
             BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, True, NP, DP,
         )  # fmt: skip
-        return tl.dot(weights.to(tl.float16), (values * SMALL).to(tl.float16)) / SMALL
+        return tl.dot(weights.to(tl.float16), small(values)) / SMALL
     else:
         step, base = ranges(
             blocks, each, at, token, channel, first, N, NP, DP, width,

@@ -1,8 +1,9 @@
-"""Attention over tokens that are kept as they are, inside a Triton kernel. Products are nearly fp32."""
+"""Attention over tokens that are kept as they are, inside a Triton kernel."""
 
 import triton
 import triton.language as tl
 
+from .products import SMALL, small
 from .softmax import capped, masked, weigh
 
 STEP = tl.constexpr(32)
@@ -10,7 +11,8 @@ STEP = tl.constexpr(32)
 
 @triton.jit
 def attend_rows(
-    query,
+    left,
+    unit,
     key,
     value,
     key_stride,
@@ -39,7 +41,8 @@ def attend_rows(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """``count`` rows of a head at ``key`` and ``value``, joined to ``peak``, ``total`` and ``sums``.
+    """``count`` rows of a head at ``key`` and ``value``, joined to ``peak``, ``total`` and ``sums``. The
+    query comes as by `products.to_halves`.
 
     Where ``LISTED`` their columns are at ``columns``, and those from ``limit`` on are not seen; otherwise
     they start at ``start``. ``CAUSAL``: the i-th is seen by queries from the i-th on.
@@ -56,7 +59,7 @@ def attend_rows(
             partner = tl.where((channel < half)[:, None], partner, -partner)
             angle = token[None, :] * half + (channel % half)[:, None]
             keys = keys * tl.load(cos + angle, whole, 0) - partner * tl.load(sin + angle, whole, 0)
-        scores = tl.dot(query, keys, input_precision="tf32x3")
+        scores = tl.dot(left, small(keys)) * (unit / SMALL)
         if SOFTCAP:
             scores = capped(scores, softcap)
         if LISTED:
@@ -72,5 +75,5 @@ def attend_rows(
         row = value + token.to(tl.int64)[:, None] * value_stride
         whole = (token < count)[:, None] & (value_channel >= 0)[None, :]
         values = tl.load(row + value_channel[None, :], whole, 0).to(tl.float32)
-        sums += tl.dot(weights, values, input_precision="tf32x3")
+        sums += tl.dot(weights.to(tl.float16), small(values)) / SMALL
     return peak, total, sums

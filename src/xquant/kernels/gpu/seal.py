@@ -132,7 +132,7 @@ def seal(
     else:
         ranges, begin, end = tl.cdiv(N, GROUP), 0, tl.cdiv(N, GROUP)
         member = t // GROUP
-    base, divisor = x, x
+    base, divisor = tl.zeros_like(x), tl.full(x.shape, 1, tl.float32)
     for j in range(begin, end):
         if PER_TOKEN:
             stop = tl.minimum((j + 1) * GROUP, C)
