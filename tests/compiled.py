@@ -66,6 +66,9 @@ DECODING = [
         64,
         64,
         TURN=True,
+        **dict.fromkeys(
+            ("queries", "group_heads", "kv_heads", "mask_token"), 1
+        ),  # ones are constants
         **side("KEY", 3, True, False, 1, 64, 2),
         **side("VALUE", 3, True, True, 2, 1024, 2),
     ),
