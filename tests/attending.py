@@ -29,6 +29,7 @@ class Case:
     softcap: float | None = None
     mask: str = "none"
     seed: int = 0
+    layers: int = 4
     turned: float = 1.0
     """The part of a head that RoPE turns."""
 
@@ -38,7 +39,7 @@ def filled(case: Case) -> KVCache:
     heads = case.kv_heads * case.group_heads
     model = tiny(
         "llama" if case.turned == 1 else "phi3",
-        num_hidden_layers=4,
+        num_hidden_layers=case.layers,
         num_attention_heads=heads,
         num_key_value_heads=case.kv_heads,
         head_dim=case.head_size,

@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from .convert import fill
 from .kernels.angles import AngleBook
 from .kernels.dispatch import choose
 from .kernels.folded import FoldedAttention
+from .kernels.gpu import triton_attention
+from .kernels.gpu.angles import TurnBook
+from .kernels.gpu.support import NAME as TRITON
 from .kernels.newest import Newest
 from .kernels.packed import MOST_QUERIES, PackedAttention
 from .kernels.parts import PartedAttention
@@ -29,6 +32,9 @@ from .models.base import rotate
 from .report import Report
 from .spec import parse_method
 from .tokens import TokenIndex
+
+if TYPE_CHECKING:
+    from .kernels.gpu.attention import TritonAttention
 
 ATTEND = ("chunk", "store")
 CHECKED_TOKENS = 8
@@ -53,9 +59,9 @@ class KVCache(Cache, ObservingCache):
             included, which is what perplexity is measured with.
         calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
         kernel: ``"auto"`` takes the fastest that can read this method on this machine, and `report` says
-            which; ``"avx512"``, ``"avx2"``, ``"folded"`` and ``"reference"`` ask for one. It also says what
-            blocks are sealed and rebuilt with, to the same bits: ``"folded"`` and ``"reference"`` leave that
-            to torch too.
+            which; ``"triton"``, ``"avx512"``, ``"avx2"``, ``"folded"`` and ``"reference"`` ask for one. It
+            also says what blocks are sealed and rebuilt with, to the same bits: ``"folded"`` and
+            ``"reference"`` leave that to torch too.
 
     Raises:
         ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing
@@ -105,8 +111,8 @@ class KVCache(Cache, ObservingCache):
         self._before: tuple[int, dict[int, Any]] = (0, {})
 
     def _attach_kernels(self) -> None:
-        self._book = AngleBook(self.index)
-        self._attentions: dict[int, PackedAttention | PartedAttention] = {}
+        self._book, self._turns = AngleBook(self.index), TurnBook(self.index)
+        self._attentions: dict[int, PackedAttention | PartedAttention | TritonAttention] = {}
         for layer in self.compressed:
             index = layer.codec.view.index
             name = self.kernels[index].name
@@ -114,6 +120,8 @@ class KVCache(Cache, ObservingCache):
                 self._attentions[index] = RebuiltAttention(layer, name)
             elif name == "folded":
                 self._attentions[index] = FoldedAttention(layer)
+            elif name == TRITON:
+                self._attentions[index] = triton_attention(layer, self._turns)
             elif name != "reference":
                 self._attentions[index] = PackedAttention(layer, name, self._book)
 
@@ -195,6 +203,7 @@ class KVCache(Cache, ObservingCache):
     def finish(self) -> None:
         self.index.forget_rope()
         self._book.clear()
+        self._turns.clear()
         for layer in self.compressed:
             layer.release()
         length, others = self._before
@@ -278,7 +287,9 @@ class KVCache(Cache, ObservingCache):
         shared = (self.attachment, *(layer.codec for layer in self.compressed))
         memo.update((id(thing), thing) for thing in shared)
         other = memo[id(self)] = object.__new__(type(self))
-        own = {k: v for k, v in self.__dict__.items() if k not in ("_book", "_attentions")}
+        own = {
+            k: v for k, v in self.__dict__.items() if k not in ("_book", "_turns", "_attentions")
+        }
         other.__dict__.update(copy.deepcopy(own, memo))
         other._attach_kernels()
         return other

@@ -4,5 +4,5 @@
 answer for a few queries at a time and agree with it; `dispatch.choose` says which is used, and why.
 """
 
-KERNELS = ("auto", "avx512", "avx2", "folded", "reference")
+KERNELS = ("auto", "triton", "avx512", "avx2", "folded", "reference")
 """Here, where the command line finds them without torch."""

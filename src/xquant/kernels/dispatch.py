@@ -9,6 +9,7 @@ from ..quant import Affine, Codebook
 from ..quant.quantizer import Segment
 from ..quant.ranked import Ranked
 from . import KERNELS, native, products, ranked_products
+from .gpu import support as triton
 
 LEAST_BLOCK = 32
 """Tokens of a block from which on the folded kernel was measured to be faster than the reference."""
@@ -36,7 +37,10 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
     if wanted == "reference":
         return Choice("reference", "asked for")
     unread = "every token reads the store" if through_store else _unfit(codec)
-    packed = unread or _unfit_packed(codec, block) or _missing(wanted)
+    if wanted == triton.NAME:
+        packed = unread or _unfit_triton(codec, block) or triton.missing(codec.view.device)
+    else:
+        packed = unread or _unfit_packed(codec, block) or _missing(wanted)
     folded = unread or _unfit_folded(codec)
     if wanted == "auto":
         if not packed:
@@ -69,6 +73,13 @@ def _unfit(codec: LayerCodec) -> str:
         if not isinstance(segment.quantizer, Affine | Codebook):
             return f"{role} are not quantized"
     return ""
+
+
+def _unfit_triton(codec: LayerCodec, block: int) -> str:
+    """Why the Triton kernels cannot read a layer; empty where they can."""
+    if isinstance(codec, Rematerialized):
+        return "keys and values are rebuilt, which no Triton kernel does"
+    return triton.unfit(codec, block)
 
 
 def _unfit_folded(codec: LayerCodec) -> str:

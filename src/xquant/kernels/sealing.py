@@ -15,6 +15,8 @@ from ..quant.pack import packed_rows
 from ..quant.quantizer import dense
 from ..quant.ranked import Ranked
 from . import native, ranked_sealing
+from .gpu import support as triton
+from .gpu import triton_encode
 
 _Encode = Callable[[str, Any, Tensor, Tensor | None], Packed]
 _Decode = Callable[[str, Any, Packed, Tensor], None]
@@ -24,6 +26,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def instruction_set(kernel: str) -> str | None:
     """What a cache of this ``kernel`` seals with; None for torch."""
+    if kernel == triton.NAME:
+        return kernel
     available = () if native.library() is None else native.paths()
     if kernel == "auto":
         return next(iter(available), None)
@@ -36,7 +40,9 @@ def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str |
     Raises:
         ValueError: ``x`` holds NaN in a token that sets a range.
     """
-    own = _OWN.get(type(quantizer)) if path is not None and _within_reach(x) else None
+    if triton.seals(quantizer, x, path):
+        return triton_encode(quantizer, x, excluded)
+    own = _OWN.get(type(quantizer)) if path in native.PATHS and _within_reach(x) else None
     if own is None:
         return quantizer.encode(x, excluded)
     assert path is not None
@@ -46,7 +52,7 @@ def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str |
 
 def decode(quantizer: Quantizer, packed: Packed, out: Tensor, path: str | None) -> None:
     """`Quantizer.decode` into ``out`` ``[N, n, C]``, which may be some columns of a tensor."""
-    own = _OWN.get(type(quantizer)) if path is not None and _within_reach(out) else None
+    own = _OWN.get(type(quantizer)) if path in native.PATHS and _within_reach(out) else None
     if own is None or out.stride(-1) != 1:
         return quantizer.decode(packed, out)
     assert path is not None

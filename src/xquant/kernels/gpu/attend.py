@@ -1,0 +1,207 @@
+"""The decode kernel: attention of a few queries over packed blocks and exact rows, split over programs.
+
+A program has a run of blocks of one sequence and key/value head, and up to ROWS of its query heads and
+queries; the first of each has what is kept exactly: tail, sinks, the newest tokens. What a program found is
+left to `join`.
+"""
+
+import triton
+import triton.language as tl
+
+from .products import block_scores, block_sums, to_halves
+from .rows import attend_rows
+from .softmax import LOWEST, NONE, capped, masked, weigh
+from .unpack import order
+
+FIELDS = tl.constexpr(6)  # of keys, then as many of values
+
+VARYING = (
+    "columns", "share", "limit", "past", "tail_count", "sink_count", "mask_batch", "mask_query"
+)  # fmt: skip
+"""What changes from step to step: nothing is compiled anew for it."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend(
+    query,
+    newest_key,
+    newest_value,
+    tail,
+    sinks,
+    sink_at,
+    mask,
+    sums_out,
+    peaks_out,
+    blocks,
+    begins,
+    lengths,
+    start_cos,
+    start_sin,
+    turn_cos,
+    turn_sin,
+    tail_cos,
+    tail_sin,
+    sink_cos,
+    sink_sin,
+    key_levels,
+    value_levels,
+    offset,
+    columns,
+    share,
+    limit,
+    past,
+    tail_count,
+    sink_count,
+    queries,
+    group_heads,
+    kv_heads,
+    query_batch,
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    value_batch,
+    value_head,
+    value_token,
+    tail_batch,
+    tail_token,
+    sink_batch,
+    sink_token,
+    mask_batch,
+    mask_query,
+    mask_token,
+    scaling,
+    softcap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
+    TURN: tl.constexpr,
+    OFFSET: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    KEY_TABLE: tl.constexpr,
+    KEY_PER_TOKEN: tl.constexpr,
+    KEY_SPAN: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    KEY_SPARSE: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    VALUE_TABLE: tl.constexpr,
+    VALUE_PER_TOKEN: tl.constexpr,
+    VALUE_SPAN: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
+    VALUE_SPARSE: tl.constexpr,
+):
+    """Grid: parts, batch times key/value heads, runs of ROWS.
+
+    ``blocks``: addresses int64 ``[2 FIELDS, B, columns]``; ``begins`` and ``lengths`` int32 ``[columns]``;
+    angles fp32 ``[B, ., D/2]``, but those of turns ``[N, D/2]``. Writes fp32 ``sums_out`` ``[B G, parts,
+    rows, D]`` and ``peaks_out`` ``[B G, parts, rows, 2]``, the peak and the total.
+    """
+    half: tl.constexpr = D // 2
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    b, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    row, rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS), group_heads * queries
+    query_place = row % queries
+    channel = order(D, DP, KEY_BITS, DP)
+    other = tl.where(channel < half, channel + half, channel - half)
+    value_channel = tl.arange(0, DP)
+    if D < DP:
+        value_channel = tl.where(value_channel < D, value_channel, -1)
+    token = order(N, NP, VALUE_BITS, NP)
+
+    own = query + b.to(tl.int64) * query_batch + query_place * query_token
+    own += (head * group_heads + row // queries) * query_head
+    whole = (row < rows)[:, None] & (channel >= 0)[None, :]
+    states = tl.load(own[:, None] + channel[None, :], whole, 0).to(tl.float32) * scaling
+    mask_row = b.to(tl.int64) * mask_batch + tl.minimum(query_place, queries - 1) * mask_query
+
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, DP], tl.float32)
+    if part == 0:
+        width, at = kv_heads * D, head * D
+        left, unit = to_halves(states)
+        peak, total, sums = attend_rows(
+            left,
+            unit,
+            tail + b.to(tl.int64) * tail_batch + at,
+            tail + b.to(tl.int64) * tail_batch + at + width,
+            tail_token, tail_token, tail_count,
+            tail_cos + b * tail_count * half, tail_sin + b * tail_count * half,
+            sink_at, limit, limit, query_place, channel, other, value_channel,
+            mask, mask_row, mask_token, softcap, peak, total, sums,
+            D, TURN, False, False, MASK, SOFTCAP,
+        )  # fmt: skip
+        peak, total, sums = attend_rows(
+            left,
+            unit,
+            sinks + b.to(tl.int64) * sink_batch + at,
+            sinks + b.to(tl.int64) * sink_batch + at + width,
+            sink_token, sink_token, sink_count,
+            sink_cos + b * sink_count * half, sink_sin + b * sink_count * half,
+            sink_at + b * sink_count, 0, limit, query_place, channel, other, value_channel,
+            mask, mask_row, mask_token, softcap, peak, total, sums,
+            D, TURN, True, False, MASK, SOFTCAP,
+        )  # fmt: skip
+        peak, total, sums = attend_rows(
+            left,
+            unit,
+            newest_key + b.to(tl.int64) * key_batch + head * key_head,
+            newest_value + b.to(tl.int64) * value_batch + head * value_head,
+            key_token, value_token, queries, tail_cos, tail_sin,
+            sink_at, past, limit, query_place, channel, other, value_channel,
+            mask, mask_row, mask_token, softcap, peak, total, sums,
+            D, False, False, MASK == NONE, MASK, SOFTCAP,
+        )  # fmt: skip
+    else:
+        partner, cos, sin = states, 0.0, 0.0
+        if TURN:
+            partner = tl.load(own[:, None] + other[None, :], whole, 0).to(tl.float32) * scaling
+            partner = tl.where((channel < half)[None, :], partner, -partner)
+            # Half of the places of a whole head are those of a half.
+            pair = order(D, DP, KEY_BITS, DP // 2)
+            place = token[None, :] * half + pair[:, None]
+            both = (token >= 0)[None, :] & (pair >= 0)[:, None]
+            cos, sin = tl.load(turn_cos + place, both, 0), tl.load(turn_sin + place, both, 0)
+        if SINKS:
+            sink = tl.arange(0, SINKS)
+            kept = tl.load(sink_at + b * sink_count + sink, sink < sink_count, -1)
+        each = tl.num_programs(1) // kv_heads * columns
+        for column in range((part - 1) * share, tl.minimum(part * share, columns)):
+            at, begin = b * columns + column, tl.load(begins + column)
+            turned = states
+            if TURN:
+                angle = at * half + channel % half
+                back = tl.load(start_cos + angle, channel >= 0, 0)[None, :]
+                aside = tl.load(start_sin + angle, channel >= 0, 0)[None, :]
+                turned = states * back + partner * aside
+            scores = block_scores(
+                blocks, each, at, key_levels, offset, turned, token, channel, cos, sin, head, kv_heads,
+                D, DP, N, NP, KEY_BITS, KEY_TABLE, KEY_PER_TOKEN, KEY_SPAN, KEY_GROUP, KEY_SPARSE,
+                OFFSET, TURN,
+            )  # fmt: skip
+            if SOFTCAP:
+                scores = capped(scores, softcap)
+            seen = (token >= 0) & (token < tl.minimum(tl.load(lengths + column), limit - begin))
+            if SINKS:
+                seen = seen & (tl.min(tl.abs(kept[:, None] - begin - token[None, :]), 0) > 0)
+            scores = masked(
+                scores, mask, mask_row, (begin + token) * mask_token, seen[None, :], MASK
+            )
+            weights, peak, total, sums = weigh(scores, peak, total, sums)
+            sums += block_sums(
+                blocks + FIELDS * each, each, at, value_levels, weights, token, value_channel, head,
+                kv_heads, D, DP, N, NP, VALUE_BITS, VALUE_TABLE, VALUE_PER_TOKEN, VALUE_SPAN,
+                VALUE_GROUP, VALUE_SPARSE,
+            )  # fmt: skip
+
+    to = (tl.program_id(1).to(tl.int64) * parts + part) * rows + row
+    tl.store(peaks_out + to * 2, peak, row < rows)
+    tl.store(peaks_out + to * 2 + 1, total, row < rows)
+    whole = (row < rows)[:, None] & (value_channel >= 0)[None, :]
+    tl.store(sums_out + to[:, None] * D + value_channel[None, :], sums, whole)

@@ -1,0 +1,68 @@
+"""What the Triton kernels read, and where they can run; known without importing Triton."""
+
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ...quant import Affine, Quantizer
+
+if TYPE_CHECKING:
+    from ...methods import LayerCodec
+
+NAME = "triton"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_ELEMENTS = 1 << 15
+"""Of a head in a block, which a program holds in registers."""
+
+
+@cache
+def installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether Triton runs on the CPU, which is how the tests run it."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def missing(device: torch.device) -> str:
+    """Why the kernels cannot run on ``device``; empty where they can."""
+    if not installed():
+        return "Triton is not installed"
+    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
+        return ""
+    return f"the layer is on {device.type}, and Triton's kernels run on cuda"
+
+
+def unfit(codec: "LayerCodec", block: int) -> str:
+    """Why the kernels cannot read a layer of packed keys and values; empty where they can."""
+    view = codec.view
+    if view.dtype not in DTYPES:
+        return f"{view.dtype} states"
+    if view.head_size % 32 or block % 32:
+        return f"heads of {view.head_size} in blocks of {block}: both must be multiples of 32"
+    if power(view.head_size) * power(block) > MOST_ELEMENTS:
+        return f"heads of {view.head_size} in blocks of {block} are more than a program holds"
+    if not codec.rotated and view.rotary_size != view.head_size:
+        return "the rotary embedding turns a part of a head"
+    return ""
+
+
+def power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def seals(quantizer: Quantizer, x: Tensor, path: str | None) -> TypeGuard[Affine]:
+    """Whether the kernel packs blocks ``x`` ``[N, n, C]`` for a cache that seals with ``path``."""
+    if path != NAME or type(quantizer) is not Affine or x.dtype not in DTYPES or not x.numel():
+        return False
+    tile = quantizer.tile
+    if tile is None or not tile.fits(x.shape[1]):
+        return False
+    fits = power(tile.head) * power(x.shape[1]) <= MOST_ELEMENTS
+    return fits and not missing(x.device)

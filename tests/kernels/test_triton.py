@@ -1,0 +1,194 @@
+"""The Triton kernels, in Triton's interpreter, against exact attention over what the store decodes to."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+import interpreted  # noqa: F401
+from attending import TOLERANCE, Case, error, filled
+from models import left_padded, prompt, tiny
+from xquant import KVCache
+from xquant.kernels.gpu import attention, support
+from xquant.kernels.newest import Newest
+
+LAYOUTS = [
+    *(f"kivi-{bits}bit:group=32" for bits in range(1, 9)),
+    *(f"kivi-{bits}bit:group=32,rope=post" for bits in (2, 3, 4, 8)),
+    "kivi-4bit:group=64,sink=3,tail=9",
+    "kivi-2bit:group=32,sink=1,rope=post,key_bits=3,value_bits=1",
+    "int4:group=32",
+    "int4-gs16:group=32,rope=pre",
+    "int3-gs32:group=64,keys=channel",
+    "int2:group=32,keys=channel,values=channel",
+    "int2-gs32:group=64,keys=channel,values=channel",
+    "nf3-gs32:group=32,keys=channel,rope=pre",
+    "nf5:group=32",
+    "kvquant-3bit-1%:group=32",
+    "kvquant-3bit:group=32,scales=offline",
+    "kvquant-2bit-10%:group=64,datatype=int,scales=online,rope=post",
+]
+
+
+def case(spec: str, **options: Any) -> Case:
+    """Of one layer, where nothing else is said."""
+    return Case(spec, **{"path": "triton", "layers": 1, "tokens": 75, **options})
+
+
+@pytest.mark.parametrize("spec", LAYOUTS)
+def test_every_layout_is_read_right(spec: str) -> None:
+    one = case(spec, batch=2, queries=2, mask="bool")
+    assert error(one, filled(one)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "spec", ["asymkv-1.5bit:tail=3", "crosslayer:tail=0,km=0,vm=0,kq=2,vq=0", "crosslayer:tail=2"]
+)
+def test_layers_may_differ_in_width_and_share_codes(spec: str) -> None:
+    one = case(spec, layers=4)
+    assert error(one, filled(one)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queries": 3},  # causal among themselves
+        {"group_heads": 9, "queries": 8, "kv_heads": 1},  # more rows than a program has
+        {"softcap": 5.0, "mask": "float", "batch": 3},
+        {"head_size": 96, "kv_heads": 1, "spec": "kivi-3bit:group=96,sink=1", "tokens": 210},
+        {"head_size": 96, "kv_heads": 3, "spec": "kivi-2bit:group=128", "tokens": 130},
+        {"head_size": 256, "kv_heads": 1, "spec": "kivi-4bit:group=32,rope=post"},
+        {"head_size": 128, "kv_heads": 1, "spec": "kvquant-3bit-1%:group=64"},
+        {"kv_heads": 9, "head_size": 32, "spec": "kvquant-3bit-5%:group=32"},  # wide counts
+        {"tokens": 20},  # nothing is sealed
+        {"tokens": 33, "queries": 5, "mask": "float"},  # queries are sealed
+    ],
+)
+def test_every_shape_is_read_right(options: dict[str, Any]) -> None:
+    one = case(**{"spec": "kivi-4bit:group=32,sink=2", **options})
+    assert error(one, filled(one)) < TOLERANCE
+
+
+@pytest.mark.parametrize("count", [1, 3, 100])
+def test_parts_are_joined(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "multiprocessors", lambda device: count)
+    one = case("kivi-4bit:group=32", kv_heads=1, tokens=170)
+    assert error(one, filled(one)) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_states_cost_their_own_rounding_only(dtype: torch.dtype) -> None:
+    least = {torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    for spec in ("kivi-4bit:group=32,sink=1", "kivi-4bit:group=32,rope=post"):
+        one = case(spec, dtype=dtype, mask="float")
+        assert error(one, filled(one)) < 2 * least
+
+
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])
+def test_it_follows_what_happens_to_the_batch(spec: str) -> None:
+    one = case(spec, batch=2, tokens=140, kv_heads=1)
+    cache = filled(one)
+    cache.crop(-17)  # into a sealed block
+    assert error(one, cache) < TOLERANCE
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    one.batch = 3
+    other = copy.deepcopy(cache)
+    assert error(one, other) < TOLERANCE
+    cache.crop(-(cache.index.length - 3))
+    assert error(one, cache) < TOLERANCE
+
+
+def test_positions_that_jump_are_left_to_plain_torch() -> None:
+    cache = filled(case("kivi-4bit:group=32"))
+    cache.index.positions[:, 40:] += 7
+    cache.index.epoch += 1
+    q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32)
+    assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is None
+
+
+class Silent(TorchDispatchMode):
+    """Refuses what the host would wait for."""
+
+    ASKING = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.equal.default,
+        torch.ops.aten.nonzero.default,
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in self.ASKING, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class Unlaunched:
+    """In place of a kernel: only the host's side runs."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])
+def test_the_host_waits_for_nothing_while_no_block_is_sealed(
+    spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = case(spec, batch=2)
+    cache = filled(one)
+    for kernel in ("attend", "join"):
+        monkeypatch.setattr(attention, kernel, Unlaunched())
+    q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 1, 32)
+    assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is not None
+    room = cache._turns.room(q.device, 1, 1)[0].data_ptr()
+    cache.finish()
+    with Silent():
+        assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is not None
+    assert cache._turns.room(q.device, 1, 1)[0].data_ptr() == room
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_models_decode_as_with_the_reference(family: str) -> None:
+    options = {} if family == "gemma2" else {"num_hidden_layers": 2}
+    model = tiny(family, head_dim=32, hidden_size=128, initializer_range=0.05, **options)
+    batch, logits = left_padded([40, 21]), []
+    for kernel in ("reference", "triton"):
+        cache = KVCache(model, "kivi-4bit:group=32,sink=1", kernel=kernel)
+        with torch.inference_mode():
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            for step in range(2):
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+                ids = prompt(2, 1, seed=step)
+                out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert kernel in cache.report().kernel
+        logits.append(out.logits)
+    assert (logits[0] - logits[1]).norm() / logits[0].norm() < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("kivi-4bit:group=24", "blocks of 24"),
+        ("kivi-4bit:group=2048", "more than a program holds"),
+        ("xquant-4bit:group=32", "which no Triton kernel does"),
+        ("full:group=32", "rebuilt from other states"),
+    ],
+)
+def test_what_it_does_not_read_is_said(spec: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"kernel 'triton' cannot be used: .*{why}"):
+        KVCache(tiny("llama", head_dim=32, hidden_size=128), spec, kernel="triton")
+
+
+def test_it_needs_a_gpu_or_the_interpreter_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", head_dim=32, hidden_size=128)
+    assert (
+        KVCache(model, "kivi-4bit:group=32", kernel="triton").report().kernel.startswith("triton")
+    )
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="the layer is on cpu"):
+        KVCache(model, "kivi-4bit:group=32", kernel="triton")
+    monkeypatch.setattr(support, "installed", lambda: False)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        KVCache(model, "kivi-4bit:group=32", kernel="triton")

@@ -1,0 +1,103 @@
+"""Sealing by Triton, in its interpreter, against the quantizers in torch: the same bits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import interpreted  # noqa: F401
+from kernels.test_sealing import not_torch
+from models import prompt, tiny
+from xquant import KVCache
+from xquant.kernels import sealing
+from xquant.quant import Affine
+from xquant.quant.pack import Tile
+from xquant.quant.quantizer import dense
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    bits=st.integers(1, 8),
+    per=st.sampled_from(["token", "channel"]),
+    group=st.sampled_from([0, 5, 16, 32, 48, 100, 128]),
+    eta=st.sampled_from([0.0, 0.05, 0.17]),
+    head=st.sampled_from([32, 64, 96]),
+    heads=st.integers(1, 2),
+    lanes=st.sampled_from(["tokens", "channels"]),
+    tokens=st.sampled_from([32, 64, 96]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    power=st.integers(-9, 5),
+    hidden=st.sampled_from([None, 0.1, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_codes_scale_and_zero_are_those_of_torch(
+    bits: int,
+    per: Any,
+    group: int,
+    eta: float,
+    head: int,
+    heads: int,
+    lanes: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    power: int,
+    hidden: float | None,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    quantizer = Affine(bits, per, group, eta, tile=Tile(head, lanes))
+    wide = torch.randn(2, tokens, head * heads + 5, generator=generator) * 10.0**power
+    wide[torch.rand(wide.shape, generator=generator) < 0.05] = torch.inf
+    x = (wide + 1).to(dtype)[..., 5:]  # some columns of what a method packs
+    excluded = None
+    if hidden is not None:
+        excluded = torch.rand(2, tokens, generator=generator) < hidden
+        if per == "channel":
+            x = x.masked_fill(excluded[..., None], torch.nan)  # nothing of it counts
+    expected = quantizer.encode(x, excluded)
+    with not_torch(quantizer):
+        found = sealing.encode(quantizer, x, excluded, "triton")
+    assert found.keys() == expected.keys()
+    for name in expected:
+        ours, theirs = dense(found, name), dense(expected, name)
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+@pytest.mark.parametrize("lanes", ["tokens", "channels"])
+def test_nan_raises(per: Any, lanes: Any) -> None:
+    x = torch.randn(2, 32, 64)
+    x[1, 30, 50] = torch.nan
+    quantizer = Affine(4, per, 32, tile=Tile(32, lanes))
+    with not_torch(quantizer), pytest.raises(ValueError, match="NaN cannot be quantized"):
+        sealing.encode(quantizer, x, None, "triton")
+
+
+def test_what_it_does_not_pack_goes_to_torch() -> None:
+    x = torch.randn(2, 8, 6)
+    for quantizer in (Affine(4, "token", 3), Affine(4, "token", 3, tile=Tile(6, "tokens"))):
+        packed = sealing.encode(quantizer, x, None, "triton")
+        out, expected = torch.empty_like(x), torch.empty_like(x)
+        sealing.decode(quantizer, packed, out, "triton")
+        quantizer.decode(quantizer.encode(x, None), expected)
+        assert torch.equal(out, expected)
+
+
+def test_a_cache_is_sealed_to_the_same_bytes() -> None:
+    model = tiny("llama", head_dim=32, hidden_size=128, num_hidden_layers=2)
+    caches = [
+        KVCache(model, "kivi-2bit:group=32,sink=2", kernel=k) for k in ("triton", "reference")
+    ]
+    for cache in caches:
+        with torch.no_grad():
+            model(prompt(2, 70), past_key_values=cache, use_cache=True)
+    ours, theirs = (cache.compressed[0].stream for cache in caches)
+    for one, other in zip(ours.pool, theirs.pool, strict=True):
+        for name in one:
+            assert torch.equal(one[name].whole(), other[name].whole())
