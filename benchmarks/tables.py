@@ -187,6 +187,7 @@ if __name__ == "__main__":
         texts(**{"WikiText-2": "tc-wikitext2", "C4": "tc-c4"})
         texts(**{"2,048": "tc-moby-2048", "6,000": "tc-moby-6000"})
         passkeys("passkey-tc")
+        texts(**{"WikiText-2": "tc-options"})
     elif sys.argv[1:] == ["families"]:
         families()
     else:
