@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from calibrated import calibration
-from models import tiny
+from calibrated import calibration, make_cache
+from models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels.newest import Newest
 from xquant.methods import Seen
@@ -126,3 +127,20 @@ def error(case: Case, cache: KVCache) -> float:
         worst = max(worst, float((found.double() - want).norm() / want.norm()))
     cache.finish()
     return worst
+
+
+def decoding_error(model: Any, spec: str, kernel: str, lengths: list[int], steps: int) -> float:
+    """Of the logits after ``steps`` tokens behind padded prompts, against the reference: relative, 2-norm."""
+    batch, logits = left_padded(lengths), []
+    for name in ("reference", kernel):
+        cache = make_cache(model, spec, kernel=name)
+        with torch.inference_mode():
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            for step in range(steps):
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+                ids = prompt(len(lengths), 1, seed=step)
+                out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert name in cache.report().kernel
+        logits.append(out.logits)
+    return float((logits[0] - logits[1]).norm() / logits[0].norm())

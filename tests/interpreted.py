@@ -4,13 +4,14 @@ from typing import Any
 
 from triton.runtime import interpreter
 
-_patch = interpreter._patch_lang_tensor
+_PATCH = interpreter._patch_lang_tensor
 
 
-def _patch_tensor(tensor: Any, scope: Any) -> None:
+def allow_bounds() -> None:
     """Triton 3.6 makes bounds of loops from arrays of one element, which numpy 2.4 refuses."""
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def patch(tensor: Any, scope: Any) -> None:
+        _PATCH(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-interpreter._patch_lang_tensor = _patch_tensor
+    interpreter._patch_lang_tensor = patch

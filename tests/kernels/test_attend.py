@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import TOLERANCE, Case, error, filled
-from models import left_padded, prompt, tiny
-from xquant import KVCache
+from attending import TOLERANCE, Case, decoding_error, error, filled
+from models import tiny
 from xquant.kernels import folded, native
 from xquant.kernels.newest import Newest
 
@@ -209,17 +208,4 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
     model = tiny(family, head_dim=32, hidden_size=128, initializer_range=0.05)
-    batch = left_padded([90, 41, 70])
-    logits = []
-    for kernel in ("reference", path):
-        cache = KVCache(model, "kivi-4bit:group=32,sink=1", kernel=kernel)
-        with torch.inference_mode():
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            for step in range(40):
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-                ids = prompt(3, 1, seed=step)
-                out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-        assert kernel in cache.report().kernel
-        logits.append(out.logits)
-    assert (logits[0] - logits[1]).norm() / logits[0].norm() < 5e-3
+    assert decoding_error(model, "kivi-4bit:group=32,sink=1", path, [90, 41, 70], steps=40) < 5e-3

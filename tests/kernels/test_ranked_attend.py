@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import TOLERANCE, Case, error, filled
-from calibrated import calibration
-from models import left_padded, prompt, tiny
-from xquant import KVCache
+from attending import TOLERANCE, Case, decoding_error, error, filled
+from models import tiny
 from xquant.kernels import native
 from xquant.kernels.ranked_products import RankedKeys, RankedSum, zipped
 from xquant.methods.transform import TransformCodec
@@ -134,18 +132,4 @@ def test_zipping_two_rows_by_128_bits_pairs_their_channels_in_order() -> None:
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3", "gemma2", "phi3"])
 def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
     model = tiny(family)
-    spec = "tc-4bit:group=32,sink=1"
-    batch = left_padded([90, 41, 70])
-    logits = []
-    for kernel in ("reference", path):
-        cache = KVCache(model, spec, calibration=calibration(model, spec), kernel=kernel)
-        with torch.inference_mode():
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            for step in range(20):
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-                ids = prompt(3, 1, seed=step)
-                out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-        assert kernel in cache.report().kernel
-        logits.append(out.logits)
-    assert (logits[0] - logits[1]).norm() / logits[0].norm() < 5e-3
+    assert decoding_error(model, "tc-4bit:group=32,sink=1", path, [90, 41, 70], steps=20) < 5e-3

@@ -9,12 +9,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-import interpreted  # noqa: F401
-from attending import TOLERANCE, Case, error, filled
-from models import left_padded, prompt, tiny
+import interpreted
+from attending import TOLERANCE, Case, decoding_error, error, filled
+from models import tiny
 from xquant import KVCache
 from xquant.kernels.gpu import attention, support
 from xquant.kernels.newest import Newest
+
+interpreted.allow_bounds()
+
 
 LAYOUTS = [
     *(f"kivi-{bits}bit:group=32" for bits in range(1, 9)),
@@ -152,19 +155,7 @@ def test_the_host_waits_for_nothing_while_no_block_is_sealed(
 def test_models_decode_as_with_the_reference(family: str) -> None:
     options = {} if family == "gemma2" else {"num_hidden_layers": 2}
     model = tiny(family, head_dim=32, hidden_size=128, initializer_range=0.05, **options)
-    batch, logits = left_padded([40, 21]), []
-    for kernel in ("reference", "triton"):
-        cache = KVCache(model, "kivi-4bit:group=32,sink=1", kernel=kernel)
-        with torch.inference_mode():
-            ids, mask = batch["input_ids"], batch["attention_mask"]
-            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            for step in range(2):
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-                ids = prompt(2, 1, seed=step)
-                out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-        assert kernel in cache.report().kernel
-        logits.append(out.logits)
-    assert (logits[0] - logits[1]).norm() / logits[0].norm() < 5e-3
+    assert decoding_error(model, "kivi-4bit:group=32,sink=1", "triton", [40, 21], steps=2) < 5e-3
 
 
 @pytest.mark.parametrize(

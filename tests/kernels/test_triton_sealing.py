@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import interpreted  # noqa: F401
+import interpreted
 from kernels.test_sealing import not_torch
 from models import prompt, tiny
 from xquant import KVCache
@@ -18,6 +18,8 @@ from xquant.kernels import sealing
 from xquant.quant import Affine
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
+
+interpreted.allow_bounds()
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

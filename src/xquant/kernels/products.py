@@ -66,17 +66,45 @@ class Blocks:
             setattr(self._side, name, self._kept[-1].data_ptr())
 
 
-class KeyProduct:
+class KeyScores:
+    """Scores with the keys of one layer, which a function of the library builds of packed blocks."""
+
+    def __init__(self, layer: "CompressedLayer", function: str, call: Any) -> None:
+        library = native.library()
+        assert library is not None
+        self._layer, self._call = layer, call
+        self._function = getattr(library, function)
+        self._blocks = Blocks(layer.stream, 0, call.key)
+
+    def _scores(self, query: Tensor, table: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Scores fp32 ``[B, G, r, c * n]`` of contiguous queries ``[B, G, r, .]`` (fp32) with the blocks
+        ``table`` ``[B, c]``; cos and sin, fp32, of the same strides, of each sequence first.
+
+        Raises:
+            MemoryError: the library has none.
+        """
+        self._blocks.refresh()
+        call = self._call
+        batch, heads, rows, _ = query.shape
+        call.batch, call.columns = table.shape
+        scores = torch.empty(batch, heads, rows, call.columns * self._layer.stream.block)
+        call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.cos, call.sin, call.angle_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
+        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
+        call.threads = torch.get_num_threads()
+        if self._function(ctypes.byref(call)):
+            raise MemoryError("not enough memory to rebuild keys")
+        return scores
+
+
+class KeyProduct(KeyScores):
     """The native side of one layer's key projection."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        library = native.library()
-        assert library is not None and isinstance(layer.codec, Rematerialized)
-        self._layer = layer
-        self._function = getattr(library, f"xq_rebuild_{path}")
-        self._call = call = native.Rebuild()
-        self._blocks = Blocks(layer.stream, 0, call.key)
+        call = native.Rebuild()
+        super().__init__(layer, f"xq_rebuild_{path}", call)
         codec, view = layer.codec, layer.codec.view
+        assert isinstance(codec, Rematerialized)
         quantizer: Any = codec.segments[0].quantizer
         call.key.bits, call.key.per_token = quantizer.bits, quantizer.per == "token"
         group = call.key.group = quantizer.tile.head
@@ -112,56 +140,32 @@ class KeyProduct:
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
         """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
         ``table`` ``[B, c]``, whose tokens are in ``columns`` ``[c * n]``."""
-        self._blocks.refresh()
         cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
-        call = self._call
-        query = query.contiguous()
-        batch, heads, rows, _ = query.shape
-        call.batch, call.columns = table.shape
-        scores = torch.empty(batch, heads, rows, call.columns * call.block)
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        call.angle_batch, call.angle_channel, _ = cos.stride()
-        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to rebuild keys")
-        return scores
+        self._call.angle_channel = cos.stride(1)
+        return self._scores(query.contiguous(), table, cos, sin)
 
 
-class ValueSum:
-    """Sums of what one layer's values come from."""
+class PackedSum:
+    """Sums of what one layer's values come from, by a function of the library."""
 
-    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+    def __init__(self, layer: "CompressedLayer", function: str, call: Any) -> None:
         library = native.library()
         assert library is not None
-        self._function = getattr(library, f"xq_sum_{path}")
-        self._call = call = native.Sum()
-        segment = layer.codec.segments[-1]
-        quantizer: Any = segment.quantizer
+        self._call = call
+        self._function = getattr(library, function)
         self._blocks = Blocks(layer.stream, -1, call.value)
-        call.value.bits, call.value.per_token = quantizer.bits, True
-        call.value.group = quantizer.range_size(segment.channels)
-        call.block, call.channels = layer.stream.block, segment.channels
-
-    @staticmethod
-    def fits(segment: Segment, block: int) -> bool:
-        """Whether the library can sum the channels of a segment."""
-        quantizer = segment.quantizer
-        return (
-            isinstance(quantizer, Affine)
-            and quantizer.per == "token"
-            and quantizer.tile == Tile(segment.channels, "channels")
-            and quantizer.tile.fits(block)
-            and quantizer.range_size(segment.channels) % 16 == 0
-        )
+        self._channels = layer.codec.segments[-1].channels
 
     def of(self, weights: Tensor, table: Tensor) -> Tensor:
-        """Sums ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights`` ``[B, r, c * n]``
-        (fp32, none below 0)."""
+        """Sums fp32 ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights``
+        ``[B, r, c * n]`` (fp32).
+
+        Raises:
+            MemoryError: the library has none.
+        """
         self._blocks.refresh()
         call, weights = self._call, weights.contiguous()
-        out = torch.empty(*weights.shape[:2], call.channels)
+        out = torch.empty(*weights.shape[:2], self._channels)
         call.batch, call.columns = table.shape
         call.table, call.table_stride = table.data_ptr(), table.stride(0)
         call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
@@ -177,3 +181,28 @@ def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
     if bool((columns.diff() == 1).all()):
         return rows.narrow(dim, first, count)
     return rows.index_select(dim, columns)
+
+
+class ValueSum(PackedSum):
+    """The same of affine codes per token; no weight may be below 0."""
+
+    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+        call = native.Sum()
+        super().__init__(layer, f"xq_sum_{path}", call)
+        segment = layer.codec.segments[-1]
+        quantizer: Any = segment.quantizer
+        call.value.bits, call.value.per_token = quantizer.bits, True
+        call.value.group = quantizer.range_size(segment.channels)
+        call.block, call.channels = layer.stream.block, segment.channels
+
+    @staticmethod
+    def fits(segment: Segment, block: int) -> bool:
+        """Whether the library can sum the channels of a segment."""
+        quantizer = segment.quantizer
+        return (
+            isinstance(quantizer, Affine)
+            and quantizer.per == "token"
+            and quantizer.tile == Tile(segment.channels, "channels")
+            and quantizer.tile.fits(block)
+            and quantizer.range_size(segment.channels) % 16 == 0
+        )

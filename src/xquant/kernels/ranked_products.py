@@ -1,6 +1,5 @@
 """Scores with keys that are built of ranked codes, and sums of these codes, by the native library."""
 
-import ctypes
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from ..methods import LayerCodec
 from ..methods.transform import TransformCodec
 from ..quant.ranked import WIDEST, normal_levels, size_table
 from . import native
-from .products import Blocks, at_columns
+from .products import KeyScores, PackedSum, at_columns
 
 if TYPE_CHECKING:
     from ..layer import CompressedLayer
@@ -70,16 +69,14 @@ def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
     return [quantizer.usual, sizes, levels, reach]
 
 
-class RankedKeys:
+class RankedKeys(KeyScores):
     """The native side of one layer's keys."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        library, codec = native.library(), layer.codec
-        assert library is not None and isinstance(codec, TransformCodec)
-        self._layer = layer
-        self._function = getattr(library, f"xq_ranked_scores_{path}")
-        self._call = call = native.RankedScores()
-        self._blocks = Blocks(layer.stream, 0, call.key)
+        call = native.RankedScores()
+        super().__init__(layer, f"xq_ranked_scores_{path}", call)
+        codec = layer.codec
+        assert isinstance(codec, TransformCodec)
         heads = codec.view.kv_heads
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = arranged(codec.key_weight, heads)
@@ -92,47 +89,20 @@ class RankedKeys:
 
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
         """As `KeyProduct.scores`."""
-        self._blocks.refresh()
-        call = self._call
         query = _widened(query)
-        batch, heads, rows, _ = query.shape
         # Tokens that were cropped away have the angles of another: their scores are hidden.
         angles = self._layer.index.rope(query)
         cos, sin = (at_columns(t.float(), columns, 1) for t in angles)
         if cos.stride(2) != 1 or cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
-        call.batch, call.columns = table.shape
-        scores = torch.empty(batch, heads, rows, call.columns * call.key.block)
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
-        call.angle_batch, call.angle_token, _ = cos.stride()
-        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to rebuild keys")
-        return scores
+        self._call.angle_token = cos.stride(1)
+        return self._scores(query, table, cos, sin)
 
 
-class RankedSum:
-    """Sums of what one layer's values come from."""
+class RankedSum(PackedSum):
+    """The same of ranked codes."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        library = native.library()
-        assert library is not None
-        self._function = getattr(library, f"xq_ranked_sum_{path}")
-        self._call = call = native.RankedSum()
-        self._blocks = Blocks(layer.stream, 0, call.value)
+        call = native.RankedSum()
+        super().__init__(layer, f"xq_ranked_sum_{path}", call)
         self._constant = _describe(call.value, layer)
-
-    def of(self, weights: Tensor, table: Tensor) -> Tensor:
-        """As `ValueSum.of`; weights may be of any sign."""
-        self._blocks.refresh()
-        call, weights = self._call, weights.contiguous()
-        out = torch.empty(*weights.shape[:2], call.value.channels)
-        call.batch, call.columns = table.shape
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to sum values")
-        return out

@@ -15,7 +15,7 @@ from ..methods.xquant import Rematerialized
 from ..models.base import rotate
 from ..quant.ranked import Ranked
 from .parts import Part, PartedAttention, Running, by_block
-from .products import KeyProduct, ValueSum, at_columns
+from .products import KeyProduct, PackedSum, ValueSum, at_columns
 from .ranked_products import RankedKeys, RankedSum
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class RebuiltAttention(PartedAttention):
         assert isinstance(layer.codec, Rematerialized)
         self._codec = layer.codec
         self._product: KeyProduct | RankedKeys | None = None
-        self._sum: ValueSum | RankedSum | None = None
+        self._sum: PackedSum | None = None
         last = layer.codec.segments[-1]
         if path == "folded":
             return
