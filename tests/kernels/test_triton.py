@@ -13,7 +13,7 @@ import interpreted
 from attending import TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant import KVCache
-from xquant.kernels.gpu import attention, support
+from xquant.kernels.gpu import asked, attention, support
 from xquant.kernels.newest import Newest
 
 interpreted.allow_bounds()
@@ -78,7 +78,7 @@ def test_every_shape_is_read_right(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 100])
 def test_parts_are_joined(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "multiprocessors", lambda device: count)
+    monkeypatch.setattr(asked, "multiprocessors", lambda device: count)
     one = case("kivi-4bit:group=32", kv_heads=1, tokens=170)
     assert error(one, filled(one)) < TOLERANCE
 
@@ -144,11 +144,11 @@ def test_the_host_waits_for_nothing_while_no_block_is_sealed(
         monkeypatch.setattr(attention, kernel, Unlaunched())
     q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 1, 32)
     assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is not None
-    room = cache._turns.room(q.device, 1, 1)[0].data_ptr()
+    room = cache._turns.room(q.device, 1)[0].data_ptr()
     cache.finish()
     with Silent():
         assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is not None
-    assert cache._turns.room(q.device, 1, 1)[0].data_ptr() == room
+    assert cache._turns.room(q.device, 1)[0].data_ptr() == room
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])

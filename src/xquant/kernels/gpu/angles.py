@@ -76,12 +76,11 @@ class TurnBook:
         factor = turn_cos[0, 0, 0]
         return Turns((turn_cos[0] / factor, turn_sin[0] / factor), start, newest, kept_pair)
 
-    def room(self, device: torch.device, rows: int, size: int) -> tuple[Tensor, Tensor]:
-        """Room for sums fp32 ``[rows, size]``, and peaks and totals ``[rows, 2]``. Every layer takes it
-        again: one stream runs them one after the other."""
-        room = self._room.get(device)
-        if room is None or len(room) < rows * (size + 2):
+    def room(self, device: torch.device, *sizes: int) -> list[Tensor]:
+        """Room for runs of fp32 numbers of these ``sizes``. Every layer takes it again: one stream runs them
+        one after the other."""
+        room, wanted = self._room.get(device), sum(sizes)
+        if room is None or len(room) < wanted:
             # Twice what is asked for: it grows with the context, a part at a time.
-            room = torch.empty(2 * rows * (size + 2), device=device)
-            self._room[device] = room
-        return room[: rows * size], room[rows * size : rows * (size + 2)]
+            room = self._room[device] = torch.empty(2 * wanted, device=device)
+        return list(room[:wanted].split(sizes))

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from .products import block_scores, block_sums, to_halves
-from .rows import attend_rows
-from .softmax import LOWEST, NONE, capped, masked, weigh
+from .rows import attend_exact
+from .softmax import LOWEST, capped, masked, weigh
 from .unpack import order
 
 FIELDS = tl.constexpr(6)  # of keys, then as many of values
@@ -124,39 +124,15 @@ def attend(
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, DP], tl.float32)
     if part == 0:
-        width, at = kv_heads * D, head * D
         left, unit = to_halves(states)
-        peak, total, sums = attend_rows(
-            left,
-            unit,
-            tail + b.to(tl.int64) * tail_batch + at,
-            tail + b.to(tl.int64) * tail_batch + at + width,
-            tail_token, tail_token, tail_count,
-            tail_cos + b * tail_count * half, tail_sin + b * tail_count * half,
-            sink_at, limit, limit, query_place, channel, other, value_channel,
-            mask, mask_row, mask_token, softcap, peak, total, sums,
-            D, TURN, False, False, MASK, SOFTCAP,
-        )  # fmt: skip
-        peak, total, sums = attend_rows(
-            left,
-            unit,
-            sinks + b.to(tl.int64) * sink_batch + at,
-            sinks + b.to(tl.int64) * sink_batch + at + width,
-            sink_token, sink_token, sink_count,
-            sink_cos + b * sink_count * half, sink_sin + b * sink_count * half,
-            sink_at + b * sink_count, 0, limit, query_place, channel, other, value_channel,
-            mask, mask_row, mask_token, softcap, peak, total, sums,
-            D, TURN, True, False, MASK, SOFTCAP,
-        )  # fmt: skip
-        peak, total, sums = attend_rows(
-            left,
-            unit,
-            newest_key + b.to(tl.int64) * key_batch + head * key_head,
-            newest_value + b.to(tl.int64) * value_batch + head * value_head,
-            key_token, value_token, queries, tail_cos, tail_sin,
-            sink_at, past, limit, query_place, channel, other, value_channel,
-            mask, mask_row, mask_token, softcap, peak, total, sums,
-            D, False, False, MASK == NONE, MASK, SOFTCAP,
+        peak, total, sums = attend_exact(
+            left, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
+            tail_cos, tail_sin, sink_cos, sink_sin, b, head,
+            limit, past, tail_count, sink_count, queries, kv_heads,
+            key_batch, key_head, key_token, value_batch, value_head, value_token,
+            tail_batch, tail_token, sink_batch, sink_token, mask_row, mask_token,
+            query_place, channel, other, value_channel, softcap, peak, total, sums,
+            D, TURN, MASK, SOFTCAP,
         )  # fmt: skip
     else:
         partner, cos, sin = states, 0.0, 0.0

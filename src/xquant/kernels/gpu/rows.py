@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .products import SMALL, small
-from .softmax import capped, masked, weigh
+from .softmax import NONE, capped, masked, weigh
 
 STEP = tl.constexpr(32)
 
@@ -77,3 +77,83 @@ def attend_rows(
         values = tl.load(row + value_channel[None, :], whole, 0).to(tl.float32)
         sums += tl.dot(weights.to(tl.float16), small(values)) / SMALL
     return peak, total, sums
+
+
+@triton.jit
+def attend_exact(
+    left,
+    unit,
+    newest_key,
+    newest_value,
+    tail,
+    sinks,
+    sink_at,
+    mask,
+    tail_cos,
+    tail_sin,
+    sink_cos,
+    sink_sin,
+    b,
+    head,
+    limit,
+    past,
+    tail_count,
+    sink_count,
+    queries,
+    kv_heads,
+    key_batch,
+    key_head,
+    key_token,
+    value_batch,
+    value_head,
+    value_token,
+    tail_batch,
+    tail_token,
+    sink_batch,
+    sink_token,
+    mask_row,
+    mask_token,
+    query_place,
+    channel,
+    other,
+    value_channel,
+    softcap,
+    peak,
+    total,
+    sums,
+    D: tl.constexpr,
+    TURN: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """All that a head of one sequence keeps exactly: tail, sinks and the newest tokens, by `attend_rows`.
+
+    Rows of tail and sinks are keys and, ``kv_heads * D`` further, values.
+    """
+    half: tl.constexpr = D // 2
+    width, at, b = kv_heads * D, head * D, b.to(tl.int64)
+    peak, total, sums = attend_rows(
+        left, unit, tail + b * tail_batch + at, tail + b * tail_batch + at + width,
+        tail_token, tail_token, tail_count,
+        tail_cos + b * tail_count * half, tail_sin + b * tail_count * half,
+        sink_at, limit, limit, query_place, channel, other, value_channel,
+        mask, mask_row, mask_token, softcap, peak, total, sums,
+        D, TURN, False, False, MASK, SOFTCAP,
+    )  # fmt: skip
+    peak, total, sums = attend_rows(
+        left, unit, sinks + b * sink_batch + at, sinks + b * sink_batch + at + width,
+        sink_token, sink_token, sink_count,
+        sink_cos + b * sink_count * half, sink_sin + b * sink_count * half,
+        sink_at + b * sink_count, 0, limit, query_place, channel, other, value_channel,
+        mask, mask_row, mask_token, softcap, peak, total, sums,
+        D, TURN, True, False, MASK, SOFTCAP,
+    )  # fmt: skip
+    return attend_rows(
+        left, unit,
+        newest_key + b * key_batch + head * key_head,
+        newest_value + b * value_batch + head * value_head,
+        key_token, value_token, queries, tail_cos, tail_sin,
+        sink_at, past, limit, query_place, channel, other, value_channel,
+        mask, mask_row, mask_token, softcap, peak, total, sums,
+        D, False, False, MASK == NONE, MASK, SOFTCAP,
+    )  # fmt: skip
