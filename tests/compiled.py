@@ -6,20 +6,25 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xquant.kernels.gpu.attend import attend
-from xquant.kernels.gpu.join import join
-from xquant.kernels.gpu.seal import seal
+from xquant.kernels.gpu.jit.attend import attend
+from xquant.kernels.gpu.jit.carry import carry
+from xquant.kernels.gpu.jit.exact import exact
+from xquant.kernels.gpu.jit.join import join
+from xquant.kernels.gpu.jit.rebuild import rebuild
+from xquant.kernels.gpu.jit.seal import seal
+from xquant.kernels.gpu.jit.weigh import sum_states
 
 TYPES = {
     **dict.fromkeys(("query", "newest_key", "newest_value", "tail", "sinks", "mask"), "*bf16"),
-    **dict.fromkeys(("rows", "out"), "*bf16"),
+    **dict.fromkeys(("out", "rows_in", "sums_in_out"), "*bf16"),
     **dict.fromkeys(("sums_out", "peaks_out", "sums", "peaks", "offset"), "*fp32"),
+    **dict.fromkeys(("scores", "scores_out", "units", "bias"), "*fp32"),
     **{
         f"{of}_{what}": "*fp32"
         for of in ("start", "turn", "tail", "sink")
         for what in ("cos", "sin")
     },
-    **dict.fromkeys(("key_levels", "value_levels", "scale", "zero"), "*fp16"),
+    **dict.fromkeys(("key_levels", "value_levels", "scale", "zero", "weights"), "*fp16"),
     **dict.fromkeys(("begins", "lengths", "sink_at", "codes", "found_nan"), "*i32"),
     **{"blocks": "*i64", "hidden": "*i1"},
     **dict.fromkeys(("scaling", "softcap", "zero_shift", "scale_share"), "fp32"),
@@ -79,12 +84,45 @@ SEALING = [
 ]
 
 
-def build(kernel: Any, constants: dict[str, Any]) -> None:
+STATES = {
+    "D": 128,
+    "DP": 128,
+    "N": 128,
+    "NP": 128,
+    "ROWS": 16,
+    "CHUNK": 64,
+    "SINKS": 1,
+    "BIAS": True,
+}
+PACKED = {"CODED": True, "TILE": 1024, "BITS": 4, "PER_TOKEN": False, "SPAN": 1, "GROUP": 128}
+REBUILDING = [
+    # latents of xquant-4bit, X of xquant-3bit with odd sizes, sums of xquant-cl
+    {**STATES, **PACKED, "CHUNKS": 16, "MASK": 0, "SOFTCAP": False},
+    {
+        **{**STATES, "D": 96, "N": 96, "SINKS": 0, "MASK": 1, "SOFTCAP": True},
+        **{**PACKED, "TILE": 96, "BITS": 3, "PER_TOKEN": True, "SPAN": 2, "GROUP": 96},
+        "CHUNKS": 64,
+    },
+    {**STATES, **PACKED, "CODED": False, "CHUNKS": 64, "MASK": 2, "SOFTCAP": False},
+]
+SUMMING = [
+    {"SOURCE": 1, "D": 128, "DP": 128, "BITS": 4, "SPAN": 2, "GROUP": 128},
+    {"SOURCE": 2, "D": 96, "DP": 128, "BITS": 3, "SPAN": 2, "GROUP": 96},
+    {"SOURCE": 0, "D": 128, "DP": 128, "BITS": 4, "SPAN": 0, "GROUP": 1},
+]
+CARRYING = {"N": 128, "NP": 128, "OUT": 128, "CHUNK": 64, "TILE": 128, "BITS": 2}
+CARRYING |= {"PER_TOKEN": True, "SPAN": 2, "GROUP": 128, "CHUNKS": 16}
+
+
+def build(kernel: Any, constants: dict[str, Any], **types: str) -> None:
     signature = {
-        name: "constexpr" if name in constants else TYPES.get(name, "i32")
+        name: "constexpr" if name in constants else {**TYPES, **types}.get(name, "i32")
         for name in kernel.arg_names
     }
-    source = ASTSource(kernel, signature, constants)
+    # As at run time: what is allocated begins at a multiple of 16 bytes.
+    aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature, constants, attributes)
     built = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8})
     assert built.asm["cubin"]
 
@@ -92,6 +130,14 @@ def build(kernel: Any, constants: dict[str, Any]) -> None:
 if __name__ == "__main__":
     for given in DECODING:
         build(attend, given)
-    build(join, {"D": 96, "DP": 128})
+    build(join, {"D": 96, "DP": 128, "OPEN": False})
+    build(join, {"D": 1024, "DP": 256, "OPEN": True})
+    build(exact, {"D": 96, "DP": 128, "ROWS": 16, "MASK": 2, "SOFTCAP": True})
+    for given in REBUILDING:
+        build(rebuild, given, weights="*fp16" if given["CODED"] else "*bf16")
+    for given in SUMMING:
+        build(sum_states, {"N": 128, "NP": 128, "ROWS": 32, **given})
+    for below, weighted in ((True, True), (False, False)):
+        build(carry, {**CARRYING, "BELOW": below, "WEIGHTED": weighted}, sinks="*bf16")
     for given in SEALING:
-        build(seal, {"D": 128, "DP": 128, "N": 64, "NP": 64, "BITS": 4, **given})
+        build(seal, {"D": 128, "DP": 128, "N": 64, "NP": 64, "BITS": 4, **given}, rows="*bf16")

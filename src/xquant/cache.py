@@ -16,7 +16,7 @@ from .convert import fill
 from .kernels.angles import AngleBook
 from .kernels.dispatch import choose
 from .kernels.folded import FoldedAttention
-from .kernels.gpu import triton_attention
+from .kernels.gpu import triton_attention, triton_carrier
 from .kernels.gpu.angles import TurnBook
 from .kernels.gpu.support import NAME as TRITON
 from .kernels.newest import Newest
@@ -35,6 +35,9 @@ from .tokens import TokenIndex
 
 if TYPE_CHECKING:
     from .kernels.gpu.attention import TritonAttention
+    from .kernels.gpu.rebuilt import TritonRebuilt
+
+    Kernel = PackedAttention | PartedAttention | TritonAttention | TritonRebuilt
 
 ATTEND = ("chunk", "store")
 CHECKED_TOKENS = 8
@@ -112,16 +115,17 @@ class KVCache(Cache, ObservingCache):
 
     def _attach_kernels(self) -> None:
         self._book, self._turns = AngleBook(self.index), TurnBook(self.index)
-        self._attentions: dict[int, PackedAttention | PartedAttention | TritonAttention] = {}
+        self._attentions: dict[int, Kernel] = {}
         for layer in self.compressed:
             index = layer.codec.view.index
             name = self.kernels[index].name
-            if name != "reference" and isinstance(layer.codec, Rematerialized):
+            if name == TRITON:
+                self._attentions[index] = triton_attention(layer, self._turns)
+                layer.carrier = triton_carrier(layer)
+            elif name != "reference" and isinstance(layer.codec, Rematerialized):
                 self._attentions[index] = RebuiltAttention(layer, name)
             elif name == "folded":
                 self._attentions[index] = FoldedAttention(layer)
-            elif name == TRITON:
-                self._attentions[index] = triton_attention(layer, self._turns)
             elif name != "reference":
                 self._attentions[index] = PackedAttention(layer, name, self._book)
 

@@ -5,6 +5,7 @@ the tail, and sinks, once sealed, are kept as they are beside their block.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from .models.base import rotate
 from .quant import Packed
 from .stream import Stream
 from .tokens import TokenIndex
+
+if TYPE_CHECKING:
+    from .kernels.gpu.carrying import TritonCarrier
 
 States = tuple[Tensor, Tensor]
 
@@ -51,6 +55,7 @@ class CompressedLayer(CacheLayerMixin):
         self.stream = Stream(codec.segments, method.group, path)
         self.span: Sequence[CompressedLayer] = (self,)
         self.lender: CompressedLayer | None = None
+        self.carrier: TritonCarrier | None = None
         self.reset()
 
     @staticmethod
@@ -142,6 +147,13 @@ class CompressedLayer(CacheLayerMixin):
             self.recalled = self.recall(sealing=sealing)
             self.carried = self._carry(self.recalled)
 
+    def _take_below(self) -> Tensor | None:
+        """The memory of what the layer below carries, which is then gone."""
+        found = self._below(0, self.stream.tokens)
+        if found is not None and self.below is not None:
+            self.below.release()
+        return found
+
     def _seal_span(self, blocks: int) -> None:
         """Seal the oldest ``blocks`` of the tails of all layers of the span."""
         if blocks == 0:
@@ -195,6 +207,8 @@ class CompressedLayer(CacheLayerMixin):
         if recalled is None:
             return None
         carried = self.codec.carry(recalled)
+        if self.carrier is not None and carried is recalled:
+            return recalled  # sinks are in it
         own, further = carried[..., : self.codec.width], carried[..., self.codec.width :]
         own = self._place_sinks(own, self.sinks)
         if self.through_store and self.tail is not None:
@@ -210,6 +224,8 @@ class CompressedLayer(CacheLayerMixin):
         With ``through_store`` the tail follows, as it would read once sealed.
         """
         sealed = self.stream.tokens if tokens is None else min(tokens, self.stream.tokens)
+        if self.carrier is not None and sealed == self.stream.tokens:
+            return self.carrier.carried(self._take_below()) if sealed else None
         dtype = self.codec.view.dtype
         parts = [self.stream.read(dtype, sealed)] if sealed else []
         if self.through_store and self.tail is not None and self.tail.shape[1]:

@@ -38,7 +38,7 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
         return Choice("reference", "asked for")
     unread = "every token reads the store" if through_store else _unfit(codec)
     if wanted == triton.NAME:
-        packed = unread or _unfit_triton(codec, block) or triton.missing(codec.view.device)
+        packed = unread or triton.unfit(codec, block) or triton.missing(codec.view.device)
     else:
         packed = unread or _unfit_packed(codec, block) or _missing(wanted)
     folded = unread or _unfit_folded(codec)
@@ -73,13 +73,6 @@ def _unfit(codec: LayerCodec) -> str:
         if not isinstance(segment.quantizer, Affine | Codebook):
             return f"{role} are not quantized"
     return ""
-
-
-def _unfit_triton(codec: LayerCodec, block: int) -> str:
-    """Why the Triton kernels cannot read a layer; empty where they can."""
-    if isinstance(codec, Rematerialized):
-        return "keys and values are rebuilt, which no Triton kernel does"
-    return triton.unfit(codec, block)
 
 
 def _unfit_folded(codec: LayerCodec) -> str:

@@ -17,6 +17,7 @@ from .xquant import (
     LatentCodec,
     Rematerialized,
     XQuant,
+    by_range,
     is_mha,
     left_basis,
 )
@@ -110,7 +111,8 @@ class DeltaCodec(Rematerialized):
         self.basis = basis  # [C, d] with orthonormal rows, or None for the identity
         self.synthesis = None if basis is None else basis.T.contiguous()
         channels = view.hidden if basis is None else len(basis)
-        self.segments = (Segment(channels, method.quantizer(bits, "token", view.dtype)),)
+        quantizer = by_range(method.quantizer(bits, "token", view.dtype), channels)
+        self.segments = (Segment(channels, quantizer),)
 
     def features(self, seen: Seen) -> Tensor:
         return seen.residual if self.residual else seen.x

@@ -7,19 +7,35 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...methods.xquant import Rematerialized
+from ...methods.xquant_cl import DeltaCodec
 from ...quant import Affine, Packed
 from .angles import TurnBook
+from .support import tiled
 
 if TYPE_CHECKING:
     from ...layer import CompressedLayer
     from .attention import TritonAttention
+    from .carrying import TritonCarrier
+    from .rebuilt import TritonRebuilt
 
 
-def triton_attention(layer: "CompressedLayer", book: TurnBook) -> "TritonAttention":
+def triton_attention(layer: "CompressedLayer", book: TurnBook) -> "TritonAttention | TritonRebuilt":
     """What attends over one layer."""
     from .attention import TritonAttention
+    from .rebuilt import TritonRebuilt
 
-    return TritonAttention(layer, book)
+    rebuilt = isinstance(layer.codec, Rematerialized)
+    return TritonRebuilt(layer, book) if rebuilt else TritonAttention(layer, book)
+
+
+def triton_carrier(layer: "CompressedLayer") -> "TritonCarrier | None":
+    """What sums a layer and those below it; None where that is left to torch."""
+    from .carrying import TritonCarrier
+
+    codec = layer.codec
+    fits = isinstance(codec, DeltaCodec) and tiled(codec.segments[0], layer.stream.block)
+    return TritonCarrier(layer) if fits else None
 
 
 def triton_encode(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:

@@ -8,10 +8,10 @@ from torch import Tensor
 from ..newest import Newest
 from .angles import TurnBook
 from .asked import asked, share_of
-from .attend import attend
 from .blocks import BlockTable
 from .describe import side
-from .join import join
+from .jit.attend import attend
+from .jit.join import join
 from .support import power
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class TritonAttention:
             **found.constants,
             **self._constants,
         )
-        join[(rows, batch * groups)](
+        join[(rows, batch * groups, 1)](
             sums,
             peaks,
             out,
@@ -113,8 +113,10 @@ class TritonAttention:
             found.group_heads,
             groups,
             *out.stride()[:3],
+            nothing,
             D=found.size,
             DP=power(found.size),
+            OPEN=False,
         )
         return out
 
@@ -122,7 +124,7 @@ class TritonAttention:
 def exact_rows(
     layer: "CompressedLayer", nothing: Tensor, nowhere: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tail and sinks ``[B, ., W]`` of a layer and the columns of sinks ``[B, S]``, or what stands for them."""
+    """Tail and sinks ``[B, ., W]`` of a layer, the columns of sinks ``[B, S]``; or what stands for them."""
     tail = nothing if layer.tail is None else layer.tail
     if layer.sinks is None or layer.sink_at is None:
         return tail, nothing, nowhere

@@ -40,6 +40,10 @@ class BlockTable:
         spans = torch.stack([lengths.cumsum(0, dtype=torch.int32) - lengths, lengths])
         self.begins, self.lengths = spans.to(self._device, non_blocking=True)
 
+    def of(self, number: int) -> Tensor:
+        """The addresses of one segment."""
+        return self.addresses[number * len(FIELDS) : (number + 1) * len(FIELDS)]
+
     def _fields(self, number: int) -> list[Tensor]:
         """Where each field of every block lies, int64 ``[N]``; 0 where there is none."""
         stream, side = self._stream, self._sides[number]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...quant import Affine, Packed
 from ...quant.pack import packed_rows
-from .seal import seal
+from .jit.seal import seal
 from .support import power
 
 

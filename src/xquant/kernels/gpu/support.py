@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from ...quant import Affine, Quantizer
+from ...methods.xquant import Rematerialized
+from ...quant import Affine, Quantizer, Segment
 
 if TYPE_CHECKING:
     from ...methods import LayerCodec
@@ -39,7 +40,7 @@ def missing(device: torch.device) -> str:
 
 
 def unfit(codec: "LayerCodec", block: int) -> str:
-    """Why the kernels cannot read a layer of packed keys and values; empty where they can."""
+    """Why the kernels cannot read a layer; empty where they can."""
     view = codec.view
     if view.dtype not in DTYPES:
         return f"{view.dtype} states"
@@ -49,7 +50,34 @@ def unfit(codec: "LayerCodec", block: int) -> str:
         return f"heads of {view.head_size} in blocks of {block} are more than a program holds"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding turns a part of a head"
+    return _unfit_rebuilt(codec, block) if isinstance(codec, Rematerialized) else ""
+
+
+def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:
+    """The same of a layer whose keys and values are rebuilt."""
+    keys, values = codec.segments[0], codec.segments[-1]
+    if not (isinstance(keys.quantizer, Affine) and isinstance(values.quantizer, Affine)):
+        return "what keys and values come from has no affine codes"
+    if codec.view.key_norm is not None:
+        return "keys are normalized after they are rebuilt"
+    if codec.reads_below or codec.feeds_above:
+        return ""
+    if keys.channels != codec.key_weight.shape[1] or values.quantizer.per == "channel":
+        return "not all that keys or values come from is quantized alike"
+    tiles = keys.quantizer.tile, values.quantizer.tile
+    if not (tiled(keys, block) and tiled(values, block)):
+        return f"states of {keys.channels} channels in blocks of {block}"
+    size = values.quantizer.range_size(values.channels)
+    by_token = tiles[1] is not None and tiles[1].lanes == "tokens"
+    if size % 32 or (by_token and power(size) * power(block) > MOST_ELEMENTS):
+        return f"ranges of {size} channels in blocks of {block}"
     return ""
+
+
+def tiled(segment: Segment, block: int) -> bool:
+    """Whether the kernels that multiply states can read their codes."""
+    tile = segment.quantizer.tile if isinstance(segment.quantizer, Affine) else None
+    return tile is not None and tile.fits(block)
 
 
 def power(size: int) -> int:

@@ -33,6 +33,14 @@ def small(states):
 
 
 @triton.jit
+def split(x):
+    """fp16, and what that leaves, in fp16 too."""
+    x = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
 def turned(x, cos, sin, A: tl.constexpr, B: tl.constexpr):
     """``[A, B]`` with its halves turned by angles ``[A / 2, B]``."""
     low, high = tl.split(tl.permute(tl.reshape(x, (2, A // 2, B)), (1, 2, 0)))

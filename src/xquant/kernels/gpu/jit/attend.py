@@ -99,11 +99,11 @@ def attend(
     """Grid: parts, batch times key/value heads, runs of ROWS.
 
     ``blocks``: addresses int64 ``[2 FIELDS, B, columns]``; ``begins`` and ``lengths`` int32 ``[columns]``;
-    angles fp32 ``[B, ., D/2]``, but those of turns ``[N, D/2]``. Writes fp32 ``sums_out`` ``[B G, parts,
-    rows, D]`` and ``peaks_out`` ``[B G, parts, rows, 2]``, the peak and the total.
+    angles fp32 ``[B, ., D/2]``, but those of turns ``[N, D/2]``. Writes ``sums_out`` and ``peaks_out``
+    as `join` takes them.
     """
     half: tl.constexpr = D // 2
-    part, parts = tl.program_id(0), tl.num_programs(0)
+    part = tl.program_id(0)
     b, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     row, rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS), group_heads * queries
     query_place = row % queries
@@ -176,7 +176,7 @@ def attend(
                 VALUE_GROUP, VALUE_SPARSE,
             )  # fmt: skip
 
-    to = (tl.program_id(1).to(tl.int64) * parts + part) * rows + row
+    to = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
     tl.store(peaks_out + to * 2, peak, row < rows)
     tl.store(peaks_out + to * 2 + 1, total, row < rows)
     whole = (row < rows)[:, None] & (value_channel >= 0)[None, :]

@@ -1,7 +1,8 @@
 """Packed blocks to numbers, inside a Triton kernel: codes in tiles, ranges, outliers (docs/format.md).
 
-What a tile is summed over comes in natural order where its length is a power of two; otherwise with holes,
-which lie where `order` says, and both operands of a product follow it. Every byte of codes is loaded once.
+What a tile is summed over comes in natural order where all of it comes at once and its length is a power of
+two; otherwise in chunks, or with holes: `order` says which, and both operands of a product follow it.
+Every byte of codes is loaded once.
 """
 
 import triton
@@ -29,23 +30,34 @@ def run_width(bits: int) -> int:
 
 
 @triton.jit
-def order(SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr):
-    """What is summed over in the first ``COUNT`` of ``PADDED`` places, -1 where there is nothing."""
+def order(
+    SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, chunk=0
+):
+    """What is summed over in the first ``COUNT`` places of a chunk of ``PADDED``, -1 where there is nothing.
+
+    Chunks take their part of every run of the packed rows, so that they share no byte.
+    """
     place = tl.arange(0, COUNT)
     if SUMMED == PADDED:
         return place
     else:
         run: tl.constexpr = SUMMED * run_width(BITS) // 8
         padded: tl.constexpr = PADDED * run_width(BITS) // 8
-        within = place % padded
+        within = chunk * padded + place % padded
         return tl.where(within < run, place // padded * run + within, -1)
 
 
 @triton.jit
 def codes(
-    words, lane, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, M: tl.constexpr
+    words,
+    lane,
+    SUMMED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    chunk=0,
 ):
-    """Codes int32 ``[PADDED, M]`` of a head.
+    """Codes int32 ``[PADDED, M]`` of a chunk of a head.
 
     ``words``: its tiles, by int32; ``lane`` ``[M]``: numbers of lanes, -1 where there is none.
     """
@@ -53,7 +65,7 @@ def codes(
     found = tl.zeros([PADDED, M], tl.int32)
     for k in tl.static_range(4):
         if BITS & (8 >> k):
-            found += _plane(words, at, lane >= 0, SUMMED, PADDED, BITS, 8 >> k, M)
+            found += _plane(words, at, lane >= 0, chunk, SUMMED, PADDED, BITS, 8 >> k, M)
     return found
 
 
@@ -62,6 +74,7 @@ def _plane(
     words,
     at,
     there,
+    chunk,
     SUMMED: tl.constexpr,
     PADDED: tl.constexpr,
     BITS: tl.constexpr,
@@ -74,8 +87,9 @@ def _plane(
     rows: tl.constexpr = SUMMED * run_width(BITS) // 32
     padded: tl.constexpr = PADDED * run_width(BITS) // 32
     row = tl.arange(0, PADDED * WIDTH // 32)
-    whole = (row % padded < rows)[:, None] & there[None, :]
-    row = SUMMED * shift // 32 + row // padded * rows + row % padded
+    within = chunk * padded + row % padded
+    whole = (within < rows)[:, None] & there[None, :]
+    row = SUMMED * shift // 32 + row // padded * rows + within
     word = tl.load(words + row[:, None] * LANES + at[None, :], whole, 0)
     run = tl.arange(0, 8 // WIDTH)[:, None, None, None] * WIDTH
     byte = tl.arange(0, 4)[None, None, :, None] * 8

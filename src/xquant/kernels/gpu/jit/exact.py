@@ -1,0 +1,87 @@
+"""The kernel that attends to what is kept exactly, where blocks are another kernel's."""
+
+import triton
+import triton.language as tl
+
+from .products import to_halves
+from .rows import attend_exact
+from .softmax import LOWEST
+
+VARYING = ("past", "limit", "tail_count", "sink_count", "mask_batch", "mask_query")
+
+
+@triton.jit(do_not_specialize=VARYING)
+def exact(
+    query,
+    newest_key,
+    newest_value,
+    tail,
+    sinks,
+    sink_at,
+    mask,
+    sums_out,
+    peaks_out,
+    tail_cos,
+    tail_sin,
+    sink_cos,
+    sink_sin,
+    limit,
+    past,
+    tail_count,
+    sink_count,
+    queries,
+    group_heads,
+    kv_heads,
+    query_batch,
+    query_head,
+    query_token,
+    key_batch,
+    key_head,
+    key_token,
+    value_batch,
+    value_head,
+    value_token,
+    tail_batch,
+    tail_token,
+    sink_batch,
+    sink_token,
+    mask_batch,
+    mask_query,
+    mask_token,
+    scaling,
+    softcap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Grid: batch times key/value heads, runs of ROWS. As the first part of `attend`."""
+    half: tl.constexpr = D // 2
+    b, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+    row, rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS), group_heads * queries
+    query_place = row % queries
+    channel = tl.arange(0, DP)
+    channel = tl.where(channel < D, channel, -1)
+    other = tl.where(channel < half, channel + half, channel - half)
+    own = query + b.to(tl.int64) * query_batch + query_place * query_token
+    own += (head * group_heads + row // queries) * query_head
+    whole = (row < rows)[:, None] & (channel >= 0)[None, :]
+    states = tl.load(own[:, None] + channel[None, :], whole, 0).to(tl.float32) * scaling
+    mask_row = b.to(tl.int64) * mask_batch + tl.minimum(query_place, queries - 1) * mask_query
+    left, unit = to_halves(states)
+    peak, total, sums = attend_exact(
+        left, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
+        tail_cos, tail_sin, sink_cos, sink_sin, b, head,
+        limit, past, tail_count, sink_count, queries, kv_heads,
+        key_batch, key_head, key_token, value_batch, value_head, value_token,
+        tail_batch, tail_token, sink_batch, sink_token, mask_row, mask_token,
+        query_place, channel, other, channel, softcap,
+        tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32),
+        tl.zeros([ROWS, DP], tl.float32),
+        D, True, MASK, SOFTCAP,
+    )  # fmt: skip
+    to = tl.program_id(0).to(tl.int64) * rows + row
+    tl.store(peaks_out + to * 2, peak, row < rows)
+    tl.store(peaks_out + to * 2 + 1, total, row < rows)
+    tl.store(sums_out + to[:, None] * D + channel[None, :], sums, whole)

@@ -1,0 +1,133 @@
+"""The kernel that rebuilds keys from what is kept instead of them, and scores them (arXiv 2508.10395)."""
+
+import triton
+import triton.language as tl
+
+from .products import SMALL, over, split, turned
+from .softmax import capped, masked
+from .states import coded_chunk, rounded, row_chunk
+
+VARYING = ("columns", "limit", "sink_count", "mask_batch", "mask_query")
+"""What changes from step to step: nothing is compiled anew for it."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def rebuild(
+    query,
+    sink_at,
+    mask,
+    scores_out,
+    blocks,
+    rows_in,
+    begins,
+    lengths,
+    weights,
+    units,
+    bias,
+    start_cos,
+    start_sin,
+    turn_cos,
+    turn_sin,
+    columns,
+    limit,
+    sink_count,
+    queries,
+    group_heads,
+    kv_heads,
+    C,
+    query_batch,
+    query_head,
+    query_token,
+    row_batch,
+    row_token,
+    mask_batch,
+    mask_query,
+    mask_token,
+    scaling,
+    softcap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CODED: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    SINKS: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Grid: columns of blocks, key/value heads, sequences. A program rebuilds the keys of a head of a block.
+
+    ``weights`` ``[G D, CHUNKS CHUNK]`` and ``units`` fp32 ``[G D]``: `matrices.arranged`; ``rows_in``
+    ``[B, T, C]`` where not ``CODED``. Writes ``scores_out`` fp32 ``[B, G, rows, columns N]``, -inf for what
+    a row does not see.
+    """
+    half: tl.constexpr = D // 2
+    HP: tl.constexpr = DP // 2
+    column, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at, each = b * columns + column, tl.num_programs(2) * columns
+    begin, length = tl.load(begins + column), tl.load(lengths + column)
+    token, place = tl.arange(0, NP), tl.arange(0, DP)
+    token = tl.where(token < N, token, -1)
+    # Halves of a head follow each other, each with a hole at its end where it is no power of two.
+    channel = tl.where(place % HP < half, place // HP * half + place % HP, -1)
+    here = channel >= 0
+
+    row = weights + (head * D + channel)[:, None] * (CHUNKS * CHUNK)
+    keys = tl.zeros([DP, NP], tl.float32)
+    for chunk in range(CHUNKS):
+        if CODED:
+            states = coded_chunk(
+                blocks, each, at, chunk, token, C,
+                N, NP, TILE, CHUNK, BITS, PER_TOKEN, SPAN, GROUP,
+            )  # fmt: skip
+        else:
+            own = rows_in + b.to(tl.int64) * row_batch
+            states = row_chunk(own, row_token, begin, length, chunk, token, C, CHUNK)
+        matrix = tl.load(row + (chunk * CHUNK + tl.arange(0, CHUNK))[None, :], here[:, None], 0)
+        keys = tl.dot(matrix, rounded(states, weights.dtype.element_ty), keys)
+    keys *= tl.load(units + head * D + channel, here, 0)[:, None]
+    if BIAS:
+        keys += tl.load(bias + head * D + channel, here, 0)[:, None]
+    h = tl.arange(0, HP)
+    angle = token[None, :] * half + h[:, None]
+    both = (token >= 0)[None, :] & (h < half)[:, None]
+    cos, sin = tl.load(turn_cos + angle, both, 0), tl.load(turn_sin + angle, both, 0)
+    high, low = split(turned(keys, cos, sin, DP, NP) * SMALL)
+
+    seen = (token >= 0) & (token < tl.minimum(length, limit - begin))
+    if SINKS:
+        sink = tl.arange(0, SINKS)
+        kept = tl.load(sink_at + b * sink_count + sink, sink < sink_count, -1)
+        seen = seen & (tl.min(tl.abs(kept[:, None] - begin - token[None, :]), 0) > 0)
+    angle = at * half + channel % half
+    back, aside = tl.load(start_cos + angle, here, 0), tl.load(start_sin + angle, here, 0)
+    other = tl.where(channel < half, channel + half, channel - half)
+    aside = tl.where(channel < half, aside, -aside)
+    rows = group_heads * queries
+    for first in range(0, rows, ROWS):
+        r = first + tl.arange(0, ROWS)
+        own = query + b.to(tl.int64) * query_batch + (r % queries) * query_token
+        own += (head * group_heads + r // queries) * query_head
+        whole = (r < rows)[:, None] & here[None, :]
+        left = tl.load(own[:, None] + channel[None, :], whole, 0).to(tl.float32) * back[None, :]
+        partner = tl.load(own[:, None] + other[None, :], whole, 0).to(tl.float32)
+        left = (left + partner * aside[None, :]) * scaling
+        unit = tl.max(tl.abs(left), 1)[:, None]
+        great, little = split(left * over(unit))
+        # All that keys and queries are is in the product, but for what two roundings leave of them.
+        scores = tl.dot(great, high, tl.dot(little, high, tl.dot(great, low))) * (unit / SMALL)
+        if SOFTCAP:
+            scores = capped(scores, softcap)
+        mask_row = b.to(tl.int64) * mask_batch + (r % queries) * mask_query
+        scores = masked(scores, mask, mask_row, (begin + token) * mask_token, seen[None, :], MASK)
+        to = ((b * kv_heads + head).to(tl.int64) * rows + r) * (columns * N) + column * N
+        there = (r < rows)[:, None] & (token >= 0)[None, :]
+        tl.store(scores_out + to[:, None] + token[None, :], scores, there)
