@@ -18,7 +18,7 @@ TYPES = {
     **dict.fromkeys(("query", "newest_key", "newest_value", "tail", "sinks", "mask"), "*bf16"),
     **dict.fromkeys(("out", "rows_in", "sums_in_out"), "*bf16"),
     **dict.fromkeys(("sums_out", "peaks_out", "sums", "peaks", "offset"), "*fp32"),
-    **dict.fromkeys(("scores", "scores_out", "units", "bias"), "*fp32"),
+    **dict.fromkeys(("scores", "scores_out", "units", "bias", "gain"), "*fp32"),
     **{
         f"{of}_{what}": "*fp32"
         for of in ("start", "turn", "tail", "sink")
@@ -27,7 +27,7 @@ TYPES = {
     **dict.fromkeys(("key_levels", "value_levels", "scale", "zero", "weights"), "*fp16"),
     **dict.fromkeys(("begins", "lengths", "sink_at", "codes", "found_nan"), "*i32"),
     **{"blocks": "*i64", "hidden": "*i1"},
-    **dict.fromkeys(("scaling", "softcap", "zero_shift", "scale_share"), "fp32"),
+    **dict.fromkeys(("scaling", "softcap", "epsilon", "zero_shift", "scale_share"), "fp32"),
 }
 
 
@@ -93,6 +93,7 @@ STATES = {
     "CHUNK": 64,
     "SINKS": 1,
     "BIAS": True,
+    "NORM": True,
 }
 PACKED = {"CODED": True, "TILE": 1024, "BITS": 4, "PER_TOKEN": False, "SPAN": 1, "GROUP": 128}
 REBUILDING = [

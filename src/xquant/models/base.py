@@ -166,6 +166,22 @@ class AttentionView:
         heads: Tensor = self.key_norm(raw.unflatten(-1, (self.kv_heads, self.head_size)))
         return heads.flatten(-2)
 
+    def key_gain(self) -> tuple[Tensor, float] | None:
+        """Of a key norm that divides by the root mean square: what it multiplies with, fp32 ``[D]``, and its
+        epsilon. None where it is another norm."""
+        norm: Any = self.key_norm
+        names = [
+            n for n in ("variance_epsilon", "eps") if isinstance(getattr(norm, n, None), float)
+        ]
+        if not names:
+            return None
+        epsilon = float(getattr(norm, names[0]))
+        probe = torch.linspace(-2, 3, self.head_size, device=self.device)
+        with torch.no_grad():
+            gain, found = norm(torch.ones_like(probe)) * (1 + epsilon) ** 0.5, norm(probe)
+        expected = probe * (probe.square().mean() + epsilon).rsqrt() * gain
+        return (gain, epsilon) if torch.allclose(found, expected, rtol=1e-4) else None
+
     def normalize(self, residual: Tensor) -> Tensor:
         """The layer's input norm: residual stream ``[B, T, d]`` to post-norm X."""
         if self.norm is None:

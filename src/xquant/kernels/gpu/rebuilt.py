@@ -55,6 +55,8 @@ class TritonRebuilt:
         self._weights, self._units = codec.prepared["triton keys"]
         bias = view.key_bias
         self._bias = self._nothing if bias is None else bias.float().contiguous()
+        found = None if view.key_norm is None else view.key_gain()
+        self._gain, self._epsilon = found or (self._nothing, 0.0)
         whole = {"N": block, "NP": power(block)}
         none = {"TILE": CHUNK, "BITS": 4, "PER_TOKEN": True, "SPAN": 0, "GROUP": 1, "CHUNK": CHUNK}
         constants = none if coded is None else coded.constants()
@@ -64,6 +66,7 @@ class TritonRebuilt:
             "CHUNKS": self._weights.shape[1] // constants["CHUNK"],
             "CODED": coded is not None,
             "BIAS": bias is not None,
+            "NORM": found is not None,
             "num_warps": 8,
             **constants,
             **whole,
@@ -208,6 +211,7 @@ class TritonRebuilt:
             self._weights,
             self._units,
             self._bias,
+            self._gain,
             *found.start,
             *found.turn,
             table.columns,
@@ -222,6 +226,7 @@ class TritonRebuilt:
             *found.mask_steps,
             found.scaling,
             found.softcap,
+            self._epsilon,
             ROWS=min(max(power(found.rows), 16), MOST_ROWS),
             SINKS=sink_count and power(sink_count),
             **found.constants,

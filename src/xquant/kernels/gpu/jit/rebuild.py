@@ -24,6 +24,7 @@ def rebuild(
     weights,
     units,
     bias,
+    gain,
     start_cos,
     start_sin,
     turn_cos,
@@ -45,6 +46,7 @@ def rebuild(
     mask_token,
     scaling,
     softcap,
+    epsilon,
     D: tl.constexpr,
     DP: tl.constexpr,
     N: tl.constexpr,
@@ -59,6 +61,7 @@ def rebuild(
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
     BIAS: tl.constexpr,
+    NORM: tl.constexpr,
     SINKS: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -66,8 +69,8 @@ def rebuild(
     """Grid: columns of blocks, key/value heads, sequences. A program rebuilds the keys of a head of a block.
 
     ``weights`` ``[G D, CHUNKS CHUNK]`` and ``units`` fp32 ``[G D]``: `matrices.arranged`; ``rows_in``
-    ``[B, T, C]`` where not ``CODED``. Writes ``scores_out`` fp32 ``[B, G, rows, columns N]``, -inf for what
-    a row does not see.
+    ``[B, T, C]`` where not ``CODED``; ``gain`` fp32 ``[D]`` and ``epsilon`` of a ``NORM`` of keys. Writes
+    ``scores_out`` fp32 ``[B, G, rows, columns N]``, -inf for what a row does not see.
     """
     half: tl.constexpr = D // 2
     HP: tl.constexpr = DP // 2
@@ -96,6 +99,9 @@ def rebuild(
     keys *= tl.load(units + head * D + channel, here, 0)[:, None]
     if BIAS:
         keys += tl.load(bias + head * D + channel, here, 0)[:, None]
+    if NORM:
+        keys *= tl.rsqrt(tl.sum(keys * keys, 0) / D + epsilon)[None, :]
+        keys *= tl.load(gain + channel, here, 0)[:, None]
     h = tl.arange(0, HP)
     angle = token[None, :] * half + h[:, None]
     both = (token >= 0)[None, :] & (h < half)[:, None]
