@@ -154,7 +154,7 @@ class Attachment:
             delattr(seat.view.module, _SEAT)
 
     def codecs(self, method: Method, calibration: Calibration | None = None) -> list[LayerCodec]:
-        """The method's codecs for the compressed layers, kept until the projections change.
+        """The method's codecs for the compressed layers, kept until projections or key norms change.
 
         Raises:
             ValueError: a calibration that is missing, or made for another method or model; options
@@ -181,7 +181,7 @@ class Attachment:
         return self._codecs[made]
 
     def _model_id(self) -> str:
-        """The fingerprint of the projections, taken when a calibration first asks for it."""
+        """The model's `fingerprint`, taken when a calibration first asks for it."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(self.view.compressed)
         return self._fingerprint

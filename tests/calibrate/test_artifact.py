@@ -89,6 +89,21 @@ def test_it_is_refused_for_anything_else(model: Any, made: Calibration) -> None:
     KVCache(model, SPEC, calibration=made)
 
 
+def test_models_that_differ_in_their_key_norms_alone_are_others() -> None:
+    normed, plain = tiny("gemma3"), tiny("gemma2")
+    for one, other in zip(attach(normed).view.layers, attach(plain).view.layers, strict=True):
+        assert torch.equal(one.key_weight, other.key_weight)
+        assert torch.equal(one.value_weight, other.value_weight)
+    made = calibrate_on(normed, prompt(2, 40), SPEC)
+    with pytest.raises(ValueError, match="made on another model"):
+        KVCache(plain, SPEC, calibration=made)
+    KVCache(normed, SPEC, calibration=made)
+    with torch.no_grad():
+        normed.model.layers[3].self_attn.k_norm.weight[0] += 1
+    with pytest.raises(ValueError, match="made on another model"):
+        KVCache(normed, SPEC, calibration=made)
+
+
 def test_bad_files_are_told_in_one_line(made: Calibration, tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     with pytest.raises(FileNotFoundError, match="there is no calibration file"):

@@ -20,14 +20,15 @@ _FACTS = ("method", "model", "text", "version")
 
 
 def fingerprint(views: Sequence[AttentionView]) -> str:
-    """SHA-256 over the key and value projections of the layers, as bfloat16 holds them.
+    """SHA-256 over the key and value projections and key norms of the layers, as bfloat16 holds them.
 
     So a model is the same one whether loaded in fp32 or in bf16.
     """
     digest = hashlib.sha256()
     for view in views:
-        tensors = (view.key_weight, view.key_bias, view.value_weight, view.value_bias)
-        for tensor in tensors:
+        projections = (view.key_weight, view.key_bias, view.value_weight, view.value_bias)
+        norm = () if view.key_norm is None else view.key_norm.parameters()
+        for tensor in (*projections, *norm):
             if tensor is not None:
                 rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
                 digest.update(rounded.view(torch.int16).numpy().tobytes())
@@ -122,5 +123,6 @@ class Calibration:
             raise ValueError(f"the calibration is for {self.method}, not for {method}")
         if model != self.model:
             raise ValueError(
-                "the calibration was made on another model: its key and value projections differ"
+                "the calibration was made on another model: its key and value projections or key"
+                " norms differ"
             )

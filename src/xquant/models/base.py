@@ -140,9 +140,9 @@ class AttentionView:
 
     @property
     def weights_state(self) -> list[tuple[Any, ...]]:
-        """Changes when a projection is replaced, moved, cast or written to."""
-        modules = (self.key_module, self.value_module)
-        tensors = [t for module in modules for t in _tensors(module)]
+        """Changes when a projection or the key norm is replaced, moved, cast or written to."""
+        modules = (self.key_module, self.value_module, self.key_norm)
+        tensors = [t for module in modules if module is not None for t in _tensors(module)]
         return [(id(t), t.data_ptr(), t.dtype, t.device, _version(t)) for t in tensors]
 
     @property

@@ -1,7 +1,7 @@
 // Scores of queries with keys that are products of packed states: K^T = W X^T, a block and head at a time.
 // Included once for each instruction set.
 #pragma once
-#include "attend.h"
+#include "values.h"
 
 namespace {
 
@@ -183,12 +183,11 @@ inline int sum_values(const xq_sum& given) {
     static thread_local Arena shared;
     if (!shared.reserve(sizeof(float) * state * parts * given.batch)) return 1;
     float* states = shared.take<float>(state * parts * given.batch);
-    const TurnPlaces none(call, shared);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
         static thread_local Arena arena;
-        const bool ready = arena.reserve(Task::bytes(call));
+        const bool ready = arena.reserve(Scratch::bytes(call) + Values::bytes(call));
         failed += !ready;
 #pragma omp for schedule(static) collapse(2)
         for (int b = 0; b < given.batch; b++)
@@ -197,17 +196,16 @@ inline int sum_values(const xq_sum& given) {
                 arena.next = arena.base;
                 Running running(states + ((size_t)b * parts + part) * state, given.rows, given.channels);
                 running.clear();
-                Task task(call, b, 0, arena, running, none);
-                task.set_table(call.value, VALUE_LIMIT);
+                Values values(call, b, 0, Scratch(call, arena), running, arena);
                 const int last = (int)((int64_t)(part + 1) * given.columns / parts);
                 for (int j = (int)((int64_t)part * given.columns / parts); j < last; j++) {
                     const int64_t* ids = given.table + (size_t)b * given.table_stride;
                     for (int r = 0; r < given.rows; r++) {
                         const float* weights = given.weights + ((size_t)b * given.rows + r) * tokens + (size_t)j * n;
-                        std::memcpy(task.scores + (size_t)r * n, weights, sizeof(float) * n);
+                        std::memcpy(values.scores + (size_t)r * n, weights, sizeof(float) * n);
                         running.latest[r] = highest_of(weights, n);
                     }
-                    task.add_values(ids[j], {ids[std::min(j + 1, last - 1)], 0});
+                    values.add(ids[j], {ids[std::min(j + 1, last - 1)], 0});
                 }
             }
     }
