@@ -38,7 +38,7 @@ def side(name: str, *given: Any) -> dict[str, Any]:
 
 
 def decoding(head: int, block: int, **given: Any) -> dict[str, Any]:
-    common = {"OFFSET": False, "MASK": 0, "SOFTCAP": False, "SINKS": 0, "ROWS": 16}
+    common = {"OFFSET": False, "MASK": 0, "SOFTCAP": False, "SINKS": 0, "ROWS": 8}
     return {"D": head, "DP": padded(head), "N": block, "NP": padded(block), **common, **given}
 
 
@@ -89,7 +89,7 @@ STATES = {
     "DP": 128,
     "N": 128,
     "NP": 128,
-    "ROWS": 16,
+    "ROWS": 8,
     "CHUNK": 64,
     "SINKS": 1,
     "BIAS": True,
@@ -133,7 +133,7 @@ if __name__ == "__main__":
         build(attend, given)
     build(join, {"D": 96, "DP": 128, "OPEN": False})
     build(join, {"D": 1024, "DP": 256, "OPEN": True})
-    build(exact, {"D": 96, "DP": 128, "ROWS": 16, "MASK": 2, "SOFTCAP": True})
+    build(exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
     for given in REBUILDING:
         build(rebuild, given, weights="*fp16" if given["CODED"] else "*bf16")
     for given in SUMMING:

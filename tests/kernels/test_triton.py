@@ -163,7 +163,6 @@ def test_models_decode_as_with_the_reference(family: str) -> None:
     [
         ("kivi-4bit:group=24", "blocks of 24"),
         ("kivi-4bit:group=2048", "more than a program holds"),
-        ("xquant-4bit:group=32", "which no Triton kernel does"),
         ("full:group=32", "rebuilt from other states"),
     ],
 )

@@ -85,7 +85,7 @@ class Asked(NamedTuple):
     @property
     def each(self) -> int:
         """Rows of a program."""
-        return min(max(power(self.rows), 16), MOST_ROWS, MOST_SUMS // power(self.size))
+        return min(max(power(self.rows), 8), MOST_ROWS, MOST_SUMS // power(self.size))
 
     @property
     def runs(self) -> int:

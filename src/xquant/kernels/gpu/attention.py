@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from ...layer import CompressedLayer
 
 WIDE = 1 << 14
-"""Elements of a block and head from which on a program has twice as many warps."""
+"""Elements of a block and head from which on a program that turns keys has twice as many warps, lest registers
+spill."""
 
 
 class TritonAttention:
@@ -43,7 +44,7 @@ class TritonAttention:
             "NP": power(block),
             "TURN": not layer.codec.rotated,
             "OFFSET": offset is not None,
-            "num_warps": 8 if elements >= WIDE else 4,
+            "num_warps": 8 if elements >= WIDE and not layer.codec.rotated else 4,
             **sides[0].constants("KEY"),
             **sides[1].constants("VALUE"),
         }

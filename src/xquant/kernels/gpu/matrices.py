@@ -37,14 +37,16 @@ class Coded:
         return min(CHUNK, power(self.tile))
 
     def places(self) -> Tensor:
-        """The channels of a tile chunk by chunk, in the order of `unpack.order`; -1 where there is none."""
-        if self.tile == self.chunk:
-            return torch.arange(self.tile)
+        """The channels of a tile chunk by chunk, in the order of `unpack.coded`; -1 where there is none."""
         width = min(self.bits & -self.bits, 4)
         run, part = self.tile * width // 8, self.chunk * width // 8
         within = torch.arange(-(-self.tile // self.chunk) * part).view(-1, 1, part)
         channels = torch.arange(8 // width)[:, None] * run + within
-        return channels.where(within < run, -1).flatten()
+        if self.tile == self.chunk:
+            channels = torch.arange(self.tile).view(1, 1, -1)
+        found = channels.where(within < run, -1) if self.tile != self.chunk else channels
+        even_first = found.flatten(1).unflatten(1, (-1, 2)).mT
+        return even_first.flatten()
 
     def constants(self) -> dict[str, Any]:
         """As the kernels take them."""

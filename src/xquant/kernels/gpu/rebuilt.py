@@ -227,7 +227,7 @@ class TritonRebuilt:
             found.scaling,
             found.softcap,
             self._epsilon,
-            ROWS=min(max(power(found.rows), 16), MOST_ROWS),
+            ROWS=min(max(power(found.rows), 8), MOST_ROWS),
             SINKS=sink_count and power(sink_count),
             **found.constants,
             **self._keys,

@@ -8,10 +8,10 @@ left to `join`.
 import triton
 import triton.language as tl
 
-from .products import block_scores, block_sums, to_halves
+from .products import SMALL, block_scores, block_sums, to_halves
 from .rows import attend_exact
-from .softmax import LOWEST, capped, masked, weigh
-from .unpack import order
+from .softmax import LOWEST, capped, masked, shares
+from .unpack import coded, lanes
 
 FIELDS = tl.constexpr(6)  # of keys, then as many of values
 
@@ -107,22 +107,20 @@ def attend(
     b, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     row, rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS), group_heads * queries
     query_place = row % queries
-    channel = order(D, DP, KEY_BITS, DP)
+    channel = coded(D, DP, KEY_BITS, DP)
     other = tl.where(channel < half, channel + half, channel - half)
-    value_channel = tl.arange(0, DP)
-    if D < DP:
-        value_channel = tl.where(value_channel < D, value_channel, -1)
-    token = order(N, NP, VALUE_BITS, NP)
+    value_channel = lanes(D, DP)
+    token = coded(N, NP, VALUE_BITS, NP)
 
     own = query + b.to(tl.int64) * query_batch + query_place * query_token
     own += (head * group_heads + row // queries) * query_head
-    whole = (row < rows)[:, None] & (channel >= 0)[None, :]
-    states = tl.load(own[:, None] + channel[None, :], whole, 0).to(tl.float32) * scaling
+    whole = (row < rows)[None, :] & (channel >= 0)[:, None]
+    states = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * scaling
     mask_row = b.to(tl.int64) * mask_batch + tl.minimum(query_place, queries - 1) * mask_query
 
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DP], tl.float32)
+    sums = tl.zeros([DP, ROWS], tl.float32)
     if part == 0:
         left, unit = to_halves(states)
         peak, total, sums = attend_exact(
@@ -137,24 +135,29 @@ def attend(
     else:
         partner, cos, sin = states, 0.0, 0.0
         if TURN:
-            partner = tl.load(own[:, None] + other[None, :], whole, 0).to(tl.float32) * scaling
-            partner = tl.where((channel < half)[None, :], partner, -partner)
-            # Half of the places of a whole head are those of a half.
-            pair = order(D, DP, KEY_BITS, DP // 2)
-            place = token[None, :] * half + pair[:, None]
-            both = (token >= 0)[None, :] & (pair >= 0)[:, None]
-            cos, sin = tl.load(turn_cos + place, both, 0), tl.load(turn_sin + place, both, 0)
+            partner = tl.load(own[None, :] + other[:, None], whole, 0).to(tl.float32) * scaling
+            partner = tl.where((channel < half)[:, None], partner, -partner)
+            # The first half of runs is that of the channels.
+            pair = coded(D, DP, KEY_BITS, DP)
+            pair = tl.min(tl.reshape(pair, (2, 2, DP // 4)), 1)
+            pair = tl.reshape(pair, (DP // 2,))
+            place = token[:, None] * half + pair[None, :]
+            both = (token >= 0)[:, None] & (pair >= 0)[None, :]
+            cos = (tl.load(turn_cos + place, both, 0) * SMALL).to(tl.float16)
+            sin = (tl.load(turn_sin + place, both, 0) * SMALL).to(tl.float16)
         if SINKS:
             sink = tl.arange(0, SINKS)
             kept = tl.load(sink_at + b * sink_count + sink, sink < sink_count, -1)
         each = tl.num_programs(1) // kv_heads * columns
+        # By token, and summed over them at last.
+        totals, rest = tl.zeros([NP, ROWS], tl.float32), tl.zeros([NP, ROWS], tl.float32)
         for column in range((part - 1) * share, tl.minimum(part * share, columns)):
             at, begin = b * columns + column, tl.load(begins + column)
             turned = states
             if TURN:
                 angle = at * half + channel % half
-                back = tl.load(start_cos + angle, channel >= 0, 0)[None, :]
-                aside = tl.load(start_sin + angle, channel >= 0, 0)[None, :]
+                back = tl.load(start_cos + angle, channel >= 0, 0)[:, None]
+                aside = tl.load(start_sin + angle, channel >= 0, 0)[:, None]
                 turned = states * back + partner * aside
             scores = block_scores(
                 blocks, each, at, key_levels, offset, turned, token, channel, cos, sin, head, kv_heads,
@@ -167,17 +170,21 @@ def attend(
             if SINKS:
                 seen = seen & (tl.min(tl.abs(kept[:, None] - begin - token[None, :]), 0) > 0)
             scores = masked(
-                scores, mask, mask_row, (begin + token) * mask_token, seen[None, :], MASK
+                scores, mask, (begin + token) * mask_token, mask_row, seen[:, None], MASK
             )
-            weights, peak, total, sums = weigh(scores, peak, total, sums)
-            sums += block_sums(
+            weights, shrink, peak = shares(scores, peak)
+            found, lacking = block_sums(
                 blocks + FIELDS * each, each, at, value_levels, weights, token, value_channel, head,
                 kv_heads, D, DP, N, NP, VALUE_BITS, VALUE_TABLE, VALUE_PER_TOKEN, VALUE_SPAN,
                 VALUE_GROUP, VALUE_SPARSE,
             )  # fmt: skip
+            sums = sums * shrink[None, :] + found
+            totals = totals * shrink[None, :] + weights
+            rest = rest * shrink[None, :] + lacking
+        total, sums = tl.sum(totals, 0), sums + tl.sum(rest, 0)[None, :]
 
     to = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
     tl.store(peaks_out + to * 2, peak, row < rows)
     tl.store(peaks_out + to * 2 + 1, total, row < rows)
-    whole = (row < rows)[:, None] & (value_channel >= 0)[None, :]
-    tl.store(sums_out + to[:, None] * D + value_channel[None, :], sums, whole)
+    whole = (row < rows)[None, :] & (value_channel >= 0)[:, None]
+    tl.store(sums_out + to[None, :] * D + value_channel[:, None], sums, whole)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .states import coded_chunk, rounded
-from .unpack import order
+from .unpack import coded, lanes
 
 
 @triton.jit(do_not_specialize=("columns", "sink_count"))
@@ -45,37 +45,36 @@ def carry(
     """
     column, run, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at, each, begin = b * columns + column, tl.num_programs(2) * columns, tl.load(begins + column)
-    token = tl.arange(0, NP)
-    token = tl.where(token < N, token, -1)
+    token = lanes(N, NP)
     if WEIGHTED:
         channel = run * OUT + tl.arange(0, OUT)
         here = channel < width
-        row = weights + channel.to(tl.int64)[:, None] * (CHUNKS * CHUNK)
-        added = tl.zeros([OUT, NP], tl.float32)
+        row = weights + channel.to(tl.int64)[None, :] * (CHUNKS * CHUNK)
+        added = tl.zeros([NP, OUT], tl.float32)
         for chunk in range(CHUNKS):
             states = coded_chunk(
                 blocks, each, at, chunk, token, C, N, NP, TILE, CHUNK, BITS, PER_TOKEN, SPAN, GROUP
             )  # fmt: skip
-            place = row + (chunk * CHUNK + tl.arange(0, CHUNK))[None, :]
+            place = row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None]
             states = rounded(states, weights.dtype.element_ty)
-            added = tl.dot(tl.load(place, here[:, None], 0), states, added)
-        added *= tl.load(units + channel, here, 0)[:, None]
+            added = tl.dot(states, tl.load(place, here[None, :], 0), added)
+        added *= tl.load(units + channel, here, 0)[None, :]
     else:
         chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
-        channel = order(TILE, CHUNK, BITS, CHUNK, run % chunks)
+        channel = coded(TILE, CHUNK, BITS, CHUNK, run % chunks)
         here = channel >= 0
         channel += run // chunks * TILE
         added = coded_chunk(
             blocks, each, at, run, token, C, N, NP, TILE, CHUNK, BITS, PER_TOKEN, SPAN, GROUP
         )  # fmt: skip
-    there = ((token >= 0) & (token < tl.load(lengths + column)))[None, :] & here[:, None]
-    place = sums_in_out + b.to(tl.int64) * sequence_step + channel[:, None]
-    place += (begin + token).to(tl.int64)[None, :] * token_step
+    there = ((token >= 0) & (token < tl.load(lengths + column)))[:, None] & here[None, :]
+    place = sums_in_out + b.to(tl.int64) * sequence_step + channel[None, :]
+    place += (begin + token).to(tl.int64)[:, None] * token_step
     if BELOW:
         added += tl.load(place, there, 0).to(tl.float32)
     for s in range(sink_count):
         sink = b * sink_count + s
         found = tl.load(sink_at + sink) - begin
         exact = tl.load(sinks + sink * width + channel, here, 0).to(tl.float32)
-        added = tl.where((token == found)[None, :] & (found >= 0), exact[:, None], added)
+        added = tl.where((token == found)[:, None] & (found >= 0), exact[None, :], added)
     tl.store(place, added.to(sums_in_out.dtype.element_ty), there)

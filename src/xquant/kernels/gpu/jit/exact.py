@@ -66,8 +66,8 @@ def exact(
     other = tl.where(channel < half, channel + half, channel - half)
     own = query + b.to(tl.int64) * query_batch + query_place * query_token
     own += (head * group_heads + row // queries) * query_head
-    whole = (row < rows)[:, None] & (channel >= 0)[None, :]
-    states = tl.load(own[:, None] + channel[None, :], whole, 0).to(tl.float32) * scaling
+    whole = (row < rows)[None, :] & (channel >= 0)[:, None]
+    states = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * scaling
     mask_row = b.to(tl.int64) * mask_batch + tl.minimum(query_place, queries - 1) * mask_query
     left, unit = to_halves(states)
     peak, total, sums = attend_exact(
@@ -78,10 +78,10 @@ def exact(
         tail_batch, tail_token, sink_batch, sink_token, mask_row, mask_token,
         query_place, channel, other, channel, softcap,
         tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32),
-        tl.zeros([ROWS, DP], tl.float32),
+        tl.zeros([DP, ROWS], tl.float32),
         D, True, MASK, SOFTCAP,
     )  # fmt: skip
     to = tl.program_id(0).to(tl.int64) * rows + row
     tl.store(peaks_out + to * 2, peak, row < rows)
     tl.store(peaks_out + to * 2 + 1, total, row < rows)
-    tl.store(sums_out + to[:, None] * D + channel[None, :], sums, whole)
+    tl.store(sums_out + to[None, :] * D + channel[:, None], sums, whole)

@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-from .products import SMALL, over, split, turned
+from .products import HALF_MAX, SMALL, over, split
 from .softmax import capped, masked
 from .states import coded_chunk, rounded, row_chunk
+from .unpack import lanes
 
 VARYING = ("columns", "limit", "sink_count", "mask_batch", "mask_query")
 """What changes from step to step: nothing is compiled anew for it."""
@@ -77,14 +78,13 @@ def rebuild(
     column, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at, each = b * columns + column, tl.num_programs(2) * columns
     begin, length = tl.load(begins + column), tl.load(lengths + column)
-    token, place = tl.arange(0, NP), tl.arange(0, DP)
-    token = tl.where(token < N, token, -1)
+    token, place = lanes(N, NP), tl.arange(0, DP)
     # Halves of a head follow each other, each with a hole at its end where it is no power of two.
     channel = tl.where(place % HP < half, place // HP * half + place % HP, -1)
     here = channel >= 0
 
-    row = weights + (head * D + channel)[:, None] * (CHUNKS * CHUNK)
-    keys = tl.zeros([DP, NP], tl.float32)
+    row = weights + (head * D + channel)[None, :] * (CHUNKS * CHUNK)
+    keys = tl.zeros([NP, DP], tl.float32)
     for chunk in range(CHUNKS):
         if CODED:
             states = coded_chunk(
@@ -94,19 +94,22 @@ def rebuild(
         else:
             own = rows_in + b.to(tl.int64) * row_batch
             states = row_chunk(own, row_token, begin, length, chunk, token, C, CHUNK)
-        matrix = tl.load(row + (chunk * CHUNK + tl.arange(0, CHUNK))[None, :], here[:, None], 0)
-        keys = tl.dot(matrix, rounded(states, weights.dtype.element_ty), keys)
-    keys *= tl.load(units + head * D + channel, here, 0)[:, None]
+        matrix = tl.load(row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None], here[None, :], 0)
+        keys = tl.dot(rounded(states, weights.dtype.element_ty), matrix, keys)
+    keys *= tl.load(units + head * D + channel, here, 0)[None, :]
     if BIAS:
-        keys += tl.load(bias + head * D + channel, here, 0)[:, None]
+        keys += tl.load(bias + head * D + channel, here, 0)[None, :]
     if NORM:
-        keys *= tl.rsqrt(tl.sum(keys * keys, 0) / D + epsilon)[None, :]
-        keys *= tl.load(gain + channel, here, 0)[:, None]
+        keys *= tl.rsqrt(tl.sum(keys * keys, 1) / D + epsilon)[:, None]
+        keys *= tl.load(gain + channel, here, 0)[None, :]
     h = tl.arange(0, HP)
-    angle = token[None, :] * half + h[:, None]
-    both = (token >= 0)[None, :] & (h < half)[:, None]
+    angle = token[:, None] * half + h[None, :]
+    both = (token >= 0)[:, None] & (h < half)[None, :]
     cos, sin = tl.load(turn_cos + angle, both, 0), tl.load(turn_sin + angle, both, 0)
-    high, low = split(turned(keys, cos, sin, DP, NP) * SMALL)
+    first_half, second_half = tl.split(tl.permute(tl.reshape(keys, (NP, 2, HP)), (0, 2, 1)))
+    keys = tl.join(first_half * cos - second_half * sin, second_half * cos + first_half * sin)
+    keys = tl.reshape(tl.permute(keys, (0, 2, 1)), (NP, DP)) * SMALL
+    high, low = split(tl.minimum(tl.maximum(keys, -HALF_MAX), HALF_MAX))
 
     seen = (token >= 0) & (token < tl.minimum(length, limit - begin))
     if SINKS:
@@ -122,18 +125,18 @@ def rebuild(
         r = first + tl.arange(0, ROWS)
         own = query + b.to(tl.int64) * query_batch + (r % queries) * query_token
         own += (head * group_heads + r // queries) * query_head
-        whole = (r < rows)[:, None] & here[None, :]
-        left = tl.load(own[:, None] + channel[None, :], whole, 0).to(tl.float32) * back[None, :]
-        partner = tl.load(own[:, None] + other[None, :], whole, 0).to(tl.float32)
-        left = (left + partner * aside[None, :]) * scaling
-        unit = tl.max(tl.abs(left), 1)[:, None]
-        great, little = split(left * over(unit))
+        whole = (r < rows)[None, :] & here[:, None]
+        right = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * back[:, None]
+        partner = tl.load(own[None, :] + other[:, None], whole, 0).to(tl.float32)
+        right = (right + partner * aside[:, None]) * scaling
+        unit = tl.max(tl.abs(right), 0)[None, :]
+        great, little = split(right * over(unit))
         # All that keys and queries are is in the product, but for what two roundings leave of them.
-        scores = tl.dot(great, high, tl.dot(little, high, tl.dot(great, low))) * (unit / SMALL)
+        scores = tl.dot(high, great, tl.dot(high, little, tl.dot(low, great))) * (unit / SMALL)
         if SOFTCAP:
             scores = capped(scores, softcap)
         mask_row = b.to(tl.int64) * mask_batch + (r % queries) * mask_query
-        scores = masked(scores, mask, mask_row, (begin + token) * mask_token, seen[None, :], MASK)
+        scores = masked(scores, mask, (begin + token) * mask_token, mask_row, seen[:, None], MASK)
         to = ((b * kv_heads + head).to(tl.int64) * rows + r) * (columns * N) + column * N
-        there = (r < rows)[:, None] & (token >= 0)[None, :]
-        tl.store(scores_out + to[:, None] + token[None, :], scores, there)
+        there = (r < rows)[None, :] & (token >= 0)[:, None]
+        tl.store(scores_out + to[None, :] + token[:, None], scores, there)

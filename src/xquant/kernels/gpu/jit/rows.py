@@ -51,15 +51,15 @@ def attend_rows(
     for at in tl.range(0, count, STEP, num_stages=1):
         token = at + tl.arange(0, STEP)
         there = token < count
-        whole = there[None, :] & (channel >= 0)[:, None]
-        row = key + token.to(tl.int64)[None, :] * key_stride
-        keys = tl.load(row + channel[:, None], whole, 0).to(tl.float32)
+        whole = there[:, None] & (channel >= 0)[None, :]
+        row = key + token.to(tl.int64)[:, None] * key_stride
+        keys = tl.load(row + channel[None, :], whole, 0).to(tl.float32)
         if TURN:
-            partner = tl.load(row + other[:, None], whole, 0).to(tl.float32)
-            partner = tl.where((channel < half)[:, None], partner, -partner)
-            angle = token[None, :] * half + (channel % half)[:, None]
+            partner = tl.load(row + other[None, :], whole, 0).to(tl.float32)
+            partner = tl.where((channel < half)[None, :], partner, -partner)
+            angle = token[:, None] * half + (channel % half)[None, :]
             keys = keys * tl.load(cos + angle, whole, 0) - partner * tl.load(sin + angle, whole, 0)
-        scores = tl.dot(left, small(keys)) * (unit / SMALL)
+        scores = tl.dot(small(keys), left) * (unit / SMALL)
         if SOFTCAP:
             scores = capped(scores, softcap)
         if LISTED:
@@ -67,15 +67,15 @@ def attend_rows(
             there = (column >= 0) & (column < limit)
         else:
             column = start + token
-        seen = there[None, :]
+        seen = there[:, None]
         if CAUSAL:
-            seen = seen & (query_place[:, None] >= token[None, :])
-        scores = masked(scores, mask, mask_row, column * mask_token, seen, MASK)
+            seen = seen & (query_place[None, :] >= token[:, None])
+        scores = masked(scores, mask, column * mask_token, mask_row, seen, MASK)
         weights, peak, total, sums = weigh(scores, peak, total, sums)
-        row = value + token.to(tl.int64)[:, None] * value_stride
-        whole = (token < count)[:, None] & (value_channel >= 0)[None, :]
-        values = tl.load(row + value_channel[None, :], whole, 0).to(tl.float32)
-        sums += tl.dot(weights.to(tl.float16), small(values)) / SMALL
+        row = value + token.to(tl.int64)[None, :] * value_stride
+        whole = (token < count)[None, :] & (value_channel >= 0)[:, None]
+        values = tl.load(row + value_channel[:, None], whole, 0).to(tl.float32)
+        sums += tl.dot(small(values), weights.to(tl.float16)) / SMALL
     return peak, total, sums
 
 

@@ -115,10 +115,10 @@ def seal(
     token, channel = tl.arange(0, NP), tl.arange(0, DP)
     if BY_TOKEN:
         token = tl.where(token < N, token, -1)
-        channel = order(D, DP, BITS, DP)
+        channel = order(channel, D, DP, BITS)
         t, c = token[None, :], channel[:, None]
     else:
-        token = order(N, NP, BITS, NP)
+        token = order(token, N, NP, BITS)
         channel = tl.where(channel < D, channel, -1)
         t, c = token[:, None], channel[None, :]
     there = (t >= 0) & (c >= 0)

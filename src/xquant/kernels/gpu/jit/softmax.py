@@ -14,11 +14,11 @@ def capped(scores, cap):
 
 
 @triton.jit
-def masked(scores, mask, row_at, column_at, seen, MASK: tl.constexpr):
-    """Scores ``[R, T]`` with the mask at ``row_at`` ``[R]`` and ``column_at`` ``[T]``, -inf where not
-    ``seen`` ``[R | 1, T]``."""
+def masked(scores, mask, column_at, row_at, seen, MASK: tl.constexpr):
+    """Scores ``[T, R]`` of tokens and rows with the mask at ``column_at`` ``[T]`` and ``row_at`` ``[R]``,
+    -inf where not ``seen`` ``[T, R | 1]``."""
     if MASK != NONE:
-        given = tl.load(mask + row_at[:, None] + column_at[None, :], seen, 0)
+        given = tl.load(mask + column_at[:, None] + row_at[None, :], seen, 0)
         if MASK == BOOLS:
             scores = tl.where(given != 0, scores, float("-inf"))
         else:
@@ -27,10 +27,15 @@ def masked(scores, mask, row_at, column_at, seen, MASK: tl.constexpr):
 
 
 @triton.jit
+def shares(scores, peak):
+    """Weights ``[T, R]`` of another part, what those before are to be multiplied with, the peak ``[R]``."""
+    raised = tl.maximum(peak, tl.max(scores, 0))
+    return tl.exp(scores - raised[None, :]), tl.exp(peak - raised), raised
+
+
+@triton.jit
 def weigh(scores, peak, total, sums):
-    """Weights ``[R, T]`` of another part; and what is there, of rows ``[R]`` and ``[R, D]``, shrunk to their
+    """Weights ``[T, R]`` of another part; and what is there, of rows ``[R]`` and ``[D, R]``, shrunk to their
     peak, with the part in its total."""
-    raised = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.exp(scores - raised[:, None])
-    shrink = tl.exp(peak - raised)
-    return weights, raised, total * shrink + tl.sum(weights, 1), sums * shrink[:, None]
+    weights, shrink, raised = shares(scores, peak)
+    return weights, raised, total * shrink + tl.sum(weights, 0), sums * shrink[None, :]

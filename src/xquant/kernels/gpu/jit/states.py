@@ -1,13 +1,13 @@
 """What is kept of tokens instead of keys and values, inside a Triton kernel: a chunk of channels of a block
-at a time, as the right side of a product. The columns of the left side follow the order in which codes lie
-(`unpack.order`, `matrices.arranged`).
+at a time, as the left side of a product. The other side follows the order in which codes lie (`unpack.coded`,
+`matrices.arranged`).
 """
 
 import triton
 import triton.language as tl
 
 from .products import HALF_MAX
-from .unpack import codes, decoded, field, numbers, order
+from .unpack import coded, decoded, field, numbers, pairs
 
 
 @triton.jit
@@ -27,26 +27,26 @@ def coded_chunk(
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """fp32 ``[CHUNK, NP]`` of a block: chunks follow each other through tiles of ``TILE`` channels. Lanes are
-    tokens; what stands where there is no channel or no token is finite."""
+    """fp32 ``[NP, CHUNK]`` of a block: chunks follow each other through tiles of ``TILE`` channels. Lanes are
+    tokens, as of `unpack.lanes`; what stands where there is no channel or no token is finite."""
     chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
     tile, part = chunk // chunks, chunk % chunks
     words = field(blocks, 0, each, at, tl.int32) + tile * (TILE * N * BITS // 32)
-    found = numbers(codes(words, token, TILE, CHUNK, BITS, NP, part), None, BITS, False)
-    channel = order(TILE, CHUNK, BITS, CHUNK, part)
+    found = pairs(words, token, TILE, CHUNK, BITS, NP, part)
+    channel = coded(TILE, CHUNK, BITS, CHUNK, part)
     return decoded(
-        blocks, each, at, found, token, channel, tile * TILE, TILE, N, C,
-        BITS, False, PER_TOKEN, SPAN, GROUP, 0, False, NP, CHUNK,
+        blocks, each, at, numbers(found, None, BITS, False, NP, CHUNK), token, channel,
+        tile * TILE, TILE, N, C, BITS, False, PER_TOKEN, SPAN, GROUP, 0, True, NP, CHUNK,
     )  # fmt: skip
 
 
 @triton.jit
 def row_chunk(rows, token_stride, begin, length, chunk, token, C, CHUNK: tl.constexpr):
-    """The same of rows, where nothing is packed: ``[CHUNK, NP]``."""
+    """The same of rows, where nothing is packed: ``[NP, CHUNK]``."""
     channel = chunk * CHUNK + tl.arange(0, CHUNK)
-    row = rows + (begin + token).to(tl.int64)[None, :] * token_stride
-    there = (channel < C)[:, None] & ((token >= 0) & (token < length))[None, :]
-    return tl.load(row + channel[:, None], there, 0).to(tl.float32)
+    row = rows + (begin + token).to(tl.int64)[:, None] * token_stride
+    there = (channel < C)[None, :] & ((token >= 0) & (token < length))[:, None]
+    return tl.load(row + channel[None, :], there, 0).to(tl.float32)
 
 
 @triton.jit

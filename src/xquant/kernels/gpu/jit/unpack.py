@@ -1,8 +1,10 @@
 """Packed blocks to numbers, inside a Triton kernel: codes in tiles, ranges, outliers (docs/format.md).
 
-What a tile is summed over comes in natural order where all of it comes at once and its length is a power of
-two; otherwise in chunks, or with holes: `order` says which, and both operands of a product follow it.
-Every byte of codes is loaded once.
+A tile is the left side of a product: ``[M, K]``, lanes by what is summed over. It is made so that a thread
+has in registers what its matrix instruction takes, without a word to other threads: from packed words only by
+shifts by constants, masks and views. So what is summed over comes in the order of `coded`, and the right side
+follows it: what stands in even places of a run of words first, then what stands in odd ones. Every byte of
+codes is loaded once.
 """
 
 import triton
@@ -13,7 +15,6 @@ TILE = tl.constexpr(0)
 CHANNEL = tl.constexpr(1)
 TOKEN = tl.constexpr(2)
 LANES = tl.constexpr(16)
-UNITS = tl.constexpr(0x6400)  # fp16 1024, whose low bits count
 
 
 @triton.jit
@@ -30,14 +31,11 @@ def run_width(bits: int) -> int:
 
 
 @triton.jit
-def order(
-    SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, chunk=0
-):
-    """What is summed over in the first ``COUNT`` places of a chunk of ``PADDED``, -1 where there is nothing.
+def order(place, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, chunk=0):
+    """What is summed over in these places of a chunk of ``PADDED``, run by run, -1 where there is nothing.
 
     Chunks take their part of every run of the packed rows, so that they share no byte.
     """
-    place = tl.arange(0, COUNT)
     if SUMMED == PADDED:
         return place
     else:
@@ -48,25 +46,55 @@ def order(
 
 
 @triton.jit
-def codes(
-    words,
-    lane,
-    SUMMED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BITS: tl.constexpr,
-    M: tl.constexpr,
-    chunk=0,
+def coded(
+    SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, chunk=0
 ):
-    """Codes int32 ``[PADDED, M]`` of a chunk of a head.
+    """The same in the order of tiles, the first ``COUNT`` of it: even places, then odd ones."""
+    place = tl.arange(0, COUNT)
+    place = place % (PADDED // 2) * 2 + place // (PADDED // 2)
+    return order(place, SUMMED, PADDED, BITS, chunk)
 
-    ``words``: its tiles, by int32; ``lane`` ``[M]``: numbers of lanes, -1 where there is none.
-    """
-    at = lane // LANES * (SUMMED * BITS // 32 * LANES) + lane % LANES
-    found = tl.zeros([PADDED, M], tl.int32)
-    for k in tl.static_range(4):
-        if BITS & (8 >> k):
-            found += _plane(words, at, lane >= 0, chunk, SUMMED, PADDED, BITS, 8 >> k, M)
-    return found
+
+@triton.jit
+def lanes(COUNT: tl.constexpr, PADDED: tl.constexpr):
+    """Lanes of a tile as `ranges` takes them: even ones, then odd ones, -1 from ``COUNT`` on."""
+    place = coded(PADDED, PADDED, 8, PADDED)
+    return tl.where(place < COUNT, place, -1)
+
+
+@triton.constexpr_function
+def in_mantissas(width: int, bits: int, low: int) -> int:
+    """A mask of the part of a code from bit ``low`` on, at the top of the mantissas of two halves."""
+    return (((1 << width) - 1) << (10 - bits + low)) * 0x10001
+
+
+@triton.constexpr_function
+def exponents(bits: int) -> int:
+    """Of 2^bits, in two halves."""
+    return ((15 + bits) << 10) * 0x10001
+
+
+@triton.jit
+def shifted(word, BY: tl.constexpr):
+    """To the right, where ``BY`` is not negative."""
+    if BY >= 0:
+        return word >> BY
+    else:
+        return word << -BY
+
+
+@triton.jit
+def stacked(word, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr):
+    """A word shifted by FIRST, FIRST + STEP, ..., and masked: as many new axes of two as ``COUNT`` has bits,
+    the highest last."""
+    if COUNT == 1:
+        return shifted(word, FIRST) & MASK
+    else:
+        half: tl.constexpr = COUNT // 2
+        return tl.join(
+            stacked(word, FIRST, half, STEP, MASK),
+            stacked(word, FIRST + half * STEP, half, STEP, MASK),
+        )
 
 
 @triton.jit
@@ -81,45 +109,106 @@ def _plane(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
 ):
-    """The part of the codes that one plane holds. Rows of several runs of the narrowest plane lie in a run of
+    """The part of `pairs` that one plane holds. Rows of several runs of the narrowest plane lie in a run of
     this one, each with holes of its own."""
-    shift: tl.constexpr = BITS // (2 * WIDTH) * (2 * WIDTH)
+    low: tl.constexpr = BITS // (2 * WIDTH) * (2 * WIDTH)  # the bit of the code that it begins with
+    runs: tl.constexpr = WIDTH // run_width(BITS)
     rows: tl.constexpr = SUMMED * run_width(BITS) // 32
     padded: tl.constexpr = PADDED * run_width(BITS) // 32
-    row = tl.arange(0, PADDED * WIDTH // 32)
-    within = chunk * padded + row % padded
-    whole = (within < rows)[:, None] & there[None, :]
-    row = SUMMED * shift // 32 + row // padded * rows + within
-    word = tl.load(words + row[:, None] * LANES + at[None, :], whole, 0)
-    run = tl.arange(0, 8 // WIDTH)[:, None, None, None] * WIDTH
-    byte = tl.arange(0, 4)[None, None, :, None] * 8
-    part = (word[None, :, None, :] >> (run + byte)) & ((1 << WIDTH) - 1)
-    return tl.reshape(part, (PADDED, M)) << shift
+    within = chunk * padded + tl.arange(0, padded)[None, :]
+    row = SUMMED * low // 32 + tl.arange(0, runs)[:, None] * rows + within
+    place = words + at[:, None, None] + row[None, :, :] * LANES
+    word = tl.load(place, there[:, None, None] & (within < rows)[None, :, :], 0)
+    # Codes of bytes 0 and 2, or 1 and 3, come together, and go to the top of the mantissas of two halves.
+    count: tl.constexpr = 16 // WIDTH
+    part = stacked(word, BITS - low - 10, count, WIDTH, in_mantissas(WIDTH, BITS, low))
+    if count == 2:
+        part = tl.permute(part, (0, 3, 1, 2))
+    elif count == 4:
+        part = tl.permute(part, (0, 4, 3, 1, 2))
+    elif count == 8:
+        part = tl.permute(part, (0, 5, 4, 3, 1, 2))
+    else:
+        part = tl.permute(part, (0, 6, 5, 4, 3, 1, 2))
+    return tl.reshape(part, (M, PADDED // 2))
 
 
 @triton.jit
-def numbers(found, levels, BITS: tl.constexpr, TABLE: tl.constexpr):
-    """What codes stand for before they are scaled, exactly, in fp16: levels, or codes around 0."""
+def pairs(
+    words,
+    lane,
+    SUMMED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BITS: tl.constexpr,
+    M: tl.constexpr,
+    chunk=0,
+):
+    """Two and two codes of a chunk of a head, int32 ``[M, PADDED / 2]``, each at the top of the mantissa of a
+    half.
+
+    ``words``: its tiles, by int32; ``lane`` ``[M]``: numbers of lanes, -1 where there is none.
+    """
+    at = lane // LANES * (SUMMED * BITS // 32 * LANES) + lane % LANES
+    if BITS & 8:
+        return _plane(words, at, lane >= 0, chunk, SUMMED, PADDED, BITS, 8, M)
+    found = tl.zeros([M, PADDED // 2], tl.int32)
+    for k in tl.static_range(3):
+        if BITS & (4 >> k):
+            found = found | _plane(words, at, lane >= 0, chunk, SUMMED, PADDED, BITS, 4 >> k, M)
+    return found
+
+
+@triton.jit
+def halves(pair, M: tl.constexpr, K: tl.constexpr):
+    """int32 ``[M, K / 2]`` as fp16 ``[M, K]``."""
+    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.join(low, high), (M, K))
+
+
+@triton.jit
+def numbers(
+    pair,
+    levels,
+    BITS: tl.constexpr,
+    TABLE: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+):
+    """What codes of `pairs` stand for before they are scaled, exactly, in fp16: levels, or codes, from
+    which their `middle` is taken away."""
     if TABLE:
-        return tl.load(levels + found)
+        most: tl.constexpr = (1 << BITS) - 1
+        low, high = (pair >> (10 - BITS)) & most, (pair >> (26 - BITS)) & most
+        return tl.load(levels + tl.reshape(tl.join(low, high), (M, K)))
     else:
-        return (found | UNITS).to(tl.int16).to(tl.float16, bitcast=True) - (1024 + (1 << BITS) // 2)
+        # With an exponent, a mantissa is 2^BITS and the code.
+        return halves(pair | exponents(BITS), M, K) - (1.5 * (1 << BITS))
+
+
+@triton.constexpr_function
+def middle(bits: int, table: bool) -> float:
+    """Of the codes, which `numbers` takes away."""
+    return 0 if table else (1 << bits) / 2
 
 
 @triton.jit
 def along(blocks, each, at, place, K: tl.constexpr):
-    """Scales and zeros fp32 ``[K]`` that lie at ``place`` ``[K]``, -1 where there is none. Two and two are
-    neighbours.
+    """Scales and zeros, fp16 ``[K]`` each in the order of `coded`, whose first half lies at ``place``
+    ``[K / 2]``, -1 where there is none; what follows it is its neighbour.
 
-    Both in one load, and by words: what is narrower, or no factor of a product, is not loaded ahead.
+    By words: what is narrower is not loaded ahead.
     """
-    table = blocks + (1 + tl.arange(0, 2)) * each + at
-    base = tl.load(table).to(tl.pointer_type(tl.int32))
-    even = tl.min(tl.reshape(place, (K // 2, 2)), 1)
-    word = tl.load(base[:, None] + (even // 2)[None, :], (even >= 0)[None, :], 0)
-    low, high = (word & 0xFFFF).to(tl.int16), (word >> 16).to(tl.int16)
-    both = tl.interleave(low, high).to(tl.float16, bitcast=True).to(tl.float32)
-    return tl.split(tl.trans(both))
+    scale, zero = field(blocks, 1, each, at, tl.int32), field(blocks, 2, each, at, tl.int32)
+    words = tl.load(scale + place // 2, place >= 0, 0), tl.load(zero + place // 2, place >= 0, 0)
+    return _neighbours(words[0], K), _neighbours(words[1], K)
+
+
+@triton.jit
+def _neighbours(word, K: tl.constexpr):
+    low = word.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.reshape(tl.trans(tl.join(low, high)), (K,))
 
 
 @triton.jit
@@ -144,13 +233,15 @@ def ranges(
     """fp32 scale of `numbers`, and what they then lack: ``[DP]`` or ``[NP]`` where ranges differ along one
     axis alone, otherwise ``[DP, NP]`` or, with ``TOKENS_FIRST``, ``[NP, DP]``.
 
-    ``token`` ``[NP]`` and ``channel`` ``[DP]``: which, -1 where there is none; ``first``: the channel of the
-    token that the head begins with.
+    ``token`` ``[NP]`` and ``channel`` ``[DP]``: which, even ones first, -1 where there is none; ``first``:
+    the channel of the token that the head begins with.
     """
     if SPAN == CHANNEL:
-        step, base = along(blocks, each, at, tl.where(channel >= 0, first + channel, -1), DP)
+        even = tl.min(tl.reshape(channel, (2, DP // 2)), 0)
+        step, base = along(blocks, each, at, tl.where(even >= 0, first + even, -1), DP)
     elif SPAN == TOKEN:
-        place = tl.where(token >= 0, first // GROUP * N + token, -1)
+        even = tl.min(tl.reshape(token, (2, NP // 2)), 0)
+        place = tl.where(even >= 0, first // GROUP * N + even, -1)
         step, base = along(blocks, each, at, place, NP)
     else:
         scale, zero = field(blocks, 1, each, at, tl.float16), field(blocks, 2, each, at, tl.float16)
@@ -162,11 +253,10 @@ def ranges(
             place = (first + c) // GROUP * N + t
         else:
             place = t // GROUP * C + first + c
-        step = tl.load(scale + place, (t >= 0) & (c >= 0), 0).to(tl.float32)
-        base = tl.load(zero + place, (t >= 0) & (c >= 0), 0).to(tl.float32)
-    if not TABLE:
-        base += step * ((1 << BITS) // 2)
-    return step, base
+        there = (t >= 0) & (c >= 0)
+        step, base = tl.load(scale + place, there, 0), tl.load(zero + place, there, 0)
+    step, base = step.to(tl.float32), base.to(tl.float32)
+    return step, base + step * middle(BITS, TABLE)
 
 
 @triton.jit
@@ -186,8 +276,12 @@ def outliers(
 
     ``token`` ``[NP]`` and ``channel`` ``[DP]`` as in `ranges`.
     """
-    count = tl.load(counts + token, token >= 0, 0).to(tl.int32)
+    # They lie token by token.
+    laid = tl.reshape(tl.trans(tl.reshape(token, (2, NP // 2))), (NP,))
+    count = tl.load(counts + laid, laid >= 0, 0).to(tl.int32)
     start = tl.cumsum(count, 0) - count
+    count = tl.reshape(tl.trans(tl.reshape(count, (NP // 2, 2))), (NP,))
+    start = tl.reshape(tl.trans(tl.reshape(start, (NP // 2, 2))), (NP,))
     # A token's outliers lie by channel: those of this head follow those of the heads before it.
     before, own = tl.zeros([NP], tl.int32), tl.zeros([NP], tl.int32)
     for i in range(tl.max(count, 0)):

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .products import block_sums, over
 from .softmax import LOWEST, weigh
-from .unpack import codes, field, numbers, order, ranges
+from .unpack import coded, field, lanes, numbers, pairs, ranges
 
 ROWS_IN = tl.constexpr(0)  # nothing is packed
 CHANNELS = tl.constexpr(1)  # codes whose lanes are channels
@@ -48,15 +48,11 @@ def sum_states(
     b, first = tl.program_id(2) % sequences, tl.program_id(2) // sequences * ROWS
     each = sequences * columns
     row = first + tl.arange(0, ROWS)
-    token, channel = tl.arange(0, NP), tl.arange(0, DP)
+    token, channel = lanes(N, NP), lanes(D, DP)
     if SOURCE == CHANNELS:
-        token = order(N, NP, BITS, NP)
-    elif N < NP:
-        token = tl.where(token < N, token, -1)
+        token = coded(N, NP, BITS, NP)
     if SOURCE == TOKENS:
-        channel = order(D, DP, BITS, DP)
-    elif D < DP:
-        channel = tl.where(channel < D, channel, -1)
+        channel = coded(D, DP, BITS, DP)
     here = channel >= 0
     if SOURCE == ROWS_IN:
         here = here & (run * D + channel < C)
@@ -64,42 +60,43 @@ def sum_states(
     own = scores + (b.to(tl.int64) * rows + row) * (columns * N)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DP], tl.float32)
+    sums = tl.zeros([DP, ROWS], tl.float32)
     for column in range(part * share, tl.minimum((part + 1) * share, columns)):
         at = b * columns + column
-        whole = (row < rows)[:, None] & (token >= 0)[None, :]
-        found = tl.load(own[:, None] + (column * N + token)[None, :], whole, float("-inf"))
+        whole = (row < rows)[None, :] & (token >= 0)[:, None]
+        found = tl.load(own[None, :] + (column * N + token)[:, None], whole, float("-inf"))
         weights, peak, total, sums = weigh(found, peak, total, sums)
         if SOURCE == CHANNELS:
-            sums += block_sums(
+            more, lacking = block_sums(
                 blocks, each, at, None, weights, token, channel, run,
                 C // D, D, DP, N, NP, BITS, False, True, SPAN, GROUP, 0,
             )  # fmt: skip
+            sums += more + tl.sum(lacking, 0)[None, :]
         elif SOURCE == TOKENS:
             words = field(blocks, 0, each, at, tl.int32) + run * (D * N * BITS // 32)
-            states = numbers(codes(words, token, D, DP, BITS, NP), None, BITS, False)
+            states = numbers(pairs(words, token, D, DP, BITS, NP), None, BITS, False, NP, DP)
             step, base = ranges(
                 blocks, each, at, token, channel, run * D, N, NP, DP, C,
                 BITS, False, True, SPAN, GROUP, True,
             )  # fmt: skip
             unit = tl.max(step, 0)
-            left = (weights * (step * over(unit))[None, :]).to(tl.float16)
-            sums += tl.dot(left, tl.trans(states)) * unit
-            sums += tl.sum(weights * base[None, :], 1)[:, None]
+            right = (weights * (step * over(unit))[:, None]).to(tl.float16)
+            sums += tl.dot(tl.trans(states), right) * unit
+            sums += tl.sum(weights * base[:, None], 0)[None, :]
         else:
             tokens = (tl.load(begins + column) + token).to(tl.int64)
             there = (token >= 0) & (token < tl.load(lengths + column))
-            states = rows_in + b.to(tl.int64) * row_batch + tokens[:, None] * row_token
+            states = rows_in + b.to(tl.int64) * row_batch + tokens[None, :] * row_token
             states = tl.load(
-                states + (run * D + channel)[None, :], there[:, None] & here[None, :], 0
+                states + (run * D + channel)[:, None], there[None, :] & here[:, None], 0
             )
             if states.dtype == tl.float32:
-                sums += tl.dot(weights, states, input_precision="ieee")
+                sums += tl.dot(states, weights, input_precision="ieee")
             else:
-                sums += tl.dot(weights.to(states.dtype), states)
+                sums += tl.dot(states, weights.to(states.dtype))
     to = (part.to(tl.int64) * sequences + b) * rows + row
     if run == 0:
         tl.store(peaks_out + to * 2, peak, row < rows)
         tl.store(peaks_out + to * 2 + 1, total, row < rows)
-    to = to[:, None] * C + (run * D + channel)[None, :]
-    tl.store(sums_out + to, sums, (row < rows)[:, None] & here[None, :])
+    to = to[None, :] * C + (run * D + channel)[:, None]
+    tl.store(sums_out + to, sums, (row < rows)[None, :] & here[:, None])
