@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from . import compat
+from . import compat, finite
 from .attention import ObservingCache, attach
 from .calibrate.artifact import Calibration
 from .convert import fill
@@ -201,19 +201,39 @@ class KVCache(Cache, ObservingCache):
         return layer.read(key, value, mask)
 
     def finish(self) -> None:
+        """End a forward pass: one that failed, or fails here, leaves the cache as it was before.
+
+        Raises:
+            ValueError: NaN or infinity in the hidden states, where they were not asked about before.
+        """
         self.index.forget_rope()
         self._book.clear()
         self._turns.clear()
         for layer in self.compressed:
             layer.release()
-        length, others = self._before
+        before, whole = self._before, False
         self._before = (0, {})
-        if any(layer.get_seq_length() != self.index.length for layer in self.compressed):
-            for layer in self.compressed:
-                layer.crop(min(length - layer.get_seq_length(), 0))
-            for i, layer in others.items():
-                self.layers[i] = layer
-            self.index.crop(length) if length else self.index.reset()
+        try:
+            whole = self._complete(before[0])
+        finally:
+            if not whole:
+                self._return_to(*before)
+
+    def _complete(self, before: int) -> bool:
+        """Whether all layers hold the tokens of the forward pass that began with ``before``."""
+        length = self.index.length
+        if any(layer.get_seq_length() != length for layer in self.compressed):
+            return False
+        if length - before > MOST_QUERIES:
+            finite.check_tails(self.compressed, before)
+        return True
+
+    def _return_to(self, length: int, others: dict[int, Any]) -> None:
+        for layer in self.compressed:
+            layer.crop(min(length - layer.get_seq_length(), 0))
+        for i, layer in others.items():
+            self.layers[i] = layer
+        self.index.crop(length) if length else self.index.reset()
 
     def _check(self, codec: LayerCodec, seen: Seen) -> None:
         """Refuse a model whose keys and values are not what its adapter rebuilds."""
@@ -229,7 +249,7 @@ class KVCache(Cache, ObservingCache):
         for name, ours, theirs in (("keys", key, newest.key), ("values", value, newest.value)):
             theirs = theirs.transpose(1, 2).float()
             error = (ours.float() - theirs).norm() / theirs.norm().clamp_min(1e-6)
-            # NaN compares false: it is reported as what it is by `append`.
+            # NaN compares false: it is reported as what it is by `finite`.
             if error > (1e-3 if view.dtype == torch.float32 else 5e-2):
                 raise ValueError(
                     f"{type(self.attachment.view.model).__name__} is not supported: the {name} of"

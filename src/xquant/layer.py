@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from . import finite
 from .methods import LayerCodec, Method, Seen
 from .models.base import rotate
 from .quant import Packed
@@ -113,17 +114,16 @@ class CompressedLayer(CacheLayerMixin):
         """Add the tokens just seen, and seal what has become whole blocks.
 
         Raises:
-            ValueError: the states hold NaN or infinities; nothing was added.
+            ValueError: the states hold NaN or infinities; nothing was added. Where the host does not ask at
+                once, they may be those of earlier tokens; nothing was sealed.
         """
         self.append_rows(self.codec.features(seen))
 
     def append_rows(self, rows: Tensor) -> None:
         """The same, given the features ``[B, t, W]`` of the tokens."""
-        if not bool(torch.isfinite(rows).all()):
-            raise ValueError(
-                f"NaN or infinity in the hidden states of layer {self.codec.view.index}: the cache"
-                " was left as it was before this forward pass"
-            )
+        before = self.get_seq_length()
+        if self.asks_at_once(rows.device):
+            finite.check_rows(rows, self.codec.view.index)
         self.release()
         # Copies: views would keep the model's activations, or a whole sealed chunk, alive.
         tail = rows.clone() if self.tail is None else torch.cat([self.tail, rows], 1)
@@ -133,8 +133,15 @@ class CompressedLayer(CacheLayerMixin):
         blocks = 0
         if self is self.span[-1]:
             blocks = max((tail.shape[1] - self.method.tail) // self.stream.block, 0)
-            self._seal_span(blocks)
+            if blocks:
+                finite.check_tails(self.span, before)
+                self._seal_span(blocks)
         self.carry_up(blocks > 0 or self.through_store)
+
+    def asks_at_once(self, device: torch.device) -> bool:
+        """Whether rows must be finite before they are kept; see `finite`."""
+        # What reads the store packs the tail in every forward pass.
+        return self.through_store or finite.asked_at_once(device)
 
     def carry_up(self, sealing: bool = False) -> None:
         """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""
@@ -144,8 +151,6 @@ class CompressedLayer(CacheLayerMixin):
 
     def _seal_span(self, blocks: int) -> None:
         """Seal the oldest ``blocks`` of the tails of all layers of the span."""
-        if blocks == 0:
-            return
         packed = self.span[0].codec.merge([layer._pack(blocks) for layer in self.span])
         for layer, fields in zip(self.span, packed, strict=True):
             assert layer.tail is not None
