@@ -206,7 +206,6 @@ class KVCache(Cache, ObservingCache):
         Raises:
             ValueError: NaN or infinity in the hidden states, where they were not asked about before.
         """
-        self.index.forget_rope()
         self._book.clear()
         self._turns.clear()
         for layer in self.compressed:
@@ -216,6 +215,7 @@ class KVCache(Cache, ObservingCache):
         try:
             whole = self._complete(before[0])
         finally:
+            self.index.forget()
             if not whole:
                 self._return_to(*before)
 
