@@ -11,6 +11,7 @@ from transformers import Cache
 
 from . import compat, finite
 from .attention import ObservingCache, attach
+from .blocks import seal
 from .calibrate.artifact import Calibration
 from .convert import fill
 from .kernels.angles import AngleBook
@@ -108,7 +109,7 @@ class KVCache(Cache, ObservingCache):
             for layer in self.compressed
         }
         self._attach_kernels()
-        self._before: tuple[int, dict[int, Any]] = (0, {})
+        self._begun: tuple[int, dict[int, Any]] | None = None
 
     def _attach_kernels(self) -> None:
         self._book, self._turns = AngleBook(self.index), TurnBook(self.index)
@@ -144,7 +145,7 @@ class KVCache(Cache, ObservingCache):
             for i, layer in enumerate(self.layers)
             if not isinstance(layer, CompressedLayer)
         }
-        self._before = (self.index.length, others)
+        self._begun = (self.index.length, others)
 
     def observe(
         self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
@@ -179,7 +180,7 @@ class KVCache(Cache, ObservingCache):
         seen = seat.seen(key_states, value_states)
         if layer.get_seq_length() == 0:
             self._check(layer.codec, seen)
-        layer.append(seen)
+        layer.append(seen, hold=seen.x.shape[1] <= MOST_QUERIES)
         if seat.fused:
             return key_states, value_states
         key, value, _ = layer.read(key_states, value_states, None)
@@ -208,24 +209,30 @@ class KVCache(Cache, ObservingCache):
         """
         self._book.clear()
         self._turns.clear()
+        self.index.forget()
         for layer in self.compressed:
             layer.release()
-        before, whole = self._before, False
-        self._before = (0, {})
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        complete = False
         try:
-            whole = self._complete(before[0])
+            complete = self._complete(begun[0])
         finally:
-            self.index.forget()
-            if not whole:
-                self._return_to(*before)
+            if not complete:
+                self._return_to(*begun)
 
     def _complete(self, before: int) -> bool:
-        """Whether all layers hold the tokens of the forward pass that began with ``before``."""
+        """Seal what the layers hold for the end of the forward pass that began with ``before`` tokens. False
+        where it failed: some have not got its tokens."""
         length = self.index.length
         if any(layer.get_seq_length() != length for layer in self.compressed):
             return False
-        if length - before > MOST_QUERIES:
+        due = [layer for layer in self.compressed if layer.due]
+        if due or length - before > MOST_QUERIES:
             finite.check_tails(self.compressed, before)
+        seal(due)
+        self.index.forget()
         return True
 
     def _return_to(self, length: int, others: dict[int, Any]) -> None:

@@ -111,16 +111,17 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- writing -------------------------------------------------------------------------------
 
-    def append(self, seen: Seen) -> None:
-        """Add the tokens just seen, and seal what has become whole blocks.
+    def append(self, seen: Seen, hold: bool = False) -> None:
+        """Add the tokens just seen, and seal what has become whole blocks; ``hold`` leaves that to the end of
+        the forward pass, where nothing in it reads their codes.
 
         Raises:
             ValueError: the states hold NaN or infinities; nothing was added. Where the host does not ask at
                 once, they may be those of earlier tokens; nothing was sealed.
         """
-        self.append_rows(self.codec.features(seen))
+        self.append_rows(self.codec.features(seen), hold)
 
-    def append_rows(self, rows: Tensor) -> None:
+    def append_rows(self, rows: Tensor, hold: bool = False) -> None:
         """The same, given the features ``[B, t, W]`` of the tokens."""
         before = self.get_seq_length()
         if self.asks_at_once(rows.device):
@@ -131,7 +132,8 @@ class CompressedLayer(CacheLayerMixin):
         if self.through_store and self.method.tail:
             self.fresh = tail
         self.tail = tail
-        sealing = self is self.span[-1] and self.due > 0
+        read = self.through_store or self.codec.reads_below or self.codec.feeds_above
+        sealing = self is self.span[-1] and self.due > 0 and (read or not hold)
         if sealing:
             finite.check_tails(self.span, before)
             seal(self.span)
