@@ -13,6 +13,7 @@ from calibrated import calibration
 from matrix import LOW
 from models import tiny
 from xquant import attach, parse_method
+from xquant.blocks import seal
 from xquant.layer import CompressedLayer
 from xquant.methods import Seen
 from xquant.quant import Ragged
@@ -54,9 +55,14 @@ def states(layers: list[CompressedLayer]) -> list[Seen]:
 
 
 def feed(
-    layers: list[CompressedLayer], index: TokenIndex, seen: list[Seen], start: int, stop: int
+    layers: list[CompressedLayer],
+    index: TokenIndex,
+    seen: list[Seen],
+    start: int,
+    stop: int,
+    hold: bool = False,
 ) -> None:
-    """Tokens ``start`` to ``stop``, bottom up, as one forward pass."""
+    """Tokens ``start`` to ``stop``, bottom up, as one forward pass; ``hold``: sealed at its end."""
     positions = torch.arange(start, stop).expand(BATCH, -1)
     real = positions >= torch.tensor([[0], [5]])  # the second sequence is left-padded
     index.append(positions, real)
@@ -68,8 +74,10 @@ def feed(
                 all_of.raw_key[:, start:stop],
                 all_of.key[:, :, start:stop],
                 all_of.value[:, :, start:stop],
-            )
+            ),
+            hold,
         )
+    seal([layer for layer in layers if layer.due])
 
 
 def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
@@ -91,16 +99,20 @@ def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
 SPECS = [*LOW, "full:group=8", "kivi-16bit:group=8,sink=3", "xquant-cl-16bit:group=8,form=gqa"]
 
 
-@pytest.mark.parametrize("step", [1, 5, 8, 19])
+@pytest.mark.parametrize(
+    ("step", "hold"), [(1, True), (5, True), (5, False), (8, False), (19, True), (19, False)]
+)
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_same_states_give_the_same_store_however_they_arrive(spec: str, step: int) -> None:
+def test_the_same_states_give_the_same_store_however_they_arrive(
+    spec: str, step: int, hold: bool
+) -> None:
     model = tiny("qwen2")
     whole, index = stack(model, spec)
     seen = states(whole)
     feed(whole, index, seen, 0, TOKENS)
     parts, index = stack(model, spec)
     for start in range(0, TOKENS, step):
-        feed(parts, index, seen, start, min(start + step, TOKENS))
+        feed(parts, index, seen, start, min(start + step, TOKENS), hold)
     for one, other in zip(whole, parts, strict=True):
         assert one.stream.lengths == other.stream.lengths
         assert dict(contents(one)) == dict(contents(other))

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from . import compat
+from . import compat, finite
 from .attention import ObservingCache, attach
+from .blocks import seal
 from .calibrate.artifact import Calibration
 from .convert import fill
 from .kernels.angles import AngleBook
@@ -111,7 +112,7 @@ class KVCache(Cache, ObservingCache):
             for layer in self.compressed
         }
         self._attach_kernels()
-        self._before: tuple[int, dict[int, Any]] = (0, {})
+        self._begun: tuple[int, dict[int, Any]] | None = None
 
     def _attach_kernels(self) -> None:
         self._book, self._turns = AngleBook(self.index), TurnBook(self.index)
@@ -148,7 +149,7 @@ class KVCache(Cache, ObservingCache):
             for i, layer in enumerate(self.layers)
             if not isinstance(layer, CompressedLayer)
         }
-        self._before = (self.index.length, others)
+        self._begun = (self.index.length, others)
 
     def observe(
         self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
@@ -183,7 +184,7 @@ class KVCache(Cache, ObservingCache):
         seen = seat.seen(key_states, value_states)
         if layer.get_seq_length() == 0:
             self._check(layer.codec, seen)
-        layer.append(seen)
+        layer.append(seen, hold=seen.x.shape[1] <= MOST_QUERIES)
         if seat.fused:
             return key_states, value_states
         key, value, _ = layer.read(key_states, value_states, None)
@@ -205,19 +206,45 @@ class KVCache(Cache, ObservingCache):
         return layer.read(key, value, mask)
 
     def finish(self) -> None:
-        self.index.forget_rope()
+        """End a forward pass: one that failed, or fails here, leaves the cache as it was before.
+
+        Raises:
+            ValueError: NaN or infinity in the hidden states, where they were not asked about before.
+        """
         self._book.clear()
         self._turns.clear()
+        self.index.forget()
         for layer in self.compressed:
             layer.release()
-        length, others = self._before
-        self._before = (0, {})
-        if any(layer.get_seq_length() != self.index.length for layer in self.compressed):
-            for layer in self.compressed:
-                layer.crop(min(length - layer.get_seq_length(), 0))
-            for i, layer in others.items():
-                self.layers[i] = layer
-            self.index.crop(length) if length else self.index.reset()
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        complete = False
+        try:
+            complete = self._complete(begun[0])
+        finally:
+            if not complete:
+                self._return_to(*begun)
+
+    def _complete(self, before: int) -> bool:
+        """Seal what the layers hold for the end of the forward pass that began with ``before`` tokens. False
+        where it failed: some have not got its tokens."""
+        length = self.index.length
+        if any(layer.get_seq_length() != length for layer in self.compressed):
+            return False
+        due = [layer for layer in self.compressed if layer.due]
+        if due or length - before > MOST_QUERIES:
+            finite.check_tails(self.compressed, before)
+        seal(due)
+        self.index.forget()
+        return True
+
+    def _return_to(self, length: int, others: dict[int, Any]) -> None:
+        for layer in self.compressed:
+            layer.crop(min(length - layer.get_seq_length(), 0))
+        for i, layer in others.items():
+            self.layers[i] = layer
+        self.index.crop(length) if length else self.index.reset()
 
     def _check(self, codec: LayerCodec, seen: Seen) -> None:
         """Refuse a model whose keys and values are not what its adapter rebuilds."""
@@ -233,7 +260,7 @@ class KVCache(Cache, ObservingCache):
         for name, ours, theirs in (("keys", key, newest.key), ("values", value, newest.value)):
             theirs = theirs.transpose(1, 2).float()
             error = (ours.float() - theirs).norm() / theirs.norm().clamp_min(1e-6)
-            # NaN compares false: it is reported as what it is by `append`.
+            # NaN compares false: it is reported as what it is by `finite`.
             if error > (1e-3 if view.dtype == torch.float32 else 5e-2):
                 raise ValueError(
                     f"{type(self.attachment.view.model).__name__} is not supported: the {name} of"

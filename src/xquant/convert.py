@@ -46,9 +46,10 @@ def fill(target: "KVCache", source: "KVCache") -> None:
                 if below is not None:
                     below.release()
     finally:
-        for layer in (*source.compressed, *target.compressed):
-            layer.release()
-        source.index.forget_rope()
+        for cache in (source, target):
+            for layer in cache.compressed:
+                layer.release()
+            cache.index.forget()
 
 
 def _rows(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from . import finite
+from .blocks import pack, seal
 from .methods import LayerCodec, Method, Seen
 from .models.base import rotate
 from .quant import Packed
@@ -114,32 +116,38 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- writing -------------------------------------------------------------------------------
 
-    def append(self, seen: Seen) -> None:
-        """Add the tokens just seen, and seal what has become whole blocks.
+    def append(self, seen: Seen, hold: bool = False) -> None:
+        """Add the tokens just seen, and seal what has become whole blocks; ``hold`` leaves that to the end of
+        the forward pass, where nothing in it reads their codes.
 
         Raises:
-            ValueError: the states hold NaN or infinities; nothing was added.
+            ValueError: the states hold NaN or infinities; nothing was added. Where the host does not ask at
+                once, they may be those of earlier tokens; nothing was sealed.
         """
-        self.append_rows(self.codec.features(seen))
+        self.append_rows(self.codec.features(seen), hold)
 
-    def append_rows(self, rows: Tensor) -> None:
+    def append_rows(self, rows: Tensor, hold: bool = False) -> None:
         """The same, given the features ``[B, t, W]`` of the tokens."""
-        if not bool(torch.isfinite(rows).all()):
-            raise ValueError(
-                f"NaN or infinity in the hidden states of layer {self.codec.view.index}: the cache"
-                " was left as it was before this forward pass"
-            )
+        before = self.get_seq_length()
+        if self.asks_at_once(rows.device):
+            finite.check_rows(rows, self.codec.view.index)
         self.release()
         # Copies: views would keep the model's activations, or a whole sealed chunk, alive.
         tail = rows.clone() if self.tail is None else torch.cat([self.tail, rows], 1)
         if self.through_store and self.method.tail:
             self.fresh = tail
         self.tail = tail
-        blocks = 0
-        if self is self.span[-1]:
-            blocks = max((tail.shape[1] - self.method.tail) // self.stream.block, 0)
-            self._seal_span(blocks)
-        self.carry_up(blocks > 0 or self.through_store)
+        read = self.through_store or self.codec.reads_below or self.codec.feeds_above
+        sealing = self is self.span[-1] and self.due > 0 and (read or not hold)
+        if sealing:
+            finite.check_tails(self.span, before)
+            seal(self.span)
+        self.carry_up(sealing or self.through_store)
+
+    def asks_at_once(self, device: torch.device) -> bool:
+        """Whether rows must be finite before they are kept; see `finite`."""
+        # What reads the store packs the tail in every forward pass.
+        return self.through_store or finite.asked_at_once(device)
 
     def carry_up(self, sealing: bool = False) -> None:
         """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""
@@ -154,43 +162,18 @@ class CompressedLayer(CacheLayerMixin):
             self.below.release()
         return found
 
-    def _seal_span(self, blocks: int) -> None:
-        """Seal the oldest ``blocks`` of the tails of all layers of the span."""
-        if blocks == 0:
-            return
-        packed = self.span[0].codec.merge([layer._pack(blocks) for layer in self.span])
-        for layer, fields in zip(self.span, packed, strict=True):
-            assert layer.tail is not None
-            layer.stream.seal(fields, layer.tail.shape[0])
-            layer.tail = layer.tail[:, blocks * layer.stream.block :].clone()
+    @property
+    def due(self) -> int:
+        """Whole blocks of the tail that need not stay there."""
+        length = 0 if self.tail is None else self.tail.shape[1]
+        return max((length - self.method.tail) // self.stream.block, 0)
 
-    def _pack(self, blocks: int) -> list[Packed]:
-        assert self.tail is not None
-        start, shape = self.stream.tokens, (blocks, self.stream.block)
-        stop = start + blocks * self.stream.block
-        rows = self.tail[:, : stop - start]
-        excluded = self.index.excluded(start, stop)
-        if excluded is not None:
-            self._keep_sinks(rows, start, stop)
-            excluded = excluded.to(rows.device).unflatten(1, shape).flatten(0, 1)
-        below = self._below(start, stop)
+    def encode(self, rows: Tensor, start: int) -> Tensor:
+        """What is packed of the features ``[B, m, n, W]`` of tokens from ``start`` on: ``[B m, n, C]``."""
+        shape = rows.shape[1:3]
+        below = self._below(start, start + shape.numel())
         below = None if below is None else below.unflatten(1, shape)
-        encoded = self.codec.encode(rows.unflatten(1, shape), below)
-        return self.stream.pack(encoded.flatten(0, 1), excluded)
-
-    def _keep_sinks(self, rows: Tensor, start: int, stop: int) -> None:
-        if self.index.sinks == 0:
-            return
-        if self.sinks is None or self.sink_at is None:
-            shape = (rows.shape[0], self.index.sinks)
-            self.sinks = rows.new_zeros(*shape, rows.shape[2])
-            self.sink_at = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
-        sink = self.index.sink.to(rows.device)
-        rank = sink.cumsum(1) - 1
-        sequence, column = sink[:, start:stop].nonzero(as_tuple=True)
-        slot = rank[sequence, column + start]
-        self.sinks[sequence, slot] = rows[sequence, column]
-        self.sink_at[sequence, slot] = (column + start).int()
+        return self.codec.encode(rows, below).flatten(0, 1)
 
     def _below(self, start: int, stop: int) -> Tensor | None:
         if not self.codec.reads_below:
@@ -252,14 +235,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def _pack_part(self, tail: Tensor, at: int) -> list[Packed]:
         """The block of ``tail`` from ``at`` on, packed but not sealed."""
-        part = tail[:, at : at + self.stream.block]
-        start = self.stream.tokens + at
-        stop = start + part.shape[1]
-        below = self._below(start, stop)
-        below = None if below is None else below.unsqueeze(1)
-        encoded = self.codec.encode(part.unsqueeze(1), below).squeeze(1)
-        excluded = self.index.excluded(start, stop)
-        return self.stream.pack(encoded, None if excluded is None else excluded.to(part.device))
+        part = tail[:, at : at + self.stream.block].unsqueeze(1)
+        return pack([self], [part], self.stream.tokens + at)[0]
 
     def _place_sinks(self, rows: Tensor, exact: Tensor | None) -> Tensor:
         """Put the exact rows of sealed sinks into ``rows`` ``[B, T, .]``."""

@@ -6,7 +6,8 @@ not codes, and sequences that share a past share its blocks. Cropping into a blo
 remains keeps its codes.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -71,17 +72,6 @@ class Stream:
     def shared_nbytes(self) -> int:
         """Bytes of the codebooks and offline scales that the blocks, if there are any, are read with."""
         return sum(s.quantizer.table_nbytes for s in self.segments) if self.pool else 0
-
-    def pack(self, rows: Tensor, excluded: Tensor | None) -> list[Packed]:
-        """Blocks ``[N, n, C]`` as the segments store them, ``excluded`` bool ``[N, n]``; see `quant`.
-
-        Borrowing segments are packed with their own codes: `seal` wants to see them without.
-        """
-        parts = rows.split([s.channels for s in self.segments], dim=-1)
-        return [
-            sealing.encode(s.quantizer, x, excluded, self.path)
-            for s, x in zip(self.segments, parts, strict=True)
-        ]
 
     def unpack(self, pool: list[Packed], tokens: int, dtype: torch.dtype) -> Tensor:
         """Rows ``[N, tokens, C]`` of packed blocks with all their codes."""
@@ -181,6 +171,41 @@ class Stream:
             ]
             table = renumbered
         self.table = table
+
+
+def pack_all(
+    streams: Sequence[Stream], rows: Iterable[Tensor], excluded: Tensor | None
+) -> list[list[Packed]]:
+    """Blocks as the segments of each stream store them; on a GPU, segments of one kind in one launch.
+
+    Borrowing segments are packed with their own codes: `Stream.seal` wants to see them without.
+
+    Args:
+        rows: ``[N, n, C]`` of each stream.
+        excluded: bool ``[N, n]``, the same for all; see `quant`.
+
+    Raises:
+        ValueError: NaN in a token that sets a range.
+    """
+    packed: list[list[Packed]] = [[{} for _ in stream.segments] for stream in streams]
+    alike = defaultdict(list)
+    for stream, own, fields in zip(streams, rows, packed, strict=True):
+        hidden = None if excluded is None else excluded.to(own.device)
+        parts = own.split([s.channels for s in stream.segments], dim=-1)
+        for segment, x, to in zip(stream.segments, parts, fields, strict=True):
+            if sealing.by_launch(segment.quantizer, x, stream.path):
+                kind = segment.quantizer, x.shape, x.dtype, x.device, stream.path
+                alike[kind].append((x, to))
+            else:  # side by side they would be copied for nothing
+                to.update(sealing.encode(segment.quantizer, x, hidden, stream.path))
+    for (quantizer, shape, _, device, path), found in alike.items():
+        xs, into = zip(*found, strict=True)
+        hidden = None if excluded is None else excluded.to(device).repeat(len(xs), 1)
+        together = sealing.encode(quantizer, torch.cat(xs), hidden, path)
+        for name in together:
+            for to, field in zip(into, dense(together, name).split(shape[0]), strict=True):
+                to[name] = field
+    return packed
 
 
 def _held(fields: Tensor | Ragged) -> Slabs | Ragged:

@@ -24,11 +24,16 @@ class TokenIndex:
 
     def reset(self) -> None:
         self.epoch += 1  # changes when tokens do, other than at the end
-        self._angles: tuple[Tensor, Tensor] | None = None
-        self._by_channel: tuple[Tensor, ...] | None = None
+        self.forget()
         self.positions = torch.empty(0, 0, dtype=torch.int32)
         self.real = torch.empty(0, 0, dtype=torch.bool)
         self.sink = torch.empty(0, 0, dtype=torch.bool)
+
+    def forget(self) -> None:
+        """Forget what is only needed within a forward pass."""
+        self._angles: tuple[Tensor, Tensor] | None = None
+        self._by_channel: tuple[Tensor, ...] | None = None
+        self._excluded: dict[tuple[int, int], Tensor | None] = {}
 
     @property
     def length(self) -> int:
@@ -51,12 +56,17 @@ class TokenIndex:
         self.positions = torch.cat([self.positions, positions.int()], 1)
         self.real = torch.cat([self.real, real], 1)
         self.sink = torch.cat([self.sink, real & (rank <= self.sinks)], 1)
-        self.forget_rope()
+        self.forget()
 
     def excluded(self, start: int, stop: int) -> Tensor | None:
-        """Tokens that must not set a quantization range (bool ``[B, stop-start]``), None if none."""
-        mask = self.sink[:, start:stop] | ~self.real[:, start:stop]
-        return mask if bool(mask.any()) else None
+        """Tokens that must not set a quantization range (bool ``[B, stop-start]``), None if none.
+
+        The device is asked once per forward pass for all layers.
+        """
+        if (start, stop) not in self._excluded:
+            mask = self.sink[:, start:stop] | ~self.real[:, start:stop]
+            self._excluded[start, stop] = mask if bool(mask.any()) else None
+        return self._excluded[start, stop]
 
     def rope(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of all tokens, ``[B, T, R]`` in the dtype and on the device of ``like``.
@@ -80,9 +90,6 @@ class TokenIndex:
         """cos and sin of any positions ``[B, t]``, ``[B, t, R]`` in fp32."""
         return self._rope(positions.new_empty(0, dtype=torch.float32), positions)
 
-    def forget_rope(self) -> None:
-        self._angles = self._by_channel = None
-
     def crop(self, length: int) -> None:
         self._each(lambda t: t[:, :length].clone())
 
@@ -93,4 +100,4 @@ class TokenIndex:
         self.epoch += 1
         self.positions, self.real = change(self.positions), change(self.real)
         self.sink = change(self.sink)
-        self.forget_rope()
+        self.forget()

@@ -196,7 +196,7 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
         cache = filled(case)
         cache.index.positions[:, 40:] += 7
         cache.index.epoch += 1
-        cache.index.forget_rope()
+        cache.index.forget()
         if path == "folded":
             assert error(case, cache) < TOLERANCE
         else:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -13,7 +12,7 @@ import interpreted
 from attending import TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant import KVCache
-from xquant.kernels.gpu import asked, attention, support
+from xquant.kernels.gpu import asked, support
 from xquant.kernels.newest import Newest
 
 interpreted.allow_bounds()
@@ -111,44 +110,6 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
     cache.index.epoch += 1
     q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32)
     assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is None
-
-
-class Silent(TorchDispatchMode):
-    """Refuses what the host would wait for."""
-
-    ASKING = (
-        torch.ops.aten._local_scalar_dense.default,
-        torch.ops.aten.equal.default,
-        torch.ops.aten.nonzero.default,
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in self.ASKING, f"{func} waits for the device"
-        return func(*args, **(kwargs or {}))
-
-
-class Unlaunched:
-    """In place of a kernel: only the host's side runs."""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **kwargs: None
-
-
-@pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])
-def test_the_host_waits_for_nothing_while_no_block_is_sealed(
-    spec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = case(spec, batch=2)
-    cache = filled(one)
-    for kernel in ("attend", "join"):
-        monkeypatch.setattr(attention, kernel, Unlaunched())
-    q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 1, 32)
-    assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is not None
-    room = cache._turns.room(q.device, 1)[0].data_ptr()
-    cache.finish()
-    with Silent():
-        assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is not None
-    assert cache._turns.room(q.device, 1)[0].data_ptr() == room
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])

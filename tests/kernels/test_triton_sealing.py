@@ -1,5 +1,6 @@
 """Sealing by Triton, in its interpreter, against the quantizers in torch: the same bits."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ import interpreted
 from kernels.test_sealing import not_torch
 from models import prompt, tiny
 from xquant import KVCache
+from xquant.blocks import seal
 from xquant.kernels import sealing
+from xquant.kernels.gpu import sealing as gpu_sealing
+from xquant.methods import Seen
 from xquant.quant import Affine
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
@@ -103,3 +107,49 @@ def test_a_cache_is_sealed_to_the_same_bytes() -> None:
     for one, other in zip(ours.pool, theirs.pool, strict=True):
         for name in one:
             assert torch.equal(one[name].whole(), other[name].whole())
+
+
+@pytest.mark.parametrize(
+    ("spec", "launches"),
+    [
+        ("kivi-2bit:group=32,sink=2", 2),  # keys and values
+        ("int4:group=32", 2),
+        ("kivi-2bit:group=32,first_layers=1,first_bits=4", 4),
+        ("asymkv-1.7bit:group=32,tail=0", 3),  # values of two widths
+        ("crosslayer:group=32,tail=0,km=0,vm=0,kq=2,vq=0", 3),
+    ],
+)
+def test_all_layers_are_sealed_at_once(
+    spec: str, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bytes that each gets by itself."""
+    model = tiny("llama", head_dim=32, hidden_size=128)
+    cache, count = KVCache(model, spec, kernel="triton"), 0
+    columns = torch.arange(32).expand(2, -1)
+    cache.index.append(columns, columns >= torch.tensor([[0], [5]]))
+    for layer in cache.compressed:
+        x, raw, states = (torch.randn(2, 32, n) for n in (128, 64, 64))
+        heads = states.unflatten(-1, (2, 32)).transpose(1, 2)
+        layer.append(Seen(x, x, raw, heads, heads), hold=True)
+    apart = copy.deepcopy(cache)
+
+    class Counted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            nonlocal count
+            count += 1
+            return kernel[grid]
+
+    kernel = gpu_sealing.seal
+    monkeypatch.setattr(gpu_sealing, "seal", Counted())
+    seal(cache.compressed)
+    assert count == launches
+    for layer in apart.compressed:
+        if layer is layer.span[0]:
+            seal(layer.span)
+    assert count > launches
+    for one, other in zip(cache.compressed, apart.compressed, strict=True):
+        assert one.stream.tokens == other.stream.tokens == 32
+        for fields, alone in zip(one.stream.pool, other.stream.pool, strict=True):
+            assert fields.keys() == alone.keys()
+            for name in fields:
+                assert torch.equal(fields[name].whole(), alone[name].whole()), name

@@ -34,6 +34,11 @@ def instruction_set(kernel: str) -> str | None:
     return kernel if kernel in available else None
 
 
+def by_launch(quantizer: Quantizer, x: Tensor, path: str | None) -> bool:
+    """Whether `encode` of ``x`` is a launch on a GPU, which takes blocks of several layers as well."""
+    return triton.seals(quantizer, x, path)
+
+
 def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str | None) -> Packed:
     """`Quantizer.encode` of blocks ``[N, n, C]``; ``excluded`` is bool ``[N, n]``.
 

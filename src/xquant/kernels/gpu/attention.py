@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ...layer import CompressedLayer
 
 WIDE = 1 << 14
-"""Elements of a block and head from which on a program that turns keys has twice as many warps, lest registers
-spill."""
+"""Elements of a block and head from which on a program that turns keys has twice as many warps: its
+registers would spill."""
 
 
 class TritonAttention:

@@ -1,0 +1,71 @@
+"""NaN and infinity are refused: codes are never made of them.
+
+On a CPU rows are asked about before they are kept. Elsewhere the host would wait for the device at every
+layer, so a decode step asks nothing: tails are asked about where the host waits anyway, before blocks are
+sealed and after a prefill.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .layer import CompressedLayer
+
+
+def asked_at_once(device: torch.device) -> bool:
+    """Whether rows on ``device`` are asked about before they are kept."""
+    return device.type == "cpu"
+
+
+def check_rows(rows: Tensor, layer: int) -> None:
+    """Refuse rows ``[B, t, W]`` of this forward pass.
+
+    Raises:
+        ValueError: they are not finite.
+    """
+    if not bool(torch.isfinite(rows).all()):
+        raise _found(layer, "the cache was left as it was before this forward pass")
+
+
+def check_tails(layers: "Sequence[CompressedLayer]", before: int) -> None:
+    """Refuse what is in the tails; one question for all that were not asked at once.
+
+    Args:
+        before: tokens that the layers held before this forward pass.
+
+    Raises:
+        ValueError: a tail is not finite. Where earlier forward passes left that, the message says from which
+            token on, and what to do.
+    """
+    tails = {
+        layer.codec.view.index: layer.tail
+        for layer in layers
+        if layer.tail is not None and not layer.asks_at_once(layer.tail.device)
+    }
+    if not tails:
+        return
+    home = next(iter(tails.values())).device
+    fine = [torch.isfinite(tail).all().to(home) for tail in tails.values()]
+    if bool(torch.stack(fine).all()):
+        return
+    length = layers[0].get_seq_length()
+    first, index = min(
+        (length - tail.shape[1] + _first(tail), index) for index, tail in tails.items()
+    )
+    if first >= before:
+        raise _found(index, "the cache was left as it was before this forward pass")
+    crop = f"crop the cache to {first} tokens, or reset it" if first else "reset the cache"
+    raise _found(index, f"an earlier forward pass left them there, from token {first} on; {crop}")
+
+
+def _first(tail: Tensor) -> int:
+    """The first token of a tail ``[B, t, W]`` that is not finite; ``t`` where all are."""
+    bad = ~torch.isfinite(tail).all(-1).all(0)
+    return int(bad.nonzero()[0]) if bool(bad.any()) else len(bad)
+
+
+def _found(layer: int, what: str) -> ValueError:
+    return ValueError(f"NaN or infinity in the hidden states of layer {layer}: {what}")

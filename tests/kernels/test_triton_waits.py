@@ -1,0 +1,125 @@
+"""What the host asks the device for in a decode step: nothing, while no block is sealed."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+import interpreted
+from calibrated import make_cache
+from models import left_padded, prompt, tiny
+from xquant import KVCache, finite
+from xquant.kernels.gpu import attention, carrying, rebuilt
+
+interpreted.allow_bounds()
+
+ATEN = torch.ops.aten
+
+
+class Silent(TorchDispatchMode):
+    """Refuses what the host would wait for, were the tensors on a GPU."""
+
+    ASKING = (
+        ATEN._local_scalar_dense.default,
+        ATEN.is_nonzero.default,
+        ATEN.equal.default,
+        ATEN.nonzero.default,
+        ATEN.masked_select.default,
+        ATEN._unique2.default,
+        ATEN.repeat_interleave.Tensor,
+        ATEN.lift_fresh.default,  # a tensor of what Python holds, which would be copied there
+    )
+    INDEXING = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func in self.ASKING or (
+            func in self.INDEXING
+            and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        )
+        assert not asks, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+class Unlaunched:
+    """In place of a kernel that writes its argument ``out``: only the host's side runs."""
+
+    def __init__(self, out: int) -> None:
+        self.out = out
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **kwargs: args[self.out].zero_()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are taken to be on a GPU."""
+    monkeypatch.setattr(finite, "asked_at_once", lambda device: False)
+
+
+@pytest.fixture
+def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "attend", Unlaunched(out=7))
+    monkeypatch.setattr(attention, "join", Unlaunched(out=2))
+    monkeypatch.setattr(rebuilt, "exact", Unlaunched(out=7))
+    monkeypatch.setattr(rebuilt, "rebuild", Unlaunched(out=3))
+    monkeypatch.setattr(rebuilt, "sum_states", Unlaunched(out=1))
+    monkeypatch.setattr(rebuilt, "join", Unlaunched(out=2))
+    monkeypatch.setattr(carrying, "carry", Unlaunched(out=0))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kivi-4bit:group=32,sink=2",
+        "kvquant-3bit:group=32,rope=post",
+        "xquant-4bit:group=32,sink=2",
+        "xquant-cl-2bit:group=32,first_layers=1,sink=2",
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "implementation", "pads"),
+    [
+        ("llama", "sdpa", False),
+        ("qwen2", "eager", True),
+        ("gemma2", "eager", True),  # some layers are not ours
+    ],
+)
+@torch.inference_mode()
+def test_a_decode_step_asks_for_nothing_while_no_block_is_sealed(
+    family: str,
+    implementation: str,
+    pads: bool,
+    spec: str,
+    elsewhere: None,
+    unlaunched: None,
+) -> None:
+    """The whole forward pass, transformers' part too, which with sdpa asks whether a mask pads."""
+    with torch.inference_mode(False):
+        model = tiny(family, head_dim=32, hidden_size=128, initializer_range=0.05)
+        model.set_attn_implementation(implementation)
+        cache = make_cache(model, spec, kernel="triton")
+    batch = left_padded([40, 21])
+    mask = batch["attention_mask"]
+    model(batch["input_ids"], attention_mask=mask if pads else None, past_key_values=cache)
+    for step in range(3):  # the first after a block was sealed makes the tables of it
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        ids = prompt(2, 1, seed=step)
+        room = cache._turns.room(ids.device, 1, 1)[0].data_ptr()
+        with Silent() if step else nullcontext():
+            model(ids, attention_mask=mask if pads else None, past_key_values=cache)
+        assert not step or cache._turns.room(ids.device, 1, 1)[0].data_ptr() == room
+    assert {layer.stream.tokens for layer in cache.compressed} == {32}
+
+
+@torch.inference_mode()
+def test_what_asks_is_refused() -> None:
+    """The test above would see it: with rows asked about at once, as on a CPU."""
+    model = tiny("llama", head_dim=32, hidden_size=128, initializer_range=0.05)
+    cache = KVCache(model, "kivi-4bit:group=32", kernel="triton")
+    model(prompt(1, 3), past_key_values=cache)
+    with pytest.raises(AssertionError, match="waits for the device"), Silent():
+        model(prompt(1, 1), past_key_values=cache)
