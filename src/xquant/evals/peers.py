@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import QuantizedCache
 
-from .bench import FILL, Contender, Settings
+from .contenders import FILL, Contender
+from .entrants import Settings
 
 Maker = Callable[[Settings], Contender]
 
