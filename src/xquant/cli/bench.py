@@ -349,14 +349,14 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
         str(row["batch"]),
         row["dtype"],
         row["kernel"],
-        _show(row["ms_per_token"], ".2f"),
+        _show(row["ms_per_token"], ".4g"),
         _show(row["speedup_vs_full"], ".2f"),
-        _show(row["attention_ms_per_layer"], ".3f"),
+        _show(row["attention_ms_per_layer"], ".4g"),
         _show(row["cache_bytes"], ".1f", 1e6),
         _show(row["gbytes_per_second"], ".1f"),
         _show(next((share for share in shares if share is not None), None), ".0%"),
-        _show(least.get("ms_per_layer"), ".3f"),
-        _show(least.get("full_ms_per_layer"), ".3f"),
+        _show(least.get("ms_per_layer"), ".4g"),
+        _show(least.get("full_ms_per_layer"), ".4g"),
     )
 
 
