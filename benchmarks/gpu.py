@@ -245,7 +245,7 @@ class Report:
         if attention:
             _heading("Attention of a decoding step")
             print_rows(attention)
-        if rows := [row for row in self.rows("sealing") if row.get("sealing")]:
+        if rows := [row for row in self.rows("sealing") if "block" in row.get("sealing", ())]:
             _heading("Appending and sealing, launched by Python, beside attention alone")
             columns = (
                 "method",

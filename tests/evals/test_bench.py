@@ -19,7 +19,7 @@ from xquant.evals.ceilings import Ceilings, copy_bandwidth, matrix_rate, read_ba
 from xquant.evals.clocks import HostClock
 from xquant.evals.contenders import Compressed, Full, Models, fill
 from xquant.evals.entrants import Settings
-from xquant.evals.shaped import random_calibration, shaped_model
+from xquant.evals.shaped import fitting_layers, random_calibration, shaped_model
 from xquant.methods.transform import Transform
 
 CONTRACT = {
@@ -78,6 +78,22 @@ def test_random_numbers_are_a_calibration_too(spec: str) -> None:
 def test_shapes_are_known_by_name() -> None:
     with pytest.raises(ValueError, match=r"no shape 'llama-9'.*llama-3\.1-8b"):
         shaped_model("llama-9")
+
+
+def test_a_shape_has_as_many_layers_as_leave_room_for_every_cache() -> None:
+    methods = [parse_method("kivi-4bit")]
+    size = 8192, 32
+
+    def fitting(gigabytes: float) -> int:
+        return fitting_layers("llama-3.1-8b", methods, torch.bfloat16, size, gigabytes * 1e9)
+
+    full = 32 * 8192 * 2 * 1024 * 2 * 32 / 1e9
+    assert (
+        fitting(1e6) == fitting(1.4 * full) == 32
+    )  # 4 bits and their ranges, and an eighth in reserve
+    assert fitting(1.2 * full) == 16
+    assert fitting(0.1 * full) == 2
+    assert fitting(0) == 1
 
 
 def test_settings_twice_as_slow_as_another_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import compress, product
 from typing import TYPE_CHECKING, Any
 
@@ -256,8 +257,6 @@ def _shaped(
     layers: int | None,
 ) -> "Subjects":
     """As many layers of a shape as are asked for, or fit."""
-    from functools import cache
-
     from ..evals import capacity
     from ..evals import shaped as shapes
     from ..evals.contenders import Models

@@ -66,7 +66,10 @@ def bench(
         if limits.copy and limits.multiply:
             row["roofline"] = _predict(row, models.model, known.get(name), limits)
         if settings.sealing and best is not None and name in known:
-            row["sealing"] = _time_sealing(best)
+            with best.trying():
+                row["sealing"] = _time_sealing(best)
+            if best.failed:
+                row["sealing"] = {"failed": best.failed}
         rows.append(row)
     return rows
 

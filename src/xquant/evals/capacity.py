@@ -37,8 +37,9 @@ def layout(config: Any, method: Method, dtype: torch.dtype) -> CacheLayout:
 
 
 def cache_room(layout: CacheLayout, context: int, batch: int) -> int:
-    """The most bytes that a method's cache takes on its way to ``context`` tokens, reserves included."""
-    return round(layout.peak(context, batch) * (1 + 1 / GROWTH))
+    """The most bytes that a method's cache takes on its way to ``context`` tokens, reserves included, and
+    the weights that the method adds."""
+    return layout.codec_nbytes + round(layout.peak(context, batch) * (1 + 1 / GROWTH))
 
 
 def together(

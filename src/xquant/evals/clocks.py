@@ -10,8 +10,8 @@ from torch import Tensor
 
 Job = Callable[[], None]
 
-FLUSH_BYTES = 512 << 20
-"""Several times the L2 cache of any GPU: read before a job, they leave nothing of it there."""
+FLUSH_BYTES = 1 << 30
+"""Many times the L2 cache of any GPU: read before a job, they leave nothing of it there."""
 
 
 class Clock(Protocol):
@@ -74,7 +74,7 @@ class GraphClock:
     def __call__(self) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._run()
-        # While it is read, the host gets ahead with what is to be timed.
+        # While that is read, the host gets ahead with what is to be timed.
         _flushing(self._device).sum()
         start.record()
         self._run()
