@@ -2,6 +2,7 @@
 # make demo   the main job on a small packaged model: a table, an HTML page, a generated text
 # make test   the tests
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
+# make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter and type checker
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ CXX ?= g++
 
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize lint clean
+.PHONY: env demo test sanitize gpu lint clean
 
 env: $(EXTRAS)
 
@@ -56,6 +57,9 @@ sanitize: env
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/libxquant_kernels.so \
 		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*'
+
+gpu:
+	$(PYTHON) benchmarks/gpu.py --output build/gpu
 
 lint: env
 	$(BIN)/ruff check

@@ -1,5 +1,6 @@
 """Caches filled with random states, and the error of a kernel's attention over them."""
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,8 @@ from xquant.kernels.newest import Newest
 from xquant.methods import Seen
 
 TOLERANCE = 1e-3
+DEVICE = torch.device(os.environ.get("XQUANT_TEST_DEVICE", "cpu"))
+"""Where caches are: the CPU but for Triton's kernels, where a GPU is asked for (see conftest.py)."""
 
 
 @dataclass
@@ -47,16 +50,18 @@ def filled(case: Case) -> KVCache:
         hidden_size=8 * heads,
         **({} if case.turned == 1 else {"partial_rotary_factor": case.turned}),
     ).to(case.dtype)
-    cache = KVCache(model, case.spec, calibration=calibration(model, case.spec), kernel=case.path)
+    made = calibration(model, case.spec)
+    cache = KVCache(model.to(DEVICE), case.spec, calibration=made, kernel=case.path)
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype)
+        return torch.randn(shape, generator=generator).to(DEVICE, case.dtype)
 
     real = torch.ones(case.batch, case.tokens, dtype=torch.bool)
     if case.mask != "none":
         padding = torch.randint(0, case.tokens // 2, (case.batch, 1), generator=generator)
         real = torch.arange(case.tokens) >= padding
+    real = real.to(DEVICE)
     positions = (real.cumsum(1) - 1).clamp(min=0)
     cuts = [0, case.tokens // 3, case.tokens - case.queries, case.tokens]
     for start, stop in pairwise(cuts):
@@ -66,8 +71,7 @@ def filled(case: Case) -> KVCache:
             key = random(case.batch, case.kv_heads, count, case.head_size)
             # Some channels are much larger than others, and off centre, as keys are.
             wide, middle = (
-                torch.linspace(0.3, 2, case.head_size),
-                torch.linspace(-1, 1, case.head_size),
+                torch.linspace(*ends, case.head_size, device=DEVICE) for ends in ((0.3, 2), (-1, 1))
             )
             key = key * wide + middle
             key = key.to(case.dtype)
@@ -81,11 +85,11 @@ def mask_for(case: Case, cache: KVCache) -> Tensor | None:
     if case.mask == "none":
         return None
     tokens, queries = cache.index.length, case.queries
-    causal = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+    causal = torch.ones(queries, tokens, dtype=torch.bool, device=DEVICE).tril(tokens - queries)
     seen = cache.index.real[:, None, None] & causal
     if case.mask == "bool":
         return seen
-    return torch.zeros(seen.shape, dtype=case.dtype).masked_fill(~seen, torch.finfo(case.dtype).min)
+    return torch.zeros_like(seen, dtype=case.dtype).masked_fill(~seen, torch.finfo(case.dtype).min)
 
 
 def exact(
@@ -98,7 +102,8 @@ def exact(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None:
-        mask = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device)
+        mask = mask.tril(tokens - queries)
     if mask.dtype != torch.bool:
         mask = mask == 0
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -109,12 +114,13 @@ def error(case: Case, cache: KVCache) -> float:
     """The largest relative error of a layer's attention."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     shape = (case.batch, case.kv_heads * case.group_heads, case.queries, case.head_size)
-    wide = torch.randn((*shape[:3], case.head_size + 3), generator=generator).to(case.dtype)
+    wide = torch.randn((*shape[:3], case.head_size + 3), generator=generator)
+    wide = wide.to(DEVICE, case.dtype)
     query = wide[..., 3:]  # neither contiguous nor aligned
     new = torch.randn(
         2, case.batch, case.queries, case.kv_heads, case.head_size, generator=generator
     )
-    key, value = new.to(case.dtype).transpose(2, 3)
+    key, value = new.to(DEVICE, case.dtype).transpose(2, 3)
     mask, worst = mask_for(case, cache), 0.0
     scaling = case.head_size**-0.5
     for layer in cache.compressed:
@@ -131,7 +137,8 @@ def error(case: Case, cache: KVCache) -> float:
 
 def decoding_error(model: Any, spec: str, kernel: str, lengths: list[int], steps: int) -> float:
     """Of the logits after ``steps`` tokens behind padded prompts, against the reference: relative, 2-norm."""
-    batch, logits = left_padded(lengths), []
+    model, logits = model.to(DEVICE), []
+    batch = {name: given.to(DEVICE) for name, given in left_padded(lengths).items()}
     for name in ("reference", kernel):
         cache = make_cache(model, spec, kernel=name)
         with torch.inference_mode():
@@ -139,7 +146,7 @@ def decoding_error(model: Any, spec: str, kernel: str, lengths: list[int], steps
             model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
             for step in range(steps):
                 mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-                ids = prompt(len(lengths), 1, seed=step)
+                ids = prompt(len(lengths), 1, seed=step).to(DEVICE)
                 out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
         assert name in cache.report().kernel
         logits.append(out.logits)

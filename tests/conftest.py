@@ -1,7 +1,9 @@
 import os
 
-# Before anything imports Triton, whose kernels the tests run without a GPU.
-os.environ["TRITON_INTERPRET"] = "1"
+# Before anything imports Triton, whose kernels the tests run without a GPU; XQUANT_TEST_DEVICE=cuda runs
+# those of tests/kernels/test_triton*.py on one.
+if os.environ.get("XQUANT_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 

@@ -206,6 +206,28 @@ def test_bench_prints_a_table_or_json(run, model):
     status, out, err = run(*asked)
     assert (status, err) == (0, "")
     assert "kivi-4bit:group=8" in out and "reference" in out
+    assert "least" not in out  # of a GPU alone
+
+
+def test_bench_measures_every_size(run, tmp_path):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
+    asked += ("--context", 12, "--context", 20, "--batch", 1, "--batch", 2, "--device", "cpu")
+    status, out, err = run(*asked, "--json", tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert (status, err, len(out.splitlines())) == (0, "", 1 + len(rows))
+    full = [(row["context"], row["batch"]) for row in rows if row["method"] == "full"]
+    assert full == [(12, 1), (12, 2), (20, 1), (20, 2)]
+    assert {row["measured"] for row in rows} == {"attention of 1 layers"}
+
+
+def test_bench_finds_the_largest_batch(run):
+    asked = ("bench", "--shape", "tiny", "--largest-batch", "--memory", 0.002, "--device", "cpu")
+    asked += ("--method", "kivi-2bit:group=32", "--context", 64)
+    status, out, err = run(*asked)
+    assert (status, err) == (0, "")
+    assert "tokens/s" in out and "kivi-2bit:group=32" in out
+    status, out, err = run(*asked, "--json", "-")
+    assert [row["method"] for row in json.loads(out)] == ["full", "kivi-2bit:group=32"]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +237,9 @@ def test_bench_prints_a_table_or_json(run, model):
         (("smollm2", "--shape", "llama-3.1-8b"), "either MODEL or --shape"),
         (("--shape", "nothing"), "no shape 'nothing'"),
         (("--shape", "llama-3.1-8b", "--peers"), "not with a shape"),
+        (("smollm2", "--largest-batch"), "want a shape"),
+        (("--shape", "tiny", "--largest-batch", "--device", "cpu"), "or --memory GB"),
+        (("--shape", "tiny", "--device", "nowhere"), "no device 'nowhere'"),
         (("--shape", "llama-3.1-8b", "--kernel", "fast"), "'fast' is not one of"),
         (("--shape", "llama-3.1-8b", "--method", "nope"), "nope"),
     ],

@@ -21,7 +21,10 @@ def files(tmp_path):
     """Results files by name, as other runs would have left them, and some that are none."""
     content = {
         "bench": [benched("full", 512, 1.0), benched("kivi-4bit", 512, 1.2)],
-        "bench2": [benched("kivi-4bit", 1024, 1.7)],
+        "bench2": [
+            benched("kivi-4bit", 1024, 1.7),
+            {**benched("kivi-2bit", 1024, 1.0), "ms_per_token": None, "speedup_vs_full": None},
+        ],
         "tasks": [scored("kivi-4bit", "gsm8k", 0.25)],
         "old": [{k: v for k, v in compared("full", 1.0, 1.0).items() if k != "schema"}],
         "newer": [compared("full", 1.0, 1.0, schema=2)],

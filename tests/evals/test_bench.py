@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+from attending import exact
 from models import tiny
 from xquant import KVCache, parse_method
-from xquant.evals.bench import (
-    Full,
-    Settings,
-    bench,
-    fill,
-    random_calibration,
-    read_bandwidth,
-    shaped_model,
-)
+from xquant.analysis.roofline import attention_step
+from xquant.evals import bench as evaluation
+from xquant.evals import capacity, clocks, entrants, flash
+from xquant.evals.bench import bench
+from xquant.evals.ceilings import Ceilings, copy_bandwidth, matrix_rate, read_bandwidth
+from xquant.evals.clocks import HostClock
+from xquant.evals.contenders import Compressed, Full, Models, fill
+from xquant.evals.entrants import Settings
+from xquant.evals.shaped import fitting_layers, random_calibration, shaped_model
 from xquant.methods.transform import Transform
 
 CONTRACT = {
@@ -26,10 +28,13 @@ CONTRACT = {
 }
 
 
+BF16 = (torch.bfloat16,)
+
+
 def rows(specs: list[str], **options: Any) -> list[dict[str, Any]]:
     methods = [parse_method(spec) for spec in specs]
     settings = Settings(context=70, rounds=2, warm_up=1, **options)
-    return bench(tiny("llama", head_dim=32), methods, settings, True, lambda *_: None)
+    return bench(Models(tiny("llama", head_dim=32)), methods, settings, lambda *_: None)
 
 
 def test_a_row_for_the_full_cache_and_for_every_method() -> None:
@@ -75,6 +80,22 @@ def test_shapes_are_known_by_name() -> None:
         shaped_model("llama-9")
 
 
+def test_a_shape_has_as_many_layers_as_leave_room_for_every_cache() -> None:
+    methods = [parse_method("kivi-4bit")]
+    size = 8192, 32
+
+    def fitting(gigabytes: float) -> int:
+        return fitting_layers("llama-3.1-8b", methods, torch.bfloat16, size, gigabytes * 1e9)
+
+    full = 32 * 8192 * 2 * 1024 * 2 * 32 / 1e9
+    assert (
+        fitting(1e6) == fitting(1.4 * full) == 32
+    )  # 4 bits and their ranges, and an eighth in reserve
+    assert fitting(1.2 * full) == 16
+    assert fitting(0.1 * full) == 2
+    assert fitting(0) == 1
+
+
 def test_settings_twice_as_slow_as_another_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: Counter[tuple[torch.dtype, str]] = Counter()
 
@@ -91,5 +112,133 @@ def test_settings_twice_as_slow_as_another_are_given_up(monkeypatch: pytest.Monk
     assert set(turns.values()) == {2}
 
 
-def test_bandwidth_is_measured() -> None:
+def test_what_the_machine_can_do_is_measured() -> None:
+    cpu = torch.device("cpu")
     assert read_bandwidth() > 1e8
+    assert copy_bandwidth(cpu, 1 << 20) > 1e7
+    assert matrix_rate(cpu, 64) > 1e5
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU decides is decided here too; jobs are timed by the host."""
+    monkeypatch.setattr(entrants, "on_cpu", entrants.on_gpu)
+    monkeypatch.setattr(evaluation, "measure_on_cpu", evaluation.measure_on_gpu)
+    monkeypatch.setattr(evaluation, "GraphClock", HostClock)
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: 10**9)
+
+
+LIMITS = Ceilings(copy=2e9, multiply=1e9)
+
+
+def on_gpu(specs: list[str], model: Any = None, **options: Any) -> list[dict[str, Any]]:
+    methods = [parse_method(spec) for spec in specs]
+    settings = Settings(64, rounds=2, warm_up=1, **{"dtypes": BF16, "whole": False, **options})
+    models = Models(model or tiny("llama", head_dim=32))
+    return bench(models, methods, settings, lambda *_: None, limits=LIMITS)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_full_cache_is_attended_to_by_the_best_kernel_there_is(whole: bool) -> None:
+    full, ours = on_gpu(["kivi-4bit:group=32"], whole=whole, batch=2)
+    assert {"bfloat16 sdpa flash"} <= set(full["tried"])
+    if not whole:
+        assert {"bfloat16 sdpa flash packed", "bfloat16 torch grouped"} < set(full["tried"])
+        missing = full["refused"]["bfloat16 flash-attn 2"]
+        assert missing == "ModuleNotFoundError: No module named 'flash_attn'"
+    assert "bfloat16 sdpa cudnn" in full["refused"]  # which a CPU has not
+    assert full["ms_per_token"] == min(full["tried"].values())
+    for row in (full, ours):
+        assert set(row) >= CONTRACT and row["failed"] is None
+        share = row["gbytes_per_second"] / 2
+        assert row["share_of_copy_bandwidth"] == pytest.approx(share)
+        assert row["timed_by"]["attend"]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_roofline_stands_beside_what_was_measured() -> None:
+    full, ours = on_gpu(["xquant-4bit:group=32"], dtypes=(torch.float32,))
+    nbytes = 2 * 64 * 2 * 32 * 4  # of a layer
+    assert full["cache_bytes"] == 5 * nbytes
+    for row in (full, ours):
+        assert row["roofline"]["full_ms_per_layer"] == pytest.approx(nbytes / 2e9 * 1e3)
+    method = parse_method("xquant-4bit:group=32")
+    layout = capacity.layout(tiny("llama", head_dim=32).config, method, torch.float32)
+    least = attention_step(layout, 64, 1)
+    assert least is not None and ours["roofline"]["flops"] == least.flops
+    assert ours["roofline"]["ms_per_layer"] == pytest.approx(least.seconds(2e9, 1e9) / 5 * 1e3)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_does_not_fit_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = 5 * 2 * 64 * 2 * 32 * 2
+    monkeypatch.setattr(capacity, "free_bytes", lambda device: nbytes)
+    full, ours = on_gpu(["kivi-4bit:group=32"])
+    assert full["failed"].startswith("does not fit: ") and full["ms_per_token"] is None
+    assert ours["failed"] is None and ours["ms_per_token"] > 0
+    assert ours["speedup_vs_full"] is None  # over nothing
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("round", [0, 1])
+def test_a_kernel_that_fails_has_a_row_that_says_why(
+    round: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = Counter[str]()
+
+    def attend(contender: Compressed) -> None:
+        turns[contender.name] += 1
+        if contender.name == "kivi-2bit:group=32" and turns[contender.name] > 2 * round:
+            raise torch.OutOfMemoryError("out of memory\nat great length")
+
+    monkeypatch.setattr(Compressed, "attend", attend)
+    _, failed, other = on_gpu(["kivi-2bit:group=32", "kivi-4bit:group=32"])
+    assert failed["failed"] == "OutOfMemoryError: out of memory"
+    assert failed["attention_ms_per_layer"] is None and failed["cache_bytes"] is None
+    assert other["failed"] is None and turns["kivi-4bit:group=32"] == 6
+
+
+def test_states_that_have_room_are_not_copied_as_they_grow() -> None:
+    model = tiny("llama", head_dim=32)
+    roomy, plain = flash.filled(model, torch.float32, 20, 2, room=4), DynamicCache()
+    for i, layer in enumerate(roomy.layers):
+        plain.update(layer.keys.clone(), layer.values.clone(), i)
+    where = roomy.layers[0].keys.data_ptr()
+    for token in (5, 6, 7):
+        ids = torch.full((2, 1), token)
+        with torch.inference_mode():
+            ours, theirs = (model(ids, past_key_values=c).logits for c in (roomy, plain))
+        torch.testing.assert_close(ours, theirs)
+    assert roomy.get_seq_length() == 23 and roomy.layers[0].keys.data_ptr() == where
+
+
+@pytest.mark.parametrize("kernel", ["sdpa flash", "sdpa flash packed", "torch grouped"])
+def test_kernels_of_the_full_cache_attend(kernel: str) -> None:
+    query, states = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 2, 40, 32)
+    with torch.inference_mode():
+        found = flash.KERNELS[kernel](query, states[0])(query, *states)
+    expected = exact(query, *states, None, None).transpose(1, 2).float()
+    torch.testing.assert_close(found.view_as(query), expected)
+
+
+def test_a_graph_that_cannot_be_captured_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(job: Any, device: torch.device) -> None:
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    restored = []
+    monkeypatch.setattr(clocks, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "before")
+    monkeypatch.setattr(torch.cuda, "set_stream", restored.append)
+    clock = clocks.GraphClock(lambda: None, torch.device("cpu"))
+    clock.settle()
+    assert "launched by Python: RuntimeError: called a synchronizing" in clock.how
+    assert restored == ["before"]
+
+
+def test_appending_is_timed_apart_from_sealing() -> None:
+    row = rows(["kivi-4bit:group=32"], whole=False, sealing=True)[-1]
+    found = row["sealing"]
+    assert found["block"] == 32
+    assert found["seal_ms_per_block"] > 0 and found["append_ms_per_token"] > 0
+    assert 0 < found["share_of_attention_and_storing"] < 1

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 import interpreted
-from attending import TOLERANCE, Case, decoding_error, error, filled
+from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant import KVCache
 from xquant.kernels.gpu import asked, support
@@ -108,7 +108,7 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
     cache = filled(case("kivi-4bit:group=32"))
     cache.index.positions[:, 40:] += 7
     cache.index.epoch += 1
-    q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32)
+    q, k = (torch.randn(1, heads, 1, 32, device=DEVICE) for heads in (4, 2))
     assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is None
 
 
@@ -132,6 +132,7 @@ def test_what_it_does_not_read_is_said(spec: str, why: str) -> None:
         KVCache(tiny("llama", head_dim=32, hidden_size=128), spec, kernel="triton")
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU, and no interpreter")
 def test_it_needs_a_gpu_or_the_interpreter_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", head_dim=32, hidden_size=128)
     assert (

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interpreted
+from attending import DEVICE
 from kernels.test_sealing import not_torch
 from models import prompt, tiny
 from xquant import KVCache
@@ -59,10 +60,10 @@ def test_codes_scale_and_zero_are_those_of_torch(
     quantizer = Affine(bits, per, group, eta, tile=Tile(head, lanes))
     wide = torch.randn(2, tokens, head * heads + 5, generator=generator) * 10.0**power
     wide[torch.rand(wide.shape, generator=generator) < 0.05] = torch.inf
-    x = (wide + 1).to(dtype)[..., 5:]  # some columns of what a method packs
+    x = (wide + 1).to(DEVICE, dtype)[..., 5:]  # some columns of what a method packs
     excluded = None
     if hidden is not None:
-        excluded = torch.rand(2, tokens, generator=generator) < hidden
+        excluded = (torch.rand(2, tokens, generator=generator) < hidden).to(DEVICE)
         if per == "channel":
             x = x.masked_fill(excluded[..., None], torch.nan)  # nothing of it counts
     expected = quantizer.encode(x, excluded)
@@ -78,7 +79,7 @@ def test_codes_scale_and_zero_are_those_of_torch(
 @pytest.mark.parametrize("per", ["token", "channel"])
 @pytest.mark.parametrize("lanes", ["tokens", "channels"])
 def test_nan_raises(per: Any, lanes: Any) -> None:
-    x = torch.randn(2, 32, 64)
+    x = torch.randn(2, 32, 64, device=DEVICE)
     x[1, 30, 50] = torch.nan
     quantizer = Affine(4, per, 32, tile=Tile(32, lanes))
     with not_torch(quantizer), pytest.raises(ValueError, match="NaN cannot be quantized"):
@@ -86,7 +87,7 @@ def test_nan_raises(per: Any, lanes: Any) -> None:
 
 
 def test_what_it_does_not_pack_goes_to_torch() -> None:
-    x = torch.randn(2, 8, 6)
+    x = torch.randn(2, 8, 6, device=DEVICE)
     for quantizer in (Affine(4, "token", 3), Affine(4, "token", 3, tile=Tile(6, "tokens"))):
         packed = sealing.encode(quantizer, x, None, "triton")
         out, expected = torch.empty_like(x), torch.empty_like(x)
@@ -96,13 +97,13 @@ def test_what_it_does_not_pack_goes_to_torch() -> None:
 
 
 def test_a_cache_is_sealed_to_the_same_bytes() -> None:
-    model = tiny("llama", head_dim=32, hidden_size=128, num_hidden_layers=2)
+    model = tiny("llama", head_dim=32, hidden_size=128, num_hidden_layers=2).to(DEVICE)
     caches = [
         KVCache(model, "kivi-2bit:group=32,sink=2", kernel=k) for k in ("triton", "reference")
     ]
     for cache in caches:
         with torch.no_grad():
-            model(prompt(2, 70), past_key_values=cache, use_cache=True)
+            model(prompt(2, 70).to(DEVICE), past_key_values=cache, use_cache=True)
     ours, theirs = (cache.compressed[0].stream for cache in caches)
     for one, other in zip(ours.pool, theirs.pool, strict=True):
         for name in one:

@@ -50,13 +50,13 @@ def _row(layout: CacheLayout, gpu: GPU, context: int, batch: int) -> dict[str, A
         "codec_bytes": codec,
         "gpu_bytes": round(gpu.memory),
         "fits": peak <= room,
-        "max_context": _largest(lambda tokens: layout.peak(tokens, batch), room),
-        "max_batch": _largest(lambda sequences: layout.peak(context, sequences), room),
+        "max_context": largest(lambda tokens: layout.peak(tokens, batch), room),
+        "max_batch": largest(lambda sequences: layout.peak(context, sequences), room),
         "rematerialization_flops": None if load is None else round(load.flops),
         "memory_bound_context": bound if bound is None or math.isinf(bound) else int(bound),
     }
 
 
-def _largest(nbytes: Callable[[int], int], room: float) -> int:
+def largest(nbytes: Callable[[int], int], room: float) -> int:
     """The largest number for which ``nbytes``, which grows with it, is no more than ``room``; 0 if none."""
     return bisect_right(range(1, MOST), room, key=nbytes)

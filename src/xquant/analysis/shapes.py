@@ -69,10 +69,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "mistral-7b-v0.2": _llama(_8B, 8, positions=32768),
     "mistral-7b-v0.3": _llama(_8B, 8, 32768, 32768),
+    "tiny": _llama((128, 256, 2, 4), 2, 256, 4096, head_dim=32),
     "smollm2": _SMOLLM2,
     "smollm2-mha": {**_SMOLLM2, "num_key_value_heads": 9},
 }
-"""The models of the papers' tables and the packaged ones, as arguments of ``LlamaConfig``."""
+"""The models of the papers' tables and the packaged ones, as arguments of ``LlamaConfig``; "tiny" is none:
+it is for trying out what takes a shape."""
 
 
 def shape_config(name: str) -> Any:

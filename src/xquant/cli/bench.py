@@ -1,7 +1,10 @@
 """``xquant bench``: decode time and bytes beside the full cache, interleaved in one run."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import compress, product
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +14,7 @@ from .common import (
     calibrations_for,
     calibrations_option,
     check_file,
+    find_device,
     finish,
     json_option,
     load,
@@ -20,8 +24,21 @@ from .common import (
     progress_bar,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..calibrate.artifact import Calibration
+    from ..evals.contenders import Models
+    from ..evals.entrants import Settings
+    from ..methods import Method
+
+    Subjects = Callable[[int, int], tuple[Models, list[Calibration]]]
+    """What decodes, and the calibrations for it, at a context and a batch."""
+
 COLUMNS = {
     "method": "left",
+    "context": "right",
+    "batch": "right",
     "dtype": "left",
     "kernel": "left",
     "ms a token": "right",
@@ -29,10 +46,23 @@ COLUMNS = {
     "attention, ms a layer": "right",
     "cache, MB": "right",
     "GB/s": "right",
-    "of read": "right",
+    "of bandwidth": "right",
+    "least, ms a layer": "right",
+    "full at least": "right",
+}
+LARGEST_COLUMNS = {
+    "method": "left",
+    "context": "right",
+    "batch": "right",
+    "kernel": "left",
+    "ms a step": "right",
+    "tokens/s": "right",
+    "times full": "right",
+    "cache, GB": "right",
+    "weights, GB": "right",
 }
 DEFAULT_METHODS = ("kivi-4bit", "kivi-2bit")
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @click.command()
@@ -42,9 +72,23 @@ DTYPES = ("auto", "float32", "bfloat16")
 )
 @methods_option
 @click.option(
-    "--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens held."
+    "--context",
+    "contexts",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(8192,),
+    show_default=True,
+    help="Tokens held; may be given several times.",
 )
-@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences.")
+@click.option(
+    "--batch",
+    "batches",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1,),
+    show_default=True,
+    help="Sequences; may be given several times.",
+)
 @click.option(
     "--rounds", type=click.IntRange(1), default=15, show_default=True, help="Repetitions."
 )
@@ -53,7 +97,8 @@ DTYPES = ("auto", "float32", "bfloat16")
     type=click.Choice(DTYPES),
     default="auto",
     show_default=True,
-    help="Of the weights; auto tries both, and gives each row the faster.",
+    help="Of the weights; auto is bfloat16 on a GPU, and on a CPU tries float32 too and gives each row"
+    " the faster.",
 )
 @click.option("--device", help="Such as cpu or cuda:1.  [default: cuda where there is one]")
 @click.option(
@@ -64,9 +109,26 @@ DTYPES = ("auto", "float32", "bfloat16")
     help="Of the compressed caches.",
 )
 @click.option(
+    "--layers",
+    type=click.IntRange(1),
+    help="Of a shape.  [default: 8 on a CPU, on a GPU as many as fit]",
+)
+@click.option("--sealing", is_flag=True, help="Also time how tokens are appended and sealed.")
+@click.option(
     "--peers",
     is_flag=True,
     help="Also transformers' QuantizedCache and llama.cpp, where their packages are installed.",
+)
+@click.option(
+    "--largest-batch",
+    is_flag=True,
+    help="Instead decode with all of a shape's weights, and as many sequences as fit beside them.",
+)
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
+    help="What weights and caches may take then.  [default: what is free on the GPU]",
 )
 @calibrations_option
 @json_option
@@ -74,76 +136,237 @@ def bench(
     model: str | None,
     shape: str | None,
     specs: Sequence[str],
-    context: int,
-    batch: int,
+    contexts: Sequence[int],
+    batches: Sequence[int],
     rounds: int,
     dtype: str,
     device: str | None,
     kernel: str,
+    layers: int | None,
+    sealing: bool,
     peers: bool,
+    largest_batch: bool,
+    memory: float | None,
     artifacts: Sequence[str],
     json_file: str | None,
 ) -> None:
     """Time decoding with the cache of MODEL compressed by each method.
 
     Caches are filled with random states and decode in turn, round by round. The row of the full cache
-    is the best of transformers' own settings: fp32 or bf16, sdpa or eager.
+    is the best of its settings: on a CPU transformers' own (fp32 or bf16, sdpa or eager), on a GPU every
+    kernel that can be had. There the kernels of attention are replayed as a CUDA graph.
     """
     import torch
 
     from .. import parse_method
-    from ..evals import bench as evaluation
-    from ..evals.peers import available
-    from ..methods.transform import Transform
+    from ..evals.entrants import Settings
 
     if (model is None) == (shape is None):
         raise ValueError("give either MODEL or --shape NAME")
+    if shape is None and (largest_batch or layers):
+        raise ValueError("--layers and --largest-batch want a shape: --shape NAME")
     if peers and shape is not None:
         raise ValueError("--peers decode with a MODEL, not with a shape")
     check_file(json_file)
     methods = [parse_method(spec) for spec in specs or DEFAULT_METHODS]
     calibrations = calibrations_for(methods, artifacts)
-    if shape is not None:
-        network = evaluation.shaped_model(shape).to(device or "cpu")
-        own = {m.calibrated_as: m for m in methods if isinstance(m, Transform)}
-        calibrations += [evaluation.random_calibration(network, m) for m in own.values()]
-    else:
+    where = find_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # where kernels are launched
+    names = DTYPES[1:3] if where.type == "cpu" else DTYPES[2:3]
+    dtypes = tuple(getattr(torch, name) for name in (names if dtype == "auto" else (dtype,)))
+    settings = Settings(
+        contexts[0],
+        rounds=rounds,
+        kernel=kernel,
+        dtypes=dtypes,
+        whole=shape is None,
+        sealing=sealing,
+    )
+    if shape is None:
         assert model is not None
-        network, tokenizer = load(model, "float32", device)
-        calibrations = own_calibrations(network, tokenizer, methods, calibrations)
-    dtypes = tuple(getattr(torch, name) for name in DTYPES[1:] if dtype in ("auto", name))
-    settings = evaluation.Settings(context, batch, rounds, kernel=kernel, dtypes=dtypes)
-    makers = available(model, network) if peers and model is not None else []
-    with progress_bar() as show:
-        rows = evaluation.bench(
-            network, methods, settings, shape is None, show, calibrations, makers
-        )
-    subject = {"model": model or shape, "device": str(network.device)}
-    finish(rows, json_file, **subject)
-    if json_file != STDOUT:
+        subjects = _loaded(model, methods, dtypes[0], where, calibrations)
+        parts = _sizes(subjects, methods, settings, contexts, batches, model if peers else None)
+    elif largest_batch:
+        parts = _largest(shape, methods, settings, contexts, where, memory, calibrations)
+    else:
+        subjects = _shaped(shape, methods, dtypes[0], where, calibrations, layers)
+        parts = _sizes(subjects, methods, settings, contexts, batches)
+    rows: list[dict[str, Any]] = []
+    subject = {"model": model or shape, "device": str(where)}
+    for part in parts:
+        rows += part
+        if json_file != STDOUT:  # what was measured stays, whatever becomes of the rest
+            finish(rows, json_file, **subject)
+    if json_file == STDOUT:
+        finish(rows, json_file, **subject)
+    elif largest_batch:
+        print_largest(rows)
+    else:
         print_rows(rows)
 
 
+def _sizes(
+    subjects: "Subjects",
+    methods: "Sequence[Method]",
+    settings: "Settings",
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    peers_of: str | None = None,
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of every size."""
+    from ..evals import bench as evaluation
+    from ..evals.ceilings import ceilings
+    from ..evals.peers import available
+
+    limits = None
+    for context, batch in product(contexts, batches):
+        models, calibrations = subjects(context, batch)
+        device = models.model.device
+        if device.type != "cpu":  # for all sizes; on a CPU after each, as its load changes
+            limits = limits or ceilings(device)
+        makers = available(peers_of, models.model) if peers_of else []
+        asked = replace(settings, context=context, batch=batch)
+        with progress_bar() as show:
+            yield evaluation.bench(models, methods, asked, show, calibrations, makers, limits)
+
+
+def _loaded(
+    model: str,
+    methods: "Sequence[Method]",
+    dtype: "torch.dtype",
+    device: "torch.device",
+    calibrations: "Sequence[Calibration]",
+) -> "Subjects":
+    """A model with its weights."""
+    from ..evals.contenders import Models
+
+    name = str(dtype).removeprefix("torch.") if device.type == "cuda" else "float32"
+    network, tokenizer = load(model, name, str(device))
+    found = own_calibrations(network, tokenizer, methods, calibrations)
+    models = Models(network)
+    return lambda context, batch: (models, found)
+
+
+def _shaped(
+    shape: str,
+    methods: "Sequence[Method]",
+    dtype: "torch.dtype",
+    device: "torch.device",
+    calibrations: "Sequence[Calibration]",
+    layers: int | None,
+) -> "Subjects":
+    """As many layers of a shape as are asked for, or fit."""
+    from ..evals import capacity
+    from ..evals import shaped as shapes
+    from ..evals.contenders import Models
+    from ..methods.transform import Transform
+
+    on_gpu = device.type == "cuda"
+
+    @cache
+    def made(count: int) -> "tuple[Models, list[Calibration]]":
+        network = shapes.shaped_model(shape, count, device, *([dtype] if on_gpu else []))
+        own = {m.calibrated_as: m for m in methods if isinstance(m, Transform)}
+        random = [shapes.random_calibration(network, m) for m in own.values()]
+        return Models(network), [*calibrations, *random]
+
+    def at(context: int, batch: int) -> "tuple[Models, list[Calibration]]":
+        count = layers or shapes.SHAPE_LAYERS
+        if layers is None and on_gpu:
+            room = capacity.SHARE * capacity.free_bytes(device)
+            count = shapes.fitting_layers(shape, methods, dtype, (context, batch), room)
+        return made(count)
+
+    return at
+
+
+def _largest(
+    shape: str,
+    methods: "Sequence[Method]",
+    settings: "Settings",
+    contexts: Sequence[int],
+    device: "torch.device",
+    memory: float | None,
+    calibrations: "Sequence[Calibration]",
+) -> Iterator[list[dict[str, Any]]]:
+    """The rows of every context."""
+    from ..evals import capacity, largest
+    from ..evals.contenders import Models
+    from ..evals.shaped import whole_model
+
+    if memory is None and device.type == "cpu":
+        raise ValueError("--largest-batch wants a GPU, or --memory GB")
+    dtype = settings.dtypes[-1]
+    models = Models(whole_model(shape, device, dtype))
+    weights = sum(p.nbytes for p in models.model.parameters())
+    for context in contexts:
+        room = capacity.free_bytes(device) if memory is None else memory * 1e9 - weights
+        with progress_bar() as show:
+            yield largest.largest_batches(
+                models, methods, context, dtype, settings.kernel, room, show, calibrations
+            )
+
+
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table on standard output."""
+    """The table on standard output; columns that no row has anything for are left out."""
+    cells = list(map(_cells, rows))
+    filled = [any(column) for column in zip(*cells, strict=True)]
+    columns = dict(compress(COLUMNS.items(), filled))
+    print_table(columns, [list(compress(line, filled)) for line in cells])
+    _print_failures(rows)
 
-    def show(number: float | None, form: str) -> str:
-        return "" if number is None else format(number, form)
 
+def print_largest(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table of largest batches."""
     print_table(
-        COLUMNS,
+        LARGEST_COLUMNS,
         [
             (
                 row["method"],
-                row["dtype"],
-                row["kernel"],
-                f"{row['ms_per_token']:.2f}",
-                f"{row['speedup_vs_full']:.2f}",
-                show(row["attention_ms_per_layer"], ".3f"),
-                f"{row['cache_bytes'] / 1e6:.1f}",
-                show(row["gbytes_per_second"], ".1f"),
-                show(row["share_of_read_bandwidth"], ".0%"),
+                str(row["context"]),
+                _show(row["batch"], "d"),
+                row["kernel"] or "",
+                _show(row["ms_per_step"], ".1f"),
+                _show(row["tokens_per_second"], ".0f"),
+                _show(row["times_full"], ".2f"),
+                _show(row["cache_bytes"], ".2f", 1e9),
+                _show(row["weights_bytes"], ".2f", 1e9),
             )
             for row in rows
         ],
     )
+    _print_failures(rows)
+
+
+def _cells(row: Mapping[str, Any]) -> Sequence[str]:
+    shares = row["share_of_read_bandwidth"], row["share_of_copy_bandwidth"]
+    least = row.get("roofline") or {}
+    return (
+        row["method"],
+        str(row["context"]),
+        str(row["batch"]),
+        row["dtype"],
+        row["kernel"],
+        _show(row["ms_per_token"], ".4g"),
+        _show(row["speedup_vs_full"], ".2f"),
+        _show(row["attention_ms_per_layer"], ".4g"),
+        _show(row["cache_bytes"], ".1f", 1e6),
+        _show(row["gbytes_per_second"], ".1f"),
+        _show(next((share for share in shares if share is not None), None), ".0%"),
+        _show(least.get("ms_per_layer"), ".4g"),
+        _show(least.get("full_ms_per_layer"), ".4g"),
+    )
+
+
+def _show(number: float | None, form: str, unit: float = 1) -> str:
+    if number is None:
+        return ""
+    return format(number / unit if unit != 1 else number, form)
+
+
+def _print_failures(rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
+        if row["failed"]:
+            size = f"{row['context']} tokens" + (f", batch {row['batch']}" if row["batch"] else "")
+            click.echo(f"{row['method']}, {size}: {row['failed']}")

@@ -16,6 +16,8 @@ from ..evals.results import STDOUT, stamp, write_json
 from ..evals.text import NAMES
 
 if TYPE_CHECKING:
+    import torch
+
     from ..calibrate.artifact import Calibration
     from ..methods import Method
 
@@ -124,12 +126,22 @@ def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load_model(model, dtype=getattr(torch, dtype), device=str(find_device(device)))
+
+
+def find_device(name: str | None) -> "torch.device":
+    """The device of this name; without one, cuda where there is one.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    import torch
+
+    where = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=where)
+        return torch.empty(0, device=where).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"no device '{where}' here ({str(error).splitlines()[0]})") from error
-    return load_model(model, dtype=getattr(torch, dtype), device=where)
 
 
 def load_calibrations(files: Sequence[str]) -> "list[Calibration]":

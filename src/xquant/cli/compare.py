@@ -103,6 +103,7 @@ def compare(
     check_file(json_file)
     check_folder(output)
     bench = [row for file in bench_files for row in read_results(file, *page.BENCH_FIELDS)]
+    bench = [row for row in bench if row["speedup_vs_full"] is not None]  # what failed is not shown
     tasks = [row for file in eval_files for row in read_results(file, *page.TASK_FIELDS)]
     earlier = read_results(against, *diff.FIELDS) if against else []
     if not specs:

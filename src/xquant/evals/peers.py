@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import QuantizedCache
 
-from .bench import FILL, Contender, Settings
+from .contenders import FILL, Contender
+from .entrants import Settings
 
 Maker = Callable[[Settings], Contender]
 
@@ -45,7 +46,8 @@ class Quantized(Contender):
         _, key, _ = self.newest()
         shape = (settings.batch, key.shape[1], settings.context, key.shape[3])
         for i in range(len(self.cache.layers)):
-            self.cache.update(torch.randn(shape), torch.randn(shape), i)
+            states = (torch.randn(shape, device=network.device) for _ in range(2))
+            self.cache.update(*states, i)
 
     @property
     def cache_bytes(self) -> int:

@@ -16,7 +16,9 @@ from torch import Tensor
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..attention import attach
-from ..evals.bench import Settings, bench
+from ..evals.bench import bench
+from ..evals.contenders import Models
+from ..evals.entrants import Settings
 from ..evals.passkey import DEPTHS, passkey
 from ..methods import Full
 from ..models import AttentionView
@@ -118,7 +120,8 @@ def table6(setup: Setup, printed: Rows) -> Rows:
     """
     compressed = [parse_method(row["method"]) for row in printed if row["method"] != "full"]
     progress = setup.progress or (lambda done, total, what: None)
-    found = bench(setup.model, compressed, Settings(setup.context), False, progress)
+    settings = Settings(setup.context, whole=False)
+    found = bench(Models(setup.model), compressed, settings, progress)
     timed = {row["method"]: row for row in found}
     full = printed[0]["paper"]["microseconds"]
     rows = []
