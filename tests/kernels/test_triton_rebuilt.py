@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interpreted
-from attending import TOLERANCE, Case, decoding_error, error, filled
+from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import prompt, tiny
 from xquant import KVCache, attach
 from xquant.kernels.gpu import asked, matrices
@@ -147,14 +147,14 @@ def test_sums_go_from_layer_to_layer_in_one_memory(form: str) -> None:
 
 
 def test_codes_do_not_depend_on_what_came_with_them() -> None:
-    model = tiny("llama", head_dim=32, hidden_size=128, num_hidden_layers=4)
-    spec, ids = "xquant-cl-2bit:group=32,form=gqa,sink=1", prompt(2, 128)
+    model = tiny("llama", head_dim=32, hidden_size=128, num_hidden_layers=4).to(DEVICE)
+    spec, ids = "xquant-cl-2bit:group=32,form=gqa,sink=1", prompt(2, 128).to(DEVICE)
     caches = [KVCache(model, spec, kernel="triton") for _ in range(2)]
-    states = torch.randn(4, 2, 128, 128)
+    states = torch.randn(4, 2, 128, 128, device=DEVICE)
     for cache, cuts in zip(caches, ([128], [40, 64, 24]), strict=True):
         for part in range(len(cuts)):
             start, stop = sum(cuts[:part]), sum(cuts[: part + 1])
-            positions = torch.arange(start, stop).expand(2, -1)
+            positions = torch.arange(start, stop, device=DEVICE).expand(2, -1)
             cache.index.append(positions, torch.ones_like(ids[:, start:stop], dtype=torch.bool))
             for layer, x in zip(cache.compressed, states, strict=True):
                 layer.append_rows(x[:, start:stop])
@@ -195,7 +195,7 @@ def test_a_matrix_meets_its_codes(bits: int, tile: int, tiles: int) -> None:
     ],
 )
 def test_what_it_does_not_rebuild_is_said(spec: str, family: str, why: str) -> None:
-    model = tiny(family, head_dim=32, hidden_size=128)
+    model = tiny(family, head_dim=32, hidden_size=128).to(DEVICE)
     with pytest.raises(ValueError, match=why):
         KVCache(model, spec, kernel="triton")
 

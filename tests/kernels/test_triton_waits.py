@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 import interpreted
+from attending import DEVICE
 from calibrated import make_cache
 from models import left_padded, prompt, tiny
 from xquant import KVCache, finite
@@ -100,14 +101,15 @@ def test_a_decode_step_asks_for_nothing_while_no_block_is_sealed(
     """The whole forward pass, transformers' part too, which with sdpa asks whether a mask pads."""
     with torch.inference_mode(False):
         model = tiny(family, head_dim=32, hidden_size=128, initializer_range=0.05)
+        model = model.to(DEVICE)
         model.set_attn_implementation(implementation)
         cache = make_cache(model, spec, kernel="triton")
-    batch = left_padded([40, 21])
+    batch = {name: given.to(DEVICE) for name, given in left_padded([40, 21]).items()}
     mask = batch["attention_mask"]
     model(batch["input_ids"], attention_mask=mask if pads else None, past_key_values=cache)
     for step in range(3):  # the first after a block was sealed makes the tables of it
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        ids = prompt(2, 1, seed=step)
+        ids = prompt(2, 1, seed=step).to(DEVICE)
         room = cache._turns.room(ids.device, 1, 1)[0].data_ptr()
         with Silent() if step else nullcontext():
             model(ids, attention_mask=mask if pads else None, past_key_values=cache)
@@ -116,10 +118,11 @@ def test_a_decode_step_asks_for_nothing_while_no_block_is_sealed(
 
 
 @torch.inference_mode()
-def test_what_asks_is_refused() -> None:
+def test_what_asks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would see it: with rows asked about at once, as on a CPU."""
-    model = tiny("llama", head_dim=32, hidden_size=128, initializer_range=0.05)
+    monkeypatch.setattr(finite, "asked_at_once", lambda device: True)
+    model = tiny("llama", head_dim=32, hidden_size=128, initializer_range=0.05).to(DEVICE)
     cache = KVCache(model, "kivi-4bit:group=32", kernel="triton")
-    model(prompt(1, 3), past_key_values=cache)
+    model(prompt(1, 3).to(DEVICE), past_key_values=cache)
     with pytest.raises(AssertionError, match="waits for the device"), Silent():
-        model(prompt(1, 1), past_key_values=cache)
+        model(prompt(1, 1).to(DEVICE), past_key_values=cache)
