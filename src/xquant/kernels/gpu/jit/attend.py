@@ -8,7 +8,7 @@ left to `join`.
 import triton
 import triton.language as tl
 
-from .products import SMALL, block_scores, block_sums, to_halves
+from .products import SMALL, block_scores, block_sums, over, split, to_halves
 from .rows import attend_exact
 from .softmax import LOWEST, capped, masked, shares
 from .unpack import coded, lanes
@@ -133,7 +133,7 @@ def attend(
             D, TURN, MASK, SOFTCAP,
         )  # fmt: skip
     else:
-        partner, cos, sin = states, 0.0, 0.0
+        partner, cos, sin = tl.zeros_like(states), 0.0, 0.0
         if TURN:
             partner = tl.load(own[None, :] + other[:, None], whole, 0).to(tl.float32) * scaling
             partner = tl.where((channel < half)[:, None], partner, -partner)
@@ -143,27 +143,29 @@ def attend(
             pair = tl.reshape(pair, (DP // 2,))
             place = token[:, None] * half + pair[None, :]
             both = (token >= 0)[:, None] & (pair >= 0)[None, :]
-            cos = (tl.load(turn_cos + place, both, 0) * SMALL).to(tl.float16)
-            sin = (tl.load(turn_sin + place, both, 0) * SMALL).to(tl.float16)
+            cos = tl.load(turn_cos + place, both, 0).to(tl.float16)
+            sin = tl.load(turn_sin + place, both, 0).to(tl.float16)
         if SINKS:
             sink = tl.arange(0, SINKS)
             kept = tl.load(sink_at + b * sink_count + sink, sink < sink_count, -1)
         each = tl.num_programs(1) // kv_heads * columns
-        # By token, and summed over them at last.
-        totals, rest = tl.zeros([NP, ROWS], tl.float32), tl.zeros([NP, ROWS], tl.float32)
+        totals = tl.zeros([NP, ROWS], tl.float32)  # by token, and summed over them at last
+        unit = tl.max(tl.sqrt(states * states + partner * partner), 0)[None, :]
+        states, partner = states * over(unit), partner * over(unit)
+        right, rest = split(states)
         for column in range((part - 1) * share, tl.minimum(part * share, columns)):
             at, begin = b * columns + column, tl.load(begins + column)
-            turned = states
             if TURN:
                 angle = at * half + channel % half
                 back = tl.load(start_cos + angle, channel >= 0, 0)[:, None]
                 aside = tl.load(start_sin + angle, channel >= 0, 0)[:, None]
-                turned = states * back + partner * aside
+                right, rest = split(states * back + partner * aside)
             scores = block_scores(
-                blocks, each, at, key_levels, offset, turned, token, channel, cos, sin, head, kv_heads,
-                D, DP, N, NP, KEY_BITS, KEY_TABLE, KEY_PER_TOKEN, KEY_SPAN, KEY_GROUP, KEY_SPARSE,
+                blocks, each, at, key_levels, offset, right, rest, token, channel, cos, sin, head,
+                kv_heads, D, DP, N, NP, KEY_BITS, KEY_TABLE, KEY_PER_TOKEN, KEY_SPAN, KEY_GROUP, KEY_SPARSE,
                 OFFSET, TURN,
             )  # fmt: skip
+            scores *= unit / SMALL
             if SOFTCAP:
                 scores = capped(scores, softcap)
             seen = (token >= 0) & (token < tl.minimum(tl.load(lengths + column), limit - begin))
@@ -173,15 +175,14 @@ def attend(
                 scores, mask, (begin + token) * mask_token, mask_row, seen[:, None], MASK
             )
             weights, shrink, peak = shares(scores, peak)
-            found, lacking = block_sums(
+            found = block_sums(
                 blocks + FIELDS * each, each, at, value_levels, weights, token, value_channel, head,
                 kv_heads, D, DP, N, NP, VALUE_BITS, VALUE_TABLE, VALUE_PER_TOKEN, VALUE_SPAN,
                 VALUE_GROUP, VALUE_SPARSE,
             )  # fmt: skip
             sums = sums * shrink[None, :] + found
             totals = totals * shrink[None, :] + weights
-            rest = rest * shrink[None, :] + lacking
-        total, sums = tl.sum(totals, 0), sums + tl.sum(rest, 0)[None, :]
+        total, sums = tl.sum(totals, 0), sums / SMALL
 
     to = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
     tl.store(peaks_out + to * 2, peak, row < rows)

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .states import coded_chunk, rounded
-from .unpack import coded, lanes
+from .states import coded_chunk
+from .unpack import SMALL, coded, lanes
 
 
 @triton.jit(do_not_specialize=("columns", "sink_count"))
@@ -56,9 +56,8 @@ def carry(
                 blocks, each, at, chunk, token, C, N, NP, TILE, CHUNK, BITS, PER_TOKEN, SPAN, GROUP
             )  # fmt: skip
             place = row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None]
-            states = rounded(states, weights.dtype.element_ty)
             added = tl.dot(states, tl.load(place, here[None, :], 0), added)
-        added *= tl.load(units + channel, here, 0)[None, :]
+        added *= tl.load(units + channel, here, 0)[None, :] / SMALL
     else:
         chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
         channel = coded(TILE, CHUNK, BITS, CHUNK, run % chunks)
@@ -66,7 +65,7 @@ def carry(
         channel += run // chunks * TILE
         added = coded_chunk(
             blocks, each, at, run, token, C, N, NP, TILE, CHUNK, BITS, PER_TOKEN, SPAN, GROUP
-        )  # fmt: skip
+        ).to(tl.float32) / SMALL  # fmt: skip
     there = ((token >= 0) & (token < tl.load(lengths + column)))[:, None] & here[None, :]
     place = sums_in_out + b.to(tl.int64) * sequence_step + channel[None, :]
     place += (begin + token).to(tl.int64)[:, None] * token_step

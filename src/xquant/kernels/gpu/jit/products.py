@@ -1,16 +1,15 @@
 """Products of one head of a packed block with queries, and with weights, inside a Triton kernel.
 
 What is packed is the left side (`unpack`), queries or weights are columns on the right. Operands are fp16,
-sums fp32. What is rounded to fp16 is divided by its largest first, so that no query and no range leaves it;
-codes and levels are exact.
+sums fp32. A query is divided by its largest first, and what rounding leaves of it is multiplied too, so that
+keys and values are rounded, and nothing else that matters.
 """
 
 import triton
 import triton.language as tl
 
-from .unpack import CHANNEL, TILE, along, decoded, field, middle, numbers, pairs, ranges
+from .unpack import SMALL, decoded, field, numbers, pairs
 
-SMALL = tl.constexpr(0.25)  # a rotation of the largest state that is stored stays within fp16
 HALF_MAX = tl.constexpr(65504.0)
 
 
@@ -57,7 +56,8 @@ def block_scores(
     at,
     levels,
     offset,
-    query,
+    right,
+    rest,
     token,
     channel,
     turn_cos,
@@ -77,48 +77,20 @@ def block_scores(
     OFFSET: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """Scores fp32 ``[NP, R]`` of ``query`` fp32 ``[DP, R]``; ``at``: which block of the table."""
+    """SMALL of scores, fp32 ``[NP, R]``, of queries fp16 ``[DP, R]``, as of `split`; ``at``: which block of
+    the table."""
     words = field(blocks, 0, each, at, tl.int32) + head * (D * N * BITS // 32)
-    found = pairs(words, token, D, DP, BITS, NP)
-    first, width = head * D, kv_heads * D
-    if TURN and SPAN == CHANNEL and not SPARSE:
-        # In halves all the way, two in a register: more of the time goes into this than into all else.
-        even = tl.min(tl.reshape(channel, (2, DP // 2)), 0)
-        step, base = along(blocks, each, at, tl.where(even >= 0, first + even, -1), DP)
-        base += step * middle(BITS, TABLE)
-        if OFFSET:
-            base += tl.load(offset + first + channel, channel >= 0, 0).to(tl.float16)
-        keys = numbers(found, levels, BITS, TABLE, NP, DP)
-        keys = turned(keys * step[None, :] + base[None, :], turn_cos, turn_sin, NP, DP)
-        unit = tl.max(tl.abs(query), 0)[None, :]
-        right, rest = split(query * over(unit))
-        return tl.dot(keys, right, tl.dot(keys, rest)) * (unit / SMALL)
-    elif SPAN == TILE or SPARSE or TURN:
-        keys = decoded(
-            blocks, each, at, numbers(found, levels, BITS, TABLE, NP, DP), token, channel, first,
-            D, N, width, BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, True, NP, DP,
-        )  # fmt: skip
-        if OFFSET:
-            keys += tl.load(offset + first + channel, channel >= 0, 0)[None, :]
-        if TURN:
-            keys = turned(keys, turn_cos.to(tl.float32), turn_sin.to(tl.float32), NP, DP)
-        else:
-            keys *= SMALL
-        right, unit = to_halves(query)
-        return tl.dot(keys.to(tl.float16), right) * (unit / SMALL)
-    else:
-        step, base = ranges(
-            blocks, each, at, token, channel, first, N, NP, DP, width,
-            BITS, TABLE, PER_TOKEN, SPAN, GROUP, True,
-        )  # fmt: skip
-        keys = numbers(found, levels, BITS, TABLE, NP, DP)
-        if SPAN == CHANNEL:
-            right, unit = to_halves(query * step[:, None])
-            return tl.dot(keys, right) * unit + tl.sum(query * base[:, None], 0)[None, :]
-        else:
-            right, unit = to_halves(query)
-            scores = tl.dot(keys, right) * unit * step[:, None]
-            return scores + tl.sum(query, 0)[None, :] * base[:, None]
+    found = numbers(pairs(words, token, D, DP, BITS, NP), levels, BITS, TABLE, NP, DP)
+    keys = decoded(
+        blocks, each, at, found, token, channel, head * D,
+        D, N, kv_heads * D, BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, True, NP, DP,
+    )  # fmt: skip
+    if OFFSET:
+        mean = tl.load(offset + head * D + channel, channel >= 0, 0) * SMALL
+        keys += mean.to(tl.float16)[None, :]
+    if TURN:
+        keys = turned(keys, turn_cos, turn_sin, NP, DP)
+    return tl.dot(keys, right, tl.dot(keys, rest))
 
 
 @triton.jit
@@ -143,29 +115,11 @@ def block_sums(
     GROUP: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """Values summed by ``weights`` fp32 ``[NP, R]`` of at most 1: fp32 ``[DP, R]``; and ``[NP, R]``, to be
-    summed over tokens, what all channels lack."""
+    """SMALL of values summed by ``weights`` fp32 ``[NP, R]`` of at most 1: fp32 ``[DP, R]``."""
     words = field(blocks, 0, each, at, tl.int32) + head * (D * N * BITS // 32)
-    found = pairs(words, channel, N, NP, BITS, DP)
-    first, width = head * D, kv_heads * D
-    if SPAN == TILE or SPARSE:
-        values = decoded(
-            blocks, each, at, numbers(found, levels, BITS, TABLE, DP, NP), token, channel, first,
-            D, N, width, BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, False, NP, DP,
-        )  # fmt: skip
-        sums = tl.dot((values * SMALL).to(tl.float16), weights.to(tl.float16)) / SMALL
-        return sums, tl.zeros_like(weights)
-    else:
-        step, base = ranges(
-            blocks, each, at, token, channel, first, N, NP, DP, width,
-            BITS, TABLE, PER_TOKEN, SPAN, GROUP, False,
-        )  # fmt: skip
-        values = numbers(found, levels, BITS, TABLE, DP, NP)
-        if SPAN == CHANNEL:
-            sums = tl.dot(values, weights.to(tl.float16)) * step[:, None]
-            sums += tl.sum(weights, 0)[None, :] * base[:, None]
-            return sums, tl.zeros_like(weights)
-        else:
-            unit = tl.max(step, 0)
-            right = (weights * (step * over(unit))[:, None]).to(tl.float16)
-            return tl.dot(values, right) * unit, weights * base[:, None]
+    found = numbers(pairs(words, channel, N, NP, BITS, DP), levels, BITS, TABLE, DP, NP)
+    values = decoded(
+        blocks, each, at, found, token, channel, head * D,
+        D, N, kv_heads * D, BITS, TABLE, PER_TOKEN, SPAN, GROUP, SPARSE, False, NP, DP,
+    )  # fmt: skip
+    return tl.dot(values, weights.to(tl.float16))

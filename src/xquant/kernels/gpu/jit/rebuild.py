@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .products import HALF_MAX, SMALL, over, split
 from .softmax import capped, masked
-from .states import coded_chunk, rounded, row_chunk
+from .states import coded_chunk, row_chunk
 from .unpack import lanes
 
 VARYING = ("columns", "limit", "sink_count", "mask_batch", "mask_query")
@@ -93,10 +93,14 @@ def rebuild(
             )  # fmt: skip
         else:
             own = rows_in + b.to(tl.int64) * row_batch
-            states = row_chunk(own, row_token, begin, length, chunk, token, C, CHUNK)
+            states = row_chunk(
+                own, row_token, begin, length, chunk, token, C, CHUNK, weights.dtype.element_ty
+            )
         matrix = tl.load(row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None], here[None, :], 0)
-        keys = tl.dot(rounded(states, weights.dtype.element_ty), matrix, keys)
+        keys = tl.dot(states, matrix, keys)
     keys *= tl.load(units + head * D + channel, here, 0)[None, :]
+    if CODED:
+        keys /= SMALL
     if BIAS:
         keys += tl.load(bias + head * D + channel, here, 0)[None, :]
     if NORM:

@@ -27,8 +27,8 @@ def coded_chunk(
     SPAN: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """fp32 ``[NP, CHUNK]`` of a block: chunks follow each other through tiles of ``TILE`` channels. Lanes are
-    tokens, as of `unpack.lanes`; what stands where there is no channel or no token is finite."""
+    """SMALL of a block, fp16 ``[NP, CHUNK]``: chunks follow each other through tiles of ``TILE`` channels.
+    Lanes are tokens, as of `unpack.lanes`; what stands where there is no channel or no token is finite."""
     chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
     tile, part = chunk // chunks, chunk % chunks
     words = field(blocks, 0, each, at, tl.int32) + tile * (TILE * N * BITS // 32)
@@ -41,17 +41,12 @@ def coded_chunk(
 
 
 @triton.jit
-def row_chunk(rows, token_stride, begin, length, chunk, token, C, CHUNK: tl.constexpr):
-    """The same of rows, where nothing is packed: ``[NP, CHUNK]``."""
+def row_chunk(rows, token_stride, begin, length, chunk, token, C, CHUNK: tl.constexpr, dtype):
+    """Of rows, where nothing is packed: ``[NP, CHUNK]`` in ``dtype``."""
     channel = chunk * CHUNK + tl.arange(0, CHUNK)
     row = rows + (begin + token).to(tl.int64)[:, None] * token_stride
     there = (channel < C)[None, :] & ((token >= 0) & (token < length))[:, None]
-    return tl.load(row + channel[None, :], there, 0).to(tl.float32)
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """In the type that products are taken in, within its range."""
+    states = tl.load(row + channel[None, :], there, 0)
     if dtype == tl.float16:
-        x = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
-    return x.to(dtype)
+        states = tl.minimum(tl.maximum(states.to(tl.float32), -HALF_MAX), HALF_MAX)
+    return states.to(dtype)

@@ -15,6 +15,7 @@ TILE = tl.constexpr(0)
 CHANNEL = tl.constexpr(1)
 TOKEN = tl.constexpr(2)
 LANES = tl.constexpr(16)
+SMALL = tl.constexpr(0.25)  # of a state: a rotation of the largest that is stored stays within fp16
 
 
 @triton.jit
@@ -168,22 +169,17 @@ def halves(pair, M: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def numbers(
-    pair,
-    levels,
-    BITS: tl.constexpr,
-    TABLE: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
+    pair, levels, BITS: tl.constexpr, TABLE: tl.constexpr, M: tl.constexpr, K: tl.constexpr
 ):
-    """What codes of `pairs` stand for before they are scaled, exactly, in fp16: levels, or codes, from
-    which their `middle` is taken away."""
+    """SMALL of what codes of `pairs` stand for before they are scaled, exactly, in fp16: of levels, or of
+    codes from which their `middle` is taken away."""
     if TABLE:
         most: tl.constexpr = (1 << BITS) - 1
         low, high = (pair >> (10 - BITS)) & most, (pair >> (26 - BITS)) & most
-        return tl.load(levels + tl.reshape(tl.join(low, high), (M, K)))
+        return tl.load(levels + tl.reshape(tl.join(low, high), (M, K))) * SMALL
     else:
-        # With an exponent, a mantissa is 2^BITS and the code.
-        return halves(pair | exponents(BITS), M, K) - (1.5 * (1 << BITS))
+        # With the exponent of 2^BITS / 4, a mantissa is that and a quarter of the code.
+        return halves(pair | exponents(BITS - 2), M, K) - (0.375 * (1 << BITS))
 
 
 @triton.constexpr_function
@@ -230,8 +226,8 @@ def ranges(
     GROUP: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):
-    """fp32 scale of `numbers`, and what they then lack: ``[DP]`` or ``[NP]`` where ranges differ along one
-    axis alone, otherwise ``[DP, NP]`` or, with ``TOKENS_FIRST``, ``[NP, DP]``.
+    """fp16 scale of `numbers`, and SMALL of what they then lack: both broadcast to ``[DP, NP]`` or, with
+    ``TOKENS_FIRST``, ``[NP, DP]``.
 
     ``token`` ``[NP]`` and ``channel`` ``[DP]``: which, even ones first, -1 where there is none; ``first``:
     the channel of the token that the head begins with.
@@ -255,8 +251,13 @@ def ranges(
             place = t // GROUP * C + first + c
         there = (t >= 0) & (c >= 0)
         step, base = tl.load(scale + place, there, 0), tl.load(zero + place, there, 0)
-    step, base = step.to(tl.float32), base.to(tl.float32)
-    return step, base + step * middle(BITS, TABLE)
+    base = base * SMALL + step * (middle(BITS, TABLE) * SMALL)
+    if SPAN == TILE:
+        return step, base
+    elif (SPAN == TOKEN) == TOKENS_FIRST:
+        return step[:, None], base[:, None]
+    else:
+        return step[None, :], base[None, :]
 
 
 @triton.jit
@@ -325,20 +326,19 @@ def decoded(
     NP: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """`numbers` ``[DP, NP]``, or ``[NP, DP]``, in their ranges, with outliers: fp32."""
+    """SMALL of `numbers` ``[DP, NP]``, or ``[NP, DP]``, in their ranges, with outliers: fp16.
+
+    In halves all the way, two in a register: most of the time of a product goes into this.
+    """
     step, base = ranges(
         blocks, each, at, token, channel, first, N, NP, DP, C,
         BITS, TABLE, PER_TOKEN, SPAN, GROUP, TOKENS_FIRST,
     )  # fmt: skip
-    if SPAN != TILE:
-        if (SPAN == TOKEN) == TOKENS_FIRST:
-            step, base = step[:, None], base[:, None]
-        else:
-            step, base = step[None, :], base[None, :]
-    states = found.to(tl.float32) * step + base
+    states = found * step + base
     if SPARSE:
         counts = field(blocks, 3, each, at, tl.uint8 if SPARSE == 1 else tl.int16)
         excess = field(blocks, 4, each, at, tl.float16)
         numbered = field(blocks, 5, each, at, tl.int16)
-        states += outliers(counts, excess, numbered, token, channel, first, D, TOKENS_FIRST, NP, DP)
+        more = outliers(counts, excess, numbered, token, channel, first, D, TOKENS_FIRST, NP, DP)
+        states = (states.to(tl.float32) + more * SMALL).to(tl.float16)
     return states

@@ -4,9 +4,9 @@ once for all tokens."""
 import triton
 import triton.language as tl
 
-from .products import block_sums, over
+from .products import block_sums
 from .softmax import LOWEST, weigh
-from .unpack import coded, field, lanes, numbers, pairs, ranges
+from .unpack import SMALL, coded, decoded, field, lanes, numbers, pairs
 
 ROWS_IN = tl.constexpr(0)  # nothing is packed
 CHANNELS = tl.constexpr(1)  # codes whose lanes are channels
@@ -67,22 +67,18 @@ def sum_states(
         found = tl.load(own[None, :] + (column * N + token)[:, None], whole, float("-inf"))
         weights, peak, total, sums = weigh(found, peak, total, sums)
         if SOURCE == CHANNELS:
-            more, lacking = block_sums(
+            sums += block_sums(
                 blocks, each, at, None, weights, token, channel, run,
                 C // D, D, DP, N, NP, BITS, False, True, SPAN, GROUP, 0,
-            )  # fmt: skip
-            sums += more + tl.sum(lacking, 0)[None, :]
+            ) / SMALL  # fmt: skip
         elif SOURCE == TOKENS:
             words = field(blocks, 0, each, at, tl.int32) + run * (D * N * BITS // 32)
             states = numbers(pairs(words, token, D, DP, BITS, NP), None, BITS, False, NP, DP)
-            step, base = ranges(
-                blocks, each, at, token, channel, run * D, N, NP, DP, C,
-                BITS, False, True, SPAN, GROUP, True,
+            states = decoded(
+                blocks, each, at, states, token, channel, run * D,
+                D, N, C, BITS, False, True, SPAN, GROUP, 0, True, NP, DP,
             )  # fmt: skip
-            unit = tl.max(step, 0)
-            right = (weights * (step * over(unit))[:, None]).to(tl.float16)
-            sums += tl.dot(tl.trans(states), right) * unit
-            sums += tl.sum(weights * base[:, None], 0)[None, :]
+            sums += tl.dot(tl.trans(states), weights.to(tl.float16)) / SMALL
         else:
             tokens = (tl.load(begins + column) + token).to(tl.int64)
             there = (token >= 0) & (token < tl.load(lengths + column))
