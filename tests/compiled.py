@@ -31,6 +31,13 @@ TYPES = {
 }
 
 
+ROW_STRIDES = tuple(
+    f"{of}_{step}"
+    for of in ("query", "key", "value", "tail", "sink", "row", "sequence", "token")
+    for step in ("batch", "head", "token", "step")
+)
+
+
 def side(name: str, *given: Any) -> dict[str, Any]:
     """As `describe.Side.constants`."""
     names = ("BITS", "TABLE", "PER_TOKEN", "SPAN", "GROUP", "SPARSE")
@@ -115,17 +122,24 @@ CARRYING = {"N": 128, "NP": 128, "OUT": 128, "CHUNK": 64, "TILE": 128, "BITS": 2
 CARRYING |= {"PER_TOKEN": True, "SPAN": 2, "GROUP": 128, "CHUNKS": 16}
 
 
-def build(kernel: Any, constants: dict[str, Any], **types: str) -> None:
+def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: str) -> Any:
+    """A kernel as Triton has compiled it; ``types``: of arguments that are not as in `TYPES`."""
     signature = {
         name: "constexpr" if name in constants else {**TYPES, **types}.get(name, "i32")
         for name in kernel.arg_names
     }
-    # As at run time: what is allocated begins at a multiple of 16 bytes.
-    aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"]
+    # As at run time: what is allocated begins at a multiple of 16 bytes, and so do its rows.
+    aligned = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name][0] == "*"
+        or (signature[name] == "i32" and name in ("C", "width", *ROW_STRIDES))
+    ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
-    built = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 8})
+    built = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
     assert built.asm["cubin"]
+    return built
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from models import tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.roofline import attention_step
 from xquant.evals import bench as evaluation
-from xquant.evals import capacity, clocks, entrants, flash
+from xquant.evals import capacity, clocks, contenders, entrants, flash
 from xquant.evals.bench import bench
 from xquant.evals.ceilings import Ceilings, copy_bandwidth, matrix_rate, read_bandwidth
 from xquant.evals.clocks import HostClock
@@ -242,3 +242,25 @@ def test_appending_is_timed_apart_from_sealing() -> None:
     assert found["block"] == 32
     assert found["seal_ms_per_block"] > 0 and found["append_ms_per_token"] > 0
     assert 0 < found["share_of_attention_and_storing"] < 1
+
+
+def test_on_a_gpu_bench_asks_for_triton_where_it_reads_the_method(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Elsewhere:
+        device = torch.device("cuda")
+
+    asked: list[str] = []
+
+    def cache(model: Any, method: Any, calibration: Any, kernel: str) -> str:
+        asked.append(kernel)
+        if kernel == "triton" and method == "full":
+            raise ValueError("it cannot be used")
+        return kernel
+
+    monkeypatch.setattr(contenders, "KVCache", cache)
+    model: Any = Elsewhere()
+    assert contenders.new_cache(model, "kivi-4bit", None, "auto") == "triton"
+    assert contenders.new_cache(model, "full", None, "auto") == "auto"
+    assert contenders.new_cache(model, "kivi-4bit", None, "folded") == "folded"
+    assert asked == ["triton", "triton", "auto", "folded"]

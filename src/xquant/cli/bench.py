@@ -106,7 +106,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     type=click.Choice(KERNELS),
     default="auto",
     show_default=True,
-    help="Of the compressed caches.",
+    help="Of the compressed caches; on a GPU auto is triton, where it reads the method.",
 )
 @click.option(
     "--layers",

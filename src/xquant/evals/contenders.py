@@ -2,6 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 from .. import compat
 from ..cache import KVCache
+from ..kernels.gpu import support as triton
 from ..kernels.newest import Newest
 from ..methods import Method, Seen
 
@@ -71,7 +73,7 @@ class Compressed(Contender):
         self, model: Any, method: Method, context: int, batch: int, calibration: Any, kernel: str
     ) -> None:
         self.name, self.model, self._batch = method.spec, model, batch
-        self.cache = KVCache(model, method, calibration=calibration, kernel=kernel)
+        self.cache = new_cache(model, method, calibration, kernel)
         self.dtype = self.cache.compressed[0].codec.view.dtype
         fill(self.cache, context, batch)
         self._newest = self.newest()
@@ -96,6 +98,14 @@ class Compressed(Contender):
                 own = compat.attention_function("sdpa", layer.codec.view.module)
                 own(layer.codec.view.module, query, keys, values, mask, scaling=scaling)
         self.cache.finish()
+
+
+def new_cache(model: Any, method: Method, calibration: Any, kernel: str) -> KVCache:
+    """With the kernel asked for; on a GPU ``auto`` is Triton's, where they read the method."""
+    if kernel == "auto" and model.device.type == "cuda":
+        with suppress(ValueError):
+            return KVCache(model, method, calibration=calibration, kernel=triton.NAME)
+    return KVCache(model, method, calibration=calibration, kernel=kernel)
 
 
 class Full(Contender):

@@ -8,10 +8,10 @@ left to `join`.
 import triton
 import triton.language as tl
 
-from .products import SMALL, block_scores, block_sums, over, split, to_halves
+from .products import block_scores, block_sums, over, split, to_halves
 from .rows import attend_exact
 from .softmax import LOWEST, capped, masked, shares
-from .unpack import coded, lanes
+from .unpack import SMALL, coded, lanes
 
 FIELDS = tl.constexpr(6)  # of keys, then as many of values
 

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from .products import HALF_MAX, SMALL, over, split
+from .products import HALF_MAX, over, split
 from .softmax import capped, masked
 from .states import coded_chunk, row_chunk
-from .unpack import lanes
+from .unpack import SMALL, lanes
 
 VARYING = ("columns", "limit", "sink_count", "mask_batch", "mask_query")
 """What changes from step to step: nothing is compiled anew for it."""

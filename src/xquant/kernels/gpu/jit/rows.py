@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from .products import SMALL, small
+from .products import small
 from .softmax import NONE, capped, masked, weigh
+from .unpack import SMALL
 
 STEP = tl.constexpr(32)
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .products import block_sums
-from .softmax import LOWEST, weigh
+from .softmax import LOWEST, shares
 from .unpack import SMALL, coded, decoded, field, lanes, numbers, pairs
 
 ROWS_IN = tl.constexpr(0)  # nothing is packed
@@ -59,13 +59,15 @@ def sum_states(
 
     own = scores + (b.to(tl.int64) * rows + row) * (columns * N)
     peak = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    totals = tl.zeros([NP, ROWS], tl.float32)  # by token, and summed over them at last
     sums = tl.zeros([DP, ROWS], tl.float32)
     for column in range(part * share, tl.minimum((part + 1) * share, columns)):
         at = b * columns + column
         whole = (row < rows)[None, :] & (token >= 0)[:, None]
         found = tl.load(own[None, :] + (column * N + token)[:, None], whole, float("-inf"))
-        weights, peak, total, sums = weigh(found, peak, total, sums)
+        weights, shrink, peak = shares(found, peak)
+        totals = totals * shrink[None, :] + weights
+        sums *= shrink[None, :]
         if SOURCE == CHANNELS:
             sums += block_sums(
                 blocks, each, at, None, weights, token, channel, run,
@@ -93,6 +95,6 @@ def sum_states(
     to = (part.to(tl.int64) * sequences + b) * rows + row
     if run == 0:
         tl.store(peaks_out + to * 2, peak, row < rows)
-        tl.store(peaks_out + to * 2 + 1, total, row < rows)
+        tl.store(peaks_out + to * 2 + 1, tl.sum(totals, 0), row < rows)
     to = to[None, :] * C + (run * D + channel)[:, None]
     tl.store(sums_out + to, sums, (row < rows)[None, :] & here[:, None])
