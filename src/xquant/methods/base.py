@@ -81,8 +81,9 @@ class LayerCodec(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of `added`."""
-        return sum(t.nbytes for t in self.added)
+        """Bytes of `added`; of views, those of what they show parts of."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self.added}
+        return sum(storage.nbytes() for storage in storages.values())
 
     @abstractmethod
     def features(self, seen: Seen) -> Tensor:

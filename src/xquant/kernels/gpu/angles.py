@@ -8,6 +8,9 @@ from torch import Tensor
 from ...tokens import TokenIndex
 from ..angles import Pair, starts
 
+ALIGNED = 64
+"""Numbers, of which rooms are multiples."""
+
 
 @dataclass
 class Turns:
@@ -77,10 +80,12 @@ class TurnBook:
         return Turns((turn_cos[0] / factor, turn_sin[0] / factor), start, newest, kept_pair)
 
     def room(self, device: torch.device, *sizes: int) -> list[Tensor]:
-        """Room for runs of fp32 numbers of these ``sizes``. Every layer takes it again: one stream runs them
-        one after the other."""
-        room, wanted = self._room.get(device), sum(sizes)
+        """Room for runs of fp32 numbers of these ``sizes``, at least. Every layer takes it again: one stream
+        runs them one after the other."""
+        # Each begins where a kernel may load 16 bytes at once.
+        whole = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        room, wanted = self._room.get(device), sum(whole)
         if room is None or len(room) < wanted:
             # Twice what is asked for: it grows with the context, a part at a time.
             room = self._room[device] = torch.empty(2 * wanted, device=device)
-        return list(room[:wanted].split(sizes))
+        return list(room[:wanted].split(whole))

@@ -120,7 +120,7 @@ class TritonRebuilt:
             self._score(found, rows_in, scores)
             self._sum(found, rows_in, scores, share, coded)
             part = self._project(found, coded, parts, peaks[2 * heads :])
-            sums[heads * size :].view_as(part).copy_(part)
+            sums[heads * size : 2 * heads * size].view_as(part).copy_(part)
         out = torch.empty_like(found.query.transpose(1, 2), memory_format=torch.contiguous_format)
         join[(found.rows, found.batch * found.groups, 1)](
             sums,
