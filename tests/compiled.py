@@ -94,6 +94,7 @@ SEALING = [
 STATES = {
     "D": 128,
     "DP": 128,
+    "HEADS": 2,
     "N": 128,
     "NP": 128,
     "ROWS": 8,
@@ -107,7 +108,7 @@ REBUILDING = [
     # latents of xquant-4bit, X of xquant-3bit with odd sizes, sums of xquant-cl
     {**STATES, **PACKED, "CHUNKS": 16, "MASK": 0, "SOFTCAP": False},
     {
-        **{**STATES, "D": 96, "N": 96, "SINKS": 0, "MASK": 1, "SOFTCAP": True},
+        **{**STATES, "D": 96, "N": 96, "HEADS": 1, "SINKS": 0, "MASK": 1, "SOFTCAP": True},
         **{**PACKED, "TILE": 96, "BITS": 3, "PER_TOKEN": True, "SPAN": 2, "GROUP": 96},
         "CHUNKS": 64,
     },

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MOST_SUMMED = 128
 """Channels that a program sums."""
+MOST_PAIRED = 128
+"""Channels of a head up to which a program rebuilds two heads."""
 SUM_ROWS = 32
 """Query heads times queries of a program that sums."""
 JOINED = 256
@@ -60,9 +62,12 @@ class TritonRebuilt:
         whole = {"N": block, "NP": power(block)}
         none = {"TILE": CHUNK, "BITS": 4, "PER_TOKEN": True, "SPAN": 0, "GROUP": 1, "CHUNK": CHUNK}
         constants = none if coded is None else coded.constants()
+        pairs = view.kv_heads % 2 == 0 and power(view.head_size) <= MOST_PAIRED
+        self._together = 2 if pairs else 1
         self._keys: dict[str, Any] = {
             "D": view.head_size,
             "DP": power(view.head_size),
+            "HEADS": self._together,
             "CHUNKS": self._weights.shape[1] // constants["CHUNK"],
             "CODED": coded is not None,
             "BIAS": bias is not None,
@@ -199,7 +204,7 @@ class TritonRebuilt:
         layer, table = self._layer, self._table
         sink_at = table.begins if layer.sink_at is None else layer.sink_at
         sink_count = 0 if layer.sink_at is None else layer.sink_at.shape[1]
-        rebuild[(table.columns, found.groups, found.batch)](
+        rebuild[(table.columns, found.groups // self._together, found.batch)](
             found.query,
             sink_at,
             self._nothing if found.mask is None else found.mask,
