@@ -20,9 +20,8 @@ def seal(layers: "Sequence[CompressedLayer]") -> None:
     Raises:
         ValueError: NaN in what is packed; nothing was sealed.
     """
-    together = defaultdict(
-        list
-    )  # a forward pass that failed may have left some layers a block ahead
+    # A forward pass that failed may have left some layers a block ahead.
+    together = defaultdict(list)
     for layer in layers:
         together[layer.stream.tokens, layer.due].append(layer)
     packed: dict[CompressedLayer, list[Packed]] = {}
