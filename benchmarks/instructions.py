@@ -26,7 +26,7 @@ from xquant.evals.results import stamp, write_json
 from xquant.kernels.gpu.jit.attend import attend
 from xquant.kernels.gpu.jit.carry import carry
 from xquant.kernels.gpu.jit.rebuild import rebuild
-from xquant.kernels.gpu.jit.weigh import sum_states
+from xquant.kernels.gpu.jit.sum_states import sum_states
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")

@@ -12,7 +12,7 @@ from xquant.kernels.gpu.jit.exact import exact
 from xquant.kernels.gpu.jit.join import join
 from xquant.kernels.gpu.jit.rebuild import rebuild
 from xquant.kernels.gpu.jit.seal import seal
-from xquant.kernels.gpu.jit.weigh import sum_states
+from xquant.kernels.gpu.jit.sum_states import sum_states
 
 TYPES = {
     **dict.fromkeys(("query", "newest_key", "newest_value", "tail", "sinks", "mask"), "*bf16"),

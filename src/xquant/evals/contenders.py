@@ -49,10 +49,11 @@ class Contender(ABC):
     def newest(self) -> tuple[Tensor, Tensor, Tensor]:
         """A query, and the key and value of its token."""
         queries, heads, size = head_sizes(self.model)
-        return tuple(  # type: ignore[return-value]
+        query, key, value = (
             torch.randn(self.batch, h, 1, size, dtype=self.dtype, device=self.model.device)
             for h in (queries, heads, heads)
         )
+        return query, key, value
 
     @property
     def batch(self) -> int:
@@ -74,13 +75,10 @@ class Compressed(Contender):
     ) -> None:
         self.name, self.model, self._batch = method.spec, model, batch
         self.cache = new_cache(model, method, calibration, kernel)
+        self.setting = self.cache.report().kernel
         self.dtype = self.cache.compressed[0].codec.view.dtype
         fill(self.cache, context, batch)
         self._newest = self.newest()
-
-    @property
-    def setting(self) -> str:  # type: ignore[override]
-        return self.cache.report().kernel
 
     @property
     def cache_bytes(self) -> int:

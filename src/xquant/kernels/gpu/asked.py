@@ -85,7 +85,16 @@ class Asked(NamedTuple):
     @property
     def each(self) -> int:
         """Rows of a program."""
-        return min(max(power(self.rows), 8), MOST_ROWS, MOST_SUMS // power(self.size))
+        return min(self.padded_rows, MOST_SUMS // power(self.size))
+
+    @property
+    def padded_rows(self) -> int:
+        """The same of a program that keeps no sums."""
+        return min(max(power(self.rows), 8), MOST_ROWS)
+
+    def new_out(self) -> Tensor:
+        """``[B, t, H, D]``, not written yet."""
+        return torch.empty_like(self.query.transpose(1, 2), memory_format=torch.contiguous_format)
 
     @property
     def runs(self) -> int:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..newest import Newest
 from .angles import TurnBook
-from .asked import asked, share_of
-from .blocks import BlockTable
+from .asked import Asked, asked, share_of
 from .describe import side
 from .jit.attend import attend
 from .jit.join import join
 from .support import power
+from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...layer import CompressedLayer
@@ -64,7 +64,7 @@ class TritonAttention:
         sums, peaks = self._book.room(query.device, many * found.size, many * 2)
         tail, sinks, sink_at = exact_rows(self._layer, nothing, table.begins)
         sink_count = sinks.shape[1] if sinks.dim() > 1 else 0
-        out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        out = found.new_out()
         attend[(parts, batch * groups, found.runs)](
             query,
             found.key,
@@ -105,21 +105,26 @@ class TritonAttention:
             **found.constants,
             **self._constants,
         )
-        join[(rows, batch * groups, 1)](
-            sums,
-            peaks,
-            out,
-            parts,
-            found.queries,
-            found.group_heads,
-            groups,
-            *out.stride()[:3],
-            nothing,
-            D=found.size,
-            DP=power(found.size),
-            OPEN=False,
-        )
+        join_parts(sums, peaks, parts, found, out)
         return out
+
+
+def join_parts(sums: Tensor, peaks: Tensor, parts: int, found: Asked, out: Tensor) -> None:
+    """Write to ``out`` ``[B, t, H, D]`` what ``parts`` programs of every row found."""
+    join[(found.rows, found.batch * found.groups, 1)](
+        sums,
+        peaks,
+        out,
+        parts,
+        found.queries,
+        found.group_heads,
+        found.groups,
+        *out.stride()[:3],
+        peaks,
+        D=found.size,
+        DP=power(found.size),
+        OPEN=False,
+    )
 
 
 def exact_rows(

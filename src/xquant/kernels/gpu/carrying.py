@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ...methods.xquant_cl import DeltaCodec
-from .blocks import BlockTable
 from .describe import side
 from .jit.carry import carry
 from .matrices import Coded, arranged
 from .support import power
+from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...layer import CompressedLayer

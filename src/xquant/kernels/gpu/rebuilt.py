@@ -14,16 +14,16 @@ from ...methods.xquant import Rematerialized
 from ...quant import Affine
 from ..newest import Newest
 from .angles import TurnBook
-from .asked import MOST_ROWS, Asked, asked, share_of
-from .attention import steps
-from .blocks import BlockTable
+from .asked import Asked, asked, share_of
+from .attention import join_parts, steps
 from .describe import side
 from .jit.exact import exact
 from .jit.join import join
 from .jit.rebuild import rebuild
-from .jit.weigh import sum_states
+from .jit.sum_states import sum_states
 from .matrices import CHUNK, Coded, arranged
 from .support import power
+from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...layer import CompressedLayer
@@ -126,21 +126,8 @@ class TritonRebuilt:
             self._sum(found, rows_in, scores, share, coded)
             part = self._project(found, coded, parts, peaks[2 * heads :])
             sums[heads * size : 2 * heads * size].view_as(part).copy_(part)
-        out = torch.empty_like(found.query.transpose(1, 2), memory_format=torch.contiguous_format)
-        join[(found.rows, found.batch * found.groups, 1)](
-            sums,
-            peaks,
-            out,
-            1 + (columns > 0),
-            found.queries,
-            found.group_heads,
-            found.groups,
-            *out.stride()[:3],
-            self._nothing,
-            D=size,
-            DP=power(size),
-            OPEN=False,
-        )
+        out = found.new_out()
+        join_parts(sums, peaks, 1 + (columns > 0), found, out)
         if self._layer.below is not None:
             self._layer.below.release()
         return out
@@ -232,7 +219,7 @@ class TritonRebuilt:
             found.scaling,
             found.softcap,
             self._epsilon,
-            ROWS=min(max(power(found.rows), 8), MOST_ROWS),
+            ROWS=found.padded_rows,
             SINKS=sink_count and power(sink_count),
             **found.constants,
             **self._keys,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .products import block_scores, block_sums, over, split, to_halves
-from .rows import attend_exact
+from .rows import asked_rows, attend_exact, leave
 from .softmax import LOWEST, capped, masked, shares
 from .unpack import SMALL, coded, lanes
 
@@ -105,26 +105,22 @@ def attend(
     half: tl.constexpr = D // 2
     part = tl.program_id(0)
     b, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
-    row, rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS), group_heads * queries
-    query_place = row % queries
     channel = coded(D, DP, KEY_BITS, DP)
     other = tl.where(channel < half, channel + half, channel - half)
     value_channel = lanes(D, DP)
     token = coded(N, NP, VALUE_BITS, NP)
 
-    own = query + b.to(tl.int64) * query_batch + query_place * query_token
-    own += (head * group_heads + row // queries) * query_head
-    whole = (row < rows)[None, :] & (channel >= 0)[:, None]
-    states = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * scaling
-    mask_row = b.to(tl.int64) * mask_batch + tl.minimum(query_place, queries - 1) * mask_query
-
+    row, query_place, own, whole, states, mask_row = asked_rows(
+        query, b, head, tl.program_id(2), channel, queries, group_heads,
+        query_batch, query_head, query_token, mask_batch, mask_query, scaling, ROWS,
+    )  # fmt: skip
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([DP, ROWS], tl.float32)
     if part == 0:
-        left, unit = to_halves(states)
+        right, unit = to_halves(states)
         peak, total, sums = attend_exact(
-            left, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
+            right, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
             tail_cos, tail_sin, sink_cos, sink_sin, b, head,
             limit, past, tail_count, sink_count, queries, kv_heads,
             key_batch, key_head, key_token, value_batch, value_head, value_token,
@@ -184,8 +180,7 @@ def attend(
             totals = totals * shrink[None, :] + weights
         total, sums = tl.sum(totals, 0), sums / SMALL
 
+    rows = group_heads * queries
     to = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
-    tl.store(peaks_out + to * 2, peak, row < rows)
-    tl.store(peaks_out + to * 2 + 1, total, row < rows)
     whole = (row < rows)[None, :] & (value_channel >= 0)[:, None]
-    tl.store(sums_out + to[None, :] * D + value_channel[:, None], sums, whole)
+    leave(sums_out, peaks_out, sums, peak, total, to, row < rows, value_channel, whole, D)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .products import to_halves
-from .rows import attend_exact
+from .rows import asked_rows, attend_exact, leave
 from .softmax import LOWEST
 
 VARYING = ("past", "limit", "tail_count", "sink_count", "mask_batch", "mask_query")
@@ -59,19 +59,16 @@ def exact(
     """Grid: batch times key/value heads, runs of ROWS. As the first part of `attend`."""
     half: tl.constexpr = D // 2
     b, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
-    row, rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS), group_heads * queries
-    query_place = row % queries
     channel = tl.arange(0, DP)
     channel = tl.where(channel < D, channel, -1)
     other = tl.where(channel < half, channel + half, channel - half)
-    own = query + b.to(tl.int64) * query_batch + query_place * query_token
-    own += (head * group_heads + row // queries) * query_head
-    whole = (row < rows)[None, :] & (channel >= 0)[:, None]
-    states = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * scaling
-    mask_row = b.to(tl.int64) * mask_batch + tl.minimum(query_place, queries - 1) * mask_query
-    left, unit = to_halves(states)
+    row, query_place, _, whole, states, mask_row = asked_rows(
+        query, b, head, tl.program_id(1), channel, queries, group_heads,
+        query_batch, query_head, query_token, mask_batch, mask_query, scaling, ROWS,
+    )  # fmt: skip
+    right, unit = to_halves(states)
     peak, total, sums = attend_exact(
-        left, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
+        right, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
         tail_cos, tail_sin, sink_cos, sink_sin, b, head,
         limit, past, tail_count, sink_count, queries, kv_heads,
         key_batch, key_head, key_token, value_batch, value_head, value_token,
@@ -81,7 +78,6 @@ def exact(
         tl.zeros([DP, ROWS], tl.float32),
         D, True, MASK, SOFTCAP,
     )  # fmt: skip
+    rows = group_heads * queries
     to = tl.program_id(0).to(tl.int64) * rows + row
-    tl.store(peaks_out + to * 2, peak, row < rows)
-    tl.store(peaks_out + to * 2 + 1, total, row < rows)
-    tl.store(sums_out + to[None, :] * D + channel[:, None], sums, whole)
+    leave(sums_out, peaks_out, sums, peak, total, to, row < rows, channel, whole, D)

@@ -11,8 +11,46 @@ STEP = tl.constexpr(32)
 
 
 @triton.jit
+def asked_rows(
+    query,
+    b,
+    head,
+    run,
+    channel,
+    queries,
+    group_heads,
+    query_batch,
+    query_head,
+    query_token,
+    mask_batch,
+    mask_query,
+    scaling,
+    ROWS: tl.constexpr,
+):
+    """A run of ROWS query heads times queries of a key/value head: which ``[R]``, which query each is, where
+    they lie, those that are there with ``channel`` ``[K]`` as ``[K, R]``, what they are, scaled, fp32
+    ``[K, R]``, and where their masks begin."""
+    row, rows = run * ROWS + tl.arange(0, ROWS), group_heads * queries
+    place = row % queries
+    own = query + b.to(tl.int64) * query_batch + place * query_token
+    own += (head * group_heads + row // queries) * query_head
+    whole = (row < rows)[None, :] & (channel >= 0)[:, None]
+    states = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * scaling
+    mask_row = b.to(tl.int64) * mask_batch + place * mask_query
+    return row, place, own, whole, states, mask_row
+
+
+@triton.jit
+def leave(sums_out, peaks_out, sums, peak, total, to, there, channel, whole, D):
+    """What a program found of rows ``[R]`` and their channels ``[K]``, for `join`, at ``to`` ``[R]``."""
+    tl.store(peaks_out + to * 2, peak, there)
+    tl.store(peaks_out + to * 2 + 1, total, there)
+    tl.store(sums_out + to[None, :] * D + channel[:, None], sums, whole)
+
+
+@triton.jit
 def attend_rows(
-    left,
+    right,
     unit,
     key,
     value,
@@ -60,7 +98,7 @@ def attend_rows(
             partner = tl.where((channel < half)[None, :], partner, -partner)
             angle = token[:, None] * half + (channel % half)[None, :]
             keys = keys * tl.load(cos + angle, whole, 0) - partner * tl.load(sin + angle, whole, 0)
-        scores = tl.dot(small(keys), left) * (unit / SMALL)
+        scores = tl.dot(small(keys), right) * (unit / SMALL)
         if SOFTCAP:
             scores = capped(scores, softcap)
         if LISTED:
@@ -82,7 +120,7 @@ def attend_rows(
 
 @triton.jit
 def attend_exact(
-    left,
+    right,
     unit,
     newest_key,
     newest_value,
@@ -134,7 +172,7 @@ def attend_exact(
     half: tl.constexpr = D // 2
     width, at, b = kv_heads * D, head * D, b.to(tl.int64)
     peak, total, sums = attend_rows(
-        left, unit, tail + b * tail_batch + at, tail + b * tail_batch + at + width,
+        right, unit, tail + b * tail_batch + at, tail + b * tail_batch + at + width,
         tail_token, tail_token, tail_count,
         tail_cos + b * tail_count * half, tail_sin + b * tail_count * half,
         sink_at, limit, limit, query_place, channel, other, value_channel,
@@ -142,7 +180,7 @@ def attend_exact(
         D, TURN, False, False, MASK, SOFTCAP,
     )  # fmt: skip
     peak, total, sums = attend_rows(
-        left, unit, sinks + b * sink_batch + at, sinks + b * sink_batch + at + width,
+        right, unit, sinks + b * sink_batch + at, sinks + b * sink_batch + at + width,
         sink_token, sink_token, sink_count,
         sink_cos + b * sink_count * half, sink_sin + b * sink_count * half,
         sink_at + b * sink_count, 0, limit, query_place, channel, other, value_channel,
@@ -150,7 +188,7 @@ def attend_exact(
         D, TURN, True, False, MASK, SOFTCAP,
     )  # fmt: skip
     return attend_rows(
-        left, unit,
+        right, unit,
         newest_key + b * key_batch + head * key_head,
         newest_value + b * value_batch + head * value_head,
         key_token, value_token, queries, tail_cos, tail_sin,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-1e30)  # below every score, yet a score minus it is a number
-NONE, BOOLS, ADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kinds of masks
+NONE, BOOLS = tl.constexpr(0), tl.constexpr(1)  # kinds of masks; others are added
 
 
 @triton.jit
