@@ -29,7 +29,7 @@ def stack(model: Any, spec: str) -> tuple[list[CompressedLayer], TokenIndex]:
     method, attachment = parse_method(spec), attach(model)
     index = TokenIndex(method.sink, attachment.view.rope)
     layers: list[CompressedLayer] = []
-    for codec in attachment.codecs(method, calibration(model, method)):
+    for codec in attachment.codecs.of(method, calibration(model, method)):
         layers.append(CompressedLayer(codec, method, index, False, layers[-1] if layers else None))
     CompressedLayer.link(layers)
     return layers, index

@@ -1,31 +1,38 @@
 """The seam: hooks that show a cache what transformers does not pass to it, and the attention function
 that lets it answer.
 
-`attach` puts hooks on a model's decoder, input norms, key projections and attention layers, and
+`attach` puts hooks on a model, its decoder, input norms, key projections and attention layers, and
 switches ``eager`` or ``sdpa`` to a registered attention function that asks the cache in use what to
 attend to, then calls the model's own implementation. With any other cache in use, or none, both fall
 through and the model computes what it always did. Other implementations (flash, flex) are left as
 they are: `KVCache.update` then returns the whole keys and values.
+
+What is known during a forward pass belongs to the pass, and a pass to its thread: threads may run one model
+with a cache each.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable
+from threading import RLock, local
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from . import compat
-from .calibrate import store
-from .calibrate.artifact import Calibration, fingerprint
+from .codecs import Codecs
 from .kernels.newest import Newest
-from .methods import LayerCodec, Method, Seen
-from .models import AttentionView, ModelView, view_model
+from .methods import Seen
+from .models import AttentionView, ModelView, find_decoder, view_model
+from .models.rope import Pair
+from .watched import Watched, plain, watch
 
 _ATTACHMENT = "_xquant_attachment"
-_SEAT = "_xquant_seat"
+_HOOKS = "_xquant_hooks"
 _PREFIX = "xquant_"
 _WRAPPED = ("eager", "sdpa")
+_ATTACHING = RLock()
 
 
 class ObservingCache:
@@ -34,14 +41,23 @@ class ObservingCache:
     attachment: "Attachment"
 
     @abstractmethod
-    def begin(self, batch: int) -> None:
-        """A forward pass of the decoder on ``batch`` sequences starts."""
+    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+        """A forward pass of the decoder starts, on ``length`` tokens of ``batch`` sequences.
+
+        ``mask``: of padding, as the decoder was given it.
+        """
 
     @abstractmethod
     def observe(
-        self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
+        self,
+        view: AttentionView,
+        x: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        rope: Pair | None,
     ) -> None:
-        """A compressed layer's attention is about to run on ``x`` ``[B, T, d]``."""
+        """A compressed layer's attention is about to run on ``x`` ``[B, T, d]``, given the cos and sin of
+        ``rope``."""
 
     @abstractmethod
     def answer(
@@ -54,65 +70,116 @@ class ObservingCache:
         own implementation on what `answer` gives."""
         return None
 
+    def pass_over(self, batch: int, length: int) -> None:
+        """The model ran without this cache, the last that it was given, on ``length`` tokens of ``batch``
+        sequences."""
+
     @abstractmethod
-    def finish(self) -> None:
-        """The forward pass has ended, also where it failed."""
+    def finish(self, failed: bool = False) -> None:
+        """The forward pass of the decoder has ended. Not called where it was interrupted."""
+
+    def snapshot(self) -> Any:
+        """What `restore` needs, taken before the model runs."""
+
+    def restore(self, state: Any) -> None:
+        """What follows the decoder has failed: be as at the time of `snapshot`."""
 
 
-class Seat:
-    """What is known at one attention layer while it runs."""
+class Inputs:
+    """What was seen at one attention layer before its cache is updated."""
 
-    def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
-        self.attachment, self.view = attachment, view
-        self.clear()
-
-    def clear(self) -> None:
+    def __init__(self) -> None:
         self.x: Tensor | None = None
         self.residual: Tensor | None = None
         self.raw_key: Tensor | None = None
-        self.open = False
+
+
+class Handed:
+    """The states that a cache returned to a layer, which are to reach the attention function as they are.
+
+    ``whole``: they are of all tokens, and nothing is to be added.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, whole: bool) -> None:
+        self.key, self.value, self.whole = key, value, whole
+
+    def reached(self, key: Tensor, value: Tensor) -> bool:
+        """Whether these are the same tensors, and nothing was done with them."""
+        touched = (isinstance(t, Watched) and t.touched for t in (self.key, self.value))
+        return key is self.key and value is self.value and not any(touched)
+
+
+class ForwardPass:
+    """What one forward pass with a compressed cache knows, in its thread."""
+
+    def __init__(self, cache: ObservingCache) -> None:
+        self.cache = cache
+        self.inputs: dict[int, Inputs] = {}
+        self.handed: dict[int, Handed] = {}
+
+    def at(self, index: int) -> Inputs:
+        return self.inputs.setdefault(index, Inputs())
+
+
+class LayerHooks:
+    """The hooks of one attention layer."""
+
+    def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
+        self.attachment, self.view, self.index = attachment, view, view.index
+        self.config: Any = view.module.config
+        self.implementation = ""  # of attention, as the forward pass found it when it began
+        self._hands_over: dict[str, bool] = {}
+        """By attention implementation: whether the layer passes on what a cache returns, and does nothing
+        else with it."""
 
     @property
-    def fused(self) -> bool:
-        """Whether our attention function will be called in this layer."""
-        name: str = self.view.module.config._attn_implementation  # type: ignore[union-attr,assignment]
-        return name.startswith(_PREFIX)
+    def hands_over(self) -> bool | None:
+        """None where that was not seen yet."""
+        if self.implementation.startswith(_PREFIX):
+            return self._hands_over.get(self.implementation)
+        return False
+
+    @property
+    def why_whole(self) -> str:
+        """What attends, and why, where the layer does not hand over its states."""
+        name = self.implementation
+        if not name.startswith(_PREFIX):
+            return f"{name} (attention that is given whole keys and values)"
+        family = type(self.attachment.view.model).__name__
+        return f"reference ({family} works with the states that a cache returns)"
+
+    def learn(self, hands_over: bool) -> None:
+        self._hands_over[self.implementation] = hands_over
 
     def see_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.attachment.cache is not None and args:
-            self.residual = args[0]
+        current = self.attachment.current
+        if current is not None and args:
+            current.at(self.index).residual = args[0]
 
     def see_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if self.open:
-            self.raw_key = output[..., self.view.key_slice]
+        current = self.attachment.current
+        if current is not None:
+            current.at(self.index).raw_key = output[..., self.view.key_slice]
 
     def see_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        cache = self.attachment.cache
-        if cache is None:
+        current = self.attachment.current
+        if current is None:
             return
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        self.x = x
-        if self.residual is None:
-            self.residual = x
-        self.open = True
-        cache.observe(self.view, x, kwargs.get("position_ids"), kwargs.get("attention_mask"))
-
-    def seen(self, key: Tensor, value: Tensor) -> Seen:
-        """All that was seen of the tokens whose ``key`` and ``value`` ``[B, G, T, D]`` a cache is given.
-
-        Raises:
-            ValueError: no forward pass of the model is at this layer.
-        """
-        x, residual, raw_key = self.x, self.residual, self.raw_key
-        if x is None or residual is None or raw_key is None:
+        if self.view.outdated:
             raise ValueError(
-                "keys and values alone cannot be stored: this cache is filled by forward passes of"
-                f" the model it was made for ({type(self.attachment.view.model).__name__})"
+                f"a projection of layer {self.index} was replaced after this cache was made, perhaps when"
+                " adapters were added or merged: make a new one"
             )
-        self.x = None
-        return Seen(x, residual, raw_key, key, value)
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        inputs = current.at(self.index)
+        inputs.x = x
+        if inputs.residual is None:
+            inputs.residual = x
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        rope = _pair(kwargs.get("position_embeddings"))
+        current.cache.observe(self.view, x, positions, mask, rope)
 
 
 class Attachment:
@@ -120,94 +187,172 @@ class Attachment:
 
     def __init__(self, view: ModelView) -> None:
         self.view = view
-        self.cache: ObservingCache | None = None
-        self.seats: dict[int, Seat] = {}
-        self._codecs: dict[tuple[Method, Calibration | None], list[LayerCodec]] = {}
-        self._built_from: list[Any] = []
-        self._fingerprint: str | None = None
+        self.codecs = Codecs(view.compressed)
+        self.hooks = {layer.index: LayerHooks(self, layer) for layer in view.compressed}
+        self._local = local()
+        self._watched: list[nn.Module] = []
         self._handles = [
             view.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
             view.decoder.register_forward_hook(self._end, always_call=True),
         ]
-        self._configs: dict[int, tuple[Any, str]] = {}
-        for layer in view.compressed:
-            seat = self.seats[layer.index] = Seat(self, layer)
-            setattr(layer.module, _SEAT, seat)
+        setattr(view.decoder, _ATTACHMENT, self)
+        for hooks in self.hooks.values():
+            layer = hooks.view
+            setattr(layer.module, _HOOKS, hooks)
             if layer.norm is not None:
-                self._handles.append(layer.norm.register_forward_pre_hook(seat.see_norm))
-            self._handles.append(layer.key_module.register_forward_hook(seat.see_key))
+                self._handles.append(layer.norm.register_forward_pre_hook(hooks.see_norm))
+            self._handles.append(layer.key_module.register_forward_hook(hooks.see_key))
             self._handles.append(
-                layer.module.register_forward_pre_hook(seat.see_attention, with_kwargs=True)
+                layer.module.register_forward_pre_hook(hooks.see_attention, with_kwargs=True)
             )
-            config: Any = layer.module.config
-            if config._attn_implementation in _WRAPPED:
-                self._configs[id(config)] = (config, config._attn_implementation)
-                config._attn_implementation = _PREFIX + config._attn_implementation
+        self.wrap()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a thread: models with hooks are copied, pickled and saved."""
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=local())
+
+    @property
+    def current(self) -> ForwardPass | None:
+        """The forward pass that runs in this thread."""
+        return getattr(self._local, "current", None)
+
+    def wrap(self) -> None:
+        """Have our attention function called, also where another implementation was set since."""
+        names: dict[int, str] = {}
+        for hooks in self.hooks.values():
+            config = hooks.config
+            if id(config) not in names:
+                if config._attn_implementation in _WRAPPED:
+                    config._attn_implementation = _PREFIX + config._attn_implementation
+                names[id(config)] = config._attn_implementation
+            hooks.implementation = names[id(config)]
+
+    def watch(self, model: nn.Module) -> None:
+        """See the calls of a model that has the decoder in it: what follows the decoder may fail, too."""
+        if model is self.view.decoder or any(model is other for other in self._watched):
+            return
+        self._watched.append(model)
+        self._handles += [
+            model.register_forward_pre_hook(self._open, with_kwargs=True),
+            model.register_forward_hook(self._close, always_call=True),
+        ]
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for config, name in self._configs.values():
-            if config._attn_implementation == _PREFIX + name:
-                config._attn_implementation = name
-        for seat in self.seats.values():
-            delattr(seat.view.module, _SEAT)
+        for hooks in self.hooks.values():
+            name: str = hooks.config._attn_implementation
+            hooks.config._attn_implementation = name.removeprefix(_PREFIX)
+            delattr(hooks.view.module, _HOOKS)
+        delattr(self.view.decoder, _ATTACHMENT)
 
-    def codecs(self, method: Method, calibration: Calibration | None = None) -> list[LayerCodec]:
-        """The method's codecs for the compressed layers, kept until projections or key norms change.
+    def seen(self, index: int, key: Tensor, value: Tensor) -> Seen:
+        """All that was seen of the tokens whose ``key`` and ``value`` ``[B, G, T, D]`` layer ``index`` gives
+        to its cache.
 
         Raises:
-            ValueError: a calibration that is missing, or made for another method or model; options
-                that the model does not allow.
+            ValueError: no forward pass of the model is at this layer.
         """
-        views = self.view.compressed
-        state = [view.weights_state for view in views]
-        if state != self._built_from:
-            self._codecs.clear()
-            self._fingerprint = None
-            for view in views:
-                view.forget_offline()
-            self._built_from = state
-        made = method, calibration
-        if made not in self._codecs:
-            if calibration is not None:
-                calibration.check(method.calibrated_as, self._model_id())
-            elif method.calibrates_itself:
-                calibration = store.find(method.calibrated_as, self._model_id())
-            if calibration is None and method.needs_calibration:
-                raise ValueError(method.how_to_calibrate)
-            with torch.no_grad():
-                self._codecs[made] = method.codecs(views, calibration)
-        return self._codecs[made]
+        current = self.current
+        inputs = None if current is None else current.inputs.pop(index, None)
+        if inputs is None or inputs.x is None or inputs.residual is None or inputs.raw_key is None:
+            raise ValueError(
+                "keys and values alone cannot be stored: this cache is filled by forward passes of"
+                f" the model it was made for ({type(self.view.model).__name__})"
+            )
+        return Seen(inputs.x, inputs.residual, inputs.raw_key, key, value)
 
-    def _model_id(self) -> str:
-        """The model's `fingerprint`, taken when a calibration first asks for it."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.view.compressed)
-        return self._fingerprint
+    def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+        """What a cache returns to layer ``index``, to be seen again by the attention function.
+
+        Where it is not known yet whether that will happen, the states are watched on their way.
+        """
+        assert self.current is not None
+        if self.hooks[index].hands_over is None:
+            key, value = watch(key), watch(value)
+        self.current.handed[index] = Handed(key, value, whole)
+        return key, value
+
+    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = _cache_among(args, kwargs)
+        if cache is not None and torch.compiler.is_compiling():
+            _refuse_compiled()
+        mine = cache is not None and cache.attachment is self
+        self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
+
+    def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        before, self._local.before = getattr(self._local, "before", None), None
+        if before is not None and output is None:
+            cache, state = before
+            cache.restore(state)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = [*args, *kwargs.values()]
-        cache = next((a for a in inputs if isinstance(a, ObservingCache)), None)
-        self.cache = None
-        if cache is None:
+        cache = _cache_among(args, kwargs)
+        self._local.current = None
+        named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        inputs = next((t for t in (*named, *args) if isinstance(t, Tensor)), None)
+        last = getattr(self._local, "last", lambda: None)()
+        if cache is None or inputs is None:
+            if last is not None and inputs is not None:
+                last.pass_over(*inputs.shape[:2])
             return
         if torch.compiler.is_compiling():
-            raise ValueError("a compressed cache cannot be used in a compiled forward pass")
+            _refuse_compiled()
         if cache.attachment is not self:
             raise ValueError(
                 "this cache was made for another model, or before detach: make a new one"
             )
-        named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        cache.begin(next(t for t in (*named, *args) if isinstance(t, Tensor)).shape[0])
-        self.cache = cache
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            raise ValueError(
+                "with gradient checkpointing a model uses no cache: call model.eval() or"
+                " model.gradient_checkpointing_disable() first"
+            )
+        self.wrap()
+        batch, length = inputs.shape[:2]
+        cache.begin(batch, length, kwargs.get("attention_mask"))
+        self._local.current, self._local.last = ForwardPass(cache), ref(cache)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        cache, self.cache = self.cache, None
-        for seat in self.seats.values():
-            seat.clear()
-        if cache is not None:
-            cache.finish()
+        current, self._local.current = self.current, None
+        if current is None:
+            return
+        lost = None
+        failed = output is None
+        for index, handed in () if failed else current.handed.items():
+            if isinstance(handed.key, Watched):
+                self.hooks[index].learn(False)
+            if not handed.whole:
+                lost = index
+        current.cache.finish(failed or lost is not None)
+        if lost is not None:
+            raise self.unserved(lost)
+
+    def unserved(self, index: int) -> ValueError:
+        """Layer ``index`` was given its newest states alone, and did something else with them."""
+        return ValueError(
+            f"{type(self.view.model).__name__} is not supported in this way: layer {index} works with the"
+            " keys and values that its cache returns before it attends to them"
+        )
+
+
+@torch.compiler.disable  # an error that is raised while compiling would only break the graph
+def _refuse_compiled() -> None:
+    raise ValueError("a compressed cache cannot be used in a compiled forward pass")
+
+
+def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservingCache | None:
+    inputs = (*kwargs.values(), *args)
+    return next((given for given in inputs if isinstance(given, ObservingCache)), None)
+
+
+def _pair(rope: Any) -> Pair | None:
+    """cos and sin, where a layer was given them."""
+    if isinstance(rope, tuple) and len(rope) == 2 and all(isinstance(t, Tensor) for t in rope):
+        return rope
+    return None
 
 
 def attach(model: nn.Module) -> Attachment:
@@ -216,11 +361,15 @@ def attach(model: nn.Module) -> Attachment:
     Raises:
         TypeError, ValueError: see `view_model`.
     """
-    attachment: Attachment | None = getattr(model, _ATTACHMENT, None)
-    if attachment is None:
-        attachment = Attachment(view_model(model))
-        setattr(model, _ATTACHMENT, attachment)
-    return attachment
+    with _ATTACHING:
+        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
+        if attachment is not None and attachment.view.outdated:
+            attachment.detach()
+            attachment = None
+        if attachment is None:
+            attachment = Attachment(view_model(model))
+        attachment.watch(model)
+        return attachment
 
 
 def detach(model: nn.Module) -> None:
@@ -228,10 +377,38 @@ def detach(model: nn.Module) -> None:
 
     Caches made for it cannot be used afterwards. Does nothing where nothing is attached.
     """
-    attachment: Attachment | None = getattr(model, _ATTACHMENT, None)
-    if attachment is not None:
-        attachment.detach()
-        delattr(model, _ATTACHMENT)
+    with _ATTACHING:
+        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
+        if attachment is not None:
+            attachment.detach()
+
+
+class _PastIsConstant(torch.autograd.Function):
+    """States that were computed with a compressed past, which no gradient goes back to."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, *inputs: Tensor) -> Tensor:
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "gradients do not go back through the tokens of a compressed cache: for a backward pass, run the"
+            " model on the whole text at once"
+        )
+
+
+def past_is_constant(states: Tensor, *inputs: Tensor) -> Tensor:
+    """``states`` that were computed of ``inputs`` and a compressed past: a backward pass through them says
+    what is wrong, where it would give wrong gradients."""
+    if not differentiable(*inputs):
+        return states
+    constant: Tensor = _PastIsConstant.apply(states, *inputs)
+    return constant
+
+
+def differentiable(*inputs: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
 
 
 def _unusual(options: dict[str, Any]) -> bool:
@@ -251,20 +428,36 @@ def _attention(like: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         own = compat.attention_function(like, module)
-        seat: Seat | None = getattr(module, _SEAT, None)
-        if seat is not None and seat.open and seat.attachment.cache is not None:
-            cache = seat.attachment.cache
-            seat.clear()
-            index = seat.view.index
+        hooks: LayerHooks | None = getattr(module, _HOOKS, None)
+        current = None if hooks is None else hooks.attachment.current
+        handed = None
+        if current is not None and hooks is not None:
+            handed = current.handed.pop(hooks.index, None)
+        if hooks is None or current is None or handed is None:
+            return own(module, query, plain(key), plain(value), attention_mask, **kwargs)
+        reached = handed.reached(key, value)
+        if isinstance(handed.key, Watched):
+            hooks.learn(reached)
+        if not reached and not handed.whole:
+            raise hooks.attachment.unserved(hooks.index)
+        key, value = plain(key), plain(value)
+        if handed.whole:
+            return own(module, query, key, value, attention_mask, **kwargs)
+
+        cache, index, exact = current.cache, hooks.index, (query, key, value)
+        with torch.no_grad():
             if not _unusual(kwargs):
                 scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
                 softcap = kwargs.get("softcap") if like == "eager" else None
-                newest = Newest(query, key, value, attention_mask, scaling, softcap)
-                out = cache.attend(index, newest)
+                out = cache.attend(index, Newest(*exact, attention_mask, scaling, softcap))
                 if out is not None:
-                    return out, None
-            key, value, attention_mask = cache.answer(index, key, value, attention_mask)
-        return own(module, query, key, value, attention_mask, **kwargs)
+                    return past_is_constant(out, *exact), None
+            keys, values, mask = cache.answer(index, key, value, attention_mask)
+        if keys is key:  # nothing came before
+            return own(module, query, key, value, mask, **kwargs)
+        with torch.no_grad():
+            out, weights = own(module, query, keys, values, mask, **kwargs)
+        return past_is_constant(out, *exact), weights
 
     return attend
 

@@ -80,5 +80,6 @@ def _keep_sinks(layer: "CompressedLayer", rows: Tensor, start: int) -> None:
     rank = sink.cumsum(1) - 1
     sequence, column = sink[:, start : start + rows.shape[1]].nonzero(as_tuple=True)
     slot = rank[sequence, column + start]
-    layer.sinks[sequence, slot] = rows[sequence, column]
-    layer.sink_at[sequence, slot] = (column + start).int()
+    # Copies: where the forward pass fails, the layer goes back to those before.
+    layer.sinks = layer.sinks.index_put((sequence, slot), rows[sequence, column])
+    layer.sink_at = layer.sink_at.index_put((sequence, slot), (column + start).int())

@@ -1,7 +1,9 @@
 """KVCache: the compressed cache that a model's ``generate`` and ``forward`` take."""
 
 import copy
-from collections import Counter
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,10 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from . import compat, finite
-from .attention import ObservingCache, attach
+from .attention import ObservingCache, attach, past_is_constant
 from .blocks import seal
 from .calibrate.artifact import Calibration
+from .check import check_rope, check_states
 from .convert import fill
 from .kernels.angles import AngleBook
 from .kernels.dispatch import choose
@@ -29,8 +32,9 @@ from .layer import CompressedLayer, States
 from .methods import LayerCodec, Method, Seen
 from .methods.xquant import Rematerialized
 from .models import AttentionView
-from .models.base import rotate
-from .report import Report
+from .models.rope import Pair
+from .report import Report, report_of
+from .snapshot import Snapshot
 from .spec import parse_method
 from .tokens import TokenIndex
 
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
     Kernel = PackedAttention | PartedAttention | TritonAttention | TritonRebuilt
 
 ATTEND = ("chunk", "store")
-CHECKED_TOKENS = 8
 
 
 class KVCache(Cache, ObservingCache):
@@ -82,6 +85,8 @@ class KVCache(Cache, ObservingCache):
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
     ) -> None:
+        if isinstance(model, str | Method):
+            raise TypeError("the model comes first: KVCache(model, method)")
         self.method = parse_method(method)
         if attend not in ATTEND:
             raise ValueError(f"attend is {' or '.join(ATTEND)}, not '{attend}'")
@@ -92,27 +97,47 @@ class KVCache(Cache, ObservingCache):
             )
         if isinstance(calibration, str | PathLike):
             calibration = Calibration.load(calibration)
+        self._through_store, self._calibration, self._kernel = (
+            attend == "store",
+            calibration,
+            kernel,
+        )
         self.attachment = attach(model)
+        super().__init__(layers=compat.default_layers(self._config))
+        self._build(self.attachment.codecs.of(self.method, calibration))
+        self._begun: Snapshot | None = None
+        self.left: str = ""
+        """Why the model no longer uses this cache, where it has been seen that it does not."""
+
+    @property
+    def _config(self) -> Any:
+        return compat.text_config(self.attachment.view.model)
+
+    def _build(self, codecs: list[LayerCodec]) -> None:
+        """Make the compressed layers, empty, and what attends over them."""
         view = self.attachment.view
-        self.index = TokenIndex(self.method.sink, view.rope)
-        layers: list[Any] = compat.default_layers(compat.text_config(model))
-        below = None
-        codecs = self.attachment.codecs(self.method, calibration)
-        path = instruction_set(kernel)
-        for layer, codec in zip(view.compressed, codecs, strict=True):
-            below = layers[layer.index] = CompressedLayer(
-                codec, self.method, self.index, attend == "store", below, path
+        rotated = all(codec.rotated for codec in codecs)
+        if view.rope.drifts and not rotated:
+            raise ValueError(
+                f"{self._family} turns keys by other angles for every length (dynamic NTK), and what"
+                f" {self.method.spec} keeps before RoPE would lose them: use a method that keeps keys after,"
+                " such as kivi-4bit:rope=post"
             )
-        super().__init__(layers=layers)
+        self._codecs, self._keeps_rotated = codecs, rotated
+        self.index = TokenIndex(self.method.sink, view.rope)
+        path, below = instruction_set(self._kernel), None
+        for layer, codec in zip(view.compressed, codecs, strict=True):
+            below = self.layers[layer.index] = CompressedLayer(
+                codec, self.method, self.index, self._through_store, below, path
+            )
         CompressedLayer.link(self.compressed)
         self.kernels = {
             layer.codec.view.index: choose(
-                layer.codec, layer.stream.block, layer.through_store, kernel
+                layer.codec, layer.stream.block, layer.through_store, self._kernel
             )
             for layer in self.compressed
         }
         self._attach_kernels()
-        self._begun: tuple[int, dict[int, Any]] | None = None
 
     def _attach_kernels(self) -> None:
         self._book, self._turns = AngleBook(self.index), TurnBook(self.index)
@@ -131,28 +156,87 @@ class KVCache(Cache, ObservingCache):
                 self._attentions[index] = PackedAttention(layer, name, self._book)
 
     @property
+    def kernel(self) -> str:
+        """What attends over the compressed layers, and why nothing faster does."""
+        self.attachment.wrap()  # another implementation may have been set since
+        names = dict.fromkeys(
+            str(choice) if hooks.hands_over is not False else hooks.why_whole
+            for choice, hooks in (
+                (self.kernels[index], hooks) for index, hooks in self.attachment.hooks.items()
+            )
+        )
+        return ", ".join(names)
+
+    @property
+    def _family(self) -> str:
+        return type(self.attachment.view.model).__name__
+
+    @property
     def compressed(self) -> list[CompressedLayer]:
         """The layers that the method compresses, bottom up."""
         return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held. Those of a forward pass count once it has succeeded.
+
+        One that was interrupted is undone before the next begins.
+        """
+        if self._begun is not None:
+            return self._begun.length(layer_idx)
+        return int(super().get_seq_length(layer_idx))
+
     # -- a forward pass ------------------------------------------------------------------------
 
-    def begin(self, batch: int) -> None:
+    def snapshot(self) -> Snapshot:
+        """What `restore` needs to bring back the tokens of now; copies nothing that is compressed."""
+        self._undo()
+        return Snapshot.of(self)
+
+    def restore(self, state: Snapshot) -> None:
+        state.bring_back(self)
+        self._forget_pass()
+        self._begun = None
+
+    def _undo(self) -> None:
+        """Undo a forward pass that was interrupted: no hook runs for KeyboardInterrupt."""
+        if self._begun is not None:
+            self.restore(self._begun)
+
+    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+        self._undo()
+        held = self.index.length
+        if length == 0:
+            raise ValueError(
+                f"there is no new token: this cache holds {held} already, and goes on with the text that it"
+                " holds; for another text reset() it, or make a new one"
+            )
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < held + length:
+            _warn_of_another_text(
+                f"the attention mask covers {mask.shape[1]} tokens, not {held + length}", held
+            )
         if self.index.batch not in (0, batch):
             raise ValueError(
                 f"this cache holds a batch of {self.index.batch}, the input has {batch}: use"
                 " batch_repeat_interleave or batch_select_indices, or a new cache"
             )
-        # Layers that are not ours cannot be cropped past their window, so they are put back whole.
-        others = {
-            i: copy.copy(layer)
-            for i, layer in enumerate(self.layers)
-            if not isinstance(layer, CompressedLayer)
-        }
-        self._begun = (self.index.length, others)
+        if self.index.length == 0:
+            self._refresh()
+        self.left = ""
+        self._begun = Snapshot.of(self)
+
+    def _refresh(self) -> None:
+        """Build an empty cache anew where the model's weights, dtype or device have changed."""
+        codecs = self.attachment.codecs.of(self.method, self._calibration, thoroughly=True)
+        if codecs is not self._codecs:
+            self._build(codecs)
 
     def observe(
-        self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
+        self,
+        view: AttentionView,
+        x: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        rope: Pair | None,
     ) -> None:
         batch, length = x.shape[:2]
         if view.index != self.attachment.view.compressed[0].index:
@@ -162,7 +246,24 @@ class KVCache(Cache, ObservingCache):
             positions = torch.arange(start, start + length, device=x.device)[None]
         if positions.dim() != 2:
             raise ValueError("positions of several axes (multimodal RoPE) are not supported")
-        self.index.append(positions.expand(batch, length), _real(mask, batch, length, x.device))
+        real = _real(mask, batch, length, x.device)
+        positions = positions.expand(batch, length)
+        if length > 1 and self.index.length:
+            lowest = int(torch.where(real, positions, self.index.length).min())
+            if lowest < int(self.index.positions[:, -1].min()):
+                _warn_of_another_text(
+                    f"the new tokens begin at position {lowest}", self.index.length
+                )
+        self.index.append(positions, real)
+        # A decode step on a GPU asks the device nothing.
+        if rope is not None and not self._keeps_rotated and (length > 1 or x.device.type == "cpu"):
+            check_rope(self._family, rope, self.index)
+
+    @torch.no_grad()
+    def _append(self, layer: CompressedLayer, seen: Seen) -> None:
+        if layer.get_seq_length() == 0:
+            check_states(self._family, layer.codec, seen, self.index)
+        layer.append(seen, hold=seen.x.shape[1] <= MOST_QUERIES)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -180,20 +281,31 @@ class KVCache(Cache, ObservingCache):
         if not isinstance(layer, CompressedLayer):
             own: States = layer.update(key_states, value_states, *args, **kwargs)
             return own
-        seat = self.attachment.seats[layer_idx]
-        seen = seat.seen(key_states, value_states)
-        if layer.get_seq_length() == 0:
-            self._check(layer.codec, seen)
-        layer.append(seen, hold=seen.x.shape[1] <= MOST_QUERIES)
-        if seat.fused:
-            return key_states, value_states
-        key, value, _ = layer.read(key_states, value_states, None)
+        self._append(layer, self.attachment.seen(layer_idx, key_states, value_states))
+        hands_over = self.attachment.hooks[layer_idx].hands_over
+        banded = self._through_store and self.method.tail > 0
+        if hands_over or (hands_over is None and banded):
+            return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
+        if banded:
+            raise ValueError(
+                f"{self._family} does not leave attention to transformers' attention function, which"
+                " attend='store' with recent tokens in full needs"
+            )
+        with torch.no_grad():
+            key, value, _ = layer.read(key_states, value_states, None)
+        if key is not key_states:
+            key, value = (
+                past_is_constant(whole, new)
+                for whole, new in ((key, key_states), (value, value_states))
+            )
+        if hands_over is None:
+            return self.attachment.hand(layer_idx, key, value, whole=True)
         return key, value
 
     def attend(self, index: int, newest: Newest) -> Tensor | None:
         kernel = self._attentions.get(index)
         queries = newest.query.shape[2]
-        if kernel is None or queries > MOST_QUERIES or newest.query.requires_grad:
+        if kernel is None or queries > MOST_QUERIES:
             return None
         if self.layers[index].get_seq_length() == queries:
             return None  # nothing came before
@@ -205,30 +317,52 @@ class KVCache(Cache, ObservingCache):
         layer: CompressedLayer = self.layers[index]
         return layer.read(key, value, mask)
 
-    def finish(self) -> None:
-        """End a forward pass: one that failed, or fails here, leaves the cache as it was before.
+    def pass_over(self, batch: int, length: int) -> None:
+        known = self.index.length
+        if (
+            self.attachment.view.rope.switches
+            and (batch, length) == (self.index.batch, known + 1)
+            and not self.left
+        ):
+            self.left = (
+                f"{self._family} ran on all {length} tokens anew without this cache, which holds {known}: its"
+                " generate() does so where its rotary embedding changes to that of long inputs"
+            )
+            warnings.warn(self.left, stacklevel=2)
+
+    @torch.no_grad()
+    def finish(self, failed: bool = False) -> None:
+        """End a forward pass: one that ``failed``, or fails here, leaves the cache as it was before.
 
         Raises:
             ValueError: NaN or infinity in the hidden states, where they were not asked about before.
         """
+        begun = self._begun
+        if begun is None:
+            self._forget_pass()
+            return
+        try:
+            complete = not failed and self._complete(begun.tokens)
+        except BaseException:
+            self.restore(begun)
+            raise
+        if complete:
+            self._forget_pass()
+            self._begun = None
+        else:
+            self.restore(begun)
+
+    def _forget_pass(self) -> None:
+        """Forget what holds for one forward pass only."""
         self._book.clear()
         self._turns.clear()
         self.index.forget()
         for layer in self.compressed:
             layer.release()
-        begun, self._begun = self._begun, None
-        if begun is None:
-            return
-        complete = False
-        try:
-            complete = self._complete(begun[0])
-        finally:
-            if not complete:
-                self._return_to(*begun)
 
     def _complete(self, before: int) -> bool:
         """Seal what the layers hold for the end of the forward pass that began with ``before`` tokens. False
-        where it failed: some have not got its tokens."""
+        where layers were left out."""
         length = self.index.length
         if any(layer.get_seq_length() != length for layer in self.compressed):
             return False
@@ -236,44 +370,25 @@ class KVCache(Cache, ObservingCache):
         if due or length - before > MOST_QUERIES:
             finite.check_tails(self.compressed, before)
         seal(due)
-        self.index.forget()
         return True
-
-    def _return_to(self, length: int, others: dict[int, Any]) -> None:
-        for layer in self.compressed:
-            layer.crop(min(length - layer.get_seq_length(), 0))
-        for i, layer in others.items():
-            self.layers[i] = layer
-        self.index.crop(length) if length else self.index.reset()
-
-    def _check(self, codec: LayerCodec, seen: Seen) -> None:
-        """Refuse a model whose keys and values are not what its adapter rebuilds."""
-        count = min(CHECKED_TOKENS, seen.x.shape[1])
-        start = self.index.length - count
-        newest = seen.last(count)
-        states = codec.exact(codec.features(newest))
-        view = codec.view
-        key, value = (s.unflatten(-1, (view.kv_heads, view.head_size)) for s in states)
-        if not codec.rotated:
-            cos, sin = self.index.rope(key)
-            key = rotate(key, cos[:, start:], sin[:, start:])
-        for name, ours, theirs in (("keys", key, newest.key), ("values", value, newest.value)):
-            theirs = theirs.transpose(1, 2).float()
-            error = (ours.float() - theirs).norm() / theirs.norm().clamp_min(1e-6)
-            # NaN compares false: it is reported as what it is by `finite`.
-            if error > (1e-3 if view.dtype == torch.float32 else 5e-2):
-                raise ValueError(
-                    f"{type(self.attachment.view.model).__name__} is not supported: the {name} of"
-                    f" layer {view.index} are not what its projections and standard RoPE give"
-                    f" (relative error {error:.2g})"
-                )
 
     # -- the batch and the length --------------------------------------------------------------
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """All layers change, or none: an error, or an interruption, brings back what was."""
+        before = self.snapshot()
+        try:
+            yield
+        except BaseException:
+            self.restore(before)
+            raise
+
     def reset(self) -> None:
         """Empty the cache for another batch; the model stays attached."""
+        self._undo()
         # Layers that are not ours are made anew: before 5.18, theirs keep their length when reset.
-        own = compat.default_layers(compat.text_config(self.attachment.view.model))
+        own = compat.default_layers(self._config)
         for i, layer in enumerate(self.layers):
             if isinstance(layer, CompressedLayer):
                 layer.reset()
@@ -283,45 +398,66 @@ class KVCache(Cache, ObservingCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep."""
-        length = self.index.length
-        keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
-        if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
-            keep = length
-        keep = min(max(keep, 0), length)
-        for layer in self.layers:
-            layer.crop(keep - length if isinstance(layer, CompressedLayer) else tokens_to_remove)
-        self.index.crop(keep) if keep else self.index.reset()
+        with self._changing():
+            length = self.index.length
+            keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
+            if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
+                keep = length
+            keep = min(max(keep, 0), length)
+            for layer in self.layers:
+                own = isinstance(layer, CompressedLayer)
+                layer.crop(keep - length if own else tokens_to_remove)
+            self.index.crop(keep) if keep else self.index.reset()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences ``indices`` (integers, or a bool mask over the batch)."""
+        """Keep the sequences ``indices`` (integers, or a bool mask over the batch).
+
+        Raises:
+            ValueError: none is selected, or one that the batch has not.
+        """
         indices = torch.as_tensor(indices)
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
-        if self.index.batch:
-            super().batch_select_indices(indices)
-            self.index.select(indices)
+        if indices.numel() == 0:
+            raise ValueError("no sequence is selected: reset() empties a cache")
+        batch = self.index.batch
+        if not batch:
+            return
+        if int(indices.min()) < -batch or int(indices.max()) >= batch:
+            raise ValueError(f"sequences {indices.tolist()} of a batch of {batch}")
+        self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times; sealed blocks are shared, not copied."""
+        """Repeat every sequence ``repeats`` times; sealed blocks are shared, not copied.
+
+        Raises:
+            ValueError: ``repeats`` is below 1.
+        """
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}: it is 1 at least; reset() empties a cache")
         if self.index.batch:
-            self.index.select(torch.arange(self.index.batch).repeat_interleave(repeats))
-        super().batch_repeat_interleave(repeats)
+            self._select(torch.arange(self.index.batch).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""
-        super().reorder_cache(beam_idx)
         if self.index.batch:
-            self.index.select(beam_idx)
+            self._select(beam_idx)
+
+    def _select(self, indices: Tensor) -> None:
+        with self._changing():
+            for layer in self.layers:
+                layer.batch_select_indices(indices)
+            self.index.select(indices)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own for the same model, which is how a prompt's cache is used again."""
         shared = (self.attachment, *(layer.codec for layer in self.compressed))
         memo.update((id(thing), thing) for thing in shared)
         other = memo[id(self)] = object.__new__(type(self))
-        own = {
-            k: v for k, v in self.__dict__.items() if k not in ("_book", "_turns", "_attentions")
-        }
-        other.__dict__.update(copy.deepcopy(own, memo))
+        self._undo()
+        apart = ("_book", "_turns", "_attentions", "_codecs")
+        own = {name: value for name, value in self.__dict__.items() if name not in apart}
+        other.__dict__.update(copy.deepcopy(own, memo), _codecs=self._codecs)
         other._attach_kernels()
         return other
 
@@ -353,8 +489,10 @@ class KVCache(Cache, ObservingCache):
         method = parse_method(method)
         if method == self.method:
             return copy.deepcopy(self)
-        attend = "store" if self.compressed[0].through_store else "chunk"
+        self._undo()
+        attend = "store" if self._through_store else "chunk"
         other = KVCache(self.attachment.view.model, method, attend, calibration, kernel)
+        other._refresh()
         fill(other, self)
         return other
 
@@ -367,49 +505,15 @@ class KVCache(Cache, ObservingCache):
 
     def report(self) -> Report:
         """What is resident, layer by layer kind; cheap enough to call at any time."""
-        view = self.attachment.view
-        sealed: Counter[str] = Counter()
-        values = sealed_values = 0
-        for layer in self.compressed:
-            per_token = 2 * layer.codec.view.kv_width
-            values += per_token * self.index.batch * layer.get_seq_length()
-            sealed_values += per_token * self.index.batch * layer.stream.tokens
-            for packed in layer.stream.pool:
-                sealed.update({name: tensor.nbytes for name, tensor in packed.items()})
-        sinks = sum(layer.sink_nbytes for layer in self.compressed)
-        tail = sum(layer.tail_nbytes for layer in self.compressed)
-        tables = sum(layer.stream.table_nbytes for layer in self.compressed)
-        index = self.index.nbytes + tables
-        codebooks = sum(layer.stream.shared_nbytes for layer in self.compressed)
-        others = [la for la in self.layers if not isinstance(la, CompressedLayer)]
-        skipped = sum(_held(layer) for layer in others)
-        resident = sealed.total() + codebooks + sinks + tail + index
-        model = view.model
+        return report_of(self)
 
-        def bits(size: int) -> float:
-            return 8 * size / sealed_values if sealed_values else 0.0
 
-        return Report(
-            method=self.method.spec,
-            batch=self.index.batch,
-            tokens=self.index.length,
-            kernel=", ".join(dict.fromkeys(map(str, self.kernels.values()))),
-            layers_compressed=[layer.codec.view.index for layer in self.compressed],
-            layers_skipped=dict(view.skipped),
-            sealed_bytes=dict(sealed),
-            table_bytes=codebooks,
-            sink_bytes=sinks,
-            tail_bytes=tail,
-            index_bytes=index,
-            skipped_bytes=skipped,
-            cache_bytes=resident + skipped,
-            full_cache_bytes=2 * values + sum(_values(layer) for layer in others) * 2,
-            bits_per_value=bits(sealed.total() + codebooks + sinks),
-            code_bits=bits(sealed["codes"] + sealed["values"]),
-            cache_ratio=resident / (2 * values) if values else 0.0,
-            model_bytes=sum(p.nbytes for p in model.parameters()),
-            codec_bytes=sum(la.codec.nbytes for la in self.compressed),
-        )
+def _warn_of_another_text(seen: str, held: int) -> None:
+    warnings.warn(
+        f"{seen}, but this cache holds {held} already: an earlier text is still in it; reset() it, or make a new"
+        " one",
+        stacklevel=2,
+    )
 
 
 def _real(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
@@ -420,13 +524,3 @@ def _real(mask: Tensor | None, batch: int, length: int, device: torch.device) ->
     if seen.dtype != torch.bool:
         seen = seen > torch.finfo(seen.dtype).min / 2
     return seen.expand(batch, length)
-
-
-def _values(layer: Any) -> int:
-    held = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    return sum(t.numel() for t in held if isinstance(t, Tensor))
-
-
-def _held(layer: Any) -> int:
-    held = (getattr(layer, "keys", None), getattr(layer, "values", None))
-    return sum(t.nbytes for t in held if isinstance(t, Tensor))

@@ -36,7 +36,7 @@ def fill(target: "KVCache", source: "KVCache") -> None:
             target.layers[i] = copy.deepcopy(own)
     if source.index.length == 0:
         return
-    target.index.append(source.index.positions, source.index.real)
+    target.index.take(source.index)
     try:
         for old, new in zip(source.compressed, target.compressed, strict=True):
             old.carry_up()

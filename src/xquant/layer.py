@@ -16,6 +16,7 @@ from .blocks import pack, seal
 from .methods import LayerCodec, Method, Seen
 from .models.base import rotate
 from .quant import Packed
+from .stream import State as StreamState
 from .stream import Stream
 from .tokens import TokenIndex
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .kernels.gpu.carrying import TritonCarrier
 
 States = tuple[Tensor, Tensor]
+State = tuple[Tensor | None, Tensor | None, Tensor | None, StreamState]
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -81,6 +83,16 @@ class CompressedLayer(CacheLayerMixin):
         self.sink_at: Tensor | None = None  # [B, S] column of each sink, -1 where not sealed yet
         self.release()
 
+    def snapshot(self) -> State:
+        """What `restore` needs to bring back the tokens of now; copies nothing."""
+        return self.tail, self.sinks, self.sink_at, self.stream.snapshot()
+
+    def restore(self, state: State) -> None:
+        """Hold what it held at the time of a `snapshot`, to the bit."""
+        self.tail, self.sinks, self.sink_at, stream = state
+        self.stream.restore(stream)
+        self.release()
+
     def release(self) -> None:
         """Forget what is only needed within a forward pass."""
         self.recalled: Tensor | None = None  # kept only where the layer above needs it
@@ -103,6 +115,17 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:
         return self.tail is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys of all tokens as attention reads them, decoded, ``[B, G, T, D]``; for tools that look into a
+        cache. None where there are no tokens."""
+        return None if self.tail is None else self.states()[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """The same of values."""
+        return None if self.tail is None else self.states()[1]
 
     @property
     def sink_nbytes(self) -> int:
@@ -129,6 +152,11 @@ class CompressedLayer(CacheLayerMixin):
     def append_rows(self, rows: Tensor, hold: bool = False) -> None:
         """The same, given the features ``[B, t, W]`` of the tokens."""
         before = self.get_seq_length()
+        if self.tail is not None and rows.dtype != self.tail.dtype:
+            raise ValueError(
+                f"layer {self.codec.view.index} gives {rows.dtype} states, and the cache holds"
+                f" {self.tail.dtype} ones: the model was cast since; cast it back, or use a new cache"
+            )
         if self.asks_at_once(rows.device):
             finite.check_rows(rows, self.codec.view.index)
         self.release()

@@ -1,7 +1,15 @@
 """What a cache holds, in bytes, and what that is worth."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .layer import CompressedLayer
+
+if TYPE_CHECKING:
+    from .cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Report:
     cache_ratio: float
     model_bytes: int
     codec_bytes: int
+    note: str = ""
+    """What the figures do not tell: why the model no longer uses the cache."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -49,6 +59,7 @@ class Report:
         held = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
         lines = [
             f"{self.method}: {self.tokens} tokens x {self.batch}, kernel {self.kernel}",
+            *([f"  note          {self.note}"] if self.note else []),
             f"  resident      {_size(self.cache_bytes)} ({held or 'nothing yet'})",
             f"  fp16 cache    {_size(self.full_cache_bytes)}; ratio {self.cache_ratio:.3f},"
             f" {self.bits_per_value:.2f} bits per value in sealed blocks, {self.code_bits:.2f} in codes",
@@ -68,3 +79,55 @@ def _size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} GB"
+
+
+def report_of(cache: "KVCache") -> Report:
+    """What is resident in a cache, layer by layer kind."""
+    view = cache.attachment.view
+    sealed: Counter[str] = Counter()
+    values = sealed_values = 0
+    for layer in cache.compressed:
+        per_token = 2 * layer.codec.view.kv_width
+        values += per_token * cache.index.batch * layer.get_seq_length()
+        sealed_values += per_token * cache.index.batch * layer.stream.tokens
+        for packed in layer.stream.pool:
+            sealed.update({name: tensor.nbytes for name, tensor in packed.items()})
+    sinks = sum(layer.sink_nbytes for layer in cache.compressed)
+    tail = sum(layer.tail_nbytes for layer in cache.compressed)
+    index = cache.index.nbytes + sum(layer.stream.table_nbytes for layer in cache.compressed)
+    codebooks = sum(layer.stream.shared_nbytes for layer in cache.compressed)
+    others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+    skipped = sum(tensor.nbytes for layer in others for tensor in _held(layer))
+    resident = sealed.total() + codebooks + sinks + tail + index
+
+    def bits(size: int) -> float:
+        return 8 * size / sealed_values if sealed_values else 0.0
+
+    return Report(
+        method=cache.method.spec,
+        batch=cache.index.batch,
+        tokens=cache.get_seq_length(),
+        kernel=cache.kernel,
+        layers_compressed=[layer.codec.view.index for layer in cache.compressed],
+        layers_skipped=dict(view.skipped),
+        sealed_bytes=dict(sealed),
+        table_bytes=codebooks,
+        sink_bytes=sinks,
+        tail_bytes=tail,
+        index_bytes=index,
+        skipped_bytes=skipped,
+        cache_bytes=resident + skipped,
+        full_cache_bytes=2 * (values + sum(t.numel() for layer in others for t in _held(layer))),
+        bits_per_value=bits(sealed.total() + codebooks + sinks),
+        code_bits=bits(sealed["codes"] + sealed["values"]),
+        cache_ratio=resident / (2 * values) if values else 0.0,
+        model_bytes=sum(p.nbytes for p in view.model.parameters()),
+        codec_bytes=sum(layer.codec.nbytes for layer in cache.compressed),
+        note=cache.left,
+    )
+
+
+def _held(layer: Any) -> list[Tensor]:
+    """The keys and values of a layer that is not ours."""
+    held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return [tensor for tensor in held if isinstance(tensor, Tensor)]

@@ -37,6 +37,8 @@ class Slabs:
     """Blocks ``[N, ...]`` that grow at the end without copying what is there; kernels read them by
     `addresses`."""
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def __init__(self, blocks: Tensor) -> None:
         self.slabs = [_slab(blocks, len(blocks))]
         self._used = len(blocks)  # of the last slab
@@ -54,6 +56,8 @@ class Slabs:
     def itemsize(self) -> int:
         return self.slabs[0].itemsize
 
+    @torch.inference_mode(False)  # what is made within it could not be written to outside
+    @torch.no_grad()
     def append(self, blocks: Tensor) -> None:
         """Add ``blocks`` ``[m, ...]``."""
         self._addresses = None
@@ -65,6 +69,17 @@ class Slabs:
             rest = blocks[fitting:]
             self.slabs.append(_slab(rest, max(len(rest), len(self) // GROWTH)))
             self._used = len(rest)
+
+    def cut(self, count: int) -> None:
+        """Drop all but the first ``count`` blocks, of at least one; none of them moves."""
+        self._addresses = None
+        start = 0
+        for number, slab in enumerate(self.slabs):
+            if start + len(slab) >= count:
+                del self.slabs[number + 1 :]
+                self._used = count - start
+                return
+            start += len(slab)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":
         return Slabs(self.whole().clone())

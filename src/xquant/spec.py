@@ -13,9 +13,12 @@ def parse_method(spec: str | Method) -> Method:
 
     Raises:
         ValueError: unknown method, bits or option; the message says what is allowed.
+        TypeError: ``spec`` is neither.
     """
     if isinstance(spec, Method):
         return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"a method is a spec string or a Method, not {type(spec).__name__}")
     head, _, options = spec.strip().partition(":")
     named = (n for n in METHODS if head.startswith(n) and not head[len(n) :][:1].isalpha())
     name = max(named, key=len, default=None)

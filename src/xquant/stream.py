@@ -19,6 +19,7 @@ from .quant.quantizer import dense
 from .slabs import Slabs
 
 Pool = dict[str, Slabs | Ragged]
+State = tuple[list[Pool], Tensor | None, list[int], int, int]
 
 
 class Stream:
@@ -43,11 +44,7 @@ class Stream:
         self.table: Tensor | None = None  # int64 [B, columns] into the pool
         self.lengths: list[int] = []  # valid tokens of each column of the table
         self.tokens = 0  # per sequence that are sealed: the sum of the lengths
-
-    @property
-    def blocks(self) -> int:
-        """Resident blocks; a block that several sequences share counts once."""
-        return len(next(iter(self.pool[0].values()))) if self.pool else 0
+        self.blocks = 0  # resident; one that several sequences share counts once
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +94,9 @@ class Stream:
                 for name, fields in new.items():
                     old[name] = _grown(old[name], fields)
         self.table = ids if self.table is None else torch.cat([self.table, ids], 1)
-        self.lengths += [self.block] * ids.shape[1]
+        self.lengths = self.lengths + [self.block] * ids.shape[1]
         self.tokens += self.block * ids.shape[1]
+        self.blocks += count
 
     def gather(self, ids: Tensor) -> list[Packed]:
         """The packed blocks ``ids``, with borrowed codes; not to be written to."""
@@ -170,7 +168,22 @@ class Stream:
                 {name: _held(t[used]) for name, t in fields.items()} for fields in self.pool
             ]
             table = renumbered
-        self.table = table
+        self.table, self.blocks = table, used.numel()
+
+    def snapshot(self) -> State:
+        """What `restore` needs to bring back the blocks of now."""
+        return self.pool, self.table, self.lengths, self.tokens, self.blocks
+
+    def restore(self, state: State) -> None:
+        """Be as at the time of a `snapshot`, also where sealing or selecting was interrupted since."""
+        self.version += 1
+        self.pool, self.table, self.lengths, self.tokens, self.blocks = state
+        for fields in self.pool:
+            for name, held in fields.items():
+                if isinstance(held, Ragged):
+                    fields[name] = held.first(self.blocks)
+                else:
+                    held.cut(self.blocks)
 
 
 def pack_all(

@@ -60,9 +60,9 @@ def test_a_cache_takes_the_object_or_its_file(
         ]
     assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
     attachment = attach(model)
-    held = len(attachment._codecs)
+    held = len(attachment.codecs._kept)
     KVCache(model, SPEC + ":group=8", calibration=tmp_path / "c.safetensors")
-    assert len(attachment._codecs) == held  # reading the file again builds nothing again
+    assert len(attachment.codecs._kept) == held  # reading the file again builds nothing again
 
 
 def test_the_same_model_in_bf16_takes_it(made: Calibration) -> None:

@@ -30,17 +30,16 @@ class _Recorder(DynamicCache, ObservingCache):
         self.attachment, self.gradients = attachment, gradients
         self.seen: dict[int, Any] = {}
 
-    def begin(self, batch: int) -> None:
+    def begin(self, batch: int, length: int, mask: Any) -> None:
         self.seen.clear()
 
-    def observe(self, view: AttentionView, x: Tensor, positions: Any, mask: Any) -> None:
+    def observe(self, view: AttentionView, x: Tensor, positions: Any, mask: Any, rope: Any) -> None:
         pass
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        seat = self.attachment.seats.get(layer_idx)
-        if seat is None:
+        if layer_idx not in self.attachment.hooks:
             own: tuple[Tensor, Tensor] = super().update(
                 key_states, value_states, layer_idx, *args, **kwargs
             )
@@ -48,7 +47,7 @@ class _Recorder(DynamicCache, ObservingCache):
         if self.gradients and not key_states.requires_grad:  # the lowest layer
             key_states = key_states.detach().requires_grad_()
             value_states = value_states.detach().requires_grad_()
-        self.seen[layer_idx] = seat.seen(key_states, value_states)
+        self.seen[layer_idx] = self.attachment.seen(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def answer(
@@ -56,7 +55,7 @@ class _Recorder(DynamicCache, ObservingCache):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         return key, value, mask
 
-    def finish(self) -> None:
+    def finish(self, failed: bool = False) -> None:
         pass
 
 

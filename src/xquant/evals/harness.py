@@ -25,6 +25,7 @@ from ..calibrate.artifact import Calibration
 from ..load import PACKAGED, load_model
 from ..methods import Method
 from ..models import AttentionView
+from ..models.rope import Pair
 from ..spec import parse_method
 
 
@@ -111,7 +112,12 @@ class _RightPadded(KVCache):
         self._text[:, 0] = True
 
     def observe(
-        self, view: AttentionView, x: Tensor, positions: Tensor | None, mask: Tensor | None
+        self,
+        view: AttentionView,
+        x: Tensor,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        rope: Pair | None,
     ) -> None:
         stop = self.index.length + x.shape[1]
-        super().observe(view, x, positions, self._text[:, None, None, :stop])
+        super().observe(view, x, positions, self._text[:, None, None, :stop], rope)

@@ -61,6 +61,8 @@ class AngleBook:
     def of(self, lengths: list[int], block: int, tail: int, sinks: Tensor | None) -> Angles | None:
         """Of a layer with blocks of these ``lengths``, ``tail`` more tokens and sinks in these columns
         ``[B, S]``; None where a block's positions do not follow each other."""
+        if not self._index.uniform:  # one table of turns would not do
+            return None
         sealed = sum(lengths)
         key = sealed, tail
         if key not in self._found:
@@ -100,9 +102,7 @@ class AngleBook:
         return self._starts[key]
 
     def _pairs(self, parts: list[Tensor]) -> list[Pair]:
-        """cos and sin of positions ``[B, t]`` each. The newest position is among them, so that an
-        embedding that depends on the longest in use sees it."""
-        parts = [*parts, self._index.positions[:, -1:]]
+        """cos and sin of positions ``[B, t]`` each."""
         cos, sin = self._index.rope_at(torch.cat(parts, 1))
         half = cos.shape[-1] // 2
         sizes = [part.shape[1] for part in parts]

@@ -173,6 +173,11 @@ class Method(ABC):
         return False
 
     @property
+    def built_from_weights(self) -> bool:
+        """Whether codecs hold what was computed from the model's projections."""
+        return self.needs_calibration
+
+    @property
     def how_to_calibrate(self) -> str:
         """What to tell someone who has no artifact."""
         if self.calibrates_itself:

@@ -74,6 +74,10 @@ class XQuant(QuantizedMethod):
         default=False, metadata={"help": "keep the first channel of X U_k in fp16 (gqa form)"}
     )
 
+    @property
+    def built_from_weights(self) -> bool:
+        return True
+
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:

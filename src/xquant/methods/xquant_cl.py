@@ -60,6 +60,10 @@ class XQuantCL(QuantizedMethod):
     accumulator: int = bits_field(16, help="bits of the accumulator e_b, 16 is full")
     rotate: bool = field(default=False, metadata={"help": "rotate deltas before quantizing"})
 
+    @property
+    def built_from_weights(self) -> bool:
+        return True
+
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:

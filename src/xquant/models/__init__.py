@@ -1,5 +1,5 @@
 """Adapters: what a method needs to know of a model family."""
 
-from .base import AttentionView, ModelView, view_model
+from .base import AttentionView, ModelView, find_decoder, view_model
 
-__all__ = ["AttentionView", "ModelView", "view_model"]
+__all__ = ["AttentionView", "ModelView", "find_decoder", "view_model"]

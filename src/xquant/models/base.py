@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import compat
+from .rope import Rope
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -83,6 +84,15 @@ class AttentionView:
     rotary_size: int = 0  # channels of a head that the rotary embedding turns
     _offline: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        seen = (self.key_module, self.value_module, self.key_norm)
+        named = self.module.named_children()
+        self._parts = [(name, child) for name, child in named if any(child is s for s in seen)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be computed again: views are saved with their model."""
+        return {**self.__dict__, "_offline": {}}
+
     def offline(self, name: str, compute: Callable[[], Any]) -> Any:
         """A product of the projections that methods share, computed once until they change."""
         if name not in self._offline:
@@ -126,12 +136,8 @@ class AttentionView:
         return self._dense(self.value_module)[self.value_slice]
 
     def _dense(self, module: nn.Module) -> Tensor:
-        weight = getattr(module, "weight", None)
-        if (
-            isinstance(weight, Tensor)
-            and type(weight) in (Tensor, nn.Parameter)
-            and weight.is_floating_point()
-        ):
+        if is_plain(module):
+            weight: Any = module.weight
             return weight.detach()
         decoded: Tensor = self.offline(
             f"decoded {id(module)}", lambda: decoded_weight(module, self)
@@ -144,6 +150,26 @@ class AttentionView:
         modules = (self.key_module, self.value_module, self.key_norm)
         tensors = [t for module in modules if module is not None for t in _tensors(module)]
         return [(id(t), t.data_ptr(), t.dtype, t.device, _version(t)) for t in tensors]
+
+    def weights_sums(self) -> list[Tensor]:
+        """Numbers, int64 on the layer's device, that change when a projection or the key norm is written to
+        in a way that leaves no other trace, or computes something else (an adapter was switched)."""
+        projections = [self.key_module]
+        if self.value_module is not self.key_module:
+            projections.append(self.value_module)
+        read = [*projections, self.key_norm] if self.key_norm is not None else projections
+        tensors = [t for module in read for t in _tensors(module) if type(t) in PLAIN]
+        for module in projections:
+            if not is_plain(module):
+                probe = torch.linspace(-1, 1, self.hidden, device=self.device, dtype=self.dtype)
+                tensors.append(module(probe[None]))
+        return [number for tensor in tensors for number in _sums(tensor)]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the layer has been given other projections or another key norm."""
+        now = self.module._modules
+        return any(now.get(name) is not module for name, module in self._parts)
 
     @property
     def key_bias(self) -> Tensor | None:
@@ -202,11 +228,43 @@ class ModelView:
     decoder: nn.Module
     layers: list[AttentionView]
     skipped: dict[int, str]
-    rope: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    rope: Rope
 
     @property
     def compressed(self) -> list[AttentionView]:
         return [view for view in self.layers if view.index not in self.skipped]
+
+    @property
+    def outdated(self) -> bool:
+        """Whether layers, or modules in them, have been replaced since."""
+        now = {id(getattr(layer, "self_attn", None)) for layer in self.decoder.layers}  # type: ignore[union-attr]
+        return any(id(view.module) not in now or view.outdated for view in self.layers)
+
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a linear layer is a product with its weight and nothing else: no adapter, no codes."""
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and type(module.weight) in PLAIN
+        and module.weight.is_floating_point()
+    )
+
+
+def _sums(tensor: Tensor) -> list[Tensor]:
+    """Sums of the bits of a tensor by rows and by columns, weighted, so that an exchange is seen as well."""
+    rows = tensor.detach().reshape(len(tensor) if tensor.dim() > 1 else 1, -1).contiguous()
+    bits = rows.view(torch.uint8)
+    bits = F.pad(bits, (0, -bits.shape[1] % 8)).view(torch.int64)
+    found = []
+    for dim in (0, 1):
+        sums = bits.sum(dim)
+        order = torch.arange(1, 2 * len(sums), 2, device=sums.device)
+        found.append((sums * order).sum())
+    return found
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -225,11 +283,11 @@ def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
     Raises:
         ValueError: it cannot be had; the message says how the layer is stored.
     """
-    weight = getattr(module, "weight", None)
     eye = torch.eye(view.hidden, dtype=view.dtype, device=view.device)
     try:
-        if isinstance(weight, Tensor) and weight.is_floating_point():  # torchao: a kind of tensor
-            return F.linear(eye, weight).T.contiguous()
+        if isinstance(module, nn.Linear) and module.weight.is_floating_point():
+            # torchao: a kind of tensor
+            return F.linear(eye, module.weight).T.contiguous()
         dequantize = getattr(module, "dequantize", None)
         if callable(dequantize):  # HQQ
             decoded: Tensor = dequantize()
@@ -261,6 +319,11 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
             attention = getattr(layers[0], "self_attn", None)
             if attention is not None and hasattr(attention, "layer_idx"):
                 yield module
+
+
+def find_decoder(model: nn.Module) -> nn.Module | None:
+    """The module of ``model`` that holds the decoder layers, if there is one that can be served."""
+    return next(_decoders(model), None) if isinstance(model, nn.Module) else None
 
 
 def _view_attention(layer: Any, family: str) -> AttentionView:
@@ -315,7 +378,7 @@ def view_model(model: nn.Module) -> ModelView:
     family = type(model).__name__
     if not hasattr(model, "config") or not isinstance(model, nn.Module):
         raise TypeError(f"a transformers model is needed, not {family}")
-    decoder = next(_decoders(model), None)
+    decoder = find_decoder(model)
     if decoder is None:
         raise ValueError(f"{family} is not supported: no decoder layers with self_attn were found")
     rotary = getattr(decoder, "rotary_emb", None)
@@ -340,12 +403,7 @@ def view_model(model: nn.Module) -> ModelView:
         raise ValueError(
             f"{family} has no full-attention layer to compress ({skipped[views[0].index]})"
         )
-    extra = compat.rotary_arguments(rotary)
-
-    def rope(x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = rotary(x, positions, **extra)
-        return cos, sin
-
+    rope = Rope(rotary, config)
     first = next(_tensors(rotary), torch.empty(0))
     turned = rope(first.new_empty(0), torch.zeros(1, 1, dtype=torch.int, device=first.device))[0]
     for view in views:

@@ -30,6 +30,10 @@ class Ragged:
     def __add__(self, other: "Ragged") -> "Ragged":
         return Ragged(self.runs + other.runs)
 
+    def first(self, count: int) -> "Ragged":
+        """The first ``count`` blocks."""
+        return Ragged(self.runs[:count])
+
     def flat(self) -> Tensor:
         """All runs after each other."""
         return torch.cat(self.runs)

@@ -38,6 +38,8 @@ class TurnBook:
 
     def of(self, lengths: list[int], block: int, tail: int, sinks: Tensor | None) -> Turns | None:
         """As `AngleBook.of`."""
+        if not self._index.uniform:
+            return None
         key = sum(lengths), tail
         if key not in self._found:
             begin = self._start(lengths)
@@ -64,8 +66,7 @@ class TurnBook:
         if sinks is not None:
             kept = positions.gather(1, sinks.to(device).long().clamp(min=0))
         within = torch.arange(block, dtype=positions.dtype, device=device).expand(batch, -1)
-        # The newest position is among them: some embeddings depend on the longest in use.
-        parts = [begin, positions[:, sealed : sealed + tail], kept, within, positions[:, -1:]]
+        parts = [begin, positions[:, sealed : sealed + tail], kept, within]
         cos, sin = self._index.rope_at(torch.cat(parts, 1))
         half, sizes = cos.shape[-1] // 2, [part.shape[1] for part in parts]
         pairs: list[Pair] = [
@@ -74,7 +75,7 @@ class TurnBook:
                 cos[..., :half].split(sizes, 1), sin[..., :half].split(sizes, 1), strict=True
             )
         ]
-        start, newest, kept_pair, (turn_cos, turn_sin), _ = pairs
+        start, newest, kept_pair, (turn_cos, turn_sin) = pairs
         # Some embeddings scale what they turn: that is left to the start of the block.
         factor = turn_cos[0, 0, 0]
         return Turns((turn_cos[0] / factor, turn_sin[0] / factor), start, newest, kept_pair)

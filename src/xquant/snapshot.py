@@ -1,0 +1,57 @@
+"""Snapshot: what a cache held at one moment. Blocks are only ever added, so it copies nothing of them."""
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .layer import CompressedLayer
+from .layer import State as LayerState
+from .tokens import State as IndexState
+from .tokens import TokenIndex
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Brings a cache back, to the bit, from a forward pass or a change that failed half way."""
+
+    index: TokenIndex
+    state: IndexState
+    layers: list[tuple[CompressedLayer, LayerState]]
+    others: dict[int, Any]
+    """Layers that are not ours, by number: they cannot be cropped past their window, so they are put back."""
+
+    @classmethod
+    def of(cls, cache: "KVCache") -> "Snapshot":
+        layers, others = [], {}
+        for number, layer in enumerate(cache.layers):
+            if isinstance(layer, CompressedLayer):
+                layers.append((layer, layer.snapshot()))
+            else:
+                others[number] = copy.copy(layer)
+        return cls(cache.index, cache.index.snapshot(), layers, others)
+
+    @property
+    def tokens(self) -> int:
+        """That the compressed layers held."""
+        return self.state[0].shape[1]
+
+    def length(self, layer: int) -> int:
+        """Tokens that layer number ``layer`` held."""
+        if layer in self.others:
+            return int(self.others[layer].get_seq_length())
+        return self.tokens
+
+    def bring_back(self, cache: "KVCache") -> None:
+        if self.index is cache.index:
+            cache.index.restore(self.state)
+            for layer, state in self.layers:
+                layer.restore(state)
+        else:  # its layers were made anew since, so they were empty
+            cache.index.reset()
+            for layer in cache.compressed:
+                layer.reset()
+        for number, other in self.others.items():
+            cache.layers[number] = copy.copy(other)

@@ -1,0 +1,46 @@
+"""Watched: states that note whether a model did anything with them.
+
+A cache may give an attention layer its newest states alone only if the layer hands them to the attention
+function as they are, where the cache adds the rest. Whether it does is not assumed but seen.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Watched(Tensor):
+    """A tensor that notes the first operation on it; what the operation gives is a plain tensor."""
+
+    touched: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for given in (*args, *kwargs.values()):
+            for one in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(one, Watched):
+                    one.touched = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def watch(states: Tensor) -> Watched:
+    """``states``, watched; their memory is the same."""
+    return states.as_subclass(Watched)
+
+
+def plain(states: Tensor) -> Tensor:
+    """``states`` without being watched."""
+    if not isinstance(states, Watched):
+        return states
+    with torch._C.DisableTorchFunctionSubclass():
+        return states.as_subclass(Tensor)
