@@ -313,10 +313,11 @@ def test_another_text_in_a_used_cache_is_told_of() -> None:
     model.generate(prompt(1, 40), **options)
     with pytest.raises(ValueError, match="no new token: this cache holds 44 already"):
         model.generate(prompt(1, 12, seed=5), **options)
-    with pytest.warns(
-        UserWarning, match="the attention mask covers 40 tokens, but this cache holds 44"
-    ):
+    with pytest.warns(UserWarning, match="begin at position 4, but this cache holds 44 already"):
         model.generate(prompt(1, 40), **options)
+    mask = torch.ones(1, 3, dtype=torch.long)
+    with pytest.warns(UserWarning, match="the attention mask covers 3 tokens, not"):
+        model(prompt(1, 3), past_key_values=cache, attention_mask=mask)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cache.reset()

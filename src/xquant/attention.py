@@ -11,7 +11,6 @@ What is known during a forward pass belongs to the pass, and a pass to its threa
 with a cache each.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from threading import RLock, local
 from typing import Any
@@ -22,10 +21,12 @@ from torch import Tensor, nn
 
 from . import compat
 from .codecs import Codecs
+from .gradients import past_is_constant
 from .kernels.newest import Newest
 from .methods import Seen
 from .models import AttentionView, ModelView, find_decoder, view_model
 from .models.rope import Pair
+from .passes import ForwardPass, Handed, ObservingCache
 from .watched import Watched, plain, watch
 
 _ATTACHMENT = "_xquant_attachment"
@@ -33,92 +34,6 @@ _HOOKS = "_xquant_hooks"
 _PREFIX = "xquant_"
 _WRAPPED = ("eager", "sdpa")
 _ATTACHING = RLock()
-
-
-class ObservingCache:
-    """What a cache offers to the seam."""
-
-    attachment: "Attachment"
-
-    @abstractmethod
-    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
-        """A forward pass of the decoder starts, on ``length`` tokens of ``batch`` sequences.
-
-        ``mask``: of padding, as the decoder was given it.
-        """
-
-    @abstractmethod
-    def observe(
-        self,
-        view: AttentionView,
-        x: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        rope: Pair | None,
-    ) -> None:
-        """A compressed layer's attention is about to run on ``x`` ``[B, T, d]``, given the cos and sin of
-        ``rope``."""
-
-    @abstractmethod
-    def answer(
-        self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values and mask that layer ``index`` attends to, given the newest tokens' own."""
-
-    def attend(self, index: int, newest: Newest) -> Tensor | None:
-        """The attention of layer ``index`` itself, ``[B, T, H, D]``; None to have it done by the model's
-        own implementation on what `answer` gives."""
-        return None
-
-    def pass_over(self, batch: int, length: int) -> None:
-        """The model ran without this cache, the last that it was given, on ``length`` tokens of ``batch``
-        sequences."""
-
-    @abstractmethod
-    def finish(self, failed: bool = False) -> None:
-        """The forward pass of the decoder has ended. Not called where it was interrupted."""
-
-    def snapshot(self) -> Any:
-        """What `restore` needs, taken before the model runs."""
-
-    def restore(self, state: Any) -> None:
-        """What follows the decoder has failed: be as at the time of `snapshot`."""
-
-
-class Inputs:
-    """What was seen at one attention layer before its cache is updated."""
-
-    def __init__(self) -> None:
-        self.x: Tensor | None = None
-        self.residual: Tensor | None = None
-        self.raw_key: Tensor | None = None
-
-
-class Handed:
-    """The states that a cache returned to a layer, which are to reach the attention function as they are.
-
-    ``whole``: they are of all tokens, and nothing is to be added.
-    """
-
-    def __init__(self, key: Tensor, value: Tensor, whole: bool) -> None:
-        self.key, self.value, self.whole = key, value, whole
-
-    def reached(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are the same tensors, and nothing was done with them."""
-        touched = (isinstance(t, Watched) and t.touched for t in (self.key, self.value))
-        return key is self.key and value is self.value and not any(touched)
-
-
-class ForwardPass:
-    """What one forward pass with a compressed cache knows, in its thread."""
-
-    def __init__(self, cache: ObservingCache) -> None:
-        self.cache = cache
-        self.inputs: dict[int, Inputs] = {}
-        self.handed: dict[int, Handed] = {}
-
-    def at(self, index: int) -> Inputs:
-        return self.inputs.setdefault(index, Inputs())
 
 
 class LayerHooks:
@@ -381,34 +296,6 @@ def detach(model: nn.Module) -> None:
         attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
         if attachment is not None:
             attachment.detach()
-
-
-class _PastIsConstant(torch.autograd.Function):
-    """States that were computed with a compressed past, which no gradient goes back to."""
-
-    @staticmethod
-    def forward(ctx: Any, states: Tensor, *inputs: Tensor) -> Tensor:
-        return states.view_as(states)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            "gradients do not go back through the tokens of a compressed cache: for a backward pass, run the"
-            " model on the whole text at once"
-        )
-
-
-def past_is_constant(states: Tensor, *inputs: Tensor) -> Tensor:
-    """``states`` that were computed of ``inputs`` and a compressed past: a backward pass through them says
-    what is wrong, where it would give wrong gradients."""
-    if not differentiable(*inputs):
-        return states
-    constant: Tensor = _PastIsConstant.apply(states, *inputs)
-    return constant
-
-
-def differentiable(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
 
 
 def _unusual(options: dict[str, Any]) -> bool:

@@ -5,44 +5,34 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from . import compat, finite
-from .attention import ObservingCache, attach, past_is_constant
+from .attention import attach
 from .blocks import seal
 from .calibrate.artifact import Calibration
-from .check import check_rope, check_states
+from .check import check_rope, check_states, real_tokens, warn_of_another_text
 from .convert import fill
+from .gradients import past_is_constant
 from .kernels.angles import AngleBook
-from .kernels.dispatch import choose
-from .kernels.folded import FoldedAttention
-from .kernels.gpu import triton_attention, triton_carrier
+from .kernels.dispatch import attention_of, choose
 from .kernels.gpu.angles import TurnBook
-from .kernels.gpu.support import NAME as TRITON
 from .kernels.newest import Newest
-from .kernels.packed import MOST_QUERIES, PackedAttention
-from .kernels.parts import PartedAttention
-from .kernels.rebuilt import RebuiltAttention
+from .kernels.packed import MOST_QUERIES
 from .kernels.sealing import instruction_set
 from .layer import CompressedLayer, States
 from .methods import LayerCodec, Method, Seen
-from .methods.xquant import Rematerialized
 from .models import AttentionView
 from .models.rope import Pair
+from .passes import ObservingCache
 from .report import Report, report_of
 from .snapshot import Snapshot
 from .spec import parse_method
 from .tokens import TokenIndex
-
-if TYPE_CHECKING:
-    from .kernels.gpu.attention import TritonAttention
-    from .kernels.gpu.rebuilt import TritonRebuilt
-
-    Kernel = PackedAttention | PartedAttention | TritonAttention | TritonRebuilt
 
 ATTEND = ("chunk", "store")
 
@@ -141,19 +131,12 @@ class KVCache(Cache, ObservingCache):
 
     def _attach_kernels(self) -> None:
         self._book, self._turns = AngleBook(self.index), TurnBook(self.index)
-        self._attentions: dict[int, Kernel] = {}
+        self._attentions = {}
         for layer in self.compressed:
             index = layer.codec.view.index
-            name = self.kernels[index].name
-            if name == TRITON:
-                self._attentions[index] = triton_attention(layer, self._turns)
-                layer.carrier = triton_carrier(layer)
-            elif name != "reference" and isinstance(layer.codec, Rematerialized):
-                self._attentions[index] = RebuiltAttention(layer, name)
-            elif name == "folded":
-                self._attentions[index] = FoldedAttention(layer)
-            elif name != "reference":
-                self._attentions[index] = PackedAttention(layer, name, self._book)
+            found = attention_of(layer, self.kernels[index].name, self._book, self._turns)
+            if found is not None:
+                self._attentions[index] = found
 
     @property
     def kernel(self) -> str:
@@ -211,7 +194,7 @@ class KVCache(Cache, ObservingCache):
                 " holds; for another text reset() it, or make a new one"
             )
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < held + length:
-            _warn_of_another_text(
+            warn_of_another_text(
                 f"the attention mask covers {mask.shape[1]} tokens, not {held + length}", held
             )
         if self.index.batch not in (0, batch):
@@ -246,12 +229,12 @@ class KVCache(Cache, ObservingCache):
             positions = torch.arange(start, start + length, device=x.device)[None]
         if positions.dim() != 2:
             raise ValueError("positions of several axes (multimodal RoPE) are not supported")
-        real = _real(mask, batch, length, x.device)
+        real = real_tokens(mask, batch, length, x.device)
         positions = positions.expand(batch, length)
         if length > 1 and self.index.length:
             lowest = int(torch.where(real, positions, self.index.length).min())
             if lowest < int(self.index.positions[:, -1].min()):
-                _warn_of_another_text(
+                warn_of_another_text(
                     f"the new tokens begin at position {lowest}", self.index.length
                 )
         self.index.append(positions, real)
@@ -506,21 +489,3 @@ class KVCache(Cache, ObservingCache):
     def report(self) -> Report:
         """What is resident, layer by layer kind; cheap enough to call at any time."""
         return report_of(self)
-
-
-def _warn_of_another_text(seen: str, held: int) -> None:
-    warnings.warn(
-        f"{seen}, but this cache holds {held} already: an earlier text is still in it; reset() it, or make a new"
-        " one",
-        stacklevel=2,
-    )
-
-
-def _real(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """Which of the new tokens are not padding, from the last query's row of a 4D mask."""
-    if mask is None or not isinstance(mask, Tensor) or mask.dim() != 4:
-        return torch.ones(batch, length, dtype=torch.bool, device=device)
-    seen = mask[:, 0, -1, -length:]
-    if seen.dtype != torch.bool:
-        seen = seen > torch.finfo(seen.dtype).min / 2
-    return seen.expand(batch, length)

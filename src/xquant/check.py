@@ -1,6 +1,9 @@
 """What is not assumed of a model but checked, while a forward pass runs."""
 
+import warnings
+
 import torch
+from torch import Tensor
 
 from .methods import LayerCodec, Seen
 from .models.base import is_plain, rotate
@@ -55,7 +58,7 @@ def check_rope(family: str, rope: Pair, index: TokenIndex) -> None:
     Raises:
         ValueError: they are, as those of images are; the message names ``family``.
     """
-    cos, sin = rope
+    cos = rope[0]
     own = index.rope_of_newest(cos, cos.shape[-2])
     # Some models give a table of another form; what they do with it is for `check_states`.
     if cos.dim() != 3 or cos.shape[-1] != own[0].shape[-1]:
@@ -68,3 +71,22 @@ def check_rope(family: str, rope: Pair, index: TokenIndex) -> None:
                 " positions of several axes, as of images (multimodal RoPE), need a method that keeps keys"
                 " after RoPE, such as kivi-4bit:rope=post"
             )
+
+
+def warn_of_another_text(seen: str, held: int) -> None:
+    """Say what was ``seen`` of the input that does not go on with the ``held`` tokens of a cache."""
+    warnings.warn(
+        f"{seen}, but this cache holds {held} already: an earlier text is still in it; reset() it, or make"
+        " a new one",
+        stacklevel=2,
+    )
+
+
+def real_tokens(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
+    """Which of the new tokens are not padding, from the last query's row of a 4D mask."""
+    if mask is None or not isinstance(mask, Tensor) or mask.dim() != 4:
+        return torch.ones(batch, length, dtype=torch.bool, device=device)
+    seen = mask[:, 0, -1, -length:]
+    if seen.dtype != torch.bool:
+        seen = seen > torch.finfo(seen.dtype).min / 2
+    return seen.expand(batch, length)

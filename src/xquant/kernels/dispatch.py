@@ -1,6 +1,7 @@
 """Which kernel attends over a layer, and why."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..methods import LayerCodec
 from ..methods.key_value import KeyValueCodec
@@ -9,7 +10,21 @@ from ..quant import Affine, Codebook
 from ..quant.quantizer import Segment
 from ..quant.ranked import Ranked
 from . import KERNELS, native, products, ranked_products
+from .angles import AngleBook
+from .folded import FoldedAttention
 from .gpu import support as triton
+from .gpu import triton_attention, triton_carrier
+from .gpu.angles import TurnBook
+from .packed import PackedAttention
+from .parts import PartedAttention
+from .rebuilt import RebuiltAttention
+
+if TYPE_CHECKING:
+    from ..layer import CompressedLayer
+    from .gpu.attention import TritonAttention
+    from .gpu.rebuilt import TritonRebuilt
+
+    Kernel = PackedAttention | PartedAttention | TritonAttention | TritonRebuilt
 
 LEAST_BLOCK = 32
 """Tokens of a block from which on the folded kernel was measured to be faster than the reference."""
@@ -94,6 +109,9 @@ def _unfit_packed(codec: LayerCodec, block: int) -> str:
         return f"heads of {codec.view.head_size} in blocks of {block}: both must be multiples of 32"
     if not codec.rotated and codec.view.rotary_size != codec.view.head_size:
         return "the rotary embedding turns a part of a head"
+    keys = codec.segments[0].quantizer
+    if getattr(codec, "offset", None) is not None and getattr(keys, "per", "") == "token":
+        return "a key bias beside ranges per token"
     return next(
         filter(None, map(_unfit_segment, codec.segments, ("key", "value"), (block, block))), ""
     )
@@ -112,3 +130,23 @@ def _unfit_segment(segment: Segment, role: str, block: int) -> str:
     else:
         fits = (size % 32 == 0 or size >= block) if tokens else size % 4 == 0
     return "" if fits else f"ranges of {size} {'tokens' if tokens else 'channels'} for {role}s"
+
+
+def attention_of(
+    layer: "CompressedLayer", name: str, book: AngleBook, turns: TurnBook
+) -> "Kernel | None":
+    """What attends over a layer by the kernel ``name``; None for the reference, which is the layer itself.
+
+    Args:
+        book, turns: the angles of a forward pass, for all layers of a cache.
+    """
+    if name == triton.NAME:
+        layer.carrier = triton_carrier(layer)
+        return triton_attention(layer, turns)
+    if name == "reference":
+        return None
+    if isinstance(layer.codec, Rematerialized):
+        return RebuiltAttention(layer, name)
+    if name == "folded":
+        return FoldedAttention(layer)
+    return PackedAttention(layer, name, book)
