@@ -209,3 +209,10 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
 def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
     model = tiny(family, head_dim=32, hidden_size=128, initializer_range=0.05)
     assert decoding_error(model, "kivi-4bit:group=32,sink=1", path, [90, 41, 70], steps=40) < 5e-3
+
+
+@pytest.mark.parametrize("spec", [s for s in PER_BITS + OTHERS if s.startswith(("int", "nf"))])
+def test_a_key_bias_is_read_with_every_layout(spec: str) -> None:
+    """By whatever is chosen: what was not told of the bias left it out in silence."""
+    model = tiny("qwen2", head_dim=32, hidden_size=128, initializer_range=0.05)
+    assert decoding_error(model, spec, "auto", [90, 41, 70], steps=40) < 5e-3
