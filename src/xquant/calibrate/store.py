@@ -24,8 +24,15 @@ def find(
 ) -> Calibration | None:
     """The artifact for the method of that spec and the model of that `fingerprint`, if there is one that this
     version can read and that holds what is ``expected``."""
+    return usable(_file(method, model), method, model, expected)
+
+
+def usable(
+    file: Path, method: str, model: str, expected: Mapping[str, Expected] | None = None
+) -> Calibration | None:
+    """The same of any file."""
     try:
-        found = Calibration.load(_file(method, model))
+        found = Calibration.load(file)
         found.check(method, model)
         if expected is not None:
             check(found.tensors, expected)
