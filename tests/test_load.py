@@ -2,11 +2,13 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import platformdirs
 import pytest
 import torch
 
 from models import prompt, tiny
-from xquant import KVCache, load, load_model
+from xquant import KVCache, files, load, load_model
+from xquant.calibrate import store
 
 smollm2 = pytest.mark.smollm2
 
@@ -51,6 +53,18 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(Exception):  # noqa: B017 - whichever error transformers has for a bad file
         load._convert(tmp_path / "broken.gguf", tmp_path / "cache" / "model")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_is_kept_has_one_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.delenv(files.CACHE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "platform"))
+    assert files.cache_folder() == Path(platformdirs.user_cache_dir("xquant"))
+    monkeypatch.setenv(files.CACHE, str(tmp_path))
+    assert files.cache_folder() == tmp_path
+    ids = prompt(2, 3)
+    store.keep_text(ids, "model")
+    assert store.find_text((3, 2), "model", 131).equal(ids)
+    assert [file.parent for file in tmp_path.rglob("*.safetensors")] == [tmp_path / "calibrations"]
 
 
 @smollm2

@@ -1,7 +1,17 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the folder of those that the package keeps."""
 
 import os
 from pathlib import Path
+
+import platformdirs
+
+CACHE = "XQUANT_CACHE"
+"""The environment variable that names the folder of what is kept."""
+
+
+def cache_folder() -> Path:
+    """Where what was made once is kept: the folder that `CACHE` names, else the platform's for caches."""
+    return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("xquant"))
 
 
 def write_atomically(target: str | Path, content: str | bytes) -> None:

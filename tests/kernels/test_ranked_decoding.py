@@ -58,3 +58,24 @@ def test_nan_raises_in_any_token(path: str, place: tuple[int, int, int]) -> None
         for given_path in (path, None):
             with pytest.raises(ValueError, match="NaN cannot be quantized"):
                 sealing.encode(quantizer, x, excluded, given_path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_tensors_that_do_not_fit_each_other_never_reach_the_library(path: str) -> None:
+    x = torch.randn(2, 16, 6)
+    usual = torch.zeros(12, dtype=torch.int16)[::2]  # with gaps, which are closed
+    quantizer = Ranked(usual, (2, 2, 0, 0, 0, 0, 0, 0))
+    packed = sealing.encode(quantizer, x, None, path)
+    for wrong in (x[..., :5], torch.cat([x, x], -1)):
+        with pytest.raises(ValueError, match="a kernel wants"):
+            sealing.encode(quantizer, wrong, None, path)
+    for excluded in (torch.zeros(2, 15).bool(), torch.zeros(2, 16)):
+        with pytest.raises(ValueError, match="a kernel wants"):
+            sealing.encode(quantizer, x, excluded, path)
+    for name in packed:
+        field = dense(packed, name)
+        for wrong in (field[:1], field[:, 1:], field.short()):
+            with pytest.raises(ValueError, match="a kernel wants"):
+                sealing.decode(quantizer, {**packed, name: wrong}, x.clone(), path)
+    with pytest.raises(ValueError, match="a kernel wants"):
+        sealing.decode(quantizer, packed, torch.empty(3, 16, 6), path)

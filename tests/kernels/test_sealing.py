@@ -174,3 +174,26 @@ def test_a_cache_with_the_reference_kernel_seals_in_torch_to_the_same_bytes(spec
             assert torch.equal(one[name].whole(), other[name].whole())
     reads = (stream.read(torch.float32, stream.tokens) for stream in (ours, theirs))
     assert torch.equal(*reads)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("tile", [None, Tile(32, "tokens")])
+def test_tensors_that_do_not_fit_each_other_never_reach_the_library(
+    tile: Tile | None, path: str
+) -> None:
+    quantizer, x = Affine(3, "token", 0, tile=tile), torch.randn(2, 32, 64)
+    packed = sealing.encode(quantizer, x, None, path)
+    for excluded in (torch.zeros(2, 31).bool(), torch.zeros(2, 32)):
+        with pytest.raises(ValueError, match="a kernel wants"):
+            sealing.encode(quantizer, x, excluded, path)
+    for name in packed:
+        field = dense(packed, name)
+        for wrong in (field[:1], torch.cat([field, field], -1), field.float()):
+            with pytest.raises(ValueError, match="a kernel wants"):
+                sealing.decode(quantizer, {**packed, name: wrong}, x.clone(), path)
+    for out in (torch.empty(3, 32, 64), torch.empty(2, 32, 96)):
+        with pytest.raises(ValueError, match="a kernel wants"):
+            sealing.decode(quantizer, packed, out, path)
+    if tile is not None:
+        with pytest.raises(ValueError, match="63 channels are not whole tiles of 32"):
+            sealing.encode(quantizer, x[..., :63], None, path)

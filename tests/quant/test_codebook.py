@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xquant.quant import Codebook, Ragged
+from xquant.quant import Codebook, Ragged, Segment
 from xquant.quant.codebook import (
     inner_range,
     nearest,
@@ -16,6 +16,7 @@ from xquant.quant.codebook import (
     uniform_levels,
 )
 from xquant.quant.quantizer import OUTLIER_NBYTES
+from xquant.quant.ranked import Ranked
 
 # The table that QLoRA prints (arXiv 2305.14314, appendix E).
 NF4 = [
@@ -155,3 +156,37 @@ def test_excluded_tokens_set_no_range_and_are_no_outliers(per: Any) -> None:
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="NaN"):
         Codebook(2, "token", 0, LEVELS).encode(torch.full((1, 2, 3), torch.nan), None)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"levels": LEVELS[:3]}, r"levels of 2 bits are not \[3\]"),
+        ({"levels": LEVELS[None]}, r"levels of 2 bits are not \[1, 4\]"),
+        ({"levels": LEVELS.flip(0)}, "not in rising order"),
+        ({"levels": LEVELS * torch.nan}, "hold NaN"),
+        ({"threshold": (torch.tensor(torch.nan), torch.tensor(1.0))}, "hold NaN"),
+        ({"threshold": (torch.zeros(2, 3), torch.ones(2, 3))}, "for all channels, or one for each"),
+        ({"span": (torch.zeros(3), torch.ones(4))}, "for all channels, or one for each"),
+        (
+            {"span": (torch.zeros(3),) * 2, "threshold": (torch.ones(4),) * 2},
+            "for all channels, or one for each",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(wrong: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Codebook(**{"bits": 2, "per": "channel", "group": 0, "levels": LEVELS, **wrong})
+
+
+def test_a_segment_is_of_the_channels_that_its_tables_are_for() -> None:
+    bounds = torch.zeros(3), torch.ones(3)
+    for quantizer in (
+        Codebook(2, "channel", 0, LEVELS, span=bounds),
+        Codebook(2, "channel", 0, LEVELS, threshold=bounds),
+        Ranked(torch.zeros(3, dtype=torch.int16), (0,) * 8),
+    ):
+        Segment(3, quantizer)
+        with pytest.raises(ValueError, match="of 3 channels cannot store 4"):
+            Segment(4, quantizer)
+    Segment(4, Codebook(2, "token", 0, LEVELS, threshold=(torch.zeros(1), torch.ones(1))))

@@ -151,3 +151,20 @@ def test_nan_is_refused() -> None:
     quantizer = Ranked(torch.zeros(1, dtype=torch.int16), (1,) + (0,) * 7)
     with pytest.raises(ValueError, match="NaN"):
         quantizer.encode(torch.full((1, 8, 1), torch.nan), None)
+
+
+@pytest.mark.parametrize(
+    ("usual", "counts", "why"),
+    [
+        (torch.zeros(3), (0,) * 8, r"int16 \[C\], not torch.float32 \[3\]"),
+        (torch.zeros(3, 1, dtype=torch.int16), (0,) * 8, r"not torch.int16 \[3, 1\]"),
+        (torch.zeros(3, dtype=torch.int16), (2, 2, 0, 0, 0, 0, 0, 0), "3 channels cannot have"),
+        (torch.zeros(3, dtype=torch.int16), (4, -2, 0, 0, 0, 0, 0, 0), "3 channels cannot have"),
+        (torch.zeros(3, dtype=torch.int16), (1, 1), "3 channels cannot have"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(
+    usual: torch.Tensor, counts: tuple[int, ...], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Ranked(usual, counts)

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from models import tiny
@@ -41,6 +43,22 @@ def test_what_is_finished_is_found_again(tmp_path, monkeypatch):
     again = make(resume=tmp_path)
     monkeypatch.setattr(type(again.model), "forward", None)
     assert again.perplexity(specs) == first
+
+
+@pytest.mark.parametrize("damage", ["cut", "other tensors"])
+def test_a_damaged_calibration_is_made_anew(tmp_path, capsys, damage):
+    (made,) = make(resume=tmp_path).calibrated(METHODS)
+    (file,) = tmp_path.iterdir()
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        replace(made, tensors={}).save(file)
+    assert make(resume=tmp_path).calibrated(METHODS) == [made]
+    assert capsys.readouterr().err == (
+        f"xquant: '{file}' is not what was written there: it is made anew\n"
+    )
+    assert make(resume=tmp_path).calibrated(METHODS) == [made]
+    assert capsys.readouterr().err == ""
 
 
 def test_another_calibration_text_is_another_calibration(tmp_path):

@@ -5,10 +5,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from torch import Tensor
 
+from .. import __version__
 from ..calibrate.artifact import Calibration
-from ..methods import KVQuant, Method, Transform
+from ..methods import Method
 from ..models import AttentionView
 from ..quant import Affine, Codebook, Plain, Segment
 from ..quant.codebook import outlier_count
@@ -156,15 +156,10 @@ def _outliers(segment: Segment, blocks: int, block: int, seen: int) -> float:
 
 
 def _calibration(method: Method, views: list[AttentionView]) -> Calibration | None:
-    """What a calibration would hold, without the numbers; levels that are missing are uniform ones."""
-    if isinstance(method, Transform):
-        shapes = method.shapes(views)
-        return Calibration(shapes, method.calibrated_as, model="", text="", version="")
-    if not isinstance(method, KVQuant) or not method.needs_calibration:
+    """What a calibration would hold, without the numbers: levels are 0 and a spectrum is flat."""
+    if not method.needs_calibration:
         return None
-    tensors: dict[str, Tensor] = {}
-    for i, view in enumerate(views):
-        apart = 1 if method.has_matrix_thresholds else view.kv_width
-        sizes = {"key.range": view.kv_width, "key.threshold": apart, "value.threshold": 1}
-        tensors |= {f"{i}.{name}": torch.empty(2, size) for name, size in sizes.items()}
-    return Calibration(tensors, method.calibrated_as, model="", text="", version="")
+    tensors = {name: wanted.blank() for name, wanted in method.expected(views).items()}
+    return Calibration(
+        tensors, method.calibrated_as, model="none", text="none", version=__version__
+    )

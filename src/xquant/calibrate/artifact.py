@@ -8,15 +8,19 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from packaging.version import InvalidVersion, Version
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from ..files import write_atomically
 from ..models import AttentionView
+from .expected import kind
 
 _KIND = "xquant calibration"
 _FACTS = ("method", "model", "text", "version")
+_LONGEST = 400
+"""Characters of a fact, at most."""
 
 
 def fingerprint(views: Sequence[AttentionView]) -> str:
@@ -33,10 +37,6 @@ def fingerprint(views: Sequence[AttentionView]) -> str:
                 rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
                 digest.update(rounded.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split(".")[:2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +56,25 @@ class Calibration:
     version: str
     """Of xquant."""
 
+    def __post_init__(self) -> None:
+        for fact in _FACTS:
+            held = getattr(self, fact)
+            if not isinstance(held, str) or not 0 < len(held) <= _LONGEST:
+                raise ValueError(
+                    f"'{fact}' of a calibration is a text of 1 to {_LONGEST} characters"
+                )
+        try:
+            Version(self.version)
+        except InvalidVersion:
+            raise ValueError(f"'{self.version[:40]}' is no version of xquant") from None
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 over all it holds."""
         digest = hashlib.sha256(repr([getattr(self, fact) for fact in _FACTS]).encode())
         for name, tensor in sorted(self.tensors.items()):
-            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+            digest.update(f"{name} {kind(tensor)}".encode())
+            digest.update(tensor.cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -106,15 +119,20 @@ class Calibration:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"'{path}' is damaged or no calibration file ({error})") from None
+            why = str(error)[:160]
+            raise ValueError(f"'{path}' is damaged or no calibration file ({why})") from None
         if facts.get("kind") != _KIND or any(fact not in facts for fact in _FACTS):
             raise ValueError(f"'{path}' is a safetensors file, but not a calibration of xquant")
-        if _minor(facts["version"]) != _minor(__version__):
+        try:
+            found = cls(tensors=tensors, **{fact: facts[fact] for fact in _FACTS})
+        except ValueError as error:
+            raise ValueError(f"'{path}' is damaged or no calibration file ({error})") from None
+        if Version(found.version).release[:2] != Version(__version__).release[:2]:
             raise ValueError(
-                f"'{path}' was written by xquant {facts['version']}, this is {__version__}:"
+                f"'{path}' was written by xquant {found.version}, this is {__version__}:"
                 " calibrate again"
             )
-        return cls(tensors=tensors, **{fact: facts[fact] for fact in _FACTS})
+        return found
 
     def check(self, method: str, model: str) -> None:
         """Raise ValueError unless this was made for the method of that spec and the model of that

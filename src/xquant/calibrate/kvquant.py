@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Codebook, Plain
+from ..quant.affine import FP16_MAX
 from ..quant.codebook import scale_of
 from .calibrator import Rows, Stage
 from .extremes import Extremes
@@ -49,7 +50,7 @@ class KVQuantCalibrator:
 
     def tensors(self) -> dict[str, Tensor]:
         named = {f"{i}.{k}": t for i, found in enumerate(self.found) for k, t in found.items()}
-        return {name: tensor.half().cpu() for name, tensor in named.items()}
+        return {n: t.clamp(-FP16_MAX, FP16_MAX).half().cpu() for n, t in named.items()}
 
 
 class RangeStage:

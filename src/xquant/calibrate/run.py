@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..attention import attach
 from ..evals.text import cut_windows
 from ..methods import Method
@@ -14,10 +15,13 @@ from ..spec import parse_method
 from . import store
 from .artifact import Calibration, fingerprint
 from .collect import collect
+from .expected import check
 from .writing import GENERATED, write_samples
 
 Progress = Callable[[int, int, str], None]
 """Called with (steps done, steps in all, what runs next or just ran)."""
+NAMED = 200
+"""Characters of a text's name that an artifact keeps."""
 
 
 def calibrate(
@@ -78,12 +82,14 @@ def calibrate_on(
                 progress(done, len(samples), what)
 
         collect(model, samples, calibrator.codecs, stage, step)
+    tensors = calibrator.tensors()
+    check(tensors, method.expected(views), "give another text")
     digest = hashlib.sha256(samples.to("cpu", torch.int64).numpy().tobytes()).hexdigest()
     return Calibration(
-        tensors=calibrator.tensors(),
+        tensors=tensors,
         method=method.calibrated_as,
         model=fingerprint(views),
-        text=f"{name}, sha256 {digest[:16]}, {samples.numel()} tokens",
+        text=f"{name[:NAMED]}, sha256 {digest[:16]}, {samples.numel()} tokens",
         version=__version__,
     )
 
@@ -101,9 +107,10 @@ def own_calibration(
     with torch.no_grad():
         method.calibrator(views)  # so that bad input is told of before the long work
     own = fingerprint(views)
-    found = store.find(method.calibrated_as, own)
+    found = store.find(method.calibrated_as, own, method.expected(views))
     if found is None:
-        ids = store.find_text(method.calibration_size, own)
+        words = compat.text_config(model).vocab_size
+        ids = store.find_text(method.calibration_size, own, words)
         if ids is None:
             ids = write_samples(model, tokenizer, *method.calibration_size, progress=progress)
             store.keep_text(ids, own)

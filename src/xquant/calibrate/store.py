@@ -1,32 +1,41 @@
 """Where artifacts of methods that calibrate themselves are kept, and the texts that models write for them: by
 method and by model, for all to use."""
 
-import os
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..files import write_atomically
+from ..files import cache_folder, write_atomically
 from .artifact import Calibration
-
-FOLDER = "XQUANT_CACHE"
-"""The environment variable that names the folder; by default ``~/.cache/xquant``."""
+from .expected import Expected, check
 
 
 def _file(name: str, model: str) -> Path:
-    folder = os.environ.get(FOLDER) or Path.home() / ".cache" / "xquant"
     name = name.replace(":", "-").replace(",", "-")
-    return Path(folder) / "calibrations" / f"{name}-{model[:32]}.safetensors"
+    return cache_folder() / "calibrations" / f"{name}-{model[:32]}.safetensors"
 
 
-def find(method: str, model: str) -> Calibration | None:
+def find(
+    method: str, model: str, expected: Mapping[str, Expected] | None = None
+) -> Calibration | None:
     """The artifact for the method of that spec and the model of that `fingerprint`, if there is one that this
-    version can read."""
+    version can read and that holds what is ``expected``."""
+    return usable(_file(method, model), method, model, expected)
+
+
+def usable(
+    file: Path, method: str, model: str, expected: Mapping[str, Expected] | None = None
+) -> Calibration | None:
+    """The same of any file."""
     try:
-        found = Calibration.load(_file(method, model))
+        found = Calibration.load(file)
         found.check(method, model)
+        if expected is not None:
+            check(found.tensors, expected)
     except (OSError, ValueError):
         return None
     return found
@@ -43,12 +52,16 @@ def keep(calibration: Calibration) -> None:
     calibration.save(file)
 
 
-def find_text(size: tuple[int, int], model: str) -> Tensor | None:
-    """The text of ``size`` (tokens of a sample, samples) that this model wrote: token ids ``[N, T]``."""
+def find_text(size: tuple[int, int], model: str, words: int) -> Tensor | None:
+    """The text of ``size`` (tokens of a sample, samples) that this model of ``words`` different tokens wrote:
+    token ids ``[N, T]``."""
+    ids = Expected((size[1], size[0]), torch.int64, 0, words - 1)
     try:
-        return load_file(_file(_text(size), model))["ids"]
-    except (OSError, SafetensorError, KeyError):
+        found = load_file(_file(_text(size), model))
+        check(found, {"ids": ids})
+    except (OSError, SafetensorError, ValueError):
         return None
+    return found["ids"]
 
 
 def keep_text(ids: Tensor, model: str) -> None:

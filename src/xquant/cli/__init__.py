@@ -8,7 +8,6 @@ from collections.abc import Sequence
 EXTRAS = {
     "click": "cli",
     "rich": "cli",
-    "platformdirs": "cli",
     "sklearn": "calibrate",
     "matplotlib": "plots",
     "jinja2": "plots",

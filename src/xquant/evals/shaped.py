@@ -85,9 +85,10 @@ def random_calibration(model: Any, method: Transform) -> Calibration:
     No channel is worth more than another, so all have codes: the slowest that a budget can be.
     """
     views = attach(model).view.compressed
-    tensors = method.shapes(views)
-    for name, found in tensors.items():
-        if found.is_meta:
-            tensors[name] = torch.randn(found.shape) * found.shape[-1] ** -0.5
+    tensors = {name: wanted.blank() for name, wanted in method.expected(views).items()}
+    for name, blank in tensors.items():
+        if blank.is_meta:
+            numbers = torch.randn(blank.shape) * blank.shape[-1] ** -0.5
+            tensors[name] = numbers.to(blank.dtype)
     made_for = method.calibrated_as, fingerprint(views)
     return Calibration(tensors, *made_for, text="random numbers", version=__version__)

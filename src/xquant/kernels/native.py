@@ -139,29 +139,34 @@ CALLS = {
 """The functions of an instruction set, and what each is called with."""
 
 
-@cache
-def library() -> ctypes.CDLL | None:
-    """The library, or None where the package was installed without a compiler."""
+def library_file() -> Path | None:
+    """Where the library is, or None where the package was installed without a compiler."""
     from . import __path__ as folders  # an editable install has two
 
     given = os.environ.get("XQUANT_NATIVE_LIBRARY")
     files = [Path(given)] if given else [Path(folder) / _FILE for folder in folders]
-    for file in files:
-        if file.exists():
-            # torch is imported: its OpenMP runtime is the one that this library finds.
-            found = ctypes.CDLL(str(file))
-            for name, size in CALLS.items():
-                measure = getattr(found, f"xq_{name}_size", None)
-                if measure is None or measure() != ctypes.sizeof(size):
-                    raise ImportError(f"{file} is of another version of xquant: install again")
-            for path in PATHS:
-                for name, structure in CALLS.items():
-                    getattr(found, f"xq_{name}_{path}").argtypes = [POINTER(structure)]
-                getattr(found, f"xq_read_{path}").argtypes = [c_void_p, c_int64, c_int32]
-            found.xq_turn.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
-            found.xq_turn.restype = None
-            return found
-    return None
+    return next(filter(Path.exists, files), None)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or None where there is none."""
+    file = library_file()
+    if file is None:
+        return None
+    # torch is imported: its OpenMP runtime is the one that this library finds.
+    found = ctypes.CDLL(str(file))
+    for name, size in CALLS.items():
+        measure = getattr(found, f"xq_{name}_size", None)
+        if measure is None or measure() != ctypes.sizeof(size):
+            raise ImportError(f"{file} is of another version of xquant: install again")
+    for path in PATHS:
+        for name, structure in CALLS.items():
+            getattr(found, f"xq_{name}_{path}").argtypes = [POINTER(structure)]
+        getattr(found, f"xq_read_{path}").argtypes = [c_void_p, c_int64, c_int32]
+    found.xq_turn.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
+    found.xq_turn.restype = None
+    return found
 
 
 @cache
@@ -170,6 +175,20 @@ def paths() -> tuple[str, ...]:
     native = library()
     supported = 0 if native is None else native.xq_paths()
     return tuple(path for path, bit in PATHS.items() if supported & bit)
+
+
+def address(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
+    """Where a tensor lies that a kernel goes through as one of this type and shape without gaps.
+
+    Raises:
+        ValueError: it is not, or it is on another device.
+    """
+    if tensor.dtype != dtype or tensor.shape != shape:
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        raise ValueError(f"a kernel wants {dtype} {list(shape)}, not {found}")
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"a kernel wants a tensor on the CPU without gaps, not on {tensor.device}")
+    return tensor.data_ptr()
 
 
 def pack_or_unpack(function: str, call: Structure) -> None:

@@ -42,7 +42,7 @@ class PackedAttention:
         if offset is not None:
             offset = offset.float().contiguous()
             self._constant.append(offset)
-            call.key.offset = offset.data_ptr()
+            call.key.offset = native.address(offset, torch.float32, keys.channels)
 
     def _describe(self, side: native.Side, segment: Segment, block: int) -> list[Tensor]:
         quantizer: Any = segment.quantizer
@@ -52,13 +52,14 @@ class PackedAttention:
         if not isinstance(quantizer, Codebook):
             return []
         levels = quantizer.levels.float().contiguous()
-        side.levels = levels.data_ptr()
+        side.levels = native.address(levels, torch.float32, 2**quantizer.bits)
         kept = [levels]
         ranges = quantizer.offline_ranges()
         if ranges is not None:
             side.fixed = 1
             scale, zero = (t.contiguous() for t in ranges)
-            addresses = torch.tensor([[scale.data_ptr()], [zero.data_ptr()]], dtype=torch.int64)
+            found = [[native.address(t, torch.float16, segment.channels)] for t in (scale, zero)]
+            addresses = torch.tensor(found, dtype=torch.int64)
             side.scale, side.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
             kept += [scale, zero, addresses]
         return kept

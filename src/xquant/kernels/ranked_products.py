@@ -62,7 +62,8 @@ def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
     (segment,) = layer.codec.segments
     quantizer: Any = segment.quantizer
     (sizes, zero), (levels, reach) = size_table(), level_words()
-    side.usual, side.sizes = quantizer.usual.data_ptr(), sizes[zero:].data_ptr()
+    side.usual = native.address(quantizer.usual, torch.int16, segment.channels)
+    side.sizes = sizes[zero:].data_ptr()
     side.levels, side.reach = levels.data_ptr(), reach.data_ptr()
     side.counts[:] = quantizer.counts
     side.block, side.channels = layer.stream.block, segment.channels
@@ -83,8 +84,11 @@ class RankedKeys(KeyScores):
         weights, unit = codec.prepared["keys"]
         mean = _widened(codec.mean[: codec.view.kv_width].float().view(heads, -1))
         self._constant = [*_describe(call.key, layer), weights, unit, mean]
-        call.weights, call.unit, call.mean = (t.data_ptr() for t in (weights, unit, mean))
-        call.kv_heads, call.width = mean.shape
+        channels, width = call.key.channels, mean.shape[1]
+        call.weights = native.address(weights, torch.int16, channels, heads, width)
+        call.unit = native.address(unit, torch.float32, channels)
+        call.mean = native.address(mean, torch.float32, heads, width)
+        call.kv_heads, call.width = heads, width
         call.turned = codec.view.rotary_size // 2
 
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:

@@ -92,6 +92,8 @@ def _shapes(quantizer: Affine, tokens: int, channels: int) -> tuple[list[int], l
     head, bits = _head(quantizer, tokens), quantizer.bits
     if head:
         assert quantizer.tile is not None
+        if channels % head:
+            raise ValueError(f"{channels} channels are not whole tiles of {head}")
         lanes, summed = (tokens, head) if quantizer.tile.lanes == "tokens" else (head, tokens)
         codes = [channels // head, lanes // 16, packed_rows(summed // 4, bits), 64]
     else:
@@ -106,11 +108,16 @@ def _call(
     what: str, path: str, quantizer: Affine, rows: Tensor, packed: Packed, hidden: Tensor | None
 ) -> None:
     call = native.Blocks()
-    for name in ("codes", "scale", "zero"):
-        setattr(call, name, dense(packed, name).data_ptr())
-    call.rows, call.hidden = rows.data_ptr(), None if hidden is None else hidden.data_ptr()
+    blocks, tokens, channels = rows.shape
+    codes, ranges = _shapes(quantizer, tokens, channels)
+    call.codes = native.address(dense(packed, "codes"), torch.uint8, blocks, *codes)
+    for name in ("scale", "zero"):
+        setattr(call, name, native.address(dense(packed, name), torch.float16, blocks, *ranges))
+    call.rows = rows.data_ptr()
+    if hidden is not None:
+        call.hidden = native.address(hidden, torch.bool, blocks, tokens)
     call.block_stride, call.token_stride, _ = rows.stride()
-    call.blocks, call.tokens, call.channels = rows.shape
+    call.blocks, call.tokens, call.channels = blocks, tokens, channels
     call.dtype, call.bits = native.DTYPES[rows.dtype], quantizer.bits
     call.per_token = quantizer.per == "token"
     call.group = quantizer.range_size(call.channels if call.per_token else call.tokens)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..calibrate.artifact import Calibration
 from ..calibrate.calibrator import Calibrator
+from ..calibrate.expected import Expected, check
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Packed, Plain, Quantizer, Segment
@@ -203,6 +204,25 @@ class Method(ABC):
             ValueError: it needs none.
         """
         raise ValueError(f"{self.spec} needs no calibration")
+
+    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
+        """The tensors of a calibration for layers like ``views``; none where none is needed."""
+        return {}
+
+    def found(
+        self, views: Sequence[AttentionView], calibration: Calibration | None
+    ) -> list[dict[str, Tensor]]:
+        """What a calibration holds of each layer, all of it as it is `expected`.
+
+        Raises:
+            ValueError: it is not, or there is none where one is needed.
+        """
+        if calibration is None:
+            if self.needs_calibration:
+                raise ValueError(self.how_to_calibrate)
+            return [{} for _ in views]
+        check(calibration.tensors, self.expected(views))
+        return [calibration.layer(i) for i in range(len(views))]
 
     @property
     def causal(self) -> bool:

@@ -2,10 +2,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from ..calibrate.artifact import Calibration
 from ..calibrate.calibrator import Calibrator
+from ..calibrate.expected import Expected
 from ..models import AttentionView
 from ..quant import Codebook, Plain
 from ..quant.codebook import normal_float_levels, uniform_levels
@@ -13,6 +15,8 @@ from .base import LayerCodec, Method, bits_field, short
 from .key_value import ROPE, KeyValueCodec
 
 WIDTHS = (2, 3, 4, 16)
+FARTHEST = 2
+"""No level is farther out. They are in [-1, 1], but where fp16 rounds a tiny scale by half."""
 Tensors = dict[str, Tensor]
 
 
@@ -115,20 +119,42 @@ class KVQuant(Method):
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:
+        found = self.found(views, calibration)
         if self.bits == 16:
             return [
                 KeyValueCodec(view, Plain(view.dtype), Plain(view.dtype), self.rope)
                 for view in views
             ]
-        found = [{} if calibration is None else calibration.layer(i) for i in range(len(views))]
-        try:
-            return [self.codec(view, found[i]) for i, view in enumerate(views)]
-        except KeyError as error:
-            raise ValueError(f"the calibration lacks {error} of a layer: calibrate again") from None
+        return [self.codec(view, found[i]) for i, view in enumerate(views)]
+
+    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
+        return {
+            f"{i}.{name}": wanted
+            for i, view in enumerate(views)
+            for name, wanted in self.expected_of(view).items()
+        }
+
+    def expected_of(self, view: AttentionView) -> dict[str, Expected]:
+        """The tensors of one layer."""
+        if not self.needs_calibration:
+            return {}
+        wanted: dict[str, Expected] = {}
+        channels, whole = (Expected((2, n), torch.float16, rising=True) for n in (view.kv_width, 1))
+        if self.has_ranges:
+            wanted["key.range"] = channels
+        if self.has_matrix_thresholds:
+            wanted |= {"key.threshold": whole, "value.threshold": whole}
+        elif self.has_ranges and self.outliers:
+            wanted["key.threshold"] = channels
+        if self.has_levels:
+            levels = Expected((2**self.bits,), torch.float16, -FARTHEST, FARTHEST, rising=True)
+            wanted |= {"key.levels": levels, "value.levels": levels}
+        return wanted
 
     def codec(self, view: AttentionView, found: Tensors) -> KeyValueCodec:
-        """The codec of a layer from its calibrated tensors."""
-        found = {name: tensor.to(view.device) for name, tensor in found.items()}
+        """The codec of a layer from its calibrated tensors; levels stay where they are."""
+        levels = ("key.levels", "value.levels")
+        found = {n: t if n in levels else t.to(view.device) for n, t in found.items()}
         return KeyValueCodec(view, self.keys(found), self.values(found), self.rope)
 
     def keys(self, found: Tensors) -> Codebook:
@@ -151,7 +177,7 @@ class KVQuant(Method):
         """The levels that the datatype asks for; ``found`` are the calibrated ones."""
         if self.datatype == "nf":
             return normal_float_levels(self.bits)
-        return uniform_levels(self.bits) if found is None else found.float().cpu()
+        return uniform_levels(self.bits) if found is None else found.float()
 
     def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
         if not self.needs_calibration:

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from ..calibrate.artifact import Calibration
 from ..calibrate.calibrator import Calibrator
+from ..calibrate.expected import Expected
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Segment
-from ..quant.ranked import Ranked, allot, side_nbytes
+from ..quant.affine import FP16_MAX
+from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
 from .base import LayerCodec, Method, by_block, short
 from .key_value import StateCodec
 from .xquant import Rematerialized
@@ -76,13 +78,9 @@ class Transform(Method):
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:
-        assert calibration is not None
-        found = [calibration.layer(i) for i in range(len(views))]
-        try:
-            counts = self.allotted(views, [layer["profile"] for layer in found])
-            return [self.codec(*of_layer) for of_layer in zip(views, found, counts, strict=True)]
-        except KeyError as error:
-            raise ValueError(f"the calibration lacks {error} of a layer: calibrate again") from None
+        found = self.found(views, calibration)
+        counts = self.allotted(views, [layer["profile"] for layer in found])
+        return [self.codec(*of_layer) for of_layer in zip(views, found, counts, strict=True)]
 
     def allotted(
         self, views: Sequence[AttentionView], profiles: Sequence[Tensor]
@@ -103,19 +101,22 @@ class Transform(Method):
             )
         return allot(profiles, budget)
 
-    def shapes(self, views: Sequence[AttentionView]) -> Tensors:
-        """What a calibration finds of the compressed layers, without the numbers: of the right shapes, on no
-        device, but for the spectrum, which is flat."""
-        tensors: Tensors = {}
+    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
+        wanted: dict[str, Expected] = {}
         for i, view in enumerate(views):
             width, count = 2 * view.kv_width, channels(view)
-            found = {"mean": (width,), "analysis": (count, width), "synthesis": (width, count)}
+            layer = {
+                "mean": Expected((width,), torch.float32, -FP16_MAX, FP16_MAX),
+                "analysis": Expected((count, width), torch.float16),
+                "synthesis": Expected((width, count), torch.float16),
+                "usual": Expected((count,), torch.int16, -FARTHEST_STEP, FARTHEST_STEP),
+                "profile": Expected((count,), torch.float32, least=0),
+            }
             if below := views[max(i - self.layers_below, 0) : i]:
-                found["predictor"] = (width, sum(2 * other.kv_width for other in below))
-            tensors |= {f"{i}.{n}": torch.empty(s, device="meta") for n, s in found.items()}
-            tensors[f"{i}.usual"] = torch.zeros(count, dtype=torch.int16, device="cpu")
-            tensors[f"{i}.profile"] = torch.zeros(count, device="cpu")
-        return tensors
+                known = sum(2 * other.kv_width for other in below)
+                layer["predictor"] = Expected((width, known), torch.float16)
+            wanted |= {f"{i}.{name}": each for name, each in layer.items()}
+        return wanted
 
     def codec(self, view: AttentionView, found: Tensors, counts: tuple[int, ...]) -> LayerCodec:
         """The codec of a layer from its calibrated tensors."""

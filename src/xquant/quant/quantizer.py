@@ -34,6 +34,11 @@ class Quantizer(Protocol):
         ...
 
     @property
+    def channels(self) -> int | None:
+        """How many channels its tables are for; None where it has none by channel."""
+        ...
+
+    @property
     def table_nbytes(self) -> int:
         """Bytes that all blocks share (codebook, offline scales), whatever their number."""
         ...
@@ -44,6 +49,7 @@ class Plain:
     """No quantization: rows are stored in ``dtype``, which is the identity for the model's own."""
 
     dtype: torch.dtype
+    channels = None
     table_nbytes = 0
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
@@ -139,6 +145,7 @@ class Affine(_Grouped):
     """Asymmetric uniform codes of ``bits`` bits with fp16 scale and zero per group; see `affine`."""
 
     eta: float = 0.0
+    channels = None
     table_nbytes = 0
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
@@ -164,7 +171,10 @@ class Codebook(_Grouped):
         span: lowest and highest of every channel ``[C]``, offline; scale and zero are then not stored
             with the block, and elements outside that are no outliers are clipped.
 
-    Levels and bounds are kept in fp16.
+    Levels and bounds are kept in fp16, where they saturate.
+
+    Raises:
+        ValueError: levels or bounds of another shape, levels that are not sorted, NaN.
     """
 
     levels: Tensor
@@ -173,11 +183,33 @@ class Codebook(_Grouped):
     span: Bounds | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", self.levels.half())
-        halves = {id(t): t.half() for pair in (self.threshold, self.span) if pair for t in pair}
+        object.__setattr__(self, "levels", _half(self.levels))
+        halves = {id(t): _half(t) for pair in (self.threshold, self.span) if pair for t in pair}
         for name in ("threshold", "span"):
             if (pair := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(halves[id(t)] for t in pair))
+        self._check()
+
+    def _check(self) -> None:
+        if self.levels.shape != (2**self.bits,):
+            raise ValueError(f"levels of {self.bits} bits are not {list(self.levels.shape)}")
+        if any(t.dim() > 1 for t in self.tables) or len(self._widths) > 1:
+            raise ValueError("bounds are one number for all channels, or one for each")
+        # On the meta device there are no numbers.
+        if any(not t.is_meta and bool(t.isnan().any()) for t in self.tables):
+            raise ValueError("levels or bounds hold NaN")
+        if not self.levels.is_meta and bool((self.levels[1:] < self.levels[:-1]).any()):
+            raise ValueError("levels are not in rising order")
+
+    @property
+    def _widths(self) -> set[int]:
+        """For how many channels there are bounds; a threshold may be one number for all."""
+        thresholds = {t.numel() for t in self.threshold or ()} - {1}
+        return thresholds | {t.numel() for t in self.span or ()}
+
+    @property
+    def channels(self) -> int | None:
+        return next(iter(self._widths), None)
 
     @property
     def sparse(self) -> bool:
@@ -270,6 +302,10 @@ class Codebook(_Grouped):
         return sum(table.nbytes for table in self.tables)
 
 
+def _half(x: Tensor) -> Tensor:
+    return x.clamp(-FP16_MAX, FP16_MAX).half()
+
+
 def _to(bounds: Bounds, like: Tensor) -> Bounds:
     low, high = (t.to(like.device).float() for t in bounds)
     return low, high
@@ -329,11 +365,19 @@ class Segment:
 
     ``borrows``: its codes are those of the same segment in another layer's stream; only what its own
     ranges need is stored here.
+
+    Raises:
+        ValueError: the quantizer has tables for another number of channels.
     """
 
     channels: int
     quantizer: Quantizer
     borrows: bool = False
+
+    def __post_init__(self) -> None:
+        made_for = self.quantizer.channels
+        if made_for not in (None, self.channels):
+            raise ValueError(f"a quantizer of {made_for} channels cannot store {self.channels}")
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of one block of ``tokens``, before any outliers."""

@@ -70,11 +70,27 @@ class Ranked:
 
     Args:
         usual: the logarithm of every channel's usual scale, in steps, int16 ``[C]``.
-        counts: how many channels get 1, 2, ... bits.
+        counts: how many channels get 1, 2, ... 8 bits.
+
+    Raises:
+        ValueError: ``usual`` is of another type or shape, or the counts are not those of so many channels.
     """
 
     usual: Tensor
     counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        usual, counts = self.usual, self.counts
+        if usual.dtype != torch.int16 or usual.dim() != 1:
+            raise ValueError(f"usual scales are int16 [C], not {usual.dtype} {list(usual.shape)}")
+        if len(counts) != WIDEST or min(counts) < 0 or sum(counts) > len(usual):
+            raise ValueError(f"{len(usual)} channels cannot have codes of 1 to 8 bits in {counts}")
+        object.__setattr__(self, "usual", usual.contiguous())
+
+    @property
+    def channels(self) -> int:
+        """``C``."""
+        return len(self.usual)
 
     @property
     def widths(self) -> list[tuple[int, int]]:
@@ -152,9 +168,10 @@ class Ranked:
         return self.usual.nbytes
 
 
-_LOWEST = -200
+FARTHEST_STEP = 200
+"""How far from 0 `steps_of` goes."""
 _BORDERS = torch.tensor(
-    [2 ** ((_LOWEST + i + 0.5) * 2 / STEPS) for i in range(-2 * _LOWEST)],
+    [2 ** ((i + 0.5) * 2 / STEPS) for i in range(-FARTHEST_STEP, FARTHEST_STEP)],
     dtype=torch.float64,
     device="cpu",
 )
@@ -163,13 +180,13 @@ _BORDERS = torch.tensor(
 def steps_of(variance: Tensor) -> Tensor:
     """The logarithm of the root of variances, in whole steps. From a table, as `_size`."""
     borders = _BORDERS.to(variance.device, variance.dtype)
-    return torch.bucketize(variance, borders, out_int32=True) + _LOWEST
+    return torch.bucketize(variance, borders, out_int32=True) - FARTHEST_STEP
 
 
 @cache
 def border_table() -> tuple[Tensor, int]:
     """The variances between those of whole steps (fp32), and the steps below the first."""
-    return _BORDERS.float(), _LOWEST
+    return _BORDERS.float(), -FARTHEST_STEP
 
 
 _FARTHEST = 400

@@ -12,11 +12,12 @@ from torch import Tensor
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..attention import attach
+from ..calibrate import store
 from ..calibrate.artifact import Calibration, fingerprint
 from ..calibrate.run import calibrate_on
 from ..calibrate.writing import GENERATED, write_samples
 from ..evals.perplexity import PerplexityRow, measure
-from ..evals.runs import Runs, code_digest, identity
+from ..evals.runs import Runs, code_digest, identity, tell_unfit
 from ..evals.text import cut_windows
 from ..methods import Method
 from ..spec import parse_method
@@ -115,11 +116,16 @@ class Setup:
 
     def _calibrate(self, method: Method) -> Calibration:
         size = self.context, self.calibration_windows
-        source = fingerprint(attach(self.model).view.compressed), self.calibration_text, size
-        key = hashlib.sha256(repr((method.calibrated_as, source, code_digest())).encode())
-        file = self.resume and self.resume / f"calibration-{key.hexdigest()[:16]}.safetensors"
+        views = attach(self.model).view.compressed
+        made_for = method.calibrated_as, fingerprint(views)
+        source = *made_for, self.calibration_text, size, code_digest()
+        key = hashlib.sha256(repr(source).encode()).hexdigest()
+        file = self.resume and self.resume / f"calibration-{key[:16]}.safetensors"
         if file and file.exists():
-            return Calibration.load(file)
+            found = store.usable(file, *made_for, method.expected(views))
+            if found is not None:
+                return found
+            tell_unfit(file)
         samples, name = self._samples
         made = calibrate_on(self.model, samples, method, name, self.progress)
         if file:
