@@ -55,7 +55,8 @@ class Codecs:
                 if calibration is not None:
                     calibration.check(method.calibrated_as, self._model_id())
                 elif method.calibrates_itself:
-                    calibration = store.find(method.calibrated_as, self._model_id())
+                    wanted = method.expected(self._views)
+                    calibration = store.find(method.calibrated_as, self._model_id(), wanted)
                 if calibration is None and method.needs_calibration:
                     raise ValueError(method.how_to_calibrate)
                 self._kept[made] = method.codecs(self._views, calibration)
