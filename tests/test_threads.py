@@ -1,5 +1,6 @@
 """Threads that share a model: what a forward pass knows belongs to it alone."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,8 @@ from transformers import DynamicCache
 from models import prompt, tiny
 from xquant import KVCache, attach
 
-ROUNDS = 6
+ROUNDS = int(os.environ.get("XQUANT_ROUNDS", 6))
+"""Of each pair of threads; 200 by hand."""
 
 
 @pytest.fixture(autouse=True)

@@ -320,20 +320,18 @@ class KVCache(Cache, ObservingCache):
         Raises:
             ValueError: NaN or infinity in the hidden states, where they were not asked about before.
         """
+        self._forget_pass()
         begun = self._begun
         if begun is None:
-            self._forget_pass()
             return
         try:
             complete = not failed and self._complete(begun.tokens)
         except BaseException:
             self.restore(begun)
             raise
-        if complete:
-            self._forget_pass()
-            self._begun = None
-        else:
+        if not complete:
             self.restore(begun)
+        self._begun = None
 
     def _forget_pass(self) -> None:
         """Forget what holds for one forward pass only."""
@@ -353,6 +351,7 @@ class KVCache(Cache, ObservingCache):
         if due or length - before > MOST_QUERIES:
             finite.check_tails(self.compressed, before)
         seal(due)
+        self.index.forget()
         return True
 
     # -- the batch and the length --------------------------------------------------------------
