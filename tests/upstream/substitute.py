@@ -87,6 +87,7 @@ def call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def pytest_configure() -> None:
+    torch.set_num_threads(1)  # tiny models lose more time in handing work to threads than they gain
     GenerationMixin._prepare_cache_for_generation = prepare
     PreTrainedModel.__call__ = call
 
