@@ -207,8 +207,7 @@ class Attachment:
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = _cache_among(args, kwargs)
         self._local.current = None
-        named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        inputs = next((t for t in (*named, *args) if isinstance(t, Tensor)), None)
+        inputs = _tokens_among(args, kwargs)
         last = getattr(self._local, "last", lambda: None)()
         if cache is None or inputs is None:
             if last is not None and inputs is not None:
@@ -261,6 +260,13 @@ def _refuse_compiled() -> None:
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservingCache | None:
     inputs = (*kwargs.values(), *args)
     return next((given for given in inputs if isinstance(given, ObservingCache)), None)
+
+
+def _tokens_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The input of a decoder, ``[B, T, ...]``: token ids or embeddings, or what stands for them."""
+    named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    inputs = (*named, *args, *kwargs.values())
+    return next((t for t in inputs if isinstance(t, Tensor) and t.dim() > 1), None)
 
 
 def _pair(rope: Any) -> Pair | None:

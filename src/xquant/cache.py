@@ -76,7 +76,10 @@ class KVCache(Cache, ObservingCache):
         kernel: str = "auto",
     ) -> None:
         if isinstance(model, str | Method):
-            raise TypeError("the model comes first: KVCache(model, method)")
+            raise TypeError(
+                f"a transformers model is needed, not {type(model).__name__}: the model comes first,"
+                " KVCache(model, method)"
+            )
         self.method = parse_method(method)
         if attend not in ATTEND:
             raise ValueError(f"attend is {' or '.join(ATTEND)}, not '{attend}'")
@@ -228,7 +231,10 @@ class KVCache(Cache, ObservingCache):
             start = self.index.length
             positions = torch.arange(start, start + length, device=x.device)[None]
         if positions.dim() != 2:
-            raise ValueError("positions of several axes (multimodal RoPE) are not supported")
+            raise ValueError(
+                f"{self._family} is not supported: its layers are given positions of several axes"
+                " (multimodal RoPE)"
+            )
         real = real_tokens(mask, batch, length, x.device)
         positions = positions.expand(batch, length)
         if length > 1 and self.index.length:

@@ -117,12 +117,14 @@ class CompressedLayer(CacheLayerMixin):
         return self.tail is not None
 
     @property
+    @torch.no_grad()
     def keys(self) -> Tensor | None:
         """Keys of all tokens as attention reads them, decoded, ``[B, G, T, D]``; for tools that look into a
         cache. None where there are no tokens."""
         return None if self.tail is None else self.states()[0]
 
     @property
+    @torch.no_grad()
     def values(self) -> Tensor | None:
         """The same of values."""
         return None if self.tail is None else self.states()[1]

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import compat
 from .rope import Rope
 
 
@@ -302,110 +301,6 @@ def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
         ) from error
 
 
-def _check_whole(module: nn.Module, family: str) -> None:
-    if hasattr(getattr(module, "weight", None), "to_local"):
-        raise ValueError(f"{family} is not supported: its linear layers are sharded over devices")
-
-
 def _bias(module: nn.Module, part: slice) -> Tensor | None:
     bias = getattr(module, "bias", None)
     return None if bias is None else bias.detach()[part]
-
-
-def _decoders(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList) and len(layers):
-            attention = getattr(layers[0], "self_attn", None)
-            if attention is not None and hasattr(attention, "layer_idx"):
-                yield module
-
-
-def find_decoder(model: nn.Module) -> nn.Module | None:
-    """The module of ``model`` that holds the decoder layers, if there is one that can be served."""
-    return next(_decoders(model), None) if isinstance(model, nn.Module) else None
-
-
-def _view_attention(layer: Any, family: str) -> AttentionView:
-    attention = layer.self_attn
-    config = attention.config
-    size = attention.head_dim
-    query_heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    width = kv_heads * size
-    fused = getattr(attention, "qkv_proj", None)
-    if fused is not None:
-        start = query_heads * size
-        key, value = fused, fused
-        key_slice, value_slice = (
-            slice(start, start + width),
-            slice(start + width, start + 2 * width),
-        )
-    elif hasattr(attention, "k_proj") and hasattr(attention, "v_proj"):
-        key, value = attention.k_proj, attention.v_proj
-        key_slice = value_slice = slice(0, width)
-    else:
-        raise ValueError(f"{family} is not supported: no k_proj and v_proj, nor a fused qkv_proj")
-    for module in (key, value):
-        _check_whole(module, family)
-    key_norm = getattr(attention, "k_norm", None)
-    norm_size = getattr(getattr(key_norm, "weight", None), "numel", lambda: size)()
-    if norm_size != size:
-        raise ValueError(f"{family} is not supported: its key norm spans heads")
-    return AttentionView(
-        index=attention.layer_idx,
-        module=attention,
-        norm=getattr(layer, "input_layernorm", None),
-        hidden=key.in_features,
-        kv_heads=kv_heads,
-        query_heads=query_heads,
-        head_size=size,
-        key_module=key,
-        key_slice=key_slice,
-        value_module=value,
-        value_slice=value_slice,
-        key_norm=key_norm,
-    )
-
-
-def view_model(model: nn.Module) -> ModelView:
-    """Find the attention layers of ``model`` and the reasons to skip some.
-
-    Raises:
-        TypeError: ``model`` is not a transformers model.
-        ValueError: the family cannot be served; the message names it and the reason.
-    """
-    family = type(model).__name__
-    if not hasattr(model, "config") or not isinstance(model, nn.Module):
-        raise TypeError(f"a transformers model is needed, not {family}")
-    decoder = find_decoder(model)
-    if decoder is None:
-        raise ValueError(f"{family} is not supported: no decoder layers with self_attn were found")
-    rotary = getattr(decoder, "rotary_emb", None)
-    if rotary is None:
-        raise ValueError(f"{family} is not supported: it has no rotary position embedding")
-    config = compat.text_config(model)
-    own = compat.default_layers(config)
-    views, skipped = [], {}
-    for layer, cache_layer in zip(decoder.layers, own, strict=False):  # type: ignore[arg-type]
-        if not hasattr(layer, "self_attn"):
-            raise ValueError(f"{family} is not supported: a layer has no self_attn")
-        view = _view_attention(layer, family)
-        views.append(view)
-        if getattr(cache_layer, "is_sliding", False):
-            window = getattr(cache_layer, "sliding_window", None)
-            skipped[view.index] = f"sliding window of {window} tokens"
-        elif type(cache_layer).__name__ != "DynamicLayer":
-            skipped[view.index] = f"{type(cache_layer).__name__} is not plain full attention"
-        elif getattr(layer.self_attn, "use_rope", True) in (False, 0):
-            skipped[view.index] = "no rotary embedding in this layer"
-    if len(skipped) == len(views):
-        raise ValueError(
-            f"{family} has no full-attention layer to compress ({skipped[views[0].index]})"
-        )
-    rope = Rope(rotary, config)
-    first = next(_tensors(rotary), torch.empty(0))
-    turned = rope(first.new_empty(0), torch.zeros(1, 1, dtype=torch.int, device=first.device))[0]
-    for view in views:
-        view.rotary_size = turned.shape[-1]
-    return ModelView(model, decoder, views, skipped, rope)

@@ -1,0 +1,78 @@
+"""Which models are served, and what is said of the others: a few of the classes that
+``tests/upstream/every_class.py`` goes through by hand."""
+
+import re
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+
+from models import tiny
+from upstream.every_class import RIGHT, outcomes
+from xquant import KVCache
+from xquant.models import view_model
+
+SERVED = [
+    "GlmAsrForConditionalGeneration",  # the audio tower comes first and has self_attn too
+    "DeepseekOcr2ForConditionalGeneration",  # so has the vision tower
+    "CsmForConditionalGeneration",  # two decoders; the text configuration is the first one's
+    "LagunaForCausalLM",
+    "HiggsAudioV2ForConditionalGeneration",
+]
+REFUSED = {
+    "DeepseekV3ForCausalLM": r"multi-head latent attention \(MLA\)",
+    "Mistral4ForCausalLM": r"multi-head latent attention \(MLA\)",
+    "LongcatFlashForCausalLM": r"multi-head latent attention \(MLA\)",
+    "MiMoV2FlashForCausalLM": r"value heads have another size than its key heads \(24 channels to 32\)",
+    "MllamaForCausalLM": r"layer 3 is cross-attention \(MllamaCrossAttentionDecoderLayer\)",
+    "Qwen3NextForCausalLM": r"layer 0 is not attention \(Qwen3NextDecoderLayer\)",
+    "MiniMaxForCausalLM": r"the attention of layer 1 is of another kind \(MiniMaxLightningAttention\)",
+    "ZayaForCausalLM": r"its projections are of another kind \(ZayaCCAProjection\)",
+    "Gemma3nForCausalLM": r"its upper layers attend to keys and values of layers below",
+    "BeamForCausalLM": r"its full-attention layers have no rotary position embedding",
+    "HrmTextForCausalLM": r"several decoders \(L_module, H_module\)",
+    "T5GemmaForConditionalGeneration": r"an encoder-decoder model",
+    "BloomForCausalLM": r"no decoder layers with self_attn were found",
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_text_decoder_is_found_and_served(name: str) -> None:
+    assert set(outcomes(name).values()) == {RIGHT}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(name: str) -> None:
+    (outcome,) = set(outcomes(name).values())
+    assert re.fullmatch(rf"refused: {name} is not supported: .*{REFUSED[name]}.*", outcome)
+
+
+def test_key_value_heads_are_those_of_the_layer() -> None:
+    """The configuration says one thing of all layers; a layer may have heads of its own."""
+    model = tiny("llama")
+    model.config.num_key_value_heads = model.config.num_attention_heads
+    assert {(v.kv_heads, v.query_heads) for v in view_model(model).layers} == {(2, 4)}
+
+
+def test_a_fused_projection_must_hold_queries_keys_and_values() -> None:
+    model = tiny("phi3")
+    model.model.layers[0].self_attn.qkv_proj.out_features += 1
+    with pytest.raises(ValueError, match=r"Phi3ForCausalLM.*gives more than queries, keys and v"):
+        KVCache(model, "full")
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a"))),
+        PreTrainedConfig(),
+        LlamaForCausalLM,
+        "llama",
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_what_is_not_a_model_is_refused(thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"a transformers model is needed, not "):
+        KVCache(thing, "full")

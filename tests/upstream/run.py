@@ -1,0 +1,121 @@
+"""Transformers' own generation tests, with a compressed cache in place of DynamicCache.
+
+    python tests/upstream/run.py CHECKOUT                                 # all families and methods
+    python tests/upstream/run.py CHECKOUT --family llama --method xquant-16bit:group=4
+
+CHECKOUT is a checkout of transformers, of the version that is installed; its tests want ``parameterized`` and
+``httpx``. A test counts where our cache was used in it; `substitute.LEFT_OUT` says which are not run, and
+why. They ask whether a cache behaves like one, hardly what it holds: their models are tiny and their weights
+small, so that a cache of one bit passes too.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+FAMILIES = [
+    "arcee",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "llama",
+    "mixtral",
+    "olmo",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "smollm3",
+    "starcoder2",
+]
+METHODS = ("kivi-16bit:group=4", "xquant-16bit:group=4", "tc-8bit:group=8", "kivi-4bit:group=4")
+Outcome = dict[str, Any]
+
+
+def file_of(family: str) -> str:
+    """The tests of a family, in a checkout."""
+    return f"tests/models/{family}/test_modeling_{family}.py"
+
+
+def outcomes(checkout: Path, families: list[str], method: str) -> dict[str, Outcome]:
+    """What became of every test, by its name.
+
+    Raises:
+        SystemExit: pytest could not run them; it has said why.
+    """
+    here = Path(__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "outcomes.json")
+        path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "XQUANT_METHOD": method,
+            "XQUANT_OUTCOMES": str(found),
+            "HF_HUB_OFFLINE": "1",
+        }
+        options = "-p substitute -p no:cacheprovider -q --tb=line -W ignore -o log_cli=false"
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options.split(), *map(file_of, families)],
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode not in (0, 1):  # 1: some failed
+            raise SystemExit(f"pytest failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        loaded: dict[str, Outcome] = json.loads(found.read_text())
+        return loaded
+
+
+def counts(test: Outcome) -> bool:
+    """Whether our cache was used in a test, or should have been."""
+    return test["outcome"] == "failed" or (test["outcome"] == "passed" and test["caches"] > 0)
+
+
+def passed(tests: Iterable[Outcome]) -> str:
+    found = Counter(test["outcome"] for test in tests if counts(test))
+    return f"{found['passed']:3} of {found.total():3}"
+
+
+def others(tests: Iterable[Outcome]) -> str:
+    """What became of the rest."""
+    found = Counter(test["outcome"] for test in tests if not counts(test))
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument(
+        "--family", action="append", help="a folder of tests/models; may be repeated"
+    )
+    parser.add_argument("--method", action="append", help="a method's spec; may be repeated")
+    arguments = parser.parse_args()
+    families = arguments.family or FAMILIES
+    for family in families:
+        if not (arguments.checkout / file_of(family)).is_file():
+            parser.error(f"{arguments.checkout} has no {file_of(family)}")
+    for method in arguments.method or METHODS:
+        print(method, flush=True)
+        tests = outcomes(arguments.checkout, families, method)
+        for family in families:
+            own = [test for name, test in tests.items() if name.startswith(file_of(family))]
+            print(f"  {family:12} {passed(own)}   without our cache: {others(own)}")
+        print(f"  {'all':12} {passed(tests.values())}", flush=True)
+        for name, test in tests.items():
+            if test["outcome"] == "failed":
+                print(f"    {name.split('/')[2]} {name.rpartition('::')[2]}: {test['reason']}")
+
+
+if __name__ == "__main__":
+    main()
