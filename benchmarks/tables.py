@@ -1,9 +1,10 @@
-"""The tables of the README, of docs/evaluation.md and of docs/transform.md, from the results files.
+"""The tables of the README and of pages in docs, from the results files.
 
 python benchmarks/tables.py
 python benchmarks/tables.py evaluation
 python benchmarks/tables.py transform
 python benchmarks/tables.py families
+python benchmarks/tables.py upstream
 """
 
 import json
@@ -177,8 +178,27 @@ def families() -> None:
         table([name, "perplexity, full", *(f"`{m}`" for m in methods)], body)
 
 
+def upstream() -> None:
+    """Of transformers' own generation tests, by family: passed of all in which the cache was used."""
+    found = json.loads((RESULTS / "upstream.json").read_text())
+    methods = list(dict.fromkeys(row["method"] for row in found))
+    by_family: dict[str, dict[str, tuple[int, int]]] = {}
+    for row in found:
+        for family in (row["family"], "all"):
+            own = by_family.setdefault(family, {})
+            right, total = own.get(row["method"], (0, 0))
+            own[row["method"]] = right + row["passed"], total + row["tests"]
+    order = [*(family for family in by_family if family != "all"), "all"]
+    body = [
+        [family, *("{} of {}".format(*by_family[family][m]) for m in methods)] for family in order
+    ]
+    table(["family", *(f"`{method}`" for method in methods)], body)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["evaluation"]:
+    if sys.argv[1:] == ["upstream"]:
+        upstream()
+    elif sys.argv[1:] == ["evaluation"]:
         texts(**{"WikiText-2": "wikitext2", "C4": "c4"})
         passkeys("passkey")
         for file in ("truthfulqa", "gsm8k", "ruler", "longbench"):

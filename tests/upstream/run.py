@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from xquant.evals.results import stamp, write_json
+
 FAMILIES = [
     "arcee",
     "gemma",
@@ -82,9 +84,10 @@ def counts(test: Outcome) -> bool:
     return test["outcome"] == "failed" or (test["outcome"] == "passed" and test["caches"] > 0)
 
 
-def passed(tests: Iterable[Outcome]) -> str:
+def passed(tests: Iterable[Outcome]) -> tuple[int, int]:
+    """Tests that count and pass, and all that count."""
     found = Counter(test["outcome"] for test in tests if counts(test))
-    return f"{found['passed']:3} of {found.total():3}"
+    return found["passed"], found.total()
 
 
 def others(tests: Iterable[Outcome]) -> str:
@@ -100,21 +103,33 @@ def main() -> None:
         "--family", action="append", help="a folder of tests/models; may be repeated"
     )
     parser.add_argument("--method", action="append", help="a method's spec; may be repeated")
+    parser.add_argument("--json", help="a results file to write")
+    parser.add_argument("--note", help="what it says of the checkout, such as its version")
     arguments = parser.parse_args()
     families = arguments.family or FAMILIES
     for family in families:
         if not (arguments.checkout / file_of(family)).is_file():
             parser.error(f"{arguments.checkout} has no {file_of(family)}")
+    rows: list[dict[str, Any]] = []
     for method in arguments.method or METHODS:
         print(method, flush=True)
         tests = outcomes(arguments.checkout, families, method)
         for family in families:
             own = [test for name, test in tests.items() if name.startswith(file_of(family))]
-            print(f"  {family:12} {passed(own)}   without our cache: {others(own)}")
-        print(f"  {'all':12} {passed(tests.values())}", flush=True)
+            right, total = passed(own)
+            print(f"  {family:12} {right:3} of {total:3}   without our cache: {others(own)}")
+            rows.append({"method": method, "family": family, "passed": right, "tests": total})
+        right, total = passed(tests.values())
+        print(f"  {'all':12} {right:3} of {total:3}", flush=True)
         for name, test in tests.items():
             if test["outcome"] == "failed":
                 print(f"    {name.split('/')[2]} {name.rpartition('::')[2]}: {test['reason']}")
+    if arguments.json:
+        stamped = stamp(rows, checkout=arguments.note)
+        for row in stamped:
+            where = row["environment"]
+            where["command"] = where["command"].replace(str(arguments.checkout), "CHECKOUT")
+        write_json(arguments.json, stamped)
 
 
 if __name__ == "__main__":
