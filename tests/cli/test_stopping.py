@@ -1,6 +1,7 @@
 """Ctrl-C: one line that says how to go on, and status 130."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -76,7 +77,8 @@ def test_a_run_stopped_by_a_signal_goes_on_from_its_parts(run, model, text, tmp_
     asked += ["--resume", str(kept)]
     command = [sys.executable, "-m", "xquant.cli", *asked]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, **pipes) as process:
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # a tiny model loses time with more
+    with subprocess.Popen(command, text=True, env=alone, **pipes) as process:
         deadline = time.monotonic() + 120
         while not list(kept.rglob("*.json")) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -34,7 +34,7 @@ from .progress import progress
     required=True,
     help="The artifact, a safetensors file.",
 )
-@resume_option("the text that MODEL writes, which takes most of the time,")
+@resume_option("the text that MODEL writes (not the statistics, which take less time)")
 @json_option
 @click.pass_context
 def calibrate(
