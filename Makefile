@@ -35,6 +35,7 @@ $(EXTRAS): $(STAMP)
 
 demo: $(STAMP)
 	mkdir -p $(DEMO)
+	@echo 'Two calibrations, a comparison and a text: each says how long it will take when it has begun.'
 	$(BIN)/xquant calibrate smollm2 --method kvquant-3bit-1% --context 384 --windows 6 \
 		--output $(DEMO)/kvquant.safetensors
 	$(BIN)/xquant calibrate smollm2 --method tc-cl-2bit --context 256 --windows 16 \

@@ -33,7 +33,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from xquant.cli.bench import print_largest, print_rows  # noqa: E402
+from xquant.cli.bench_tables import print_largest, print_rows  # noqa: E402
 from xquant.cli.common import print_table  # noqa: E402
 from xquant.evals.results import read_results, write_json  # noqa: E402
 

@@ -1,14 +1,19 @@
 import importlib.util
+import socket
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 import pytest
 import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
+from transformers.utils.hub import httpx
 
 from models import prompt, tiny
 from xquant import KVCache, files, load, load_model
+from xquant.analysis.shapes import load_config
 from xquant.calibrate import store
+from xquant.hub import hub_answers
 
 smollm2 = pytest.mark.smollm2
 
@@ -92,3 +97,56 @@ def test_smollm2_writes_the_same_text_with_the_identity_codec() -> None:
             )
             assert torch.equal(got, want)
     torch.set_num_threads(1)
+
+
+def test_a_name_that_cannot_be_had_offline_is_refused_at_the_first_try(monkeypatch: Any) -> None:
+    def nowhere(host: str, *more: Any) -> Any:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits for the next try"))
+    with pytest.raises(ValueError, match=r"cannot load 'no/such': .* not to be had from the hub"):
+        load_model("no/such")
+    with pytest.raises(ValueError, match="no configuration of 'no/such'"):
+        load_config("no/such")
+
+
+@pytest.mark.parametrize(
+    ("error", "answers"),
+    [
+        (None, True),
+        (httpx.ReadTimeout("slow"), True),
+        (httpx.ConnectTimeout("slow"), True),
+        (httpx.RemoteProtocolError("broken off"), True),
+        (httpx.ConnectError("no route"), False),
+        (httpx.ProxyError("forbidden"), False),
+        (OfflineModeIsEnabled("told to"), False),
+    ],
+)
+def test_only_a_hub_that_is_not_there_at_all_is_given_up(
+    monkeypatch: Any, error: Exception | None, answers: bool
+) -> None:
+    class Session:
+        def head(self, url: str, timeout: float) -> None:
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr("huggingface_hub.get_session", Session)
+    assert hub_answers() is answers
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_hub_that_answers_is_asked_as_ever_and_another_not_at_all(
+    monkeypatch: Any, there: bool
+) -> None:
+    seen = []
+
+    def from_pretrained(name: str, **options: Any) -> Any:
+        seen.append((name, options["local_files_only"]))
+        raise OSError("not there")
+
+    monkeypatch.setattr(load, "hub_answers", lambda: there)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+    with pytest.raises(ValueError, match="not there"):
+        load_model("some/model")
+    assert seen == [("some/model", not there)]

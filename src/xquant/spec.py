@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from .methods import METHODS, Method
+from .names import method_name
 
 
 def parse_method(spec: str | Method) -> Method:
@@ -19,12 +20,9 @@ def parse_method(spec: str | Method) -> Method:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a method is a spec string or a Method, not {type(spec).__name__}")
-    head, _, options = spec.strip().partition(":")
-    named = (n for n in METHODS if head.startswith(n) and not head[len(n) :][:1].isalpha())
-    name = max(named, key=len, default=None)
-    if name is None:
-        raise ValueError(f"unknown method '{spec}'; known are {', '.join(METHODS)}")
+    name = method_name(spec)
     cls = METHODS[name]
+    head, _, options = spec.strip().partition(":")
     kinds = {f.name: f.type for f in dataclasses.fields(cls)}
     match = re.fullmatch(cls.head_pattern, head[len(name) :])
     if match is None:

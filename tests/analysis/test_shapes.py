@@ -67,7 +67,7 @@ def test_what_cannot_be_planned_for_is_refused(tmp_path) -> None:
         shape_config("llama-9")
     with pytest.raises(ValueError, match=r"it has no config\.json"):
         load_config(str(tmp_path))
-    with pytest.raises(ValueError, match="not a folder"):
+    with pytest.raises(ValueError, match="no model folder"):
         load_config(str(tmp_path / "none"))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="cannot read"):

@@ -11,10 +11,12 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def run(capfd):
-    """Run the command in this process: (status, stdout, stderr)."""
+    """Run the command in this process: (status, stdout, stderr without the lines of progress)."""
 
     def call(*arguments):
         status = main([str(a) for a in arguments])
-        return status, *capfd.readouterr()
+        out, err = capfd.readouterr()
+        said = (line for line in err.splitlines(keepends=True) if not line.startswith("["))
+        return status, out, "".join(said)
 
     return call

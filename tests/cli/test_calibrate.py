@@ -4,6 +4,7 @@ import pytest
 
 from words import text_of
 from xquant import Calibration
+from xquant.calibrate import writing
 
 SPEC = "kvquant-2bit-1%"
 SMALL = ("--context", 40, "--windows", 2, "--device", "cpu")
@@ -63,6 +64,57 @@ def test_without_a_text_the_model_writes_one(run, model, tmp_path):
     assert texts[0].split(",")[1] != texts[2].split(",")[1]
 
 
+def content(file):
+    """The header of a safetensors file, whose metadata is in another order every time, and its bytes."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), data[end:]
+
+
+def test_a_stopped_calibration_goes_on_and_ends_with_the_same_bytes(
+    run, model, tmp_path, monkeypatch
+):
+    asked = (
+        "calibrate",
+        model,
+        "--method",
+        SPEC,
+        "--context",
+        20,
+        "--windows",
+        5,
+        "--device",
+        "cpu",
+    )
+    monkeypatch.setattr(writing, "TOKENS_AT_ONCE", 40)  # two of the five texts
+    straight, resumed, other = (tmp_path / name for name in ("straight", "resumed", "other"))
+    assert run(*asked, "--output", straight)[0] == 0
+    write, written = writing._continued, []
+
+    def stop_at_the_last(model, openings, *rest):
+        if len(openings) == 1:
+            raise KeyboardInterrupt
+        return write(model, openings, *rest)
+
+    def watched(model, openings, *rest):
+        written.append(len(openings))
+        return write(model, openings, *rest)
+
+    kept = ("--resume", tmp_path / "kept")
+    monkeypatch.setattr(writing, "_continued", stop_at_the_last)
+    status, out, err = run(*asked, *kept, "--output", resumed)
+    assert (status, out) == (130, "") and f"goes on from what is finished in '{kept[1]}'" in err
+    assert not resumed.exists()
+    monkeypatch.setattr(writing, "_continued", watched)
+    assert run(*asked, *kept, "--output", resumed)[0] == 0
+    assert written == [1] and content(resumed) == content(straight)
+    # Another method uses the text, another seed writes its own.
+    assert run(*asked[:3], "kvquant-3bit-1%", *asked[4:], *kept, "--output", other)[0] == 0
+    assert written == [1] and Calibration.load(other).text == Calibration.load(straight).text
+    assert run(*asked, "--seed", 1, *kept, "--output", other)[0] == 0
+    assert written == [1, 2, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -79,6 +131,8 @@ def test_without_a_text_the_model_writes_one(run, model, tmp_path):
         ("calibrate MODEL --method SPEC --context 600 --output OUT", "has 512 positions"),
         ("calibrate MODEL --method SPEC --windows 0 --output OUT", "cannot be written"),
         ("calibrate MODEL --method SPEC --output NONE/c", "there is no folder"),
+        ("calibrate MODEL --method SPEC --output OUT --resume TEXT", "is not a folder"),
+        ("calibrate MODEL --method SPEC --text TEXT --output OUT --resume NONE", "nothing to keep"),
         ("calibrate MODEL --method SPEC --output -", "not to standard output"),
         ("calibrate MODEL --method kvquant-2bit-20% --output OUT", "outliers=20 is above 10"),
         (
@@ -87,7 +141,7 @@ def test_without_a_text_the_model_writes_one(run, model, tmp_path):
         ),
         ("perplexity MODEL --method SPEC --text TEXT", "needs a calibration: 'xquant calibrate"),
         ("generate MODEL --method SPEC --prompt w3", "needs a calibration: 'xquant calibrate"),
-        ("generate MODEL --method SPEC --prompt w3 --calibration NONE", "no calibration file"),
+        ("generate MODEL --method SPEC --prompt w3 --calibration NONE", "does not exist"),
         ("generate MODEL --method SPEC --prompt w3 --calibration TEXT", "no calibration file ("),
         (
             "generate MODEL --prompt w3 --calibration MADE",

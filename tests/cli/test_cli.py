@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from words import model_folder, text_of
+from xquant.evals import bench
 from xquant.methods import METHODS
 
 
@@ -112,7 +113,6 @@ def test_compare_writes_its_four_files(run, model, text, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "Missing command"),
         ("nonsense", "No such command 'nonsense'"),
         ("methods --nonsense", "No such option"),
         ("methods --json NONE/r.json", "there is no folder"),
@@ -182,15 +182,20 @@ def test_method_and_files_are_checked_before_the_model_is_loaded(run, monkeypatc
         assert run(*bad)[0] == 2
 
 
-def test_an_interrupt_is_quiet_and_a_bug_is_not(run, monkeypatch):
-    def fail_with(error):
-        monkeypatch.setattr("xquant.cli.methods.finish", lambda *_: (_ for _ in ()).throw(error))
+def test_a_bug_is_not_bad_input(run, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("a bug")
 
-    fail_with(KeyboardInterrupt())
-    assert run("methods") == (130, "", "")
-    fail_with(RuntimeError("a bug"))
+    monkeypatch.setattr("xquant.cli.methods.finish", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         run("methods")
+
+
+def test_without_words_it_shows_its_help(run):
+    status, out, err = run()
+    assert (status, err) == (0, "")
+    assert (status, out, err) == run("--help")
+    assert "Commands:" in out
 
 
 @pytest.mark.parametrize(("package", "extra"), [("click", "cli"), ("matplotlib", "plots")])
@@ -233,6 +238,40 @@ def test_bench_measures_every_size(run, tmp_path):
     full = [(row["context"], row["batch"]) for row in rows if row["method"] == "full"]
     assert full == [(12, 1), (12, 2), (20, 1), (20, 2)]
     assert {row["measured"] for row in rows} == {"attention of 1 layers"}
+
+
+def test_a_stopped_bench_goes_on_with_the_sizes_that_are_left(run, tmp_path, monkeypatch):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
+    asked += ("--context", 12, "--context", 20, "--device", "cpu", "--json", tmp_path / "rows.json")
+    asked += ("--resume", tmp_path / "kept")
+    measure, measured = bench.bench, []
+
+    def watched(models, methods, settings, *rest):
+        if settings.context in measured:
+            raise KeyboardInterrupt
+        measured.append(settings.context)
+        return measure(models, methods, settings, *rest)
+
+    def rows():
+        return [
+            {name: value for name, value in row.items() if name != "environment"}
+            for row in json.loads((tmp_path / "rows.json").read_text())
+        ]
+
+    monkeypatch.setattr(bench, "bench", watched)
+    measured.append(20)
+    assert run(*asked)[0] == 130
+    first = rows()
+    assert {row["context"] for row in first} == {12}
+    measured.remove(20)
+    assert run(*asked)[0] == 0
+    assert measured == [12, 20]
+    assert rows()[: len(first)] == first
+    assert [row["context"] for row in rows()] == [12] * len(first) + [20] * len(first)
+    # Other contenders, other rounds: other measurements.
+    monkeypatch.setattr(bench, "bench", lambda *_: [])
+    assert run(*asked, "--method", "kivi-2bit")[0] == 0
+    assert rows() == []
 
 
 def test_bench_finds_the_largest_batch(run):

@@ -87,7 +87,7 @@ def test_a_run_is_compared_with_an_earlier_one(run, model, text, tmp_path):
         ("--against", "empty", "is not a results file: it holds no JSON array of rows"),
         ("--against", "text", "is not a results file: it holds no JSON"),
         ("--against", "binary", "is not a results file: it holds no JSON"),
-        ("--against", "none", "No such file"),
+        ("--against", "none", "does not exist"),
         ("--bench", "tasks", "holds results of another kind: a row has no 'measured'"),
         ("--eval", "bench", "holds results of another kind: a row has no 'task'"),
     ],

@@ -94,7 +94,7 @@ def test_passkey_is_our_own(run, model, tmp_path, monkeypatch):
         ("--method full", "give --task"),
         ("--method nonsense --task gsm8k", "unknown method 'nonsense'"),
         ("--method full --task nonsense", "unknown task 'nonsense'"),
-        ("--method full --task gsm8k --data NONE", "there is no data"),
+        ("--method full --task gsm8k --data NONE", "does not exist"),
         ("--method full --task truthfulqa_gen --data DATA", "no data for truthfulqa_gen"),
         ("--method full --task gsm8k --data DATA --limit 0", "0 is not in the range"),
         ("--method full --task gsm8k --data DATA --json NONE/r.json", "there is no folder"),

@@ -74,7 +74,7 @@ def test_nothing_fits_where_the_weights_do_not(run) -> None:
         ("plan MODEL --gpu h900", "no GPU 'h900' in the table: one of a100-40gb"),
         ("plan --shape llama-9 --gpu l4", "no shape 'llama-9': one of llama-7b"),
         ("plan TMP --gpu l4", "it has no config.json"),
-        ("plan NONE --gpu l4", "no configuration of"),
+        ("plan NONE --gpu l4", "no model folder"),
         ("plan MODEL --gpu l4 --context 513", "past the model's 512 positions"),
         ("plan MODEL --gpu l4 --context 0", "0 is not in the range"),
         ("plan MODEL --gpu l4 --context 9 --batch 0", "0 is not in the range"),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ..load import PACKAGED
+from ..hub import PACKAGED, check_model, hub_answers
 from ..models import view_model
 
 _SMOLLM2: dict[str, Any] = {
@@ -100,11 +100,11 @@ def load_config(name: str) -> Any:
 
     if name in PACKAGED:
         return shape_config(name)
+    check_model(name)
     folder = Path(name)
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"'{name}' is not a model folder: it has no config.json")
+    kept = not folder.exists() and not hub_answers()
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=kept)
     except (OSError, ValueError, KeyError) as error:
         if folder.exists():
             reason = str(error).strip().splitlines()[0][:160]

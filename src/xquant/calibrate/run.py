@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import compat
 from ..attention import attach
+from ..evals.runs import Runs
 from ..evals.text import cut_windows
 from ..methods import Method
 from ..spec import parse_method
@@ -34,11 +35,13 @@ def calibrate(
     name: str = "text",
     seed: int = 0,
     progress: Progress | None = None,
+    runs: Runs | None = None,
 ) -> Calibration:
     """Gather a method's statistics from the first ``windows * context`` tokens of a text.
 
     Without a ``text`` the model writes one, sampled with ``seed`` (`writing`). ``context`` and ``windows``
-    are by default what the method asks for. ``name`` is what the artifact calls the text.
+    are by default what the method asks for. ``name`` is what the artifact calls the text. ``runs`` keeps what
+    the model has written, and has what it wrote before.
 
     Raises:
         ValueError: unknown method, or one that needs no calibration; a text that is too short; a model
@@ -52,7 +55,7 @@ def calibrate(
     windows = usual[1] if windows is None else windows
     if text is None:
         name = f"{GENERATED} (seed {seed})"
-        samples = write_samples(model, tokenizer, context, windows, seed, progress)
+        samples = write_samples(model, tokenizer, context, windows, seed, progress, runs)
     else:
         samples = cut_windows(model, tokenizer, text, context, windows)
     return calibrate_on(model, samples, method, name, progress)

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
 
 from .. import compat
+from ..evals.runs import Runs
 
 GENERATED = "generated"
 """What an artifact calls such a text."""
@@ -54,6 +56,20 @@ OPENINGS = (
 Progress = Callable[[int, int, str], None]
 
 
+class Counter(BaseStreamer):
+    """Tells ``written`` how many tokens `generate` has written so far, of every text."""
+
+    def __init__(self, written: Callable[[int], None]) -> None:
+        self.written, self.count = written, -1  # what comes first is the prompt
+
+    def put(self, value: Tensor) -> None:
+        self.count += 1
+        self.written(self.count)
+
+    def end(self) -> None:
+        pass
+
+
 @torch.inference_mode()
 def write_samples(
     model: Any,
@@ -62,9 +78,13 @@ def write_samples(
     windows: int,
     seed: int = 0,
     progress: Progress | None = None,
+    runs: Runs | None = None,
 ) -> Tensor:
     """``windows`` texts of ``context`` tokens that the model writes, ``[windows, context]``, each from one of
     `OPENINGS` on.
+
+    ``runs`` keeps those that are finished, and has those of a run of the same model, sizes and seed that was
+    stopped.
 
     Raises:
         ValueError: sizes that the model does not allow.
@@ -80,25 +100,51 @@ def write_samples(
         raise ValueError("the tokenizer makes no tokens of words: give a calibration text")
     begun = list(islice(cycle(openings), windows))
     together = max(TOKENS_AT_ONCE // context, 1)
-    texts: list[Tensor] = []
+    starts, runs = range(0, windows, together), runs or Runs(None, {})
+    texts: list[list[int]] = []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
-        for start in range(0, windows, together):
-            if progress is not None:
-                progress(start, windows, "writing a text")
-            texts += _continued(model, begun[start : start + together], context)
-    return torch.stack(texts).cpu()
+        for number, start in enumerate(starts):
+
+            def written(count: int, before: int = number * context) -> None:
+                if progress is not None:
+                    progress(before + count, len(starts) * context, "writing a text")
+
+            name = f"texts from {start} on"
+            held = runs.load(name)
+            if held is None:
+                ids = _continued(model, begun[start : start + together], context, written)
+                held = [{"ids": ids, "random": _random_state(devices)}]
+                runs.save(name, held)
+            _set_random_state(devices, held[0]["random"])
+            texts += held[0]["ids"]
+    return torch.tensor(texts)
 
 
-def _continued(model: Any, openings: list[list[int]], context: int) -> list[Tensor]:
-    """Texts of ``context`` tokens that begin so."""
+def _random_state(devices: list[torch.device]) -> list[list[int]]:
+    """That of the CPU, and those of ``devices``, as plain numbers."""
+    states = torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)
+    return [state.tolist() for state in states]
+
+
+def _set_random_state(devices: list[torch.device], states: list[list[int]]) -> None:
+    own, *others = (torch.tensor(state, dtype=torch.uint8) for state in states)
+    torch.set_rng_state(own)
+    for device, state in zip(devices, others, strict=True):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _continued(
+    model: Any, openings: list[list[int]], context: int, written: Callable[[int], None]
+) -> list[list[int]]:
+    """Texts of ``context`` tokens that begin so; ``written`` hears how many they have more."""
     lengths = [len(ids) for ids in openings]
     widest = max(lengths)
     ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=model.device)
     mask = torch.arange(widest)[None] >= widest - torch.tensor(lengths)[:, None]
     new = context - min(lengths)
-    written = model.generate(
+    texts = model.generate(
         ids,
         attention_mask=mask.long().to(model.device),
         max_new_tokens=new,
@@ -110,5 +156,7 @@ def _continued(model: Any, openings: list[list[int]], context: int) -> list[Tens
         epsilon_cutoff=LEAST,
         repetition_penalty=1.0,
         pad_token_id=0,
+        streamer=Counter(written),
     )
-    return [row[widest - n : widest - n + context] for row, n in zip(written, lengths, strict=True)]
+    whole = zip(texts.tolist(), lengths, strict=True)
+    return [row[widest - n : widest - n + context] for row, n in whole]

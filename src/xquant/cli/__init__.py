@@ -18,10 +18,12 @@ EXTRAS = {
 }
 BAD_INPUT = 2
 INTERRUPTED = 130
+NOTHING_KEPT = "stopped; nothing was kept"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 2 (bad input, one line on stderr) or 130."""
+    """Run the command and return its exit status: 0, 2 (bad input) or 130 (stopped by Ctrl-C), the last two
+    with one line on stderr."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     try:
@@ -29,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run(arguments)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as stop:
+        return _fail(str(stop) or NOTHING_KEPT, INTERRUPTED)
     except BrokenPipeError:
         # The reader of our output has gone; Python must not try to flush to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -49,6 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = BAD_INPUT) -> int:
     print("xquant:", " ".join(message.split()), file=sys.stderr)
-    return BAD_INPUT
+    return status

@@ -7,6 +7,7 @@ import click
 
 from .. import __version__
 from . import bench, calibrate, compare, generate, methods, perplexity, plan, reproduce
+from .common import how_to_go_on
 from .eval import evaluate
 
 
@@ -35,12 +36,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         ValueError: unknown verb or option, or a value of the wrong kind; further errors as the verbs.
+        KeyboardInterrupt: it was stopped; the message says how to go on.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    # Not xquant.main(): it writes to stderr when interrupted.
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    # Not xquant.main(): it has words of its own for an interrupt.
     try:
         with xquant.make_context("xquant", words) as context:
-            xquant.invoke(context)
+            try:
+                xquant.invoke(context)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(how_to_go_on(context)) from None
     except click.exceptions.Exit:
         pass  # --help and --version have said what they have to say
     except click.UsageError as error:

@@ -1,28 +1,29 @@
 """``xquant bench``: decode time and bytes beside the full cache, interleaved in one run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import compress, product
+from functools import cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evals.results import STDOUT
+from ..evals.results import STDOUT, environment
 from ..kernels import KERNELS
+from .bench_tables import print_largest, print_rows
 from .common import (
+    MODEL,
     calibrations_for,
     calibrations_option,
-    check_file,
     find_device,
     finish,
     json_option,
     load,
     methods_option,
     own_calibrations,
-    print_table,
-    progress_bar,
+    resume_option,
 )
+from .progress import progress
 
 if TYPE_CHECKING:
     import torch
@@ -30,43 +31,20 @@ if TYPE_CHECKING:
     from ..calibrate.artifact import Calibration
     from ..evals.contenders import Models
     from ..evals.entrants import Settings
+    from ..evals.runs import Rows
     from ..methods import Method
 
     Subjects = Callable[[int, int], tuple[Models, list[Calibration]]]
     """What decodes, and the calibrations for it, at a context and a batch."""
+    Part = tuple[str, Callable[[], Rows]]
+    """Its name, and what measures it: contenders take turns within one."""
 
-COLUMNS = {
-    "method": "left",
-    "context": "right",
-    "batch": "right",
-    "dtype": "left",
-    "kernel": "left",
-    "ms a token": "right",
-    "times full": "right",
-    "attention, ms a layer": "right",
-    "cache, MB": "right",
-    "GB/s": "right",
-    "of bandwidth": "right",
-    "least, ms a layer": "right",
-    "full at least": "right",
-}
-LARGEST_COLUMNS = {
-    "method": "left",
-    "context": "right",
-    "batch": "right",
-    "kernel": "left",
-    "ms a step": "right",
-    "tokens/s": "right",
-    "times full": "right",
-    "cache, GB": "right",
-    "weights, GB": "right",
-}
 DEFAULT_METHODS = ("kivi-4bit", "kivi-2bit")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=MODEL)
 @click.option(
     "--shape", help="Attention alone, at a known model's shape: llama-3.1-8b, llama-2-7b."
 )
@@ -131,6 +109,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     help="What weights and caches may take then.  [default: what is free on the GPU]",
 )
 @calibrations_option
+@resume_option("the rows of every finished context and batch")
 @json_option
 def bench(
     model: str | None,
@@ -148,6 +127,7 @@ def bench(
     largest_batch: bool,
     memory: float | None,
     artifacts: Sequence[str],
+    resume: str | None,
     json_file: str | None,
 ) -> None:
     """Time decoding with the cache of MODEL compressed by each method.
@@ -156,18 +136,18 @@ def bench(
     is the best of its settings: on a CPU transformers' own (fp32 or bf16, sdpa or eager), on a GPU every
     kernel that can be had. There the kernels of attention are replayed as a CUDA graph.
     """
-    import torch
-
-    from .. import parse_method
-    from ..evals.entrants import Settings
-
     if (model is None) == (shape is None):
         raise ValueError("give either MODEL or --shape NAME")
     if shape is None and (largest_batch or layers):
         raise ValueError("--layers and --largest-batch want a shape: --shape NAME")
     if peers and shape is not None:
         raise ValueError("--peers decode with a MODEL, not with a shape")
-    check_file(json_file)
+    import torch
+
+    from .. import parse_method
+    from ..evals.entrants import Settings
+    from ..evals.runs import Runs
+
     methods = [parse_method(spec) for spec in specs or DEFAULT_METHODS]
     calibrations = calibrations_for(methods, artifacts)
     where = find_device(device)
@@ -183,19 +163,34 @@ def bench(
         whole=shape is None,
         sealing=sealing,
     )
+    facts = {"calibrations": " ".join(sorted(made.digest for made in calibrations))}
     if shape is None:
         assert model is not None
-        subjects = _loaded(model, methods, dtypes[0], where, calibrations)
+        subjects, facts = _loaded(model, methods, dtypes[0], where, calibrations)
         parts = _sizes(subjects, methods, settings, contexts, batches, model if peers else None)
     elif largest_batch:
         parts = _largest(shape, methods, settings, contexts, where, memory, calibrations)
     else:
         subjects = _shaped(shape, methods, dtypes[0], where, calibrations, layers)
         parts = _sizes(subjects, methods, settings, contexts, batches)
-    rows: list[dict[str, Any]] = []
     subject = {"model": model or shape, "device": str(where)}
-    for part in parts:
-        rows += part
+    machine = environment()
+    asked = {
+        **subject,
+        "methods": [method.spec for method in methods],
+        "settings": repr(replace(settings, context=0)),
+        "options": [peers, layers, largest_batch, memory],
+        "identity": facts,
+        "machine": [machine[fact] for fact in ("cpu", "threads", "gpu", "torch", "transformers")],
+    }
+    runs = Runs(resume, asked)
+    rows: list[dict[str, Any]] = []
+    for name, measure in parts:
+        held = runs.load(name)
+        if held is None:
+            held = measure()
+            runs.save(name, held)
+        rows += held
         if json_file != STDOUT:  # what was measured stays, whatever becomes of the rest
             finish(rows, json_file, **subject)
     if json_file == STDOUT:
@@ -213,22 +208,25 @@ def _sizes(
     contexts: Sequence[int],
     batches: Sequence[int],
     peers_of: str | None = None,
-) -> Iterator[list[dict[str, Any]]]:
-    """The rows of every size."""
+) -> "Iterator[Part]":
+    """A part for every size."""
     from ..evals import bench as evaluation
     from ..evals.ceilings import ceilings
     from ..evals.peers import available
 
-    limits = None
-    for context, batch in product(contexts, batches):
+    limits = cache(ceilings)  # on a GPU for all sizes; on a CPU after each, as its load changes
+
+    def measure(context: int, batch: int) -> "Rows":
         models, calibrations = subjects(context, batch)
         device = models.model.device
-        if device.type != "cpu":  # for all sizes; on a CPU after each, as its load changes
-            limits = limits or ceilings(device)
+        known = None if device.type == "cpu" else limits(device)
         makers = available(peers_of, models.model) if peers_of else []
         asked = replace(settings, context=context, batch=batch)
-        with progress_bar() as show:
-            yield evaluation.bench(models, methods, asked, show, calibrations, makers, limits)
+        with progress(f"timing {context} tokens, batch {batch}") as show:
+            return evaluation.bench(models, methods, asked, show, calibrations, makers, known)
+
+    for context, batch in product(contexts, batches):
+        yield f"{context} tokens, batch {batch}", partial(measure, context, batch)
 
 
 def _loaded(
@@ -237,15 +235,17 @@ def _loaded(
     dtype: "torch.dtype",
     device: "torch.device",
     calibrations: "Sequence[Calibration]",
-) -> "Subjects":
-    """A model with its weights."""
+) -> "tuple[Subjects, dict[str, str]]":
+    """A model with its weights, and what they are."""
     from ..evals.contenders import Models
+    from ..evals.runs import identity
 
     name = str(dtype).removeprefix("torch.") if device.type == "cuda" else "float32"
     network, tokenizer = load(model, name, str(device))
     found = own_calibrations(network, tokenizer, methods, calibrations)
+    facts = identity(network, "", found)
     models = Models(network)
-    return lambda context, batch: (models, found)
+    return (lambda context, batch: (models, found)), facts
 
 
 def _shaped(
@@ -289,8 +289,8 @@ def _largest(
     device: "torch.device",
     memory: float | None,
     calibrations: "Sequence[Calibration]",
-) -> Iterator[list[dict[str, Any]]]:
-    """The rows of every context."""
+) -> "Iterator[Part]":
+    """A part for every context."""
     from ..evals import capacity, largest
     from ..evals.contenders import Models
     from ..evals.shaped import whole_model
@@ -298,75 +298,16 @@ def _largest(
     if memory is None and device.type == "cpu":
         raise ValueError("--largest-batch wants a GPU, or --memory GB")
     dtype = settings.dtypes[-1]
-    models = Models(whole_model(shape, device, dtype))
-    weights = sum(p.nbytes for p in models.model.parameters())
-    for context in contexts:
+    made = cache(lambda: Models(whole_model(shape, device, dtype)))
+
+    def measure(context: int) -> "Rows":
+        models = made()
+        weights = sum(p.nbytes for p in models.model.parameters())
         room = capacity.free_bytes(device) if memory is None else memory * 1e9 - weights
-        with progress_bar() as show:
-            yield largest.largest_batches(
+        with progress(f"finding the largest batch of {context} tokens") as show:
+            return largest.largest_batches(
                 models, methods, context, dtype, settings.kernel, room, show, calibrations
             )
 
-
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table on standard output; columns that no row has anything for are left out."""
-    cells = list(map(_cells, rows))
-    filled = [any(column) for column in zip(*cells, strict=True)]
-    columns = dict(compress(COLUMNS.items(), filled))
-    print_table(columns, [list(compress(line, filled)) for line in cells])
-    _print_failures(rows)
-
-
-def print_largest(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The table of largest batches."""
-    print_table(
-        LARGEST_COLUMNS,
-        [
-            (
-                row["method"],
-                str(row["context"]),
-                _show(row["batch"], "d"),
-                row["kernel"] or "",
-                _show(row["ms_per_step"], ".1f"),
-                _show(row["tokens_per_second"], ".0f"),
-                _show(row["times_full"], ".2f"),
-                _show(row["cache_bytes"], ".2f", 1e9),
-                _show(row["weights_bytes"], ".2f", 1e9),
-            )
-            for row in rows
-        ],
-    )
-    _print_failures(rows)
-
-
-def _cells(row: Mapping[str, Any]) -> Sequence[str]:
-    shares = row["share_of_read_bandwidth"], row["share_of_copy_bandwidth"]
-    least = row.get("roofline") or {}
-    return (
-        row["method"],
-        str(row["context"]),
-        str(row["batch"]),
-        row["dtype"],
-        row["kernel"],
-        _show(row["ms_per_token"], ".4g"),
-        _show(row["speedup_vs_full"], ".2f"),
-        _show(row["attention_ms_per_layer"], ".4g"),
-        _show(row["cache_bytes"], ".1f", 1e6),
-        _show(row["gbytes_per_second"], ".1f"),
-        _show(next((share for share in shares if share is not None), None), ".0%"),
-        _show(least.get("ms_per_layer"), ".4g"),
-        _show(least.get("full_ms_per_layer"), ".4g"),
-    )
-
-
-def _show(number: float | None, form: str, unit: float = 1) -> str:
-    if number is None:
-        return ""
-    return format(number / unit if unit != 1 else number, form)
-
-
-def _print_failures(rows: Sequence[Mapping[str, Any]]) -> None:
-    for row in rows:
-        if row["failed"]:
-            size = f"{row['context']} tokens" + (f", batch {row['batch']}" if row["batch"] else "")
-            click.echo(f"{row['method']}, {size}: {row['failed']}")
+    for context in contexts:
+        yield f"{context} tokens", partial(measure, context)

@@ -6,19 +6,39 @@ from typing import Any
 import click
 
 from ..evals.results import STDOUT
-from .common import check_file, finish, json_option, load, model_options, progress_bar, text_options
+from .common import (
+    OUT_FILE,
+    RESUME,
+    SPEC,
+    finish,
+    json_option,
+    load,
+    model_options,
+    resume_option,
+    text_options,
+)
+from .progress import progress
 
 
 @click.command()
 @model_options
-@click.option("--method", "spec", metavar="SPEC", required=True)
+@click.option("--method", "spec", metavar="SPEC", type=SPEC, required=True)
 @text_options(
     context=None, windows=None, help="Text file; without it the model writes the text itself."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the text it writes.")
-@click.option("--output", metavar="FILE", required=True, help="The artifact, a safetensors file.")
+@click.option(
+    "--output",
+    metavar="FILE",
+    type=OUT_FILE,
+    required=True,
+    help="The artifact, a safetensors file.",
+)
+@resume_option("the text that MODEL writes (not the statistics, which take less time)")
 @json_option
+@click.pass_context
 def calibrate(
+    context_of_command: click.Context,
     model: str,
     dtype: str,
     device: str | None,
@@ -28,29 +48,39 @@ def calibrate(
     windows: int | None,
     seed: int,
     output: str,
+    resume: str | None,
     json_file: str | None,
 ) -> None:
     """Gather the statistics that a method needs on MODEL, from a text or from one that MODEL writes.
 
     The file is for this method and this model; give it to the other verbs as --calibration FILE.
     """
+    if output == STDOUT:
+        raise ValueError("the artifact is written to a file, not to standard output")
+    if text is not None:
+        if resume is not None:
+            raise ValueError(
+                "--resume keeps the text that MODEL writes: with --text there is nothing to keep"
+            )
+        del context_of_command.meta[RESUME]
+    from ..evals.text import read_text, text_name
+
+    words = None if text is None else read_text(text)  # before torch is imported
     import sklearn.cluster  # noqa: F401  # a missing package is told of at once
 
     from .. import parse_method
     from ..calibrate.run import calibrate as run
-    from ..evals.text import read_text, text_name
+    from ..evals.runs import Runs, identity
 
     method = parse_method(spec)
     if not method.needs_calibration:
         raise ValueError(f"{method.spec} needs no calibration")
-    if output == STDOUT:
-        raise ValueError("the artifact is written to a file, not to standard output")
-    check_file(output)
-    check_file(json_file)
-    words = None if text is None else read_text(text)
     network, tokenizer = load(model, dtype, device)
+    size = context or method.calibration_size[0], windows or method.calibration_size[1]
+    where = str(network.device)
+    asked = {"model": model, "dtype": dtype, "device": where, "size": size, "seed": seed}
     started = time.perf_counter()
-    with progress_bar() as show:
+    with progress(f"calibrating {method.calibrated_as}") as show:
         found = run(
             network,
             tokenizer,
@@ -61,6 +91,7 @@ def calibrate(
             name="" if text is None else text_name(text),
             seed=seed,
             progress=show,
+            runs=Runs(resume, {**asked, "identity": identity(network, "", [])}),
         )
     seconds = time.perf_counter() - started
     found.save(output)
@@ -68,9 +99,9 @@ def calibrate(
         "method": found.method,
         "output": output,
         "calibration_text": found.text,
-        "tokens": (context or method.calibration_size[0]) * (windows or method.calibration_size[1]),
+        "tokens": size[0] * size[1],
         "seconds": seconds,
     }
-    finish([row], json_file, model=model, dtype=dtype, device=str(network.device))
+    finish([row], json_file, model=model, dtype=dtype, device=where)
     if json_file != STDOUT:
         click.echo(f"{output}: {found.method} from {found.text}, in {seconds:.0f} s")

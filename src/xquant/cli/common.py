@@ -1,19 +1,24 @@
-"""What the verbs share: options, checks that come before long work, tables and progress."""
+"""What the verbs share: options, checks that come before long work, and tables.
+
+What an option alone tells is checked as it is read, before a verb imports torch.
+"""
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..evals.results import STDOUT, stamp, write_json
 from ..evals.text import NAMES
+from ..hub import check_model
+from ..names import method_name
+from . import NOTHING_KEPT
+from .progress import progress
 
 if TYPE_CHECKING:
     import torch
@@ -24,16 +29,62 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 PIPED_WIDTH = 200
 
+RESUME = "xquant.resume"
+"""Where the context of a command holds the folder of ``--resume``, of the commands that have it."""
+
+
+class Checked(click.ParamType):
+    """A word that ``check`` takes, or raises ValueError for."""
+
+    def __init__(self, name: str, check: Callable[[str], object]) -> None:
+        self.name, self.check = name, check
+
+    def convert(self, value: str, *where: Any) -> str:
+        self.check(value)
+        return value
+
+
+def check_file(target: str) -> None:
+    """Raise ValueError unless ``target`` (or ``-``) can be written as a file."""
+    if target == STDOUT:
+        return
+    path = Path(target)
+    if not target or path.is_dir():
+        raise ValueError(f"cannot write '{target}': it is not a file name")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write '{target}': there is no folder '{path.parent}'")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"cannot write '{target}': permission denied")
+
+
+def check_folder(target: str) -> None:
+    """Raise ValueError unless the folder ``target`` can be written to, or made."""
+    path = Path(target)
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not target or not nearest.is_dir():
+        raise ValueError(f"cannot write to '{target}': '{nearest}' is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot write to '{target}': permission denied")
+
+
+MODEL = Checked("model", check_model)
+SPEC = Checked("spec", method_name)
+OUT_FILE = Checked("file", check_file)
+OUT_FOLDER = Checked("folder", check_folder)
+IN_FILE = click.Path(exists=True, dir_okay=False)
+
 json_option = click.option(
     "--json",
     "json_file",
     metavar="FILE",
+    type=OUT_FILE,
     help="Also write the result as a JSON array; '-' writes it to standard output, alone.",
 )
 methods_option = click.option(
     "--method",
     "specs",
     metavar="SPEC",
+    type=SPEC,
     multiple=True,
     help="Method, such as xquant-cl-2bit:sink=1; may be given several times.",
 )
@@ -41,15 +92,39 @@ calibrations_option = click.option(
     "--calibration",
     "artifacts",
     metavar="FILE",
+    type=IN_FILE,
     multiple=True,
     help="Artifact of 'xquant calibrate'; may be given several times, one a method.",
 )
 
-resume_option = click.option(
-    "--resume",
-    metavar="DIR",
-    help="Keep what is finished in this folder; the same command, given again, goes on from there.",
-)
+
+def resume_option(kept: str = "what is finished") -> Callable[..., Any]:
+    """``--resume``, which keeps ``kept``."""
+    return click.option(
+        "--resume",
+        metavar="DIR",
+        type=OUT_FOLDER,
+        callback=_remember,
+        help=f"Keep {kept} in this folder; the same command, given again, goes on from there.",
+    )
+
+
+def _remember(context: click.Context, option: click.Parameter, folder: str | None) -> str | None:
+    context.meta[RESUME] = folder
+    return folder
+
+
+def how_to_go_on(context: click.Context) -> str:
+    """What to tell someone who has stopped the command of that context."""
+    if RESUME not in context.meta:
+        return NOTHING_KEPT
+    folder = context.meta[RESUME]
+    if folder is None:
+        return (
+            "stopped, with nothing to go on from; the same command with --resume DIR keeps what it has"
+            " finished, and goes on from there when it is given again"
+        )
+    return f"stopped; the same command goes on from what is finished in '{folder}'"
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +139,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     device = click.option(
         "--device", help="Such as cpu or cuda:1.  [default: cuda where there is one]"
     )
-    return click.argument("model")(dtype(device(command)))
+    return click.argument("model", type=MODEL)(dtype(device(command)))
 
 
 def text_options(
@@ -191,34 +266,11 @@ def own_calibrations(
     from ..calibrate.run import own_calibration
 
     made = {calibration.method: calibration for calibration in given}
-    with progress_bar() as show:
-        for method in methods:
-            if method.calibrates_itself and method.calibrated_as not in made:
+    for method in methods:
+        if method.calibrates_itself and method.calibrated_as not in made:
+            with progress(f"calibrating {method.calibrated_as}") as show:
                 made[method.calibrated_as] = own_calibration(model, tokenizer, method, show)
     return list(made.values())
-
-
-def check_file(target: str | None) -> None:
-    """Raise ValueError unless ``target`` (``-`` and None included) can be written as a file."""
-    if target is None or target == STDOUT:
-        return
-    path = Path(target)
-    if not target or path.is_dir():
-        raise ValueError(f"cannot write '{target}': it is not a file name")
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot write '{target}': there is no folder '{path.parent}'")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"cannot write '{target}': permission denied")
-
-
-def check_folder(target: str) -> None:
-    """Raise ValueError unless the folder ``target`` can be written to, or made."""
-    path = Path(target)
-    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not target or not nearest.is_dir():
-        raise ValueError(f"cannot write to '{target}': '{nearest}' is not a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write to '{target}': permission denied")
 
 
 def finish(
@@ -240,25 +292,3 @@ def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> No
         table.add_row(*row)
     # Without a terminal there is no width to fit: lines stay whole for grep and the like.
     Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False).print(table)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A callback (done, total, what) that draws a bar on stderr, on a terminal only."""
-    console = Console(file=sys.stderr)  # the one of now: some measurements silence others' output
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task("")
-
-        def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        yield show

@@ -10,9 +10,9 @@ from ..evals.results import STDOUT, read_results, write_json
 from ..evals.text import HELP_TOPICS
 from ..files import write_atomically
 from .common import (
+    IN_FILE,
+    OUT_FOLDER,
     calibrations_option,
-    check_file,
-    check_folder,
     finish,
     json_option,
     load_calibrations,
@@ -62,6 +62,7 @@ COLUMNS = {
     "--bench",
     "bench_files",
     metavar="FILE",
+    type=IN_FILE,
     multiple=True,
     help="Show these results of 'xquant bench --json' too; may be given several times.",
 )
@@ -69,14 +70,24 @@ COLUMNS = {
     "--eval",
     "eval_files",
     metavar="FILE",
+    type=IN_FILE,
     multiple=True,
     help="Show these results of 'xquant eval --json' too; may be given several times.",
 )
-@click.option("--against", metavar="FILE", help="Compare with an earlier run: its results.json.")
 @click.option(
-    "--output", metavar="DIR", required=True, help="Folder of the files; made if missing."
+    "--against",
+    metavar="FILE",
+    type=IN_FILE,
+    help="Compare with an earlier run: its results.json.",
 )
-@resume_option
+@click.option(
+    "--output",
+    metavar="DIR",
+    type=OUT_FOLDER,
+    required=True,
+    help="Folder of the files; made if missing.",
+)
+@resume_option()
 @json_option
 def compare(
     output: str,
@@ -100,8 +111,6 @@ def compare(
     from ..evals import diff, page
     from ..evals.plots import as_png, as_svg, perplexity_figure, speed_figure, timed
 
-    check_file(json_file)
-    check_folder(output)
     bench = [row for file in bench_files for row in read_results(file, *page.BENCH_FIELDS)]
     bench = [row for row in bench if row["speedup_vs_full"] is not None]  # what failed is not shown
     tasks = [row for file in eval_files for row in read_results(file, *page.TASK_FIELDS)]

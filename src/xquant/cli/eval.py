@@ -12,8 +12,6 @@ from ..evals.results import STDOUT
 from .common import (
     calibrations_for,
     calibrations_option,
-    check_file,
-    check_folder,
     finish,
     json_option,
     load,
@@ -21,9 +19,9 @@ from .common import (
     model_options,
     own_calibrations,
     print_table,
-    progress_bar,
     resume_option,
 )
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..evals.passkey import PasskeyRow
@@ -56,6 +54,7 @@ COLUMNS = {
 @click.option(
     "--data",
     metavar="PATH",
+    type=click.Path(exists=True),
     help="File or folder of the tasks' data.  [default: the hub]",
 )
 @click.option("--limit", type=click.IntRange(1), help="First rows of a task.  [default: all]")
@@ -71,7 +70,7 @@ COLUMNS = {
     "  [default: 1024, 2048 and 4096 for passkey, 4096 for RULER]",
 )
 @calibrations_option
-@resume_option
+@resume_option()
 @json_option
 def evaluate(json_file: str | None, **asked: Any) -> None:
     """Run tasks on MODEL with the cache compressed by each method, and with the full cache.
@@ -83,7 +82,6 @@ def evaluate(json_file: str | None, **asked: Any) -> None:
         raise ValueError("no method to measure: give --method SPEC")
     if not asked["names"]:
         raise ValueError("no task to run: give --task NAME")
-    check_file(json_file)
     rows, subject = run(**asked)
     finish(rows, json_file, **subject)
     if json_file != STDOUT:
@@ -108,8 +106,6 @@ def run(
 
     methods = list(dict.fromkeys(map(parse_method, (BASELINE, *specs))))
     calibrations = calibrations_for(methods, artifacts)
-    if resume is not None:
-        check_folder(resume)
     ours, theirs = PASSKEY in names, [name for name in names if name != PASSKEY]
     asked: list[Any] = []
     if theirs:
@@ -133,7 +129,7 @@ def run(
     }
     runs = Runs(resume, {**subject, "identity": identity(network, "", calibrations)})
     rows: list[dict[str, Any]] = []
-    with progress_bar() as show:
+    with progress("running tasks") as show:
         if ours:
             sizes: dict[str, Any] = {"contexts": contexts} if contexts else {}
             sizes |= {"samples": limit} if limit else {}

@@ -8,20 +8,23 @@ import click
 
 from ..evals.results import STDOUT
 from .common import (
+    SPEC,
     calibrations_for,
     calibrations_option,
-    check_file,
     finish,
     json_option,
     load,
     model_options,
     own_calibrations,
 )
+from .progress import Show, progress
 
 
 @click.command()
 @model_options
-@click.option("--method", "spec", metavar="SPEC", default="xquant-4bit", show_default=True)
+@click.option(
+    "--method", "spec", metavar="SPEC", type=SPEC, default="xquant-4bit", show_default=True
+)
 @click.option("--prompt", metavar="TEXT", required=True)
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
@@ -46,22 +49,22 @@ def generate(
 
     Tokens per second are the new tokens over the whole call, reading the prompt included.
     """
-    from .. import KVCache, parse_method
-
-    method = parse_method(spec)
-    calibrations = calibrations_for([method], artifacts)
     if not prompt:
         raise ValueError("the prompt is empty")
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ValueError(f"a temperature of {temperature} is not a number from 0 up")
-    check_file(json_file)
+    from .. import KVCache, parse_method
+
+    method = parse_method(spec)
+    calibrations = calibrations_for([method], artifacts)
     network, tokenizer = load(model, dtype, device)
     calibrations = own_calibrations(network, tokenizer, [method], calibrations)
     inputs = _encode(network, tokenizer, prompt, chat, max_new_tokens)
     cache = KVCache(network, method, calibration=calibrations[0] if calibrations else None)
-    started = time.perf_counter()
-    new = _continue(network, tokenizer, inputs, cache, max_new_tokens, temperature, seed)
-    seconds = time.perf_counter() - started
+    with progress(f"writing with {method.spec}") as show:
+        started = time.perf_counter()
+        new = _continue(network, tokenizer, inputs, cache, max_new_tokens, temperature, seed, show)
+        seconds = time.perf_counter() - started
     report = cache.report()
     row = {
         "method": method.spec,
@@ -105,10 +108,19 @@ def _encode(network: Any, tokenizer: Any, prompt: str, chat: bool, room: int) ->
 
 
 def _continue(
-    network: Any, tokenizer: Any, inputs: Any, cache: Any, room: int, temperature: float, seed: int
+    network: Any,
+    tokenizer: Any,
+    inputs: Any,
+    cache: Any,
+    room: int,
+    temperature: float,
+    seed: int,
+    show: Show,
 ) -> Any:
     """New token ids ``[N]`` of a completion of at most ``room`` tokens."""
     import torch
+
+    from ..calibrate.writing import Counter
 
     torch.manual_seed(seed)
     how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -118,5 +130,6 @@ def _continue(
         past_key_values=cache,
         max_new_tokens=room,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        streamer=Counter(lambda count: show(count, room, f"up to {room} tokens")),
     )
     return output[0, inputs["input_ids"].shape[1] :]

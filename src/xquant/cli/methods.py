@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..evals.results import STDOUT
-from .common import check_file, finish, json_option, print_table
+from .common import finish, json_option, print_table
 
 if TYPE_CHECKING:
     from ..methods import Method
@@ -21,7 +21,6 @@ def methods(json_file: str | None) -> None:
     def calibrated(method: "type[Method]") -> bool:
         return parse_method(method.example).needs_calibration
 
-    check_file(json_file)
     rows = [
         {
             "name": name,

@@ -10,8 +10,6 @@ from ..evals.results import STDOUT
 from .common import (
     calibrations_for,
     calibrations_option,
-    check_file,
-    check_folder,
     finish,
     json_option,
     load,
@@ -19,10 +17,10 @@ from .common import (
     model_options,
     own_calibrations,
     print_table,
-    progress_bar,
     resume_option,
     text_options,
 )
+from .progress import progress
 
 COLUMNS = {
     "method": "left",
@@ -44,7 +42,7 @@ COLUMNS = {
 @methods_option
 @text_options()
 @calibrations_option
-@resume_option
+@resume_option()
 @json_option
 def perplexity(json_file: str | None, **asked: Any) -> None:
     """Measure MODEL's perplexity on a text with the cache compressed by each method.
@@ -56,7 +54,6 @@ def perplexity(json_file: str | None, **asked: Any) -> None:
     """
     if not asked["specs"]:
         raise ValueError("no method to measure: give --method SPEC")
-    check_file(json_file)
     rows, subject = run(**asked)
     finish(rows, json_file, **subject)
     if json_file != STDOUT:
@@ -75,16 +72,15 @@ def run(
     resume: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
+    from ..evals.text import read_text, text_name
+
+    words = read_text(text)  # before torch is imported
     from .. import parse_method
     from ..evals import perplexity as evaluation
     from ..evals.runs import Runs, identity
-    from ..evals.text import read_text, text_name
 
     methods = [parse_method(spec) for spec in specs]
     calibrations = calibrations_for(methods, artifacts)
-    words = read_text(text)
-    if resume is not None:
-        check_folder(resume)
     network, tokenizer = load(model, dtype, device)
     calibrations = own_calibrations(network, tokenizer, methods, calibrations)
     subject = {
@@ -97,7 +93,7 @@ def run(
     }
     asked = {**subject, "context": context, "identity": identity(network, words, calibrations)}
     runs = Runs(resume, asked)
-    with progress_bar() as show:
+    with progress("measuring perplexity") as show:
         rows = evaluation.perplexity(
             network, tokenizer, words, methods, context, windows, show, calibrations, runs
         )

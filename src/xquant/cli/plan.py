@@ -7,7 +7,7 @@ import click
 
 from ..analysis.gpus import GPU, find_gpu
 from ..evals.results import STDOUT
-from .common import DTYPES, check_file, finish, json_option, methods_option, print_table
+from .common import DTYPES, MODEL, finish, json_option, methods_option, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ FITS = {
 
 
 @click.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=MODEL)
 @click.option("--shape", metavar="NAME", help="A known model's sizes, such as llama-3.1-8b.")
 @click.option("--gpu", metavar="NAME", required=True, help="Such as h100-pcie.")
 @methods_option
@@ -77,16 +77,15 @@ def plan(
     The full cache is always the first row; without --method a selection follows it. A shape is planned
     for past its positions too.
     """
+    if (model is None) == (shape is None):
+        raise ValueError("give either MODEL or --shape NAME")
+    gpu, card = find_gpu(gpu)
     from transformers.utils import logging
 
     from .. import parse_method
     from ..analysis.plan import plan as make_plan
     from ..analysis.shapes import Skeleton, load_config, shape_config
 
-    if (model is None) == (shape is None):
-        raise ValueError("give either MODEL or --shape NAME")
-    check_file(json_file)
-    gpu, card = find_gpu(gpu)
     asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))

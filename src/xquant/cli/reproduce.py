@@ -10,18 +10,19 @@ from ..evals.results import STDOUT, write_json
 from ..files import write_atomically
 from .common import (
     DTYPES,
+    IN_FILE,
+    MODEL,
+    OUT_FOLDER,
     calibrations_option,
-    check_file,
-    check_folder,
     finish,
     json_option,
     load,
     load_calibrations,
     print_table,
-    progress_bar,
     resume_option,
     text_options,
 )
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..reproduce import Experiment
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", metavar="[ID]", required=False)
-@click.argument("model", required=False)
+@click.argument("model", required=False, type=MODEL)
 @click.option("--list", "listing", is_flag=True, help="List the experiments instead.")
 @click.option(
     "--dtype",
@@ -40,11 +41,17 @@ if TYPE_CHECKING:
 )
 @click.option("--device", help="Such as cpu or cuda:1.  [default: cuda where there is one]")
 @text_options(help="Text to measure on, for the experiments that need one.")
-@click.option("--data", metavar="DIR", help="Folder of the tasks' data, where tasks are run.")
+@click.option(
+    "--data",
+    metavar="DIR",
+    type=click.Path(exists=True),
+    help="Folder of the tasks' data, where tasks are run.",
+)
 @click.option("--limit", type=click.IntRange(1), help="Rows of a task.  [default: all]")
 @click.option(
     "--calibration-text",
     metavar="FILE",
+    type=IN_FILE,
     help="For methods that need a calibration; without it MODEL writes the text itself.",
 )
 @click.option(
@@ -55,9 +62,12 @@ if TYPE_CHECKING:
     help="Windows of that text.",
 )
 @calibrations_option
-@resume_option
+@resume_option()
 @click.option(
-    "--output", metavar="DIR", help="Folder for the rows and the pictures; made if missing."
+    "--output",
+    metavar="DIR",
+    type=OUT_FOLDER,
+    help="Folder for the rows and the pictures; made if missing.",
 )
 @json_option
 def reproduce(
@@ -68,19 +78,16 @@ def reproduce(
     ID is one of those that --list shows, such as xquant/table1. Methods that need a calibration are
     calibrated first, unless --calibration gives it.
     """
-    check_file(json_file)
     if listing:
         show_list(json_file)
         return
     if name is None or model is None:
         raise ValueError("give the ID of an experiment and a MODEL; --list shows the experiments")
-    from ..reproduce import find_experiment
-
-    run(find_experiment(name), model, json_file, **asked)
+    run(name, model, json_file, **asked)
 
 
 def run(
-    experiment: "Experiment",
+    name: str,
     model: str,
     json_file: str | None,
     dtype: str,
@@ -93,24 +100,25 @@ def run(
     output: str | None,
     **size: Any,
 ) -> None:
-    """Run one experiment: print, write what was asked for."""
+    """Run the experiment of that id: print, write what was asked for."""
     from ..evals.text import read_text, text_name
+
+    # Before torch is imported.
+    words, calibration_words = (file and read_text(file) for file in (text, calibration_text))
+    from ..reproduce import find_experiment
     from ..reproduce.setup import Setup
 
+    experiment = find_experiment(name)
     if experiment.needs == "text" and text is None:
         raise ValueError(
             f"{experiment.id} is measured on a text: give --text FILE, which is UTF-8, .jsonl with"
             ' "text" fields, or WikiText\'s .raw'
         )
-    for folder in (resume, output):
-        if folder is not None:
-            check_folder(folder)
     if output is not None and experiment.draw is not None:
         import matplotlib  # noqa: F401  # a missing package is told of at once
-    words, calibration_words = (file and read_text(file) for file in (text, calibration_text))
     calibrations = load_calibrations(artifacts)
     network, tokenizer = load(model, dtype, device)
-    with progress_bar() as show:
+    with progress(f"measuring {experiment.id}") as show:
         setup = Setup(
             network,
             tokenizer,

@@ -50,6 +50,7 @@ def bench(
     if on_gpu and limits is None:
         limits = ceilings(device)
     made = {found.method: found for found in calibrations}
+    progress(0, 1, "filling the caches")
     gather = entrants.on_gpu if on_gpu else entrants.on_cpu
     field = gather(models, methods, settings, made)
     field += [Entrant.of(make(settings)) for make in peers]

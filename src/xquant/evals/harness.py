@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..calibrate.artifact import Calibration
-from ..load import PACKAGED, load_model
+from ..hub import PACKAGED
+from ..load import load_model
 from ..methods import Method
 from ..models import AttentionView
 from ..models.rope import Pair

@@ -1,0 +1,98 @@
+"""Ctrl-C: one line that says how to go on, and status 130."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+
+import pytest
+
+from words import text_of
+
+AGAIN = "with --resume DIR keeps what it has finished"
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "t.txt").write_text(text_of(3000))
+    return tmp_path / "t.txt"
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
+RESUMED = [
+    ("perplexity", "m --method full --text TEXT"),
+    ("compare", "m --text TEXT --output OUT"),
+    ("eval", "m --method full --task passkey"),
+    ("reproduce", "xquant/table1 m --text TEXT"),
+    ("calibrate", "m --method kvquant-3bit-1% --output OUT"),
+    ("bench", "m"),
+]
+
+
+@pytest.mark.parametrize(("verb", "arguments"), RESUMED)
+def test_a_verb_with_resume_says_how_to_go_on(run, monkeypatch, text, tmp_path, verb, arguments):
+    monkeypatch.setattr("xquant.load_model", stop)
+    places = {"TEXT": text, "OUT": tmp_path / "out"}
+    words = [verb, *(places.get(word, word) for word in arguments.split())]
+    status, out, err = run(*words)
+    assert (status, out, err.count("\n")) == (130, "", 1)
+    assert AGAIN in err
+    status, out, err = run(*words, "--resume", tmp_path / "kept")
+    assert (status, out, err.count("\n")) == (130, "", 1)
+    assert err == (
+        f"xquant: stopped; the same command goes on from what is finished in '{tmp_path / 'kept'}'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "generate m --prompt w2",
+        "calibrate m --method kvquant-3bit-1% --text TEXT --output OUT",  # nothing is written
+    ],
+)
+def test_others_say_that_nothing_was_kept(run, monkeypatch, text, tmp_path, arguments):
+    monkeypatch.setattr("xquant.load_model", stop)
+    places = {"TEXT": text, "OUT": tmp_path / "out"}
+    assert run(*(places.get(word, word) for word in arguments.split())) == (
+        130, "", "xquant: stopped; nothing was kept\n",
+    )  # fmt: skip
+
+
+def test_an_interrupt_while_the_command_is_imported(run, monkeypatch):
+    monkeypatch.setattr(import_module("xquant.cli.app"), "run", stop)
+    assert run("methods") == (130, "", "xquant: stopped; nothing was kept\n")
+
+
+def test_a_run_stopped_by_a_signal_goes_on_from_its_parts(run, model, text, tmp_path):
+    kept = tmp_path / "kept"
+    asked = ["perplexity", model, "--method", "kivi-4bit:group=8", "--text", str(text)]
+    asked += ["--context", "16", "--windows", "150", "--device", "cpu", "--json", "-"]
+    asked += ["--resume", str(kept)]
+    command = [sys.executable, "-m", "xquant.cli", *asked]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # a tiny model loses time with more
+    with subprocess.Popen(command, text=True, env=alone, **pipes) as process:
+        deadline = time.monotonic() + 120
+        while not list(kept.rglob("*.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == (
+        f"xquant: stopped; the same command goes on from what is finished in '{kept}'"
+    )
+    assert "Traceback" not in err
+    parts = {file: file.stat().st_mtime_ns for file in kept.rglob("*.json")}
+    assert 0 < len(parts) < 300
+    status, out, _ = run(*asked)
+    (row,) = json.loads(out)
+    assert (status, row["windows"]) == (0, 150)
+    assert len(list(kept.rglob("*.json"))) == 300
+    assert all(file.stat().st_mtime_ns == when for file, when in parts.items())
