@@ -57,7 +57,8 @@ MOST_TOKENS, MOST_SEQUENCES = 160, 4
 
 def model_of(family: str, wide: bool) -> Any:
     if (family, wide) not in MODELS:
-        more = {"head_dim": 32, "hidden_size": 64} if wide else {}
+        # Weights that do not blow up what rounding leaves.
+        more = {"head_dim": 32, "hidden_size": 64, "initializer_range": 0.05} if wide else {}
         MODELS[family, wide] = tiny(family, **more)
     return MODELS[family, wide]
 
@@ -252,7 +253,7 @@ class AgainstTransformers(Machine):
 
 
 class NativeAgainstReference(Machine):
-    tolerance = 2e-2
+    tolerance = 1e-2
 
     @initialize(
         family=st.sampled_from(FAMILIES),
