@@ -142,7 +142,7 @@ class Attachment:
             if id(config) not in names:
                 if config._attn_implementation in _WRAPPED:
                     config._attn_implementation = _PREFIX + config._attn_implementation
-                names[id(config)] = config._attn_implementation
+                names[id(config)] = config._attn_implementation or ""
             hooks.implementation = names[id(config)]
 
     def watch(self, model: nn.Module) -> None:
@@ -159,8 +159,8 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         for hooks in self.hooks.values():
-            name: str = hooks.config._attn_implementation
-            hooks.config._attn_implementation = name.removeprefix(_PREFIX)
+            if hooks.config._attn_implementation == hooks.implementation:
+                hooks.config._attn_implementation = hooks.implementation.removeprefix(_PREFIX)
             delattr(hooks.view.module, _HOOKS)
         delattr(self.view.decoder, _ATTACHMENT)
 
