@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from models import prompt, tiny
 from xquant import CrossLayer, KVCache, parse_method
 from xquant.quant import Affine
+from xquant.quant.affine import dequantize, quantize
 from xquant.quant.pack import unpack
 from xquant.quant.quantizer import dense
 
@@ -76,6 +78,26 @@ def test_a_layer_reads_the_codes_of_its_dominant_layer_with_its_own_scales() -> 
         torch.testing.assert_close(part, want)
     keys_only = cache.compressed[1].stream.pool  # below vm: its values have codes of their own
     assert set(keys_only[0]) == {"scale", "zero"} and "codes" in keys_only[1]
+
+
+@pytest.mark.parametrize("tail", [0, 10])
+@torch.inference_mode()
+def test_tokens_that_are_not_sealed_read_the_codes_of_the_dominant_layer_too(tail: int) -> None:
+    model = tiny("llama", num_hidden_layers=2)
+    spec = f"crosslayer:kq=0,vq=0,km=0,vm=0,eta1=0,tail={tail},group=8"
+    cache, got = KVCache(model, spec, attend="store"), []
+
+    def look(module: Any, args: tuple[Tensor], output: Tensor) -> None:
+        got.append(output)
+
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(look)
+    model(prompt(2, 43), past_key_values=cache)
+    codes, _, _ = quantize(got[0], 1, -1, 8)
+    for layer, values in zip(cache.layers, got, strict=True):
+        _, scale, zero = quantize(values, 1, -1, 8)
+        want = dequantize(codes, scale, zero, -1, 8, torch.empty_like(values))
+        torch.testing.assert_close(layer.values.transpose(1, 2).flatten(2), want)
 
 
 @pytest.mark.parametrize("merge", ["round", "floor", "ceil"])

@@ -15,7 +15,7 @@ from xquant.quant.codebook import (
     outlier_count,
     uniform_levels,
 )
-from xquant.quant.quantizer import OUTLIER_NBYTES
+from xquant.quant.quantizer import OUTLIER_NBYTES, dense
 from xquant.quant.ranked import Ranked
 
 # The table that QLoRA prints (arXiv 2305.14314, appendix E).
@@ -42,6 +42,11 @@ def test_normal_float_levels_are_those_of_qlora() -> None:
         levels = normal_float_levels(bits)
         assert len(levels.unique()) == 2**bits
         assert levels[0] == -1 and levels[-1] == 1 and 0 in levels
+
+
+def test_uniform_levels_are_at_equal_distances_from_end_to_end() -> None:
+    assert uniform_levels(1).tolist() == [-1, 1]
+    torch.testing.assert_close(uniform_levels(2), torch.tensor([-3.0, -1.0, 1.0, 3.0]) / 3)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3, 4, 8]))
@@ -97,6 +102,19 @@ def test_outliers_come_back_in_fp16_and_the_rest_within_its_range(
     assert held == size + OUTLIER_NBYTES * int(apart.sum())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outliers_are_added_before_rounding_to_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, 40) * 30
+    x[0, 0, 0], x[1, 2, 3] = 65504.0, 1e6
+    quantizer = Codebook(2, "token", 0, LEVELS, share=0.1)
+    packed = quantizer.encode(x, None)
+    exact, rounded = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    quantizer.decode(packed, exact)
+    quantizer.decode(packed, rounded)
+    assert rounded.isfinite().all()
+    assert torch.equal(rounded, exact.clamp(-65504, 65504).to(dtype))
+
+
 def test_outliers_are_stored_as_these_bytes() -> None:
     x = torch.tensor([[[0.0, 1.0, -9.0], [1.0, 0.5, 0.0]], [[8.0, 0.0, 1.0], [7.0, 0.0, -7.0]]])
     bounds = torch.tensor(-2.0), torch.tensor(2.0)
@@ -119,6 +137,18 @@ def test_many_channels_are_numbered_in_sixteen_bits() -> None:
     quantizer = Codebook(1, "token", 0, uniform_levels(1), threshold=(x.min() - 1, x.min() + 1))
     back = torch.empty_like(x)
     quantizer.decode(quantizer.encode(x, None), back)
+    assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize("channels", [255, 256])
+def test_all_channels_of_a_token_may_be_outliers(channels: int) -> None:
+    x = torch.zeros(1, 2, channels)
+    x[0, 0] = 5.0
+    bounds = torch.tensor(-1.0), torch.tensor(1.0)
+    quantizer = Codebook(1, "token", 0, uniform_levels(1), threshold=bounds)
+    packed, back = quantizer.encode(x, None), torch.empty_like(x)
+    assert dense(packed, "outlier_count").tolist() == [[channels, 0]]
+    quantizer.decode(packed, back)
     assert torch.equal(back, x)
 
 
