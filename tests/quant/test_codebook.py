@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xquant.quant import Codebook, Ragged, Segment
+from xquant.quant import Affine, Codebook, Ragged, Segment
 from xquant.quant.codebook import (
     inner_range,
     nearest,
@@ -165,14 +165,20 @@ def test_offline_ranges_are_not_stored_and_clip_what_is_no_outlier() -> None:
         assert quantizer.table_nbytes == 2 * (4 + 4)
 
 
+BOUNDS = -torch.ones(20), torch.ones(20)
+
+
 @pytest.mark.parametrize("per", ["token", "channel"])
-def test_excluded_tokens_set_no_range_and_are_no_outliers(per: Any) -> None:
+@pytest.mark.parametrize(
+    "found", [{"share": 0.1}, {"threshold": BOUNDS}, {"threshold": BOUNDS, "span": BOUNDS}]
+)
+def test_excluded_tokens_set_no_range_and_are_no_outliers(found: Any, per: Any) -> None:
     x = torch.randn(1, 8, 20)
     excluded = torch.zeros(1, 8, dtype=torch.bool)
     excluded[0, 2] = True
     other = x.clone()
     other[0, 2] = 1000.0
-    quantizer = Codebook(3, per, 0, uniform_levels(3), share=0.1)
+    quantizer = Codebook(3, per, 0, uniform_levels(3), **found)
     one, two = quantizer.encode(x, excluded), quantizer.encode(other, excluded)
     back = [torch.empty_like(x) for _ in range(2)]
     for packed, out in zip((one, two), back, strict=True):
@@ -181,6 +187,43 @@ def test_excluded_tokens_set_no_range_and_are_no_outliers(per: Any) -> None:
     assert torch.equal(back[0][~excluded], back[1][~excluded])
     quantizer.decode(quantizer.encode(x, torch.ones(1, 8, dtype=torch.bool)), back[0])
     assert back[0].isfinite().all()
+
+
+def test_a_block_without_tokens_that_count_has_no_range() -> None:
+    quantizer = Codebook(2, "channel", 0, LEVELS, share=0.2)
+    packed = quantizer.encode(torch.randn(1, 8, 20) + 5, torch.ones(1, 8, dtype=torch.bool))
+    assert not dense(packed, "scale").any() and not dense(packed, "zero").any()
+    assert not dense(packed, "outlier_count").any()
+
+
+def test_bounds_past_fp16_saturate() -> None:
+    for low, high in ((-1e6, 1.0), (-1.0, 1e6)):
+        span = torch.full((3,), low), torch.full((3,), high)
+        quantizer = Codebook(2, "channel", 0, uniform_levels(2), span=span)
+        back = torch.empty(1, 2, 3)
+        quantizer.decode(quantizer.encode(torch.tensor([[[low] * 3, [high] * 3]]), None), back)
+        want = torch.tensor([low, high]).clamp(-65504, 65504)[:, None].expand(2, 3)
+        torch.testing.assert_close(back[0], want, rtol=1e-3, atol=40)
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_in_the_models_dtype_are_packed_as_their_fp32_numbers(
+    dtype: torch.dtype, per: Any
+) -> None:
+    x = (torch.randn(2, 8, 20) * 3).to(dtype)
+    for quantizer in (
+        Affine(3, per, 8),
+        Codebook(3, per, 0, uniform_levels(3), share=0.1),
+        Ranked(torch.zeros(20, dtype=torch.int16), (5, 5, 5, 5, 0, 0, 0, 0)),
+    ):
+        own, wide = quantizer.encode(x, None), quantizer.encode(x.float(), None)
+        for name, field in own.items():
+            other = wide[name]
+            if isinstance(field, Ragged):
+                assert isinstance(other, Ragged)
+                field, other = field.flat(), other.flat()
+            assert torch.equal(field, other)
 
 
 def test_nan_is_refused() -> None:
