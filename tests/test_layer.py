@@ -96,7 +96,13 @@ def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
         yield name, b"" if tensor is None else tensor.numpy().tobytes()
 
 
-SPECS = [*LOW, "full:group=8", "kivi-16bit:group=8,sink=3", "xquant-cl-16bit:group=8,form=gqa"]
+SPECS = [
+    *LOW,
+    "kivi-2bit:group=8,sink=4",
+    "full:group=8",
+    "kivi-16bit:group=8,sink=3",
+    "xquant-cl-16bit:group=8,form=gqa",
+]
 
 
 @pytest.mark.parametrize(
@@ -241,6 +247,16 @@ def test_crop_keeps_the_codes_that_remain(spec: str) -> None:
     for layer in layers:
         assert layer.get_seq_length() == TOKENS
         assert all(t.isfinite().all() for t in layer.states())
+
+
+def test_a_layer_repeats_every_sequence() -> None:
+    layers, index = stack(tiny("llama"), "kivi-2bit:group=8,sink=2")
+    feed(layers, index, states(layers), 0, TOKENS)
+    before = [layer.held() for layer in layers]
+    for layer, held in zip(layers, before, strict=True):
+        layer.batch_repeat_interleave(3)
+        for now, then in zip(layer.held(), held, strict=True):
+            assert torch.equal(now, then.repeat_interleave(3, 0))
 
 
 def test_values_that_are_not_finite_are_refused_and_change_nothing() -> None:

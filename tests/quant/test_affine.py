@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from xquant.quant import Affine, Plain
 from xquant.quant.affine import dequantize, quantize
+from xquant.quant.quantizer import dense
 
 BITS = (1, 2, 3, 4, 8)
 bits = st.sampled_from(BITS)
@@ -127,6 +128,16 @@ def test_bytes_are_what_the_formula_says(
         out = torch.empty(3, n, channels, dtype=torch.bfloat16)
         quantizer.decode(packed, out)
         assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+def test_ranges_within_a_token_are_of_one_size_and_as_few_as_can_be(per: Any) -> None:
+    x = torch.randn(2, 12, 12)
+    packed = Affine(4, per, 8).encode(x, None)
+    # Twelve channels in ranges of at most 8: twice 6. Tokens are cut after every 8.
+    dim, size = (-1, 6) if per == "token" else (-2, 8)
+    _, scale, zero = quantize(x, 4, dim, size)
+    assert torch.equal(dense(packed, "scale"), scale) and torch.equal(dense(packed, "zero"), zero)
 
 
 def test_plain_numbers_past_fp16_saturate_where_they_are_kept_in_it() -> None:
