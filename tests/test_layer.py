@@ -98,7 +98,7 @@ def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
 
 SPECS = [
     *LOW,
-    "kivi-2bit:group=8,sink=4",
+    "kivi-2bit:group=8,sink=5",
     "full:group=8",
     "kivi-16bit:group=8,sink=3",
     "xquant-cl-16bit:group=8,form=gqa",
@@ -154,10 +154,10 @@ FORMULAS = [
         lambda d, c: [affine(12, 2, c, 12, "channel") + affine(12, 2, c, 12, "token")] * 5,
     ),
     (
-        "kivi-4bit:group=8,key_bits=5,value_bits=3,first_layers=1,first_bits=7",
+        "kivi-4bit:group=8,key_bits=6,value_bits=3,first_layers=1,first_bits=7",
         lambda d, c: [
             affine(8, k, c, 8, "channel") + affine(8, v, c, 8, "token")
-            for k, v in [(7, 7), *[(5, 3)] * 4]
+            for k, v in [(7, 7), *[(6, 3)] * 4]
         ],
     ),
     ("int3-gs10:group=8", lambda d, c: [2 * affine(8, 3, c, 10, "token")] * 5),

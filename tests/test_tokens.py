@@ -86,6 +86,24 @@ def test_frequencies_follow_every_change() -> None:
         assert torch.equal(one.rope(LIKE)[0], angles(*(1,) * 7 + (10,) * 4))
 
 
+def test_the_epoch_changes_with_the_tokens_that_are_there() -> None:
+    tokens = index(12)
+    seen = [tokens.epoch]
+    state = tokens.snapshot()
+    tokens.append(torch.full((2, 1), 12), torch.ones(2, 1, dtype=torch.bool))
+    assert tokens.epoch == seen[0]
+    for change in (
+        lambda: tokens.crop(9),
+        lambda: tokens.select(torch.tensor([1, 0])),
+        lambda: tokens.restore(state),
+        tokens.reset,
+        tokens.reset,
+    ):
+        change()
+        assert tokens.epoch not in seen
+        seen.append(tokens.epoch)
+
+
 def index(*chunks: int, pad: int = 5, sinks: int = 3) -> TokenIndex:
     """Two sequences, the second left-padded, that arrive in chunks."""
     tokens, start = TokenIndex(sinks, Still()), 0

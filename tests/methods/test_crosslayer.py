@@ -49,6 +49,8 @@ def test_the_equivalent_bit_width_is_the_papers() -> None:
     # Table 5: all of the keys and the lowest 8 layers' values as they are, the others in pairs.
     assert CrossLayer(kq=32, vq=32, km=32, vm=8).equivalent_bits(32) == 1.625
     assert CrossLayer().equivalent_bits(32) == 1.375
+    # One layer of three holds the codes of 1 bit of all; the fourth and fifth share nothing.
+    assert CrossLayer(kq=0, vq=0, km=0, vm=0, span=3).equivalent_bits(5) == 3 / 5
 
 
 def test_a_cache_of_32_layers_holds_those_bits() -> None:
@@ -159,6 +161,11 @@ def test_odd_bounds_that_mix_nothing_are_allowed() -> None:
     KVCache(model, "crosslayer:kq=3,km=5")  # keys are not shared
     KVCache(model, "crosslayer:kq=5,km=3,vq=0,vm=1")
     assert parse_method("crosslayer:vq=0,vm=1").bounds(5)[3] == 1  # type: ignore[attr-defined]
+    # Sharing from layer 1 on: it borrows from layer 0, which holds its own codes anyway.
+    cache = KVCache(model, "crosslayer:kq=0,vq=0,km=5,vm=1")
+    assert [layer.stream.segments[1].borrows for layer in cache.compressed] == [
+        *(False, True, False, True, False)
+    ]
 
 
 def test_a_span_that_is_not_whole_shares_nothing() -> None:
