@@ -49,8 +49,8 @@ def test_the_equivalent_bit_width_is_the_papers() -> None:
     # Table 5: all of the keys and the lowest 8 layers' values as they are, the others in pairs.
     assert CrossLayer(kq=32, vq=32, km=32, vm=8).equivalent_bits(32) == 1.625
     assert CrossLayer().equivalent_bits(32) == 1.375
-    # One layer of three holds the codes of 1 bit of all; the fourth and fifth share nothing.
-    assert CrossLayer(kq=0, vq=0, km=0, vm=0, span=3).equivalent_bits(5) == 3 / 5
+    # One layer of three holds the codes of all.
+    assert CrossLayer(kq=0, vq=0, km=0, vm=0, span=3).equivalent_bits(3) == 1 / 3
 
 
 def test_a_cache_of_32_layers_holds_those_bits() -> None:
