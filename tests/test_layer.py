@@ -148,6 +148,7 @@ def affine(tokens: int, bits: int, channels: int, group: int, per: str) -> int:
 
 
 FORMULAS = [
+    ("kivi-3bit:group=1", lambda d, c: [affine(1, 3, c, 1, "channel") + affine(1, 3, c, 1, "token")] * 5),
     ("full:group=8", lambda d, c: [8 * 2 * c * 4] * 5),
     (
         "kivi-2bit:group=12",
