@@ -250,6 +250,11 @@ def test_crop_keeps_the_codes_that_remain(spec: str) -> None:
         assert all(t.isfinite().all() for t in layer.states())
 
 
+def test_a_layer_has_no_greatest_length() -> None:
+    layer = stack(tiny("llama"), "kivi-2bit:group=8")[0][0]
+    assert layer.get_max_length() == layer.get_max_cache_shape() == -1
+
+
 def test_a_layer_repeats_every_sequence() -> None:
     layers, index = stack(tiny("llama"), "kivi-2bit:group=8,sink=2")
     feed(layers, index, states(layers), 0, TOKENS)
