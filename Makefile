@@ -2,6 +2,7 @@
 # make demo   the main job on a small packaged model: a table, an HTML page, a generated text
 # make test   the tests
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
+# make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter and type checker
 
@@ -15,7 +16,7 @@ CXX ?= g++
 
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize gpu lint clean
+.PHONY: env demo test sanitize mutants gpu lint clean
 
 env: $(EXTRAS)
 
@@ -59,6 +60,11 @@ sanitize: env
 	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/libxquant_kernels.so \
 		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*'
 
+# What was found is kept in mutants/: given again, it goes on from there.
+mutants: env
+	$(BIN)/python benchmarks/mutants.py run --max-children 1 $(if $(ONLY),'$(ONLY)')
+	$(BIN)/python benchmarks/mutants.py results
+
 gpu:
 	$(PYTHON) benchmarks/gpu.py --output build/gpu
 
@@ -68,4 +74,4 @@ lint: env
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv build mutants

@@ -96,7 +96,13 @@ def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
         yield name, b"" if tensor is None else tensor.numpy().tobytes()
 
 
-SPECS = [*LOW, "full:group=8", "kivi-16bit:group=8,sink=3", "xquant-cl-16bit:group=8,form=gqa"]
+SPECS = [
+    *LOW,
+    "kivi-2bit:group=8,sink=5",
+    "full:group=8",
+    "kivi-16bit:group=8,sink=3",
+    "xquant-cl-16bit:group=8,form=gqa",
+]
 
 
 @pytest.mark.parametrize(
@@ -142,16 +148,17 @@ def affine(tokens: int, bits: int, channels: int, group: int, per: str) -> int:
 
 
 FORMULAS = [
+    ("kivi-3bit:group=1", lambda d, c: [affine(1, 3, c, 1, "channel") + affine(1, 3, c, 1, "token")] * 5),
     ("full:group=8", lambda d, c: [8 * 2 * c * 4] * 5),
     (
         "kivi-2bit:group=12",
         lambda d, c: [affine(12, 2, c, 12, "channel") + affine(12, 2, c, 12, "token")] * 5,
     ),
     (
-        "kivi-4bit:group=8,key_bits=5,value_bits=3,first_layers=1,first_bits=7",
+        "kivi-4bit:group=8,key_bits=6,value_bits=3,first_layers=1,first_bits=7",
         lambda d, c: [
             affine(8, k, c, 8, "channel") + affine(8, v, c, 8, "token")
-            for k, v in [(7, 7), *[(5, 3)] * 4]
+            for k, v in [(7, 7), *[(6, 3)] * 4]
         ],
     ),
     ("int3-gs10:group=8", lambda d, c: [2 * affine(8, 3, c, 10, "token")] * 5),
@@ -241,6 +248,21 @@ def test_crop_keeps_the_codes_that_remain(spec: str) -> None:
     for layer in layers:
         assert layer.get_seq_length() == TOKENS
         assert all(t.isfinite().all() for t in layer.states())
+
+
+def test_a_layer_has_no_greatest_length() -> None:
+    layer = stack(tiny("llama"), "kivi-2bit:group=8")[0][0]
+    assert layer.get_max_length() == layer.get_max_cache_shape() == -1
+
+
+def test_a_layer_repeats_every_sequence() -> None:
+    layers, index = stack(tiny("llama"), "kivi-2bit:group=8,sink=2")
+    feed(layers, index, states(layers), 0, TOKENS)
+    before = [layer.held() for layer in layers]
+    for layer, held in zip(layers, before, strict=True):
+        layer.batch_repeat_interleave(3)
+        for now, then in zip(layer.held(), held, strict=True):
+            assert torch.equal(now, then.repeat_interleave(3, 0))
 
 
 def test_values_that_are_not_finite_are_refused_and_change_nothing() -> None:

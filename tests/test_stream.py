@@ -105,6 +105,31 @@ def test_borrowed_codes_follow_their_lender_through_every_change() -> None:
     assert lender.nbytes == borrower.nbytes + 3 * 3 * 2
 
 
+def test_a_restored_stream_holds_what_it_held_and_grows_from_there() -> None:
+    stream = Stream(LAYOUT, BLOCK)
+    seal(stream, torch.randn(2, 2, BLOCK, CHANNELS))
+    state, before, nbytes = stream.snapshot(), stream.read(torch.float32, 12), stream.nbytes
+    seal(stream, torch.randn(2, 3, BLOCK, CHANNELS) * 9)
+    stream.restore(state)
+    assert stream.nbytes == nbytes
+    assert torch.equal(stream.read(torch.float32, 12), before)
+    blocks = torch.randn(2, 1, BLOCK, CHANNELS)
+    alone = Stream(LAYOUT, BLOCK)
+    for one in (stream, alone):
+        seal(one, blocks)
+    assert torch.equal(stream.read(torch.float32, 18)[:, :12], before)
+    assert torch.equal(stream.read(torch.float32, 18)[:, 12:], alone.read(torch.float32, 6))
+
+
+def test_slabs_that_are_cut_off_are_dropped() -> None:
+    for count, left in ((3, 1), (2, 1), (4, 2)):
+        slabs = Slabs(torch.arange(6).view(3, 2))
+        slabs.append(torch.arange(6, 16).view(5, 2))
+        slabs.cut(count)
+        assert len(slabs) == count and len(slabs.slabs) == left
+        assert torch.equal(slabs.whole(), torch.arange(2 * count).view(count, 2))
+
+
 def test_blocks_are_read_across_slabs_and_copied_only_where_they_must_be() -> None:
     slabs = Slabs(torch.arange(6).view(3, 2))
     slabs.append(torch.arange(6, 16).view(5, 2))

@@ -74,6 +74,18 @@ def test_what_was_made_in_python_is_checked_as_a_file_is(spec: str) -> None:
         parse_method(spec).codecs(attach(model).view.compressed)
 
 
+@pytest.mark.parametrize("steps", [201, -201, 32767])
+def test_scales_that_no_fp32_number_is_near_to_are_refused(steps: int) -> None:
+    model = tiny("llama")
+    made = calibration(model, "tc-2bit")
+    assert made is not None
+    usual = made.tensors["3.usual"].clone()
+    usual[1] = steps
+    wrong = replace(made, tensors={**made.tensors, "3.usual": usual})
+    with pytest.raises(ValueError, match=rf"'3\.usual' of the calibration holds .*{steps}"):
+        KVCache(model, "tc-2bit", calibration=wrong)
+
+
 def test_sixteen_bits_take_no_calibration() -> None:
     model = tiny("llama")
     made = calibration(model, "kvquant-2bit")

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from models import prompt, tiny
 from xquant import CrossLayer, KVCache, parse_method
 from xquant.quant import Affine
+from xquant.quant.affine import dequantize, quantize
 from xquant.quant.pack import unpack
 from xquant.quant.quantizer import dense
 
@@ -47,6 +49,8 @@ def test_the_equivalent_bit_width_is_the_papers() -> None:
     # Table 5: all of the keys and the lowest 8 layers' values as they are, the others in pairs.
     assert CrossLayer(kq=32, vq=32, km=32, vm=8).equivalent_bits(32) == 1.625
     assert CrossLayer().equivalent_bits(32) == 1.375
+    # One layer of three holds the codes of all.
+    assert CrossLayer(kq=0, vq=0, km=0, vm=0, span=3).equivalent_bits(3) == 1 / 3
 
 
 def test_a_cache_of_32_layers_holds_those_bits() -> None:
@@ -76,6 +80,26 @@ def test_a_layer_reads_the_codes_of_its_dominant_layer_with_its_own_scales() -> 
         torch.testing.assert_close(part, want)
     keys_only = cache.compressed[1].stream.pool  # below vm: its values have codes of their own
     assert set(keys_only[0]) == {"scale", "zero"} and "codes" in keys_only[1]
+
+
+@pytest.mark.parametrize("tail", [0, 10])
+@torch.inference_mode()
+def test_tokens_that_are_not_sealed_read_the_codes_of_the_dominant_layer_too(tail: int) -> None:
+    model = tiny("llama", num_hidden_layers=2)
+    spec = f"crosslayer:kq=0,vq=0,km=0,vm=0,eta1=0,tail={tail},group=8"
+    cache, got = KVCache(model, spec, attend="store"), []
+
+    def look(module: Any, args: tuple[Tensor], output: Tensor) -> None:
+        got.append(output)
+
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(look)
+    model(prompt(2, 43), past_key_values=cache)
+    codes, _, _ = quantize(got[0], 1, -1, 8)
+    for layer, values in zip(cache.layers, got, strict=True):
+        _, scale, zero = quantize(values, 1, -1, 8)
+        want = dequantize(codes, scale, zero, -1, 8, torch.empty_like(values))
+        torch.testing.assert_close(layer.values.transpose(1, 2).flatten(2), want)
 
 
 @pytest.mark.parametrize("merge", ["round", "floor", "ceil"])
@@ -137,6 +161,11 @@ def test_odd_bounds_that_mix_nothing_are_allowed() -> None:
     KVCache(model, "crosslayer:kq=3,km=5")  # keys are not shared
     KVCache(model, "crosslayer:kq=5,km=3,vq=0,vm=1")
     assert parse_method("crosslayer:vq=0,vm=1").bounds(5)[3] == 1  # type: ignore[attr-defined]
+    # Sharing from layer 1 on: it borrows from layer 0, which holds its own codes anyway.
+    cache = KVCache(model, "crosslayer:kq=0,vq=0,km=5,vm=1")
+    assert [layer.stream.segments[1].borrows for layer in cache.compressed] == [
+        *(False, True, False, True, False)
+    ]
 
 
 def test_a_span_that_is_not_whole_shares_nothing() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from xquant.quant import Affine, Plain
 from xquant.quant.affine import dequantize, quantize
+from xquant.quant.quantizer import dense
 
 BITS = (1, 2, 3, 4, 8)
 bits = st.sampled_from(BITS)
@@ -61,6 +62,23 @@ def test_excluded_tokens_do_not_touch_the_others(
     assert torch.equal(one[1], two[1]) and torch.equal(one[2], two[2])
 
 
+@pytest.mark.parametrize("shift", [-300.0, 0.0, 5.0])
+def test_ranges_are_those_of_the_tokens_that_count(shift: float) -> None:
+    x = torch.randn(2, 9, 3) + shift
+    excluded = torch.zeros(2, 9, dtype=torch.bool)
+    excluded[:, [0, 4]] = True
+    codes, scale, zero = quantize(x, 3, -2, 9, excluded)
+    alone = quantize(x[:, ~excluded[0]], 3, -2, 9)
+    assert torch.equal(codes[:, ~excluded[0]], alone[0])
+    assert torch.equal(scale, alone[1]) and torch.equal(zero, alone[2])
+
+
+def test_a_group_without_tokens_that_count_has_no_range() -> None:
+    everything = torch.ones(1, 4, dtype=torch.bool)
+    _, scale, zero = quantize(torch.randn(1, 4, 3) + 5, 4, -2, 4, everything)
+    assert not scale.any() and not zero.any()
+
+
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize("b", BITS)
 def test_edges_are_finite_and_saturate(b: int, dim: int) -> None:
@@ -110,6 +128,27 @@ def test_bytes_are_what_the_formula_says(
         out = torch.empty(3, n, channels, dtype=torch.bfloat16)
         quantizer.decode(packed, out)
         assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+def test_ranges_within_a_token_are_of_one_size_and_as_few_as_can_be(per: Any) -> None:
+    x = torch.randn(2, 12, 12)
+    packed = Affine(4, per, 8).encode(x, None)
+    # Twelve channels in ranges of at most 8: twice 6. Tokens are cut after every 8.
+    dim, size = (-1, 6) if per == "token" else (-2, 8)
+    _, scale, zero = quantize(x, 4, dim, size)
+    assert torch.equal(dense(packed, "scale"), scale) and torch.equal(dense(packed, "zero"), zero)
+
+
+def test_plain_numbers_past_fp16_saturate_where_they_are_kept_in_it() -> None:
+    x = torch.tensor([[[1e6, -1e6, 2.5]]])
+    for dtype, want in (
+        (torch.float16, [65504.0, -65504.0, 2.5]),
+        (torch.float32, x[0, 0].tolist()),
+    ):
+        out = torch.empty_like(x)
+        Plain(dtype).decode(Plain(dtype).encode(x, None), out)
+        assert out[0, 0].tolist() == want
 
 
 def test_plain_in_the_models_dtype_is_the_identity() -> None:

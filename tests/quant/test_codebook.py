@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xquant.quant import Codebook, Ragged, Segment
+from xquant.quant import Affine, Codebook, Ragged, Segment
 from xquant.quant.codebook import (
     inner_range,
     nearest,
@@ -15,7 +15,7 @@ from xquant.quant.codebook import (
     outlier_count,
     uniform_levels,
 )
-from xquant.quant.quantizer import OUTLIER_NBYTES
+from xquant.quant.quantizer import OUTLIER_NBYTES, dense
 from xquant.quant.ranked import Ranked
 
 # The table that QLoRA prints (arXiv 2305.14314, appendix E).
@@ -42,6 +42,11 @@ def test_normal_float_levels_are_those_of_qlora() -> None:
         levels = normal_float_levels(bits)
         assert len(levels.unique()) == 2**bits
         assert levels[0] == -1 and levels[-1] == 1 and 0 in levels
+
+
+def test_uniform_levels_are_at_equal_distances_from_end_to_end() -> None:
+    assert uniform_levels(1).tolist() == [-1, 1]
+    torch.testing.assert_close(uniform_levels(2), torch.tensor([-3.0, -1.0, 1.0, 3.0]) / 3)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3, 4, 8]))
@@ -97,6 +102,19 @@ def test_outliers_come_back_in_fp16_and_the_rest_within_its_range(
     assert held == size + OUTLIER_NBYTES * int(apart.sum())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outliers_are_added_before_rounding_to_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 8, 40) * 30
+    x[0, 0, 0], x[1, 2, 3] = 65504.0, 1e6
+    quantizer = Codebook(2, "token", 0, LEVELS, share=0.1)
+    packed = quantizer.encode(x, None)
+    exact, rounded = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
+    quantizer.decode(packed, exact)
+    quantizer.decode(packed, rounded)
+    assert rounded.isfinite().all()
+    assert torch.equal(rounded, exact.clamp(-65504, 65504).to(dtype))
+
+
 def test_outliers_are_stored_as_these_bytes() -> None:
     x = torch.tensor([[[0.0, 1.0, -9.0], [1.0, 0.5, 0.0]], [[8.0, 0.0, 1.0], [7.0, 0.0, -7.0]]])
     bounds = torch.tensor(-2.0), torch.tensor(2.0)
@@ -122,6 +140,18 @@ def test_many_channels_are_numbered_in_sixteen_bits() -> None:
     assert torch.equal(back, x)
 
 
+@pytest.mark.parametrize("channels", [255, 256])
+def test_all_channels_of_a_token_may_be_outliers(channels: int) -> None:
+    x = torch.zeros(1, 2, channels)
+    x[0, 0] = 5.0
+    bounds = torch.tensor(-1.0), torch.tensor(1.0)
+    quantizer = Codebook(1, "token", 0, uniform_levels(1), threshold=bounds)
+    packed, back = quantizer.encode(x, None), torch.empty_like(x)
+    assert dense(packed, "outlier_count").tolist() == [[channels, 0]]
+    quantizer.decode(packed, back)
+    assert torch.equal(back, x)
+
+
 def test_offline_ranges_are_not_stored_and_clip_what_is_no_outlier() -> None:
     span = torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 4.0])
     x = torch.tensor([[[0.25, 3.9], [7.0, -3.0]]])
@@ -135,14 +165,20 @@ def test_offline_ranges_are_not_stored_and_clip_what_is_no_outlier() -> None:
         assert quantizer.table_nbytes == 2 * (4 + 4)
 
 
+BOUNDS = -torch.ones(20), torch.ones(20)
+
+
 @pytest.mark.parametrize("per", ["token", "channel"])
-def test_excluded_tokens_set_no_range_and_are_no_outliers(per: Any) -> None:
+@pytest.mark.parametrize(
+    "found", [{"share": 0.1}, {"threshold": BOUNDS}, {"threshold": BOUNDS, "span": BOUNDS}]
+)
+def test_excluded_tokens_set_no_range_and_are_no_outliers(found: Any, per: Any) -> None:
     x = torch.randn(1, 8, 20)
     excluded = torch.zeros(1, 8, dtype=torch.bool)
     excluded[0, 2] = True
     other = x.clone()
     other[0, 2] = 1000.0
-    quantizer = Codebook(3, per, 0, uniform_levels(3), share=0.1)
+    quantizer = Codebook(3, per, 0, uniform_levels(3), **found)
     one, two = quantizer.encode(x, excluded), quantizer.encode(other, excluded)
     back = [torch.empty_like(x) for _ in range(2)]
     for packed, out in zip((one, two), back, strict=True):
@@ -151,6 +187,43 @@ def test_excluded_tokens_set_no_range_and_are_no_outliers(per: Any) -> None:
     assert torch.equal(back[0][~excluded], back[1][~excluded])
     quantizer.decode(quantizer.encode(x, torch.ones(1, 8, dtype=torch.bool)), back[0])
     assert back[0].isfinite().all()
+
+
+def test_a_block_without_tokens_that_count_has_no_range() -> None:
+    quantizer = Codebook(2, "channel", 0, LEVELS, share=0.2)
+    packed = quantizer.encode(torch.randn(1, 8, 20) + 5, torch.ones(1, 8, dtype=torch.bool))
+    assert not dense(packed, "scale").any() and not dense(packed, "zero").any()
+    assert not dense(packed, "outlier_count").any()
+
+
+def test_bounds_past_fp16_saturate() -> None:
+    for low, high in ((-1e6, 1.0), (-1.0, 1e6)):
+        span = torch.full((3,), low), torch.full((3,), high)
+        quantizer = Codebook(2, "channel", 0, uniform_levels(2), span=span)
+        back = torch.empty(1, 2, 3)
+        quantizer.decode(quantizer.encode(torch.tensor([[[low] * 3, [high] * 3]]), None), back)
+        want = torch.tensor([low, high]).clamp(-65504, 65504)[:, None].expand(2, 3)
+        torch.testing.assert_close(back[0], want, rtol=1e-3, atol=40)
+
+
+@pytest.mark.parametrize("per", ["token", "channel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_in_the_models_dtype_are_packed_as_their_fp32_numbers(
+    dtype: torch.dtype, per: Any
+) -> None:
+    x = (torch.randn(2, 8, 20) * 3).to(dtype)
+    for quantizer in (
+        Affine(3, per, 8),
+        Codebook(3, per, 0, uniform_levels(3), share=0.1),
+        Ranked(torch.zeros(20, dtype=torch.int16), (5, 5, 5, 5, 0, 0, 0, 0)),
+    ):
+        own, wide = quantizer.encode(x, None), quantizer.encode(x.float(), None)
+        for name, field in own.items():
+            other = wide[name]
+            if isinstance(field, Ragged):
+                assert isinstance(other, Ragged)
+                field, other = field.flat(), other.flat()
+            assert torch.equal(field, other)
 
 
 def test_nan_is_refused() -> None:

@@ -1,9 +1,13 @@
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xquant.quant import Affine
 from xquant.quant.pack import Tile, pack, packed_rows, planes, unpack
+from xquant.quant.quantizer import dense
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 9))
 
@@ -56,6 +60,19 @@ def test_tiles_change_the_order_and_nothing_else(
     plain, tiled = rows.encode(x, None), tiles.encode(x, None)
     assert {name: t.nbytes for name, t in plain.items()} == {n: t.nbytes for n, t in tiled.items()}
     assert tiled["codes"].shape[1] == heads
+    one, other = torch.empty_like(x), torch.empty_like(x)
+    rows.decode(plain, one)
+    tiles.decode(tiled, other)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lanes", ["tokens", "channels"])
+@pytest.mark.parametrize("per", ["token", "channel"])
+def test_a_block_that_is_not_whole_tiles_is_stored_in_rows(per: Any, lanes: Any) -> None:
+    x = torch.randn(2, 20, 64)
+    rows, tiles = Affine(3, per, 32), Affine(3, per, 32, tile=Tile(32, lanes))
+    plain, tiled = rows.encode(x, None), tiles.encode(x, None)
+    assert all(torch.equal(dense(plain, name), dense(tiled, name)) for name in plain)
     one, other = torch.empty_like(x), torch.empty_like(x)
     rows.decode(plain, one)
     tiles.decode(tiled, other)

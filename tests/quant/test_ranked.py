@@ -141,6 +141,28 @@ def test_a_channel_that_is_louder_in_a_block_gets_the_wider_codes_there() -> Non
         assert error[loud] < 0.05 and error[1 - loud] > 0.5
 
 
+def test_every_token_has_a_gain_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 32, 40, generator=generator)
+    gains = 2.0 ** (torch.arange(32) % 5 - 2)
+    quantizer = Ranked(torch.zeros(40, dtype=torch.int16), (0, 0, 40, 0, 0, 0, 0, 0))
+    x = x * gains[:, None]
+    error = (decoded(quantizer, x) - x).square().mean((0, 2)) / x.square().mean((0, 2))
+    assert bool((error < 2 * distortion(3)).all())
+
+
+def test_scales_far_from_the_usual_ones_saturate() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 64, 40, generator=generator)
+    x[..., 0] *= 64  # 18 steps up; there are 5
+    x[..., 1] /= 64
+    quantizer = Ranked(torch.zeros(40, dtype=torch.int16), (0, 0, 0, 40, 0, 0, 0, 0))
+    back = decoded(quantizer, x)
+    loud, quiet = (back[0, :, c].square().mean() / x[0, :, c].square().mean() for c in (0, 1))
+    assert 2 ** (2 * 5 / 3) / 64**2 < loud < 1
+    assert 1 < quiet < 64**2 / 2 ** (2 * 10 / 3)
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30, torch.inf, -torch.inf])
 def test_extreme_blocks_stay_finite(value: float) -> None:
     quantizer = Ranked(torch.zeros(3, dtype=torch.int16), (1, 1, 1, 0, 0, 0, 0, 0))
