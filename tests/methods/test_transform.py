@@ -155,7 +155,7 @@ def test_what_is_kept_is_checked_before_it_is_used(
     (text,) = tmp_path.glob("calibrations/text-*")
     halved = made.tensors["0.usual"][::2]
     replace(made, tensors={**made.tensors, "0.usual": halved}).save(file)
-    with pytest.raises(ValueError, match=r"'0\.usual' of the calibration is int16"):
+    with pytest.raises(ValueError, match="needs a calibration"):  # what is of no use is not there
         KVCache(model, method)
     for ids in (
         torch.full((2, 40), 10**6),

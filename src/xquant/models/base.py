@@ -7,6 +7,7 @@ cache compares the keys and values it would rebuild with the model's own on the 
 sequence batch, and refuses the model by name if they differ.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,10 +159,12 @@ class AttentionView:
             projections.append(self.value_module)
         read = [*projections, self.key_norm] if self.key_norm is not None else projections
         tensors = [t for module in read for t in _tensors(module) if type(t) in PLAIN]
+        probe = torch.linspace(-1, 1, self.hidden, device=self.device, dtype=self.dtype)
         for module in projections:
             if not is_plain(module):
-                probe = torch.linspace(-1, 1, self.hidden, device=self.device, dtype=self.dtype)
-                tensors.append(module(probe[None]))
+                # What cannot be asked is told of where its weights are decoded.
+                with contextlib.suppress(*REFUSALS):
+                    tensors.append(module(probe[None]))
         return [number for tensor in tensors for number in _sums(tensor)]
 
     @property
@@ -241,6 +244,8 @@ class ModelView:
 
 
 PLAIN = (Tensor, nn.Parameter)
+REFUSALS = (RuntimeError, AssertionError, TypeError)
+"""What libraries raise where a quantized layer cannot do what it is asked."""
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -294,7 +299,7 @@ def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
         # Others can at least be asked: rows of the identity come out as columns of the weight.
         bias = getattr(module, "bias", None)
         return (module(eye) - (0 if bias is None else bias)).T.contiguous()
-    except (RuntimeError, AssertionError, TypeError) as error:  # what libraries raise for it
+    except REFUSALS as error:
         raise ValueError(
             f"the weights of {type(module).__name__} cannot be decoded ({str(error).splitlines()[0]}):"
             " methods that keep keys and values work without, such as kivi"
