@@ -197,12 +197,12 @@ def test_a_compiled_forward_pass_is_refused(way: Callable[[Any], Any]) -> None:
 def test_arguments_in_the_wrong_order_or_of_the_wrong_kind() -> None:
     model = tiny("llama")
     with pytest.raises(TypeError, match=r"not str: the model comes first, KVCache\("):
-        KVCache("kivi-4bit", model)  # type: ignore[arg-type]
+        KVCache("kivi-4bit", model)
     with pytest.raises(TypeError, match="a spec string or a Method, not int"):
-        KVCache(model, 4)  # type: ignore[arg-type]
+        KVCache(model, 4)
     for thing in (None, torch.nn.Linear(2, 2), model.config):
         with pytest.raises(TypeError, match=f"not {type(thing).__name__}"):
-            KVCache(thing, "kivi-4bit")  # type: ignore[arg-type]
+            KVCache(thing, "kivi-4bit")
 
 
 def test_a_model_and_its_decoder_share_their_hooks() -> None:
@@ -299,14 +299,14 @@ def test_no_sequences_are_refused() -> None:
             two_passes(model, cache)
         for none in ([], torch.tensor([]), torch.zeros(2, dtype=torch.bool)):
             with pytest.raises(ValueError, match="no sequence is selected"):
-                cache.batch_select_indices(none)  # type: ignore[arg-type]
+                cache.batch_select_indices(none)
         with pytest.raises(ValueError, match="repeats=0"):
             cache.batch_repeat_interleave(0)
     for beyond in ([0, 2], [-3]):
         with pytest.raises(ValueError, match="of a batch of 2"):
-            cache.batch_select_indices(beyond)  # type: ignore[arg-type]
+            cache.batch_select_indices(beyond)
     assert cache.index.batch == 2 and cache.get_seq_length() == 46
-    cache.batch_select_indices([-1])  # type: ignore[arg-type]
+    cache.batch_select_indices([-1])
     assert model(prompt(1, 3), past_key_values=cache).logits.isfinite().all()
 
 

@@ -137,6 +137,19 @@ def test_copies_and_conversions_leave_out_an_interrupted_pass() -> None:
     check_unharmed(model, cache.converted("full:group=8"), other.converted("full:group=8"))
 
 
+class Breaking:
+    """A function that raises ``kind`` from its call number ``after + 1`` on."""
+
+    def __init__(self, function: Callable[..., Any], after: int, kind: type[BaseException]) -> None:
+        self.function, self.left, self.kind = function, after, kind
+
+    def __call__(self, *args: Any) -> Any:
+        if self.left == 0:
+            raise self.kind
+        self.left -= 1
+        return self.function(*args)
+
+
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(
     "spec", ["kvquant-2bit-5%:group=8,sink=2", "xquant-cl-3bit:group=8,form=gqa"]
@@ -148,17 +161,8 @@ def test_sealing_that_is_interrupted(spec: str, kind: type[BaseException]) -> No
     model = tiny("llama")
     cache, other = pair(model, spec)
     for after in (0, 3, 10):
-        count, grown = 0, stream._grown
-
-        def fail(*args: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count > after:  # noqa: B023
-                raise kind
-            return grown(*args)  # noqa: B023
-
         with pytest.MonkeyPatch.context() as patch, pytest.raises(kind):
-            patch.setattr(stream, "_grown", fail)
+            patch.setattr(stream, "_grown", Breaking(stream._grown, after, kind))
             run(model, cache, START, STOP)
         assert cache.get_seq_length() == START
     check_unharmed(model, cache, other)

@@ -185,7 +185,7 @@ def test_an_image_after_text(name: str) -> None:
 
 
 def projections(model: nn.Module) -> list[Tensor]:
-    return [layer.self_attn.k_proj.weight for layer in model.model.layers]  # type: ignore[union-attr]
+    return [layer.self_attn.k_proj.weight for layer in model.model.layers]
 
 
 def add(model: Any) -> None:

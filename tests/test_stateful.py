@@ -6,6 +6,7 @@ XQUANT_EXAMPLES=2000 runs as many of each kind; by default there are few, the sa
 
 import copy
 import os
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -70,12 +71,12 @@ class Machine(RuleBasedStateMachine):
     theirs: Any
     model: Any
     tolerance: float
-    switched: bool = False
+    fresh: Callable[["Machine"], Any]
+    """Makes an empty cache to compare with."""
 
-    def begin(self, batch: int, pads: list[int], length: int, seed: int) -> None:
+    def begin(self, pads: list[int], length: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.mask = torch.ones(batch, 0, dtype=torch.long)
-        self.start(batch, pads, length)
+        self.start(len(pads), pads, length)
 
     def start(self, batch: int, pads: list[int], length: int) -> None:
         """The first forward pass, of prompts that are padded on the left."""
@@ -162,10 +163,6 @@ class Machine(RuleBasedStateMachine):
         self.theirs = self.fresh()
         self.start(len(pads), pads, length)
 
-    def fresh(self) -> Any:
-        """An empty cache to compare with."""
-        raise NotImplementedError
-
     @rule(count=st.integers(1, 20))
     def go_on_with_a_copy(self, count: int) -> None:
         """What is done with one of both leaves the other as it is."""
@@ -226,23 +223,22 @@ class Machine(RuleBasedStateMachine):
         return any(own.codec.view.index > layer for own in self.ours.compressed)
 
 
-Pads = st.lists(st.integers(0, 9), min_size=1, max_size=3)
+BEGINNINGS: dict[str, Any] = {
+    "family": st.sampled_from(FAMILIES),
+    "pads": st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    "length": st.integers(10, 40),
+    "seed": st.integers(0, 99),
+}
 
 
 class AgainstTransformers(Machine):
     tolerance = 2e-4
 
-    @initialize(
-        family=st.sampled_from(FAMILIES),
-        spec=st.sampled_from(IDENTITY),
-        pads=Pads,
-        length=st.integers(10, 40),
-        seed=st.integers(0, 99),
-    )
-    def make(self, family: str, spec: str, pads: list[int], length: int, seed: int) -> None:
+    @initialize(spec=st.sampled_from(IDENTITY), **BEGINNINGS)
+    def make(self, spec: str, family: str, **prompts: Any) -> None:
         self.model = model_of(family, wide=False)
         self.ours, self.theirs = KVCache(self.model, spec), self.fresh()
-        self.begin(len(pads), pads, length, seed)
+        self.begin(**prompts)
 
     def fresh(self) -> DynamicCache:
         return DynamicCache(config=self.model.config)
@@ -255,17 +251,11 @@ class AgainstTransformers(Machine):
 class NativeAgainstReference(Machine):
     tolerance = 1e-2
 
-    @initialize(
-        family=st.sampled_from(FAMILIES),
-        spec=st.sampled_from(LOSSY),
-        pads=Pads,
-        length=st.integers(10, 40),
-        seed=st.integers(0, 99),
-    )
-    def make(self, family: str, spec: str, pads: list[int], length: int, seed: int) -> None:
+    @initialize(spec=st.sampled_from(LOSSY), **BEGINNINGS)
+    def make(self, spec: str, family: str, **prompts: Any) -> None:
         self.model, self.spec = model_of(family, wide=True), spec
         self.ours, self.theirs = KVCache(self.model, spec), self.fresh()
-        self.begin(len(pads), pads, length, seed)
+        self.begin(**prompts)
 
     def fresh(self) -> KVCache:
         return KVCache(self.model, self.spec, kernel="reference")

@@ -89,7 +89,7 @@ def test_another_cache_beside_ours(spec: str) -> None:
 def test_threads_attach_a_model_once() -> None:
     for _ in range(ROUNDS):
         model = tiny("llama")
-        found = at_once([lambda: attach(model) for _ in range(4)])  # type: ignore[list-item] # noqa: B023
+        found = at_once([lambda: attach(model) for _ in range(4)])  # noqa: B023
         assert len(set(map(id, found))) == 1
-        codecs = at_once([lambda: KVCache(model, "xquant-4bit")._codecs for _ in range(3)])  # type: ignore # noqa: B023
+        codecs = at_once([lambda: KVCache(model, "xquant-4bit")._codecs for _ in range(3)])  # noqa: B023
         assert len(set(map(id, codecs))) == 1

@@ -26,7 +26,7 @@ from .kernels.newest import Newest
 from .methods import Seen
 from .models import AttentionView, ModelView, find_decoder, view_model
 from .models.rope import Pair
-from .passes import ForwardPass, Handed, ObservingCache
+from .passes import ForwardPass, Given, Handed, ObservingCache
 from .watched import Watched, plain, watch
 
 _ATTACHMENT = "_xquant_attachment"
@@ -94,7 +94,7 @@ class LayerHooks:
             inputs.residual = x
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         rope = _pair(kwargs.get("position_embeddings"))
-        current.cache.observe(self.view, x, positions, mask, rope)
+        current.cache.observe(self.view, Given(x, positions, mask, rope))
 
 
 class Attachment:

@@ -27,8 +27,7 @@ from .kernels.sealing import instruction_set
 from .layer import CompressedLayer, States
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView
-from .models.rope import Pair
-from .passes import ObservingCache
+from .passes import Given, ObservingCache
 from .report import Report, report_of
 from .snapshot import Snapshot
 from .spec import parse_method
@@ -90,16 +89,13 @@ class KVCache(Cache, ObservingCache):
             )
         if isinstance(calibration, str | PathLike):
             calibration = Calibration.load(calibration)
-        self._through_store, self._calibration, self._kernel = (
-            attend == "store",
-            calibration,
-            kernel,
-        )
+        self._through_store = attend == "store"
+        self._calibration, self._kernel = calibration, kernel
         self.attachment = attach(model)
         super().__init__(layers=compat.default_layers(self._config))
         self._build(self.attachment.codecs.of(self.method, calibration))
         self._begun: Snapshot | None = None
-        self.left: str = ""
+        self.note: str = ""
         """Why the model no longer uses this cache, where it has been seen that it does not."""
 
     @property
@@ -207,7 +203,7 @@ class KVCache(Cache, ObservingCache):
             )
         if self.index.length == 0:
             self._refresh()
-        self.left = ""
+        self.note = ""
         self._begun = Snapshot.of(self)
 
     def _refresh(self) -> None:
@@ -216,14 +212,8 @@ class KVCache(Cache, ObservingCache):
         if codecs is not self._codecs:
             self._build(codecs)
 
-    def observe(
-        self,
-        view: AttentionView,
-        x: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        rope: Pair | None,
-    ) -> None:
+    def observe(self, view: AttentionView, given: Given) -> None:
+        x, positions, mask, rope = given
         batch, length = x.shape[:2]
         if view.index != self.attachment.view.compressed[0].index:
             return
@@ -311,13 +301,13 @@ class KVCache(Cache, ObservingCache):
         if (
             self.attachment.view.rope.switches
             and (batch, length) == (self.index.batch, known + 1)
-            and not self.left
+            and not self.note
         ):
-            self.left = (
+            self.note = (
                 f"{self._family} ran on all {length} tokens anew without this cache, which holds {known}: its"
                 " generate() does so where its rotary embedding changes to that of long inputs"
             )
-            warnings.warn(self.left, stacklevel=2)
+            warnings.warn(self.note, stacklevel=2)
 
     @torch.no_grad()
     def finish(self, failed: bool = False) -> None:

@@ -24,11 +24,7 @@ class _PastIsConstant(torch.autograd.Function):
 def past_is_constant(states: Tensor, *inputs: Tensor) -> Tensor:
     """``states`` that were computed of ``inputs`` and a compressed past: a backward pass through them says
     what is wrong, where it would give wrong gradients."""
-    if not differentiable(*inputs):
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
         return states
     constant: Tensor = _PastIsConstant.apply(states, *inputs)
     return constant
-
-
-def differentiable(*inputs: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in inputs)

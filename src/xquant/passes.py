@@ -1,7 +1,7 @@
 """What is known during one forward pass, and what a cache offers to those that see it run."""
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,19 @@ from .watched import Watched
 
 if TYPE_CHECKING:
     from .attention import Attachment
+
+
+class Given(NamedTuple):
+    """What an attention layer is given of ``T`` new tokens."""
+
+    x: Tensor
+    """Post-norm input ``[B, T, d]``."""
+    positions: Tensor | None
+    """``[B, T]`` or ``[1, T]``, integers."""
+    mask: Tensor | None
+    """Over all tokens, bool or added to scores, ``[B, 1, T, .]``."""
+    rope: Pair | None
+    """cos and sin, ``[B, T, R]`` each."""
 
 
 class ObservingCache:
@@ -27,16 +40,8 @@ class ObservingCache:
         """
 
     @abstractmethod
-    def observe(
-        self,
-        view: AttentionView,
-        x: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        rope: Pair | None,
-    ) -> None:
-        """A compressed layer's attention is about to run on ``x`` ``[B, T, d]``, given the cos and sin of
-        ``rope``."""
+    def observe(self, view: AttentionView, given: Given) -> None:
+        """A compressed layer's attention is about to run on what it was given."""
 
     @abstractmethod
     def answer(

@@ -123,7 +123,7 @@ def report_of(cache: "KVCache") -> Report:
         cache_ratio=resident / (2 * values) if values else 0.0,
         model_bytes=sum(p.nbytes for p in view.model.parameters()),
         codec_bytes=sum(layer.codec.nbytes for layer in cache.compressed),
-        note=cache.left,
+        note=cache.note,
     )
 
 

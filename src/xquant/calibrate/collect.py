@@ -19,7 +19,7 @@ from ..methods import LayerCodec
 from ..methods.key_value import flat_heads
 from ..models import AttentionView
 from ..models.base import rotate
-from ..passes import ObservingCache
+from ..passes import Given, ObservingCache
 from .calibrator import Rows, Stage
 
 
@@ -34,7 +34,7 @@ class _Recorder(DynamicCache, ObservingCache):
     def begin(self, batch: int, length: int, mask: Any) -> None:
         self.seen.clear()
 
-    def observe(self, view: AttentionView, x: Tensor, positions: Any, mask: Any, rope: Any) -> None:
+    def observe(self, view: AttentionView, given: Given) -> None:
         pass
 
     def update(

@@ -26,7 +26,7 @@ from ..hub import PACKAGED
 from ..load import load_model
 from ..methods import Method
 from ..models import AttentionView
-from ..models.rope import Pair
+from ..passes import Given
 from ..spec import parse_method
 
 
@@ -112,13 +112,6 @@ class _RightPadded(KVCache):
         self._text = ids.flip(1).cumsum(1).flip(1) > 0
         self._text[:, 0] = True
 
-    def observe(
-        self,
-        view: AttentionView,
-        x: Tensor,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        rope: Pair | None,
-    ) -> None:
-        stop = self.index.length + x.shape[1]
-        super().observe(view, x, positions, self._text[:, None, None, :stop], rope)
+    def observe(self, view: AttentionView, given: Given) -> None:
+        stop = self.index.length + given.x.shape[1]
+        super().observe(view, given._replace(mask=self._text[:, None, None, :stop]))

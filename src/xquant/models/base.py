@@ -239,7 +239,8 @@ class ModelView:
     @property
     def outdated(self) -> bool:
         """Whether layers, or modules in them, have been replaced since."""
-        now = {id(getattr(layer, "self_attn", None)) for layer in self.decoder.layers}  # type: ignore[union-attr]
+        layers: Any = self.decoder.layers
+        now = {id(getattr(layer, "self_attn", None)) for layer in layers}
         return any(id(view.module) not in now or view.outdated for view in self.layers)
 
 
