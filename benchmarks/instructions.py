@@ -22,11 +22,11 @@ import triton
 
 from compiled import CARRYING, REBUILDING, SUMMING, build, decoding, side
 from xquant.cli.common import print_table
-from xquant.evals.results import stamp, write_json
-from xquant.kernels.gpu.jit.attend import attend
-from xquant.kernels.gpu.jit.carry import carry
-from xquant.kernels.gpu.jit.rebuild import rebuild
-from xquant.kernels.gpu.jit.sum_states import sum_states
+from xquant.kernels.triton.jit.accumulate import carry
+from xquant.kernels.triton.jit.attend import attend
+from xquant.kernels.triton.jit.rebuild import rebuild
+from xquant.kernels.triton.jit.sum_states import sum_states
+from xquant.results.rows import stamp, write_json
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")

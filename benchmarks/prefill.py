@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from xquant import Calibration, KVCache, load_model
-from xquant.evals.results import stamp, write_json
+from xquant.results.rows import stamp, write_json
 
 SPECS = ("kivi-4bit", "kivi-2bit", "xquant-4bit")
 

@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xquant import Calibration, KVCache, __version__, attach, parse_method
 from xquant.analysis.shapes import SHAPES
-from xquant.calibrate.artifact import fingerprint
-from xquant.evals.bench import fill
-from xquant.evals.results import stamp, write_json
-from xquant.kernels import native
-from xquant.kernels.newest import Newest
+from xquant.bench.run import fill
+from xquant.calibration import fingerprint
+from xquant.kernels.call import Newest
+from xquant.kernels.cpu import library as native
 from xquant.quant.ranked import steps_of
+from xquant.results.rows import stamp, write_json
 
 
 @click.command()

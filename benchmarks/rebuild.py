@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xquant import parse_method
-from xquant.evals.bench import Compressed, shaped_model
-from xquant.evals.results import stamp, write_json
-from xquant.kernels.newest import Newest
+from xquant.bench.run import Compressed, shaped_model
+from xquant.kernels.call import Newest
 from xquant.models.base import linear
+from xquant.results.rows import stamp, write_json
 
 SHAPE = "llama-3.1-8b"
 RUNS = (

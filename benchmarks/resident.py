@@ -25,8 +25,8 @@ import click
 import torch
 
 from xquant import load_model, parse_method
-from xquant.evals.bench import Compressed, Contender, Full
-from xquant.evals.results import stamp, write_json
+from xquant.bench.run import Compressed, Contender, Full
+from xquant.results.rows import stamp, write_json
 
 FULL = "full"
 ALLOCATORS = {"default": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}}

@@ -11,7 +11,7 @@ from torch import Tensor
 from calibrated import calibration, make_cache
 from models import left_padded, prompt, tiny
 from xquant import KVCache
-from xquant.kernels.newest import Newest
+from xquant.kernels.call import Newest
 from xquant.methods import Seen
 
 TOLERANCE = 1e-3

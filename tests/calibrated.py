@@ -4,8 +4,8 @@ from typing import Any
 
 from models import prompt
 from xquant import Calibration, KVCache, attach, parse_method
-from xquant.calibrate.artifact import fingerprint
 from xquant.calibrate.run import calibrate_on
+from xquant.calibration import fingerprint
 from xquant.methods import Method
 
 _MADE: dict[tuple[str, str], Calibration] = {}

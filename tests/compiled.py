@@ -6,13 +6,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xquant.kernels.gpu.jit.attend import attend
-from xquant.kernels.gpu.jit.carry import carry
-from xquant.kernels.gpu.jit.exact import exact
-from xquant.kernels.gpu.jit.join import join
-from xquant.kernels.gpu.jit.rebuild import rebuild
-from xquant.kernels.gpu.jit.seal import seal
-from xquant.kernels.gpu.jit.sum_states import sum_states
+from xquant.kernels.triton.jit.accumulate import carry
+from xquant.kernels.triton.jit.attend import attend
+from xquant.kernels.triton.jit.combine import join
+from xquant.kernels.triton.jit.exact import exact
+from xquant.kernels.triton.jit.rebuild import rebuild
+from xquant.kernels.triton.jit.seal import seal
+from xquant.kernels.triton.jit.sum_states import sum_states
 
 TYPES = {
     **dict.fromkeys(("query", "newest_key", "newest_value", "tail", "sinks", "mask"), "*bf16"),

@@ -14,10 +14,10 @@ from calibrated import make_cache
 from matrix import LOW
 from models import FAMILIES, left_padded, prompt, tiny
 from xquant import KVCache, attach, detach, parse_method
-from xquant.layer import CompressedLayer
 from xquant.methods import METHODS
 from xquant.quant import Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES
+from xquant.store.layer import CompressedLayer
 
 
 def logits(model: Any, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rows import benched
-from xquant.evals.results import read_results
+from xquant.results.rows import read_results
 
 pytest.importorskip("triton")
 

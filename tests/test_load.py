@@ -11,8 +11,8 @@ from transformers.utils.hub import httpx
 
 from models import prompt, tiny
 from xquant import KVCache, files, load, load_model
+from xquant import kept as store
 from xquant.analysis.shapes import load_config
-from xquant.calibrate import store
 from xquant.hub import hub_answers
 
 smollm2 = pytest.mark.smollm2

@@ -8,10 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attention import attach, detach
     from .cache import KVCache
-    from .calibrate.artifact import Calibration
     from .calibrate.run import calibrate, own_calibration
+    from .calibration import Calibration
     from .load import load_model
     from .methods import (
         AsymKV,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         XQuantCL,
     )
     from .report import Report
+    from .seam.hooks import attach, detach
     from .spec import parse_method
 
 __version__ = "0.1.0"
@@ -61,9 +61,9 @@ _METHODS = (
     *("PredictedTransform", "Transform", "XQuant", "XQuantCL"),
 )
 _HOMES = {
-    **dict.fromkeys(("attach", "detach"), "attention"),
+    **dict.fromkeys(("attach", "detach"), "seam.hooks"),
     **dict.fromkeys(_METHODS, "methods"),
-    "Calibration": "calibrate.artifact",
+    "Calibration": "calibration",
     "KVCache": "cache",
     "Report": "report",
     **dict.fromkeys(("calibrate", "own_calibration"), "calibrate.run"),

@@ -11,27 +11,28 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from . import compat, finite
-from .attention import attach
-from .blocks import seal
-from .calibrate.artifact import Calibration
-from .check import check_rope, check_states, real_tokens, warn_of_another_text
+from . import compat
+from .calibration import Calibration
 from .convert import fill
-from .gradients import past_is_constant
-from .kernels.angles import AngleBook
-from .kernels.dispatch import attention_of, choose
-from .kernels.gpu.angles import TurnBook
-from .kernels.newest import Newest
-from .kernels.packed import MOST_QUERIES
-from .kernels.sealing import instruction_set
-from .layer import CompressedLayer, States
+from .kernels.call import Newest
+from .kernels.choose import attention_of, choose
+from .kernels.cpu.attention import MOST_QUERIES
+from .kernels.cpu.sealing import instruction_set
+from .kernels.rope import AngleBook
+from .kernels.triton.angles import TurnBook
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView
-from .passes import Given, ObservingCache
 from .report import Report, report_of
+from .seam.check import check_rope, check_states, real_tokens, warn_of_another_text
+from .seam.gradients import past_is_constant
+from .seam.hooks import attach
+from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
 from .spec import parse_method
-from .tokens import TokenIndex
+from .store import finite
+from .store.layer import CompressedLayer, States
+from .store.sealing import seal
+from .store.tokens import TokenIndex
 
 ATTEND = ("chunk", "store")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .calibrate import store
-from .calibrate.artifact import Calibration, fingerprint
+from . import kept as store
+from .calibration import Calibration, fingerprint
 from .methods import LayerCodec, Method
 from .models import AttentionView
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .layer import CompressedLayer
 from .methods import LayerCodec
 from .methods.key_value import StateCodec
 from .models.base import rotate, unrotate
-from .tokens import TokenIndex
+from .store.layer import CompressedLayer
+from .store.tokens import TokenIndex
 
 if TYPE_CHECKING:
     from .cache import KVCache

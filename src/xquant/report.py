@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .layer import CompressedLayer
+from .store.layer import CompressedLayer
 
 if TYPE_CHECKING:
     from .cache import KVCache

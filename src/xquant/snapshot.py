@@ -4,10 +4,10 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .layer import CompressedLayer
-from .layer import State as LayerState
-from .tokens import State as IndexState
-from .tokens import TokenIndex
+from .store.layer import CompressedLayer
+from .store.layer import State as LayerState
+from .store.tokens import State as IndexState
+from .store.tokens import TokenIndex
 
 if TYPE_CHECKING:
     from .cache import KVCache

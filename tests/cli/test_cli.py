@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from words import model_folder, text_of
-from xquant.evals import bench
+from xquant.bench import run as bench
 from xquant.methods import METHODS
 
 

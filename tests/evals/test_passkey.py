@@ -5,7 +5,7 @@ from models import tiny
 from words import word_tokenizer
 from xquant.evals import passkey as module
 from xquant.evals.passkey import passkey
-from xquant.evals.runs import Runs
+from xquant.runs import Runs
 
 
 class Letters:

@@ -8,7 +8,7 @@ from models import tiny
 from words import text_of, word_tokenizer
 from xquant import KVCache
 from xquant.evals.perplexity import perplexity
-from xquant.evals.runs import Runs
+from xquant.runs import Runs
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from questions import (
 
 pytest.importorskip("lm_eval")
 from xquant.evals import tasks
-from xquant.evals.runs import Runs
 from xquant.evals.tasks import ask, evaluate
+from xquant.runs import Runs
 
 STORED = "kivi-2bit:group=8"
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from attending import TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
-from xquant.kernels import folded, native
-from xquant.kernels.newest import Newest
+from xquant.kernels.call import Newest
+from xquant.kernels.cpu import library as native
+from xquant.kernels.torch import folded
 
 PATHS = (*native.paths(), "folded")
 

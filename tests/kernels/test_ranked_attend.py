@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from attending import TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
-from xquant.kernels import native
-from xquant.kernels.ranked_products import RankedKeys, RankedSum, zipped
+from xquant.kernels.cpu import library as native
+from xquant.kernels.cpu.ranked import RankedKeys, RankedSum, zipped
 from xquant.methods.transform import TransformCodec
 from xquant.models.base import rotate
 from xquant.quant import Ragged

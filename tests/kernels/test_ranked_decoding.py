@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xquant.kernels import native, sealing
+from xquant.kernels.cpu import library as native
+from xquant.kernels.cpu import sealing
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from models import prompt, tiny
 from xquant import KVCache
-from xquant.kernels import native, sealing
+from xquant.kernels.cpu import library as native
+from xquant.kernels.cpu import sealing
 from xquant.quant import Affine, Plain
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense

@@ -12,8 +12,9 @@ import interpreted
 from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant import KVCache
-from xquant.kernels.gpu import asked, support
-from xquant.kernels.newest import Newest
+from xquant.kernels.call import Newest
+from xquant.kernels.triton import launch as asked
+from xquant.kernels.triton import support
 
 interpreted.allow_bounds()
 

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from attending import DEVICE, Case, filled
-from xquant.evals.clocks import capture
-from xquant.kernels.newest import Newest
+from xquant.bench.clocks import capture
+from xquant.kernels.call import Newest
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="XQUANT_TEST_DEVICE is not cuda")
 

@@ -15,8 +15,9 @@ import interpreted
 from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import prompt, tiny
 from xquant import KVCache, attach
-from xquant.kernels.gpu import asked, matrices
-from xquant.kernels.gpu.matrices import Coded, arranged
+from xquant.kernels.triton import launch as asked
+from xquant.kernels.triton import matrices
+from xquant.kernels.triton.matrices import Coded, arranged
 
 interpreted.allow_bounds()
 

@@ -16,13 +16,13 @@ from attending import DEVICE
 from kernels.test_sealing import not_torch
 from models import prompt, tiny
 from xquant import KVCache
-from xquant.blocks import seal
-from xquant.kernels import sealing
-from xquant.kernels.gpu import sealing as gpu_sealing
+from xquant.kernels.cpu import sealing
+from xquant.kernels.triton import sealing as gpu_sealing
 from xquant.methods import Seen
 from xquant.quant import Affine
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
+from xquant.store.sealing import seal
 
 interpreted.allow_bounds()
 

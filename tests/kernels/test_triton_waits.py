@@ -13,8 +13,11 @@ import interpreted
 from attending import DEVICE
 from calibrated import make_cache
 from models import left_padded, prompt, tiny
-from xquant import KVCache, finite
-from xquant.kernels.gpu import attention, carrying, rebuilt
+from xquant import KVCache
+from xquant.kernels.triton import accumulate as carrying
+from xquant.kernels.triton import attention
+from xquant.kernels.triton import rebuild as rebuilt
+from xquant.store import finite
 
 interpreted.allow_bounds()
 

@@ -8,9 +8,9 @@ import pytest
 from models import VOCABULARY, tiny
 from questions import truthfulqa
 from words import text_of, word_tokenizer
-from xquant.evals.plots import as_svg
 from xquant.reproduce import EXPERIMENTS, find_experiment
 from xquant.reproduce.setup import Setup
+from xquant.results.plots import as_svg
 
 LONGBENCH = {
     "input": "w2 w3",

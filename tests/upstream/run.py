@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xquant.evals.results import stamp, write_json
+from xquant.results.rows import stamp, write_json
 
 FAMILIES = [
     "arcee",

@@ -18,8 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from xquant import Calibration, KVCache, attach, parse_method
-from xquant.calibrate.artifact import fingerprint
 from xquant.calibrate.run import calibrate_on
+from xquant.calibration import fingerprint
 
 METHOD = parse_method(os.environ["XQUANT_METHOD"])
 LEFT_OUT = {

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from .. import __version__
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..methods import Method
 from ..models import AttentionView
 from ..quant import Affine, Codebook, Plain, Segment

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from .. import compat
-from ..attention import Attachment, attach
 from ..methods import LayerCodec
 from ..methods.key_value import flat_heads
 from ..models import AttentionView
 from ..models.base import rotate
-from ..passes import Given, ObservingCache
+from ..seam.hooks import Attachment, attach
+from ..seam.passes import Given, ObservingCache
 from .calibrator import Rows, Stage
 
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..attention import attach
-from ..evals.runs import Runs
-from ..evals.text import cut_windows
+from .. import kept as store
+from ..calibration import Calibration, fingerprint
 from ..methods import Method
+from ..runs import Runs
+from ..seam.hooks import attach
 from ..spec import parse_method
-from . import store
-from .artifact import Calibration, fingerprint
+from ..text import cut_windows
 from .collect import collect
 from .expected import check
 from .writing import GENERATED, write_samples

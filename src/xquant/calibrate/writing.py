@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from .. import compat
-from ..evals.runs import Runs
+from ..runs import Runs
 
 GENERATED = "generated"
 """What an artifact calls such a text."""

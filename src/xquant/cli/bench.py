@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evals.results import STDOUT, environment
 from ..kernels import KERNELS
+from ..results.rows import STDOUT, environment
 from .bench_tables import print_largest, print_rows
 from .common import (
     MODEL,
@@ -28,11 +28,11 @@ from .progress import progress
 if TYPE_CHECKING:
     import torch
 
-    from ..calibrate.artifact import Calibration
-    from ..evals.contenders import Models
-    from ..evals.entrants import Settings
-    from ..evals.runs import Rows
+    from ..bench.contenders import Models
+    from ..bench.entrants import Settings
+    from ..calibration import Calibration
     from ..methods import Method
+    from ..runs import Rows
 
     Subjects = Callable[[int, int], tuple[Models, list[Calibration]]]
     """What decodes, and the calibrations for it, at a context and a batch."""
@@ -145,8 +145,8 @@ def bench(
     import torch
 
     from .. import parse_method
-    from ..evals.entrants import Settings
-    from ..evals.runs import Runs
+    from ..bench.entrants import Settings
+    from ..runs import Runs
 
     methods = [parse_method(spec) for spec in specs or DEFAULT_METHODS]
     calibrations = calibrations_for(methods, artifacts)
@@ -210,9 +210,9 @@ def _sizes(
     peers_of: str | None = None,
 ) -> "Iterator[Part]":
     """A part for every size."""
-    from ..evals import bench as evaluation
-    from ..evals.ceilings import ceilings
-    from ..evals.peers import available
+    from ..bench import run as evaluation
+    from ..bench.ceilings import ceilings
+    from ..bench.peers import available
 
     limits = cache(ceilings)  # on a GPU for all sizes; on a CPU after each, as its load changes
 
@@ -237,8 +237,8 @@ def _loaded(
     calibrations: "Sequence[Calibration]",
 ) -> "tuple[Subjects, dict[str, str]]":
     """A model with its weights, and what they are."""
-    from ..evals.contenders import Models
-    from ..evals.runs import identity
+    from ..bench.contenders import Models
+    from ..runs import identity
 
     name = str(dtype).removeprefix("torch.") if device.type == "cuda" else "float32"
     network, tokenizer = load(model, name, str(device))
@@ -257,9 +257,9 @@ def _shaped(
     layers: int | None,
 ) -> "Subjects":
     """As many layers of a shape as are asked for, or fit."""
-    from ..evals import capacity
-    from ..evals import shaped as shapes
-    from ..evals.contenders import Models
+    from ..bench import capacity
+    from ..bench import shaped as shapes
+    from ..bench.contenders import Models
     from ..methods.transform import Transform
 
     on_gpu = device.type == "cuda"
@@ -291,9 +291,9 @@ def _largest(
     calibrations: "Sequence[Calibration]",
 ) -> "Iterator[Part]":
     """A part for every context."""
-    from ..evals import capacity, largest
-    from ..evals.contenders import Models
-    from ..evals.shaped import whole_model
+    from ..bench import capacity, largest
+    from ..bench.contenders import Models
+    from ..bench.shaped import whole_model
 
     if memory is None and device.type == "cpu":
         raise ValueError("--largest-batch wants a GPU, or --memory GB")

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ..evals.results import STDOUT
+from ..results.rows import STDOUT
 from .common import (
     OUT_FILE,
     RESUME,
@@ -63,14 +63,14 @@ def calibrate(
                 "--resume keeps the text that MODEL writes: with --text there is nothing to keep"
             )
         del context_of_command.meta[RESUME]
-    from ..evals.text import read_text, text_name
+    from ..text import read_text, text_name
 
     words = None if text is None else read_text(text)  # before torch is imported
     import sklearn.cluster  # noqa: F401  # a missing package is told of at once
 
     from .. import parse_method
     from ..calibrate.run import calibrate as run
-    from ..evals.runs import Runs, identity
+    from ..runs import Runs, identity
 
     method = parse_method(spec)
     if not method.needs_calibration:

@@ -13,17 +13,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from ..evals.results import STDOUT, stamp, write_json
-from ..evals.text import NAMES
 from ..hub import check_model
 from ..names import method_name
+from ..results.rows import STDOUT, stamp, write_json
+from ..text import NAMES
 from . import NOTHING_KEPT
 from .progress import progress
 
 if TYPE_CHECKING:
     import torch
 
-    from ..calibrate.artifact import Calibration
+    from ..calibration import Calibration
     from ..methods import Method
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -225,7 +225,7 @@ def load_calibrations(files: Sequence[str]) -> "list[Calibration]":
     Raises:
         ValueError: two are for the same method, or one is none; FileNotFoundError: there is none.
     """
-    from ..calibrate.artifact import Calibration
+    from ..calibration import Calibration
 
     found: dict[str, Calibration] = {}
     for file in files:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evals.results import STDOUT, read_results, write_json
-from ..evals.text import HELP_TOPICS
 from ..files import write_atomically
+from ..results.rows import STDOUT, read_results, write_json
+from ..text import HELP_TOPICS
 from .common import (
     IN_FILE,
     OUT_FOLDER,
@@ -25,7 +25,7 @@ from .common import (
 from .perplexity import print_rows, run
 
 if TYPE_CHECKING:
-    from ..evals.diff import Change
+    from ..results.diff import Change
 
 BASELINE = "full"
 DEFAULT_METHODS = (
@@ -108,8 +108,8 @@ def compare(
     import jinja2  # noqa: F401
     import matplotlib  # noqa: F401
 
-    from ..evals import diff, page
-    from ..evals.plots import as_png, as_svg, perplexity_figure, speed_figure, timed
+    from ..results import diff, page
+    from ..results.plots import as_png, as_svg, perplexity_figure, speed_figure, timed
 
     bench = [row for file in bench_files for row in read_results(file, *page.BENCH_FIELDS)]
     bench = [row for row in bench if row["speedup_vs_full"] is not None]  # what failed is not shown

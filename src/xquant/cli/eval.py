@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evals.results import STDOUT
+from ..results.rows import STDOUT
 from .common import (
     calibrations_for,
     calibrations_option,
@@ -113,7 +113,7 @@ def run(
 
         asked = tasks.ask(theirs, data, contexts)
     from ..evals.passkey import passkey
-    from ..evals.runs import Runs, identity
+    from ..runs import Runs, identity
 
     network, tokenizer = load(model, dtype, device)
     calibrations = own_calibrations(network, tokenizer, methods, calibrations)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..evals.results import STDOUT
+from ..results.rows import STDOUT
 from .common import (
     SPEC,
     calibrations_for,

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..evals.results import STDOUT
+from ..results.rows import STDOUT
 from .common import (
     calibrations_for,
     calibrations_option,
@@ -72,12 +72,12 @@ def run(
     resume: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
-    from ..evals.text import read_text, text_name
+    from ..text import read_text, text_name
 
     words = read_text(text)  # before torch is imported
     from .. import parse_method
     from ..evals import perplexity as evaluation
-    from ..evals.runs import Runs, identity
+    from ..runs import Runs, identity
 
     methods = [parse_method(spec) for spec in specs]
     calibrations = calibrations_for(methods, artifacts)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..analysis.gpus import GPU, find_gpu
-from ..evals.results import STDOUT
+from ..results.rows import STDOUT
 from .common import DTYPES, MODEL, finish, json_option, methods_option, print_table
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evals.results import STDOUT, write_json
 from ..files import write_atomically
+from ..results.rows import STDOUT, write_json
 from .common import (
     DTYPES,
     IN_FILE,
@@ -101,7 +101,7 @@ def run(
     **size: Any,
 ) -> None:
     """Run the experiment of that id: print, write what was asked for."""
-    from ..evals.text import read_text, text_name
+    from ..text import read_text, text_name
 
     # Before torch is imported.
     words, calibration_words = (file and read_text(file) for file in (text, calibration_text))
@@ -152,7 +152,7 @@ def run(
 
 def write_files(experiment: "Experiment", rows: list[dict[str, Any]], folder: Path) -> None:
     """The rows as ``<id>.json``, and each picture as ``<id>-<name>.svg`` and ``.png``."""
-    from ..evals.plots import as_png, as_svg
+    from ..results.plots import as_png, as_svg
 
     folder.mkdir(parents=True, exist_ok=True)
     stem = experiment.id.replace("/", "-")

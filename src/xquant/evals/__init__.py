@@ -1,1 +1,1 @@
-"""Measurements of a method: one task a file, results as JSON rows, pictures and pages made from them."""
+"""Quality: what a method loses, one task a file; rows of results as JSON."""

@@ -21,12 +21,12 @@ from lm_eval.models.utils_hf import get_dtype
 from torch import Tensor
 
 from ..cache import KVCache
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..hub import PACKAGED
 from ..load import load_model
 from ..methods import Method
 from ..models import AttentionView
-from ..passes import Given
+from ..seam.passes import Given
 from ..spec import parse_method
 
 

@@ -18,10 +18,10 @@ import torch
 
 from .. import compat
 from ..cache import KVCache
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..methods import Method
+from ..runs import Runs
 from ..spec import parse_method
-from .runs import Runs
 
 OPENING = (
     "One number is hidden in the following text. Remember it, for it is asked for at the end.\n\n"

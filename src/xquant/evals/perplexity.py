@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..cache import KVCache
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..methods import Full, Method
+from ..runs import Runs
 from ..spec import parse_method
-from .runs import Runs
-from .text import cut_windows
+from ..text import cut_windows
 
 SCORED_AT_ONCE = 256
 """Positions whose log-probabilities are held in fp32 at a time."""

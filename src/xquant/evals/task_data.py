@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from .text import json_lines, read_utf8
+from ..text import json_lines, read_utf8
 
 Row = dict[str, Any]
 Overrides = dict[str, Any]

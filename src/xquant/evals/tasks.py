@@ -28,12 +28,12 @@ from lm_eval.evaluator import evaluate as run_tasks
 from lm_eval.tasks import TaskManager
 
 from .. import compat
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..methods import Full, Method
+from ..runs import Runs
 from ..spec import parse_method
 from . import task_data
 from .harness import XQuantLM
-from .runs import Runs
 
 FAMILIES = ("gsm8k", "truthfulqa", "longbench", "ruler")
 """lm-eval's folders that are looked through first: all of its folders take ten seconds."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from ..methods.xquant import Rematerialized
 from ..models.base import rotate
 from ..quant.ranked import Ranked
-from .parts import Part, PartedAttention, Running, by_block
-from .products import KeyProduct, PackedSum, ValueSum, at_columns
-from .ranked_products import RankedKeys, RankedSum
+from .blockwise import Part, PartedAttention, Running, by_block
+from .cpu.ranked import RankedKeys, RankedSum
+from .cpu.rebuild import KeyProduct, PackedSum, ValueSum, at_columns
 
 if TYPE_CHECKING:
-    from ..layer import CompressedLayer
+    from ..store.layer import CompressedLayer
 
 TOKENS = 1024
 """That torch builds keys of at a time, over all sequences; at least a block of each."""

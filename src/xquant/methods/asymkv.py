@@ -2,17 +2,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..models import AttentionView
-from .base import (
-    GROUP,
-    TAIL,
-    LayerCodec,
-    Method,
-    affine_or_plain,
-    bits_field,
-    short,
-)
+from .base import GROUP, TAIL, LayerCodec, Method, affine_or_plain, bits_field, short
 from .key_value import ROPE, KeyValueCodec
 
 

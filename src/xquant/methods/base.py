@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.artifact import Calibration
 from ..calibrate.calibrator import Calibrator
 from ..calibrate.expected import Expected, check
+from ..calibration import Calibration
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Packed, Plain, Quantizer, Segment

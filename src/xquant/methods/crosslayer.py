@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..models import AttentionView
 from ..quant import Affine, Packed, Quantizer
 from ..quant.quantizer import Granularity, dense

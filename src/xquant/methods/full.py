@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..models import AttentionView
 from ..quant import Plain, Segment
 from .base import LayerCodec, Method

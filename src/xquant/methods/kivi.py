@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..models import AttentionView
 from .base import LayerCodec, QuantizedMethod, bits_field
 from .key_value import ROPE, KeyValueCodec

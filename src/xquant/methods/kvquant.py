@@ -5,9 +5,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.artifact import Calibration
 from ..calibrate.calibrator import Calibrator
 from ..calibrate.expected import Expected
+from ..calibration import Calibration
 from ..models import AttentionView
 from ..quant import Codebook, Plain
 from ..quant.codebook import normal_float_levels, uniform_levels

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..models import AttentionView
 from ..quant import Affine, Codebook, Plain, Quantizer
 from ..quant.codebook import normal_float_levels

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.artifact import Calibration
+from ..calibration import Calibration
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard

@@ -22,11 +22,11 @@ from transformers import DynamicCache
 
 from ..analysis.memory import CacheLayout
 from ..cache import KVCache
-from ..layer import CompressedLayer
 from ..methods import CrossLayer
 from ..quant import Affine
 from ..quant.quantizer import dense
 from ..spec import parse_method
+from ..store.layer import CompressedLayer
 from .experiment import AVERAGE, TASKS, Experiment, scores
 from .pictures import bars, by_layer
 from .printed import Rows

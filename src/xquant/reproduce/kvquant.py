@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
-from ..attention import attach
-from ..evals.bench import bench
-from ..evals.contenders import Models
-from ..evals.entrants import Settings
+from ..bench.contenders import Models
+from ..bench.entrants import Settings
+from ..bench.run import bench
 from ..evals.passkey import DEPTHS, passkey
 from ..methods import Full
 from ..models import AttentionView
 from ..models.base import rotate
+from ..seam.hooks import attach
 from ..spec import parse_method
 from .experiment import TASKS, Experiment, perplexities, scores
 from .pictures import by_layer, outliers

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..evals.plots import COLOURS, WIDE, new_figure
+from ..results.plots import COLOURS, WIDE, new_figure
 
 HEIGHT = 3.6
 

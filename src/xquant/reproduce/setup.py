@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .. import kept as store
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
-from ..attention import attach
-from ..calibrate import store
-from ..calibrate.artifact import Calibration, fingerprint
 from ..calibrate.run import calibrate_on
 from ..calibrate.writing import GENERATED, write_samples
+from ..calibration import Calibration, fingerprint
 from ..evals.perplexity import PerplexityRow, measure
-from ..evals.runs import Runs, code_digest, identity, tell_unfit
-from ..evals.text import cut_windows
 from ..methods import Method
+from ..runs import Runs, code_digest, identity, tell_unfit
+from ..seam.hooks import attach
 from ..spec import parse_method
+from ..text import cut_windows
 
 if TYPE_CHECKING:
     from ..evals.tasks import TaskRow

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ..attention import attach
 from ..models import AttentionView
+from ..seam.hooks import attach
 from .printed import Rows
 from .setup import Setup
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..evals.plots import perplexity_figure
 from ..methods.xquant import latent_bases
 from ..models import AttentionView
 from ..models.base import linear
+from ..results.plots import perplexity_figure
 from .experiment import TASKS, Experiment, perplexities, scores
 from .pictures import by_layer, outliers
 from .printed import Rows

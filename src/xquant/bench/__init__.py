@@ -1,0 +1,1 @@
+"""Speed: how long decoding takes, beside the uncompressed cache and what the machine can do."""

@@ -1,0 +1,93 @@
+"""What the machine can do at most, measured in the same run as what is compared with it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.cpu import library as native
+from .clocks import synchronize
+
+READ_BYTES = 512 << 20
+COPY_BYTES = 2 << 30
+"""Many times the L2 cache of any GPU."""
+MATRIX = 8192
+RUNS = 8
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of one device; None is what was not measured."""
+
+    read: float | None = None
+    """Bytes a second that the CPU's threads together read from memory."""
+    copy: float | None = None
+    """Bytes a second of a copy within a GPU's memory, read and written."""
+    multiply: float | None = None
+    """FLOPs a second of a large product in bf16."""
+
+
+def ceilings(device: torch.device) -> Ceilings:
+    """What rows of this device are compared with."""
+    if device.type == "cpu":
+        return Ceilings(read=read_bandwidth())
+    return Ceilings(copy=copy_bandwidth(device), multiply=matrix_rate(device))
+
+
+def as_row(device: torch.device) -> dict[str, Any]:
+    """`ceilings`, and what is known of a GPU, as a row of results."""
+    row: dict[str, Any] = {"device": str(device), **asdict(ceilings(device))}
+    if device.type == "cuda":
+        known = torch.cuda.get_device_properties(device)
+        row |= {
+            "name": known.name,
+            "memory_bytes": known.total_memory,
+            "multiprocessors": known.multi_processor_count,
+            "capability": f"{known.major}.{known.minor}",
+            "cuda": torch.version.cuda,
+        }
+    return row
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that all threads together read from memory; the best of a few runs."""
+    block = torch.ones(READ_BYTES // 4)
+    read = native.reader()
+    best = 0.0
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        if read is None:
+            block.sum()
+        else:
+            read(block)
+        best = max(best, READ_BYTES / (time.perf_counter() - start))
+    return best
+
+
+def copy_bandwidth(device: torch.device, nbytes: int = COPY_BYTES) -> float:
+    """Bytes a second, read and written, of a copy of ``nbytes``; the best of a few runs."""
+    source = torch.ones(nbytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _shortest(lambda: target.copy_(source), device)
+
+
+def matrix_rate(device: torch.device, size: int = MATRIX) -> float:
+    """FLOPs a second of the product of two matrices in bf16, ``size`` squared, of random numbers (with
+    zeros it would be faster); the best of a few runs."""
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * size**3 / _shortest(lambda: torch.mm(left, right, out=out), device)
+
+
+def _shortest(job: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that ``job``, long beside what launching it takes, takes at best."""
+    taken = []
+    for _ in range(RUNS):
+        synchronize(device)
+        start = time.perf_counter()
+        job()
+        synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken)

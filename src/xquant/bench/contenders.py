@@ -1,0 +1,219 @@
+"""Caches that decode, to be timed: a method's, and transformers' own; filled with random states."""
+
+import copy
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from .. import compat
+from ..cache import KVCache
+from ..kernels.call import Newest
+from ..kernels.triton import support as triton
+from ..methods import Method, Seen
+
+FILL = 4096
+"""Tokens of a sequence that are filled in at a time, at most."""
+FILLED_ROWS = 8 * FILL
+"""The same of all sequences together."""
+
+
+class Contender(ABC):
+    """A cache of ``context`` tokens of a model, that decodes."""
+
+    name: str
+    model: Any
+    dtype: torch.dtype
+    setting: str
+    cache: Any
+    alone: bool = True
+    """Whether its attention can be timed by itself."""
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Resident bytes of the whole cache."""
+
+    @abstractmethod
+    def attend(self) -> None:
+        """The attention of one token in every layer, and nothing else."""
+
+    def step(self) -> None:
+        """Decode one token."""
+        ids = torch.zeros(self.batch, 1, dtype=torch.long, device=self.model.device)
+        self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def newest(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A query, and the key and value of its token."""
+        queries, heads, size = head_sizes(self.model)
+        query, key, value = (
+            torch.randn(self.batch, h, 1, size, dtype=self.dtype, device=self.model.device)
+            for h in (queries, heads, heads)
+        )
+        return query, key, value
+
+    @property
+    def batch(self) -> int:
+        return self._batch
+
+    _batch: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where it works; the CPU where that is not the model's."""
+        return torch.device("cpu") if self.model is None else self.model.device
+
+
+class Compressed(Contender):
+    """A method's cache."""
+
+    def __init__(
+        self, model: Any, method: Method, context: int, batch: int, calibration: Any, kernel: str
+    ) -> None:
+        self.name, self.model, self._batch = method.spec, model, batch
+        self.cache = new_cache(model, method, calibration, kernel)
+        self.setting = self.cache.report().kernel
+        self.dtype = self.cache.compressed[0].codec.view.dtype
+        fill(self.cache, context, batch)
+        self._newest = self.newest()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.report().cache_bytes
+
+    def attend(self) -> None:
+        query, key, value = self._newest
+        scaling = query.shape[-1] ** -0.5
+        newest = Newest(query, key, value, None, scaling, None)
+        for layer in self.cache.compressed:
+            index = layer.codec.view.index
+            layer.carry_up()
+            if self.cache.attend(index, newest) is None:
+                keys, values, mask = self.cache.answer(index, key, value, None)
+                own = compat.attention_function("sdpa", layer.codec.view.module)
+                own(layer.codec.view.module, query, keys, values, mask, scaling=scaling)
+        self.cache.finish()
+
+
+def new_cache(model: Any, method: Method, calibration: Any, kernel: str) -> KVCache:
+    """With the kernel asked for; on a GPU ``auto`` is Triton's, where they read the method."""
+    if kernel == "auto" and model.device.type == "cuda":
+        with suppress(ValueError):
+            return KVCache(model, method, calibration=calibration, kernel=triton.NAME)
+    return KVCache(model, method, calibration=calibration, kernel=kernel)
+
+
+class Full(Contender):
+    """transformers' own uncompressed cache, with one of its attention implementations."""
+
+    name = "full"
+
+    def __init__(self, model: Any, attention: str, context: int, batch: int) -> None:
+        self.model, self._batch, self.setting = model, batch, attention
+        self.dtype = next(model.parameters()).dtype
+        self.cache = DynamicCache(config=model.config)
+        _, key, _ = self._newest = self.newest()
+        shape = (batch, key.shape[1], context, key.shape[3])
+        for i in range(len(self.cache.layers)):
+            states = (torch.randn(shape, dtype=self.dtype, device=model.device) for _ in range(2))
+            self.cache.update(*states, i)
+        config = compat.text_config(model)
+        config._attn_implementation = attention
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+    def attend(self) -> None:
+        query = self._newest[0]
+        for module in attentions(self.model):
+            layer = self.cache.layers[module.layer_idx]
+            own = compat.attention_function(self.setting, module)
+            own(module, query, layer.keys, layer.values, None, scaling=query.shape[-1] ** -0.5)
+
+
+def grouped(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The best form of attention in plain torch that is known: batched over key/value heads, the query
+    heads of each together. ``query`` ``[B, H, 1, D]``, the others ``[B, G, T, D]``."""
+    batch, heads, tokens, size = keys.shape
+    keys, values = (t.view(batch * heads, tokens, size) for t in (keys, values))
+    scores = torch.bmm(query.view(batch * heads, -1, size), keys.mT).float() * size**-0.5
+    return torch.bmm(scores.softmax(-1).to(values.dtype), values)
+
+
+class Grouped(Full):
+    """`grouped`, which is not one of transformers' settings."""
+
+    name = "torch-grouped"
+
+    def attend(self) -> None:
+        for layer in self.cache.layers:
+            grouped(self._newest[0], layer.keys, layer.values)
+
+
+def fill(cache: KVCache, context: int, batch: int) -> None:
+    """Give an empty cache ``context`` tokens with random states, without running the model."""
+    block = cache.method.group
+    piece = min(FILL, max(FILLED_ROWS // batch // block, 1) * block)
+    for start in range(0, context, piece):
+        length = min(piece, context - start)
+        device = cache.compressed[0].codec.view.device
+        positions = torch.arange(start, start + length, device=device).expand(batch, -1)
+        cache.index.append(positions, torch.ones_like(positions, dtype=torch.bool))
+        for layer in cache.compressed:
+            layer.append(random_states(layer.codec.view, batch, length))
+        for layer in cache.compressed:
+            layer.release()
+
+
+def random_states(view: Any, batch: int, length: int) -> Seen:
+    """What the attention layer ``view`` might see of ``length`` tokens."""
+    x = torch.randn(batch, length, view.hidden, dtype=view.dtype, device=view.device)
+    shape = batch, view.kv_heads, length, view.head_size
+    key = torch.randn(shape, dtype=view.dtype, device=view.device)
+    raw = key.transpose(1, 2).flatten(2)
+    return Seen(x, x, raw, key, torch.randn_like(key))
+
+
+def head_sizes(model: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the size of a head."""
+    config: Any = compat.text_config(model)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads, config.num_key_value_heads, size
+
+
+def attentions(model: Any) -> list[Any]:
+    """The attention modules of a model."""
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")]
+
+
+class Models:
+    """Copies of a model by dtype; those of one dtype share their weights."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._pairs: dict[torch.dtype, tuple[Any, Any]] = {}
+
+    def plain(self, dtype: torch.dtype) -> Any:
+        """A new copy, with a configuration of its own, that no compressed cache was attached to."""
+        return _copy(self._pair(dtype)[0], dtype)
+
+    def attached(self, dtype: torch.dtype) -> Any:
+        """The copy for compressed caches, which prepare what they need of its weights only once."""
+        return self._pair(dtype)[1]
+
+    def _pair(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        if dtype not in self._pairs:
+            plain = _copy(self.model, dtype)
+            self._pairs[dtype] = plain, _copy(plain, dtype)
+        return self._pairs[dtype]
+
+
+def _copy(model: Any, dtype: torch.dtype) -> Any:
+    """The model in ``dtype``, with a configuration of its own; weights are shared where they can be."""
+    tensors = [*model.parameters(), *model.buffers()]
+    memo = {id(t): t for t in tensors} if model.dtype == dtype else {}
+    return copy.deepcopy(model, memo).to(dtype)

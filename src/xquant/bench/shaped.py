@@ -1,0 +1,94 @@
+"""Models of a known shape, with random weights: their attention layers alone, or whole."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from .. import __version__
+from ..analysis.shapes import SHAPES, shape_config
+from ..calibration import Calibration, fingerprint
+from ..methods import Method
+from ..methods.transform import Transform
+from ..seam.hooks import attach
+from . import capacity
+
+SHAPE_LAYERS = 8
+"""Layers of a shape that are timed one after the other, so that none finds its codes in a CPU cache."""
+
+
+def shaped_model(
+    name: str,
+    layers: int = SHAPE_LAYERS,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A few attention layers of a known model's shape, with random weights and next to nothing else.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    return _build(_attention_config(name, layers), device, dtype)
+
+
+def whole_model(name: str, device: str | torch.device, dtype: torch.dtype) -> Any:
+    """A model of a known shape with all its layers, with random weights.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    return _build(shape_config(name), device, dtype)
+
+
+def fitting_layers(
+    name: str,
+    methods: Sequence[Method],
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    room: float,
+) -> int:
+    """As many attention layers of a shape as leave room, in bytes, for the full cache and that of every
+    method, of ``size`` context and batch: all, or a half, a quarter ... of them; at least one.
+
+    Work that is done once a pass counts for each layer as it does in the whole model, if there are many.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    layers: int = shape_config(name).num_hidden_layers
+    while layers > 1:
+        config = _attention_config(name, layers)
+        if capacity.together(config, methods, dtype, *size) <= room:
+            break
+        layers //= 2
+    return layers
+
+
+def _attention_config(name: str, layers: int) -> LlamaConfig:
+    if name not in SHAPES:
+        raise ValueError(f"no shape '{name}': one of {', '.join(SHAPES)}")
+    rest = {"intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": layers}
+    return LlamaConfig(**{**SHAPES[name], **rest})
+
+
+def _build(config: Any, device: str | torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def random_calibration(model: Any, method: Transform) -> Calibration:
+    """A calibration of random numbers, for a model without a tokenizer.
+
+    No channel is worth more than another, so all have codes: the slowest that a budget can be.
+    """
+    views = attach(model).view.compressed
+    tensors = {name: wanted.blank() for name, wanted in method.expected(views).items()}
+    for name, blank in tensors.items():
+        if blank.is_meta:
+            numbers = torch.randn(blank.shape) * blank.shape[-1] ** -0.5
+            tensors[name] = numbers.to(blank.dtype)
+    made_for = method.calibrated_as, fingerprint(views)
+    return Calibration(tensors, *made_for, text="random numbers", version=__version__)

@@ -1,0 +1,146 @@
+"""The calibration artifact: a safetensors file that says what it was made for."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from packaging.version import InvalidVersion, Version
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from .calibrate.expected import kind
+from .files import write_atomically
+from .models import AttentionView
+
+_KIND = "xquant calibration"
+_FACTS = ("method", "model", "text", "version")
+_LONGEST = 400
+"""Characters of a fact, at most."""
+
+
+def fingerprint(views: Sequence[AttentionView]) -> str:
+    """SHA-256 over the key and value projections and key norms of the layers, as bfloat16 holds them.
+
+    So a model is the same one whether loaded in fp32 or in bf16.
+    """
+    digest = hashlib.sha256()
+    for view in views:
+        projections = (view.key_weight, view.key_bias, view.value_weight, view.value_bias)
+        norm = () if view.key_norm is None else view.key_norm.parameters()
+        for tensor in (*projections, *norm):
+            if tensor is not None:
+                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+                digest.update(rounded.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What `xquant.calibrate` found for one method on one model; equal where all it holds is equal.
+
+    ``tensors`` are named ``"<position of the compressed layer>.<what>"``.
+    """
+
+    tensors: dict[str, Tensor]
+    method: str
+    """The spec calibrated for, options that do not matter to it left out."""
+    model: str
+    """`fingerprint` of the model."""
+    text: str
+    """What was read: a name, the SHA-256 of its tokens and their number."""
+    version: str
+    """Of xquant."""
+
+    def __post_init__(self) -> None:
+        for fact in _FACTS:
+            held = getattr(self, fact)
+            if not isinstance(held, str) or not 0 < len(held) <= _LONGEST:
+                raise ValueError(
+                    f"'{fact}' of a calibration is a text of 1 to {_LONGEST} characters"
+                )
+        try:
+            Version(self.version)
+        except InvalidVersion:
+            raise ValueError(f"'{self.version[:40]}' is no version of xquant") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over all it holds."""
+        digest = hashlib.sha256(repr([getattr(self, fact) for fact in _FACTS]).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {kind(tensor)}".encode())
+            digest.update(tensor.cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Calibration) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def layer(self, position: int) -> dict[str, Tensor]:
+        """The tensors of the compressed layer at ``position``, counted from the bottom."""
+        start = f"{position}."
+        found = {k.removeprefix(start): t for k, t in self.tensors.items() if k.startswith(start)}
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the artifact; the file appears whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        facts = {"kind": _KIND} | {fact: getattr(self, fact) for fact in _FACTS}
+        tensors = {name: t.contiguous() for name, t in self.tensors.items()}
+        write_atomically(Path(path), save(tensors, metadata=facts))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Calibration":
+        """Read an artifact.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: not an artifact, cut short, or written by a version that may mean other things.
+        """
+        from . import __version__
+
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"there is no calibration file '{path}'")
+        if path.is_dir():
+            raise ValueError(f"'{path}' is a folder, not a calibration file")
+        try:
+            with safe_open(path, "pt") as file:
+                facts = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            why = str(error)[:160]
+            raise ValueError(f"'{path}' is damaged or no calibration file ({why})") from None
+        if facts.get("kind") != _KIND or any(fact not in facts for fact in _FACTS):
+            raise ValueError(f"'{path}' is a safetensors file, but not a calibration of xquant")
+        try:
+            found = cls(tensors=tensors, **{fact: facts[fact] for fact in _FACTS})
+        except ValueError as error:
+            raise ValueError(f"'{path}' is damaged or no calibration file ({error})") from None
+        if Version(found.version).release[:2] != Version(__version__).release[:2]:
+            raise ValueError(
+                f"'{path}' was written by xquant {found.version}, this is {__version__}:"
+                " calibrate again"
+            )
+        return found
+
+    def check(self, method: str, model: str) -> None:
+        """Raise ValueError unless this was made for the method of that spec and the model of that
+        `fingerprint`."""
+        if method != self.method:
+            raise ValueError(f"the calibration is for {self.method}, not for {method}")
+        if model != self.model:
+            raise ValueError(
+                "the calibration was made on another model: its key and value projections or key"
+                " norms differ"
+            )

@@ -1,0 +1,209 @@
+"""Attention in plain torch, by parts of the tokens: a few blocks at a time, which a CPU's cache can hold.
+
+The parts of the softmax are joined by their maxima and sums. Letters: ``B`` sequences, ``c`` blocks of each,
+``G`` key/value heads, ``R`` query heads of each, ``t`` queries, ``n`` tokens of a block, ``D`` channels of a
+head.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..models.base import rotate
+from .call import Newest
+
+if TYPE_CHECKING:
+    from ..store.layer import CompressedLayer
+
+LOWEST = -1e30
+"""Below every score, yet a score minus it is a number."""
+
+Weigh = Callable[[Tensor], Tensor]
+Part = tuple[Tensor, Tensor | None, Weigh]
+"""Scores ``[B, c, G, R * t, n]``, their bias as `by_block` gives it, and what sums values by weights of the
+shape of the scores, to ``[B, c, G, R * t, D]``."""
+
+
+class Running:
+    """A softmax over parts that come one after the other, and what it weighs."""
+
+    def __init__(self, left: Tensor, softcap: float | None, queries: int) -> None:
+        self._softcap, self._queries = softcap, queries
+        self.peak = left.new_full((*left.shape[:-1], 1), LOWEST)  # [B, 1, G, R * t, 1]
+        self.total = torch.zeros_like(self.peak)
+        self.sums = self.total  # [B, 1, G, R * t, D]
+
+    def add(self, scores: Tensor, bias: Tensor | None, weigh: Weigh) -> None:
+        """Another `Part`."""
+        if self._softcap:
+            scores = torch.tanh(scores / self._softcap) * self._softcap
+        if bias is not None:
+            scores = (scores.unflatten(-2, (-1, self._queries)) + bias).flatten(-3, -2)
+        shrink = self._raise(scores.amax(-1, keepdim=True).amax(1, keepdim=True))
+        weights = torch.exp_(scores - self.peak)
+        self.total = self.total * shrink + weights.sum((1, 4), keepdim=True)
+        self.sums = self.sums * shrink + weigh(weights).sum(1, keepdim=True)
+
+    def join(self, other: "Running") -> None:
+        """What another has weighed, to the same space."""
+        shrink = self._raise(other.peak)
+        grow = torch.exp(other.peak - self.peak)
+        self.total = self.total * shrink + other.total * grow
+        self.sums = self.sums * shrink + other.sums * grow
+
+    def _raise(self, peak: Tensor) -> Tensor:
+        """Keep the higher of both peaks. Returns what to multiply with for it."""
+        before, self.peak = self.peak, torch.maximum(self.peak, peak)
+        return torch.exp(before - self.peak)
+
+
+class PartedAttention(ABC):
+    """Attends over one layer, a few blocks at a time; the same on every device."""
+
+    def __init__(self, layer: "CompressedLayer") -> None:
+        self._layer = layer
+        self._version = -1
+
+    def attend(self, newest: Newest) -> Tensor | None:
+        """As `PackedAttention.attend`."""
+        if not newest.masked_plainly:
+            return None
+        query, key, value, mask, scaling, softcap = newest
+        if self._layer.stream.version != self._version:
+            self._refresh()
+        groups, queries = key.shape[1], query.shape[2]
+        left = query.float().unflatten(1, (groups, -1)).flatten(2, 3)[:, None] * scaling
+        bias = None if mask is None else _additive(mask)
+        past = self._layer.get_seq_length() - queries
+        sealed = min(self._layer.stream.tokens, past)
+        seen = Running(left, softcap, queries)
+        for part in self._exact(left, key, value, bias, sealed, past):
+            seen.add(*part)
+        if sealed:
+            coded = Running(left, softcap, queries)
+            for part in self._coded(left, key, bias, sealed):
+                coded.add(*part)
+            coded.sums = self._project(coded)
+            seen.join(coded)
+        if self._layer.below is not None:
+            self._layer.below.release()
+        out = seen.sums / seen.total.clamp(min=torch.finfo(seen.total.dtype).tiny)
+        heads = out.squeeze(1).unflatten(2, (-1, queries)).flatten(1, 2)
+        return heads.transpose(1, 2).to(query.dtype)
+
+    def _refresh(self) -> None:
+        """Where the tokens of the blocks stand as they are now, and which are not to be seen."""
+        layer, stream = self._layer, self._layer.stream
+        self._version = stream.version
+        device = layer.codec.view.device
+        lengths = torch.tensor(stream.lengths, dtype=torch.long, device=device)[:, None]
+        within = torch.arange(stream.block, device=device)
+        columns = (lengths.cumsum(0) - lengths + within).masked_fill(
+            within >= lengths, stream.tokens
+        )
+        self._columns = columns.flatten()  # [c * n], past the end where a block was cropped
+        hidden = (self._columns >= stream.tokens)[None]
+        if layer.sink_at is not None:
+            hidden = hidden | (layer.sink_at[:, :, None] == self._columns).any(1)
+        self._hidden = hidden if bool(hidden.any()) else None  # [B | 1, c * n]
+
+    def _exact(
+        self, left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, limit: int, past: int
+    ) -> Iterator[Part]:
+        """The parts of all tokens but the first ``limit``, which are sealed, and of the sinks."""
+        layer, queries = self._layer, key.shape[2]
+        own = bias if bias is not None else _causal(key)
+        yield exact(left, key, value, own[..., -queries:])
+        if past > limit:
+            assert layer.tail is not None
+            states = layer.codec.exact(layer.tail[:, : past - limit])
+            keys, values = (s.transpose(1, 2) for s in layer._heads(states, limit))
+            yield exact(left, keys, values, None if bias is None else bias[..., limit:past])
+        if layer.sinks is not None and layer.sink_at is not None:
+            yield self._sinks(left, layer.sinks, layer.sink_at.long(), bias, limit)
+
+    def _sinks(
+        self, left: Tensor, rows: Tensor, column: Tensor, bias: Tensor | None, limit: int
+    ) -> Part:
+        """Of rows ``[B, S, W]`` in columns ``[B, S]``, -1 where there is none."""
+        codec = self._layer.codec
+        heads = codec.view.kv_heads
+        keys, values = (s.unflatten(-1, (heads, -1)) for s in codec.exact(rows))
+        at = column.clamp(min=0)[..., None]
+        if not codec.rotated:
+            cos, sin = (
+                t.gather(1, at.expand(-1, -1, t.shape[2])) for t in self._layer.index.rope(keys)
+            )
+            keys = rotate(keys, cos, sin)
+        seen = left.new_zeros(1, 1, 1)
+        if bias is not None:
+            every = bias.expand(len(at), -1, -1)
+            seen = every.gather(2, at.mT.expand(-1, every.shape[1], -1))
+        seen = seen.masked_fill(((column < 0) | (column >= limit))[:, None], -torch.inf)
+        return exact(left, keys.transpose(1, 2), values.transpose(1, 2), seen)
+
+    @abstractmethod
+    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
+        """The parts of the first ``limit`` tokens, which are sealed. ``left`` ``[B, 1, G, R * t, D]``: scaled
+        queries; ``bias`` ``[B, t, T]`` of all tokens."""
+
+    def _project(self, coded: Running) -> Tensor:
+        """Sums of values ``[B, 1, G, R * t, D]`` from what the parts of `_coded` were weighed to."""
+        return coded.sums
+
+    def _hides(self, columns: slice, limit: int) -> Tensor | None:
+        """Which tokens of the blocks, in these places of `_columns`, are not to be seen: bool
+        ``[B | 1, c * n]``; None: none."""
+        hidden = self._hidden
+        if limit < self._layer.stream.tokens:
+            late = (self._columns >= limit)[None]
+            hidden = late if hidden is None else hidden | late
+        return None if hidden is None else hidden[:, columns]
+
+    def _blocks(
+        self, left: Tensor, bias: Tensor | None, limit: int, step: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """By ``step`` blocks of each sequence: their numbers ``[B, c]``, what columns their tokens are in
+        ``[c * n]`` (of those cropped away, any), and their bias as `by_block` takes it."""
+        stream = self._layer.stream
+        assert stream.table is not None
+        for start in range(0, len(stream.lengths), step):
+            table = stream.table[:, start : start + step]
+            places = slice(start * stream.block, (start + step) * stream.block)
+            columns = self._columns[places].clamp(max=stream.tokens - 1)
+            part = None if bias is None else bias[..., columns]
+            hide = self._hides(places, limit)
+            if hide is not None:
+                seen = left.new_zeros(1, 1, 1) if part is None else part
+                part = seen.masked_fill(hide[:, None], -torch.inf)
+            yield table, columns, part
+
+
+def exact(left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Part:
+    """Of keys and values ``[B, G, T, D]`` that are there."""
+    keys, values = key[:, None].float(), value[:, None].float()
+    return left @ keys.mT, by_block(bias, 1), lambda weights: weights @ values
+
+
+def _additive(mask: Tensor) -> Tensor:
+    """A mask ``[B, 1, t, T]`` as what is added to scores, fp32 ``[B, t, T]``."""
+    mask = mask.squeeze(1)
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    return mask.float()
+
+
+def _causal(key: Tensor) -> Tensor:
+    """The bias of the newest tokens for each other, ``[1, t, t]``."""
+    ahead = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
+    return _additive(~ahead[None, None])
+
+
+def by_block(bias: Tensor | None, blocks: int) -> Tensor | None:
+    """A bias ``[B, t, c * n]`` as ``[B, c, 1, 1, t, n]``."""
+    if bias is None:
+        return None
+    return bias.unflatten(-1, (blocks, -1)).movedim(2, 1)[:, :, None, None]

@@ -1,0 +1,112 @@
+"""Scores with keys that are built of ranked codes, and sums of these codes, by the native library."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...methods import LayerCodec
+from ...methods.transform import TransformCodec
+from ...quant.ranked import WIDEST, normal_levels, size_table
+from . import library as native
+from .rebuild import KeyScores, PackedSum, at_columns
+
+if TYPE_CHECKING:
+    from ...store.layer import CompressedLayer
+
+WEIGHT_LIMIT = 8191
+"""As in cpu/ranked_attend.h."""
+RUN = 32
+"""Channels of a head whose weights are zipped with those of another state at a time."""
+
+
+def unfit(codec: LayerCodec, block: int) -> str:
+    """Why the library cannot attend on the ranked codes of a layer; empty where it can."""
+    if codec.view.device.type != "cpu":
+        return f"the layer is on {codec.view.device.type}"
+    return f"blocks of {block}: no multiple of 8" if block % 8 else ""
+
+
+@cache
+def level_words() -> tuple[Tensor, Tensor]:
+    """`normal_levels` of 1 to 8 bits one after the other, as int16 of which 32767 is the highest of a width,
+    and what that is, fp32 ``[8]``."""
+    levels = [normal_levels(bits) for bits in range(1, WIDEST + 1)]
+    words = [(each / each.max() * 32767).round().short() for each in levels]
+    return torch.cat(words), torch.stack([each.max() for each in levels])
+
+
+def zipped(weight: Tensor) -> Tensor:
+    """Rows ``[..., D]``, ``D`` a multiple of 32, in the order in which zipping two of them in registers gives
+    pairs of channels 0, 1, ...: by 128 bits, the first half of 4 channels is below the second."""
+    return weight.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4).contiguous()
+
+
+def arranged(weight: Tensor, heads: int) -> list[Tensor]:
+    """The weights ``[G * D, C]`` of keys as int16 ``[C, G, width]``, ``width`` the next multiple of 32, and
+    the unit of each of the ``C``."""
+    by_state = weight.float().T.unflatten(1, (heads, -1))
+    unit = by_state.abs().amax((1, 2)).clamp(min=1e-30) / WEIGHT_LIMIT
+    whole = (by_state / unit[:, None, None]).round().short()
+    return [zipped(_widened(whole)), unit]
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Rows ``[..., D]`` with zeros up to a multiple of `RUN`."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % RUN)).contiguous()
+
+
+def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
+    """Sets what does not change; returns what is pointed to."""
+    (segment,) = layer.codec.segments
+    quantizer: Any = segment.quantizer
+    (sizes, zero), (levels, reach) = size_table(), level_words()
+    side.usual = native.address(quantizer.usual, torch.int16, segment.channels)
+    side.sizes = sizes[zero:].data_ptr()
+    side.levels, side.reach = levels.data_ptr(), reach.data_ptr()
+    side.counts[:] = quantizer.counts
+    side.block, side.channels = layer.stream.block, segment.channels
+    return [quantizer.usual, sizes, levels, reach]
+
+
+class RankedKeys(KeyScores):
+    """The native side of one layer's keys."""
+
+    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+        call = native.RankedScores()
+        super().__init__(layer, f"xq_ranked_scores_{path}", call)
+        codec = layer.codec
+        assert isinstance(codec, TransformCodec)
+        heads = codec.view.kv_heads
+        if "keys" not in codec.prepared:
+            codec.prepared["keys"] = arranged(codec.key_weight, heads)
+        weights, unit = codec.prepared["keys"]
+        mean = _widened(codec.mean[: codec.view.kv_width].float().view(heads, -1))
+        self._constant = [*_describe(call.key, layer), weights, unit, mean]
+        channels, width = call.key.channels, mean.shape[1]
+        call.weights = native.address(weights, torch.int16, channels, heads, width)
+        call.unit = native.address(unit, torch.float32, channels)
+        call.mean = native.address(mean, torch.float32, heads, width)
+        call.kv_heads, call.width = heads, width
+        call.turned = codec.view.rotary_size // 2
+
+    def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
+        """As `KeyProduct.scores`."""
+        query = _widened(query)
+        # Tokens that were cropped away have the angles of another: their scores are hidden.
+        angles = self._layer.index.rope(query)
+        cos, sin = (at_columns(t.float(), columns, 1) for t in angles)
+        if cos.stride(2) != 1 or cos.stride() != sin.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        self._call.angle_token = cos.stride(1)
+        return self._scores(query, table, cos, sin)
+
+
+class RankedSum(PackedSum):
+    """The same of ranked codes."""
+
+    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+        call = native.RankedSum()
+        super().__init__(layer, f"xq_ranked_sum_{path}", call)
+        self._constant = _describe(call.value, layer)

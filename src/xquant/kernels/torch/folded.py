@@ -1,0 +1,53 @@
+"""Attention over packed keys and values in plain torch, scales folded into what multiplies the codes."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ...models.base import rotate
+from ..blockwise import Part, PartedAttention, by_block
+from .products import Side
+
+if TYPE_CHECKING:
+    from ...store.layer import CompressedLayer
+
+CHUNK = 1 << 20
+"""Elements of keys that are unpacked at a time; at least a block of each sequence."""
+
+
+class FoldedAttention(PartedAttention):
+    """Codes are unpacked, but never become values, nor keys unless they are kept before RoPE."""
+
+    def __init__(self, layer: "CompressedLayer") -> None:
+        super().__init__(layer)
+        keys, values = layer.codec.segments
+        heads, block = layer.codec.view.kv_heads, layer.stream.block
+        self._keys = Side(keys, heads, block, "tokens")
+        self._values = Side(values, heads, block, "channels")
+
+    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
+        layer, stream = self._layer, self._layer.stream
+        batch = len(key)
+        step = max(CHUNK // (batch * stream.block * layer.codec.view.kv_width), 1)
+        for table, columns, part in self._blocks(left, bias, limit, step):
+            keys, values = stream.gather(table.flatten())
+            if layer.codec.rotated:
+                scores = self._keys.times(left, keys)
+            else:
+                states = self._keys.states(keys, batch)  # [B, c, G, n, D]
+                scores = left @ self._turned(states, key, columns).mT
+            weigh = partial(self._values.times, packed=values)
+            yield scores, by_block(part, table.shape[1]), weigh
+
+    def _turned(self, keys: Tensor, like: Tensor, columns: Tensor) -> Tensor:
+        """Keys ``[B, c, G, n, D]`` as they are after RoPE in these columns ``[c * n]``."""
+        offset = getattr(self._layer.codec, "offset", None)
+        if offset is not None:
+            keys += offset.view(keys.shape[2], 1, -1)
+        blocks = keys.shape[1]
+        cos, sin = (
+            t[:, columns].unflatten(1, (blocks, -1)).float() for t in self._layer.index.rope(like)
+        )
+        return rotate(keys, cos, sin)

@@ -1,0 +1,94 @@
+"""Products with packed blocks of keys or values, in plain torch."""
+
+from math import gcd
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ...quant import Codebook, Packed, Segment
+from ...quant.pack import unpack
+from ...quant.quantizer import dense
+
+
+class Side:
+    """The keys or the values of a layer, whose blocks are codes and ranges and nothing else.
+
+    Letters: ``M`` lanes, and ``K`` what is summed over: tokens and channels of a head for keys, channels and
+    tokens for values. ``m`` and ``k`` count their runs of one scale and zero.
+    """
+
+    def __init__(
+        self, segment: Segment, heads: int, block: int, lanes: Literal["tokens", "channels"]
+    ) -> None:
+        self._quantizer: Any = segment.quantizer
+        self._channels, self._heads, self._block = segment.channels, heads, block
+        self._by_token = lanes == "tokens"
+
+    def times(self, left: Tensor, packed: Packed) -> Tensor:
+        """``left`` ``[B, c | 1, G, q, K]`` times the blocks ``[B * c, ...]``: ``[B, c, G, q, M]``."""
+        batch = len(left)
+        codes, scale, zero = self._codes(packed, batch)
+        lanes, summed = scale.shape[-2:]
+        # Folding into many rows would cost more than scaling the codes.
+        if summed == left.shape[-1] and lanes * left.shape[-2] <= codes.shape[-2]:
+            folded = left.unsqueeze(-3) * scale.unsqueeze(-2)  # [B, c, G, m, q, K]
+            sums = folded @ codes.unflatten(-2, (lanes, -1)).mT + (zero @ left.mT).unsqueeze(-1)
+            return sums.movedim(-3, -2).flatten(-2)
+        if summed == 1:
+            offset = left.sum(-1, keepdim=True) * zero.mT
+            return torch.addcmul(offset, left @ codes.mT, scale.mT)
+        return left @ _scaled(codes, scale, zero).mT
+
+    def states(self, packed: Packed, batch: int) -> Tensor:
+        """What the blocks decode to, fp32 ``[B, c, G, M, K]``."""
+        return _scaled(*self._codes(packed, batch))
+
+    def _codes(self, packed: Packed, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes as numbers, or the levels they stand for, ``[B, c, G, M, K]``; scale and zero
+        ``[B | 1, c | 1, G, m, k]``, one of the two a run each."""
+        quantizer = self._quantizer
+        stored = dense(packed, "codes")
+        tile = quantizer.tile
+        if tile is not None and tile.fits(self._block):
+            summed = tile.head if self._by_token else self._block
+            codes = tile.rows(unpack(stored, quantizer.bits, summed // 4))
+        else:
+            codes = self._by_head(quantizer.unpack(stored, self._block))
+        if isinstance(quantizer, Codebook):
+            levels = quantizer.levels.to(codes.device).float()
+            numbers = levels.index_select(0, codes.flatten().int()).view(codes.shape)
+        else:
+            numbers = codes.float()
+        fixed = quantizer.offline_ranges() if isinstance(quantizer, Codebook) else None
+        if fixed is None:
+            ranges = quantizer.unpack_ranges(packed, self._block)
+        else:
+            ranges = [t.to(codes.device).expand(batch, 1, -1) for t in fixed]
+        scale, zero = (self._runs(t.float()).unflatten(0, (batch, -1)) for t in ranges)
+        return numbers.unflatten(0, (batch, -1)), scale, zero
+
+    def _runs(self, ranges: Tensor) -> Tensor:
+        """Scales or zeros ``[N, n, ranges]`` or ``[N, ranges, C]`` as ``[N, G, m, k]``. A range that
+        spans heads, or is followed by a shorter one, becomes several runs."""
+        per_token = self._quantizer.per == "token"
+        along = self._channels if per_token else self._block
+        size = min(self._quantizer.range_size(along), along)
+        run = gcd(size, self._channels // self._heads if per_token else along)
+        if run < size:
+            dim = -1 if per_token else -2
+            ranges = ranges.repeat_interleave(size // run, dim).narrow(dim, 0, along // run)
+        return self._by_head(ranges)
+
+    def _by_head(self, rows: Tensor) -> Tensor:
+        """Rows ``[N, n, C]``, or something of each, as ``[N, G, M, K]``."""
+        heads = rows.unflatten(-1, (self._heads, -1)).transpose(1, 2)
+        return heads if self._by_token else heads.mT
+
+
+def _scaled(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """``codes * scale + zero``, written over ``codes`` ``[B, c, G, M, K]``."""
+    lanes, summed = scale.shape[-2:]
+    by_run = codes.unflatten(-1, (summed, -1)).unflatten(-3, (lanes, -1))
+    by_run.mul_(scale[..., None, :, None]).add_(zero[..., None, :, None])
+    return codes

@@ -1,0 +1,142 @@
+"""Attention over packed keys and values by Triton: one layer's side of the kernels."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..call import Newest
+from .angles import TurnBook
+from .describe import side
+from .jit.attend import attend
+from .jit.combine import join
+from .launch import Asked, asked, share_of
+from .support import power
+from .table import BlockTable
+
+if TYPE_CHECKING:
+    from ...store.layer import CompressedLayer
+
+WIDE = 1 << 14
+"""Elements of a block and head from which on a program that turns keys has twice as many warps: its
+registers would spill."""
+
+
+class TritonAttention:
+    """Attends over one layer. Holds addresses, so it is never copied with the cache."""
+
+    def __init__(self, layer: "CompressedLayer", book: TurnBook) -> None:
+        self._layer, self._book = layer, book
+        view, block = layer.codec.view, layer.stream.block
+        sides = [side(s, block, view.head_size, view.device) for s in layer.codec.segments]
+        self._table = BlockTable(layer.stream, sides, view.device)
+        self._nothing = torch.zeros(1, device=view.device)  # in place of what a layer has not
+        offset = getattr(layer.codec, "offset", None)
+        offset = None if offset is None else offset.float().contiguous()
+        self._given = [
+            self._nothing if t is None else t for t in (*(s.levels for s in sides), offset)
+        ]
+        elements = power(view.head_size) * power(block)
+        self._constants = {
+            "D": view.head_size,
+            "DP": power(view.head_size),
+            "N": block,
+            "NP": power(block),
+            "TURN": not layer.codec.rotated,
+            "OFFSET": offset is not None,
+            "num_warps": 8 if elements >= WIDE and not layer.codec.rotated else 4,
+            **sides[0].constants("KEY"),
+            **sides[1].constants("VALUE"),
+        }
+
+    def attend(self, newest: Newest) -> Tensor | None:
+        """As `PackedAttention.attend`. Asks the device for nothing while no block is sealed."""
+        found = asked(self._layer, newest, self._book)
+        if found is None:
+            return None
+        table, nothing = self._table, self._nothing
+        table.refresh()
+        query, batch, groups, rows = found.query, found.batch, found.groups, found.rows
+        share = share_of(table.columns, batch * groups * found.runs, query.device)
+        # One part has what is kept exactly, the others blocks.
+        parts = 1 + -(-table.columns // share)
+        many = batch * groups * parts * rows
+        sums, peaks = self._book.room(query.device, many * found.size, many * 2)
+        tail, sinks, sink_at = exact_rows(self._layer, nothing, table.begins)
+        sink_count = sinks.shape[1] if sinks.dim() > 1 else 0
+        out = found.new_out()
+        attend[(parts, batch * groups, found.runs)](
+            query,
+            found.key,
+            found.value,
+            tail,
+            sinks,
+            sink_at,
+            nothing if found.mask is None else found.mask,
+            sums,
+            peaks,
+            table.addresses,
+            table.begins,
+            table.lengths,
+            *found.start,
+            *found.turn,
+            *found.tail,
+            *found.sinks,
+            *self._given,
+            table.columns,
+            share,
+            found.limit,
+            found.past,
+            found.before,
+            sink_count,
+            found.queries,
+            found.group_heads,
+            groups,
+            *query.stride()[:3],
+            *found.key.stride()[:3],
+            *found.value.stride()[:3],
+            *steps(tail),
+            *steps(sinks),
+            *found.mask_steps,
+            found.scaling,
+            found.softcap,
+            ROWS=found.each,
+            SINKS=sink_count and power(sink_count),
+            **found.constants,
+            **self._constants,
+        )
+        join_parts(sums, peaks, parts, found, out)
+        return out
+
+
+def join_parts(sums: Tensor, peaks: Tensor, parts: int, found: Asked, out: Tensor) -> None:
+    """Write to ``out`` ``[B, t, H, D]`` what ``parts`` programs of every row found."""
+    join[(found.rows, found.batch * found.groups, 1)](
+        sums,
+        peaks,
+        out,
+        parts,
+        found.queries,
+        found.group_heads,
+        found.groups,
+        *out.stride()[:3],
+        peaks,
+        D=found.size,
+        DP=power(found.size),
+        OPEN=False,
+    )
+
+
+def exact_rows(
+    layer: "CompressedLayer", nothing: Tensor, nowhere: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tail and sinks ``[B, ., W]`` of a layer, the columns of sinks ``[B, S]``; or what stands for them."""
+    tail = nothing if layer.tail is None else layer.tail
+    if layer.sinks is None or layer.sink_at is None:
+        return tail, nothing, nowhere
+    return tail, layer.sinks, layer.sink_at
+
+
+def steps(rows: Tensor) -> list[int]:
+    """Strides of sequences and tokens; 0 where there are no rows."""
+    return [*rows.stride()[:2], 0][:2]

@@ -1,0 +1,144 @@
+"""What a layer is asked for in one forward pass, as the kernels are given it."""
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call import Newest
+from ..rope import Pair
+from .angles import TurnBook
+from .support import power
+
+if TYPE_CHECKING:
+    from ...store.layer import CompressedLayer
+
+MOST_ROWS = 64
+"""Query heads times queries of one program."""
+MOST_SUMS = 1 << 13
+"""Of those times channels."""
+WAVES = 2
+"""Programs that are started for every multiprocessor."""
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the device; a few in the interpreter."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def share_of(columns: int, programs: int, device: torch.device) -> int:
+    """Columns of one part, so that all parts of ``programs`` keep the device busy, and one more program of
+    each is left for what is kept exactly."""
+    wanted = WAVES * multiprocessors(device) // programs - 1
+    return max(-(-columns // max(wanted, 1)), 1)
+
+
+class Asked(NamedTuple):
+    """The newest tokens, and how many there are before them."""
+
+    query: Tensor  # [B, H, t, D], channels beside each other, as in keys and values
+    key: Tensor  # [B, G, t, D]
+    value: Tensor
+    mask: Tensor | None
+    scaling: float
+    softcap: float
+    past: int  # tokens before the newest
+    limit: int  # of them in blocks
+    before: int  # of them in the tail
+    start: Pair  # see `angles.Turns`
+    turn: Pair
+    tail: Pair
+    sinks: Pair
+
+    @property
+    def batch(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads."""
+        return self.key.shape[1]
+
+    @property
+    def queries(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def size(self) -> int:
+        """Of a head."""
+        return self.query.shape[3]
+
+    @property
+    def group_heads(self) -> int:
+        """Query heads of a key/value head."""
+        return self.query.shape[1] // self.groups
+
+    @property
+    def rows(self) -> int:
+        """Query heads times queries of a key/value head."""
+        return self.group_heads * self.queries
+
+    @property
+    def each(self) -> int:
+        """Rows of a program."""
+        return min(self.padded_rows, MOST_SUMS // power(self.size))
+
+    @property
+    def padded_rows(self) -> int:
+        """The same of a program that keeps no sums."""
+        return min(max(power(self.rows), 8), MOST_ROWS)
+
+    def new_out(self) -> Tensor:
+        """``[B, t, H, D]``, not written yet."""
+        return torch.empty_like(self.query.transpose(1, 2), memory_format=torch.contiguous_format)
+
+    @property
+    def runs(self) -> int:
+        """Programs for all rows."""
+        return -(-self.rows // self.each)
+
+    @property
+    def mask_steps(self) -> list[int]:
+        """Strides of sequences, queries and tokens; 0 where there is one for all."""
+        if self.mask is None:
+            return [0, 0, 0]
+        found = zip(self.mask.stride(), self.mask.shape, strict=True)
+        steps = [s if n > 1 else 0 for s, n in found]
+        return [steps[0], *steps[2:]]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        mask = self.mask
+        return {
+            "MASK": 0 if mask is None else 1 if mask.dtype == torch.bool else 2,
+            "SOFTCAP": bool(self.softcap),
+        }
+
+
+def asked(layer: "CompressedLayer", newest: Newest, book: TurnBook) -> Asked | None:
+    """None where no kernel can answer."""
+    query, key, value, mask, scaling, softcap = newest
+    if not newest.masked_plainly:
+        return None
+    stream, device = layer.stream, layer.codec.view.device
+    if layer.lender is not None and layer.lender.codec.view.device != device:
+        return None
+    past = layer.get_seq_length() - query.shape[2]
+    limit = min(stream.tokens, past)
+    before = past - limit  # older than these queries
+    if layer.codec.rotated:
+        nothing = torch.empty(0, device=device)
+        pairs = [(nothing, nothing)] * 4
+    else:
+        turns = book.of(stream.lengths, stream.block, before, layer.sink_at)
+        if turns is None:
+            return None
+        given = turns.start, turns.turn, turns.tail, turns.sinks
+        pairs = [(cos.to(device), sin.to(device)) for cos, sin in given]
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    return Asked(query, key, value, mask, scaling, softcap or 0.0, past, limit, before, *pairs)

@@ -1,0 +1,108 @@
+"""The finished parts of a long run, kept on disk so that the same run can go on after it was stopped."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from .calibration import Calibration, fingerprint
+from .files import write_atomically
+from .kernels.cpu import library as native
+from .seam.hooks import attach
+
+Rows = list[dict[str, Any]]
+
+
+class Runs:
+    """Parts of runs in a folder: a JSON file for each, written when the part is finished.
+
+    A part is found again by a run of the same subject and the same code only, so that nothing stale is
+    mixed in, and only as it was written: it has a digest of its own.
+
+    Args:
+        folder: made when the first part is saved. None keeps nothing.
+        subject: all that the parts depend on, as plain JSON values: model, text, sizes.
+    """
+
+    def __init__(self, folder: str | Path | None, subject: Mapping[str, Any]) -> None:
+        self._subject = json.dumps({**subject, "code": code_digest()}, sort_keys=True)
+        key = hashlib.sha256(self._subject.encode()).hexdigest()
+        self._folder = None if folder is None else Path(folder) / key[:16]
+
+    def load(self, name: str) -> Rows | None:
+        """The rows of the part ``name``, or None where it is not there. A file that is not what was written
+        counts as none, and a line on standard error says so."""
+        if self._folder is None:
+            return None
+        file = self._file(name)
+        if not file.exists():
+            return None
+        try:
+            held = json.loads(file.read_text())
+            rows: Rows = held["rows"]
+            if held["sha256"] == self._digest(name, rows):
+                return rows
+        except (OSError, ValueError, TypeError, LookupError, RecursionError):
+            pass
+        tell_unfit(file)
+        return None
+
+    def save(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the rows of a finished part.
+
+        Raises:
+            OSError: the folder or the file cannot be written.
+        """
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        plain: Rows = json.loads(json.dumps(list(rows)))  # as it will be read
+        part = {"name": name, "subject": json.loads(self._subject), "rows": plain}
+        part["sha256"] = self._digest(name, plain)
+        write_atomically(self._file(name), json.dumps(part, indent=2) + "\n")
+
+    def _digest(self, name: str, rows: Rows) -> str:
+        """SHA-256 over all that a part holds."""
+        held = json.dumps([name, self._subject, rows], sort_keys=True)
+        return hashlib.sha256(held.encode()).hexdigest()
+
+    def _file(self, name: str) -> Path:
+        assert self._folder is not None
+        readable = re.sub(r"[^\w.%=-]+", "_", name)[:80]
+        return self._folder / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
+
+
+def identity(model: Any, text: str, calibrations: Sequence[Calibration]) -> dict[str, str]:
+    """What a model, a text and calibrations are, beyond their names."""
+    return {
+        "weights": fingerprint(attach(model).view.compressed),
+        "text": hashlib.sha256(text.encode()).hexdigest(),
+        "calibrations": " ".join(sorted(made.digest for made in calibrations)),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def tell_unfit(file: Path) -> None:
+    """Say that a file of a folder to resume from is of no use."""
+    print(f"xquant: '{file}' is not what was written there: it is made anew", file=sys.stderr)
+
+
+@cache
+def code_digest() -> str:
+    """SHA-256 over the package's own Python files and the native library: results of edited code are those of
+    other code."""
+    digest = hashlib.sha256()
+    root, library = Path(__file__).parent, native.library_file()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    if library is not None:
+        digest.update(library.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,105 @@
+"""What is known during one forward pass, and what a cache offers to those that see it run."""
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from ..kernels.call import Newest
+from ..models import AttentionView
+from ..models.rope import Pair
+from .watched import Watched
+
+if TYPE_CHECKING:
+    from .hooks import Attachment
+
+
+class Given(NamedTuple):
+    """What an attention layer is given of ``T`` new tokens."""
+
+    x: Tensor
+    """Post-norm input ``[B, T, d]``."""
+    positions: Tensor | None
+    """``[B, T]`` or ``[1, T]``, integers."""
+    mask: Tensor | None
+    """Over all tokens, bool or added to scores, ``[B, 1, T, .]``."""
+    rope: Pair | None
+    """cos and sin, ``[B, T, R]`` each."""
+
+
+class ObservingCache:
+    """What a cache offers to the seam."""
+
+    attachment: "Attachment"
+
+    @abstractmethod
+    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+        """A forward pass of the decoder starts, on ``length`` tokens of ``batch`` sequences.
+
+        ``mask``: of padding, as the decoder was given it.
+        """
+
+    @abstractmethod
+    def observe(self, view: AttentionView, given: Given) -> None:
+        """A compressed layer's attention is about to run on what it was given."""
+
+    @abstractmethod
+    def answer(
+        self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys, values and mask that layer ``index`` attends to, given the newest tokens' own."""
+
+    def attend(self, index: int, newest: Newest) -> Tensor | None:
+        """The attention of layer ``index`` itself, ``[B, T, H, D]``; None to have it done by the model's
+        own implementation on what `answer` gives."""
+        return None
+
+    def pass_over(self, batch: int, length: int) -> None:
+        """The model ran without this cache, the last that it was given, on ``length`` tokens of ``batch``
+        sequences."""
+
+    @abstractmethod
+    def finish(self, failed: bool = False) -> None:
+        """The forward pass of the decoder has ended. Not called where it was interrupted."""
+
+    def snapshot(self) -> Any:
+        """What `restore` needs, taken before the model runs."""
+
+    def restore(self, state: Any) -> None:
+        """What follows the decoder has failed: be as at the time of `snapshot`."""
+
+
+class Inputs:
+    """What was seen at one attention layer before its cache is updated."""
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.residual: Tensor | None = None
+        self.raw_key: Tensor | None = None
+
+
+class Handed:
+    """The states that a cache returned to a layer, which are to reach the attention function as they are.
+
+    ``whole``: they are of all tokens, and nothing is to be added.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, whole: bool) -> None:
+        self.key, self.value, self.whole = key, value, whole
+
+    def reached(self, key: Tensor, value: Tensor) -> bool:
+        """Whether these are the same tensors, and nothing was done with them."""
+        touched = (isinstance(t, Watched) and t.touched for t in (self.key, self.value))
+        return key is self.key and value is self.value and not any(touched)
+
+
+class ForwardPass:
+    """What one forward pass with a compressed cache knows, in its thread."""
+
+    def __init__(self, cache: ObservingCache) -> None:
+        self.cache = cache
+        self.inputs: dict[int, Inputs] = {}
+        self.handed: dict[int, Handed] = {}
+
+    def at(self, index: int) -> Inputs:
+        return self.inputs.setdefault(index, Inputs())

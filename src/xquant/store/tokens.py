@@ -1,0 +1,150 @@
+"""The index of a cache: what must be known of every token, once for all layers."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..models.rope import Pair, Rope
+
+State = tuple[Tensor, Tensor, Tensor, tuple[tuple[int, bool], ...]]
+
+
+class TokenIndex:
+    """Positions, padding and sinks of ``T`` tokens of ``B`` sequences.
+
+    ``positions`` int32 ``[B, T]``; ``real`` bool ``[B, T]``, False for padding; ``sink`` bool
+    ``[B, T]``, True for the first ``sinks`` real tokens of each sequence: with left padding they
+    stand in different columns.
+    """
+
+    def __init__(self, sinks: int, rope: Rope) -> None:
+        self.sinks = sinks
+        self._rope = rope
+        self.epoch = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.epoch += 1  # changes when tokens do, other than at the end
+        self.forget()
+        self.positions = torch.empty(0, 0, dtype=torch.int32)
+        self.real = torch.empty(0, 0, dtype=torch.bool)
+        self.sink = torch.empty(0, 0, dtype=torch.bool)
+        self._runs: tuple[tuple[int, bool], ...] = ()  # where each ends, and whether it is long
+
+    def forget(self) -> None:
+        """Forget what is only needed within a forward pass."""
+        self._angles: Pair | None = None
+        self._by_channel: tuple[Tensor, ...] | None = None
+        self._excluded: dict[tuple[int, int], Tensor | None] = {}
+
+    @property
+    def length(self) -> int:
+        return self.positions.shape[1]
+
+    @property
+    def batch(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.positions.nbytes + self.real.nbytes + self.sink.nbytes
+
+    def append(self, positions: Tensor, real: Tensor) -> None:
+        """Add tokens: positions ``[B, t]`` of any integer dtype, ``real`` bool ``[B, t]``."""
+        if self.batch == 0:
+            empty = positions[:, :0]
+            self.positions, self.real, self.sink = empty.int(), empty.bool(), empty.bool()
+        rank = real.cumsum(1) + self.real.sum(1, keepdim=True)
+        self.positions = torch.cat([self.positions, positions.int()], 1)
+        self.real = torch.cat([self.real, real], 1)
+        self.sink = torch.cat([self.sink, real & (rank <= self.sinks)], 1)
+        if self._rope.switches:
+            run = self.length, self._rope.is_long(positions)
+            before = self._runs[:-1] if self._runs and self._runs[-1][1] == run[1] else self._runs
+            self._runs = (*before, run)
+        self.forget()
+
+    def take(self, other: "TokenIndex") -> None:
+        """Have the tokens of another index of the same model, with sinks of its own."""
+        self.append(other.positions, other.real)
+        self._runs = other._runs
+
+    def excluded(self, start: int, stop: int) -> Tensor | None:
+        """Tokens that must not set a quantization range (bool ``[B, stop-start]``), None if none.
+
+        The device is asked once per forward pass for all layers.
+        """
+        if (start, stop) not in self._excluded:
+            mask = self.sink[:, start:stop] | ~self.real[:, start:stop]
+            self._excluded[start, stop] = mask if bool(mask.any()) else None
+        return self._excluded[start, stop]
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all tokens have the frequencies of one set; see `Rope`."""
+        return len({long for _, long in self._runs}) < 2
+
+    @property
+    def _long(self) -> bool:
+        return bool(self._runs) and self._runs[-1][1]
+
+    def rope(self, like: Tensor) -> Pair:
+        """cos and sin of all tokens, ``[B, T, R]`` in the dtype and on the device of ``like``: those that the
+        forward pass of each had.
+
+        Computed once per forward pass and shared by the layers; nothing of it stays resident.
+        """
+        if self._angles is None:
+            if self.uniform:
+                self._angles = self._rope(like, self.positions, self._long)
+            else:
+                starts = (0, *(stop for stop, _ in self._runs))
+                parts = [
+                    self._rope(like, self.positions[:, start:stop], long)
+                    for start, (stop, long) in zip(starts, self._runs, strict=False)
+                ]
+                cos, sin = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+                self._angles = cos, sin
+        cos, sin = self._angles
+        return cos.to(like.device), sin.to(like.device)
+
+    def rope_of_newest(self, like: Tensor, count: int) -> Pair:
+        """cos and sin of the newest ``count`` tokens, ``[B, count, R]`` in the dtype of ``like``."""
+        return self._rope(like, self.positions[:, self.length - count :], self._long)
+
+    def rope_by_channel(self) -> tuple[Tensor, ...]:
+        """The same for kernels: ``[B, R/2, T]`` in fp32, on the CPU."""
+        if self._by_channel is None:
+            cos, sin = self.rope(self.positions.new_empty(0, dtype=torch.float32))
+            half = cos.shape[-1] // 2
+            self._by_channel = tuple(t[..., :half].mT.float().contiguous() for t in (cos, sin))
+        return self._by_channel
+
+    def rope_at(self, positions: Tensor) -> Pair:
+        """cos and sin of any positions ``[B, t]``, ``[B, t, R]`` in fp32, where tokens are `uniform`."""
+        return self._rope(positions.new_empty(0, dtype=torch.float32), positions, self._long)
+
+    def crop(self, length: int) -> None:
+        self._each(lambda t: t[:, :length].clone())
+        kept = [(min(stop, length), long) for stop, long in self._runs]
+        starts = (0, *(stop for stop, _ in kept))
+        self._runs = tuple(run for start, run in zip(starts, kept, strict=False) if run[0] > start)
+
+    def snapshot(self) -> State:
+        """What `restore` needs to bring back what is known now."""
+        return self.positions, self.real, self.sink, self._runs
+
+    def restore(self, state: State) -> None:
+        self.epoch += 1
+        self.positions, self.real, self.sink, self._runs = state
+        self.forget()
+
+    def select(self, indices: Tensor) -> None:
+        self._each(lambda t: t[indices.to(t.device)])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.epoch += 1
+        self.positions, self.real = change(self.positions), change(self.real)
+        self.sink = change(self.sink)
+        self.forget()

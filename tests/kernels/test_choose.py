@@ -1,0 +1,113 @@
+"""Which kernel is chosen, and that it is said."""
+
+import pytest
+import torch
+
+from calibrated import make_cache
+from models import prompt, tiny
+from xquant import KVCache
+from xquant.kernels.cpu import library as native
+
+MODEL = {"head_dim": 32, "hidden_size": 128}
+needs_native = pytest.mark.skipif(not native.paths(), reason="no native library")
+
+
+@needs_native
+def test_the_best_that_fits_is_chosen() -> None:
+    cache = KVCache(tiny("llama", **MODEL), "kivi-4bit:group=32")
+    assert cache.report().kernel == native.paths()[0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "why"),
+    [
+        ("kivi-4bit:group=8", {}, "blocks of 8"),
+        ("full:group=32", {}, "rebuilt from other states"),
+        ("kivi-16bit:group=32", {}, "not quantized"),
+        ("xquant-4bit:group=24", {}, "blocks of 24"),
+        ("kivi-4bit:group=32", {"attend": "store"}, "every token reads the store"),
+        ("kivi-4bit:group=32", {"kernel": "reference"}, "asked for"),
+    ],
+)
+def test_the_reference_says_why(spec: str, options: dict[str, str], why: str) -> None:
+    cache = KVCache(tiny("llama", **MODEL), spec, **options)
+    assert cache.report().kernel.startswith("reference") and why in cache.report().kernel
+    cache_with_kernel = {**options, "kernel": "avx2"}
+    if options.get("kernel") is None:
+        with pytest.raises(ValueError, match="kernel 'avx2' cannot be used"):
+            KVCache(tiny("llama", **MODEL), spec, **cache_with_kernel)
+
+
+@pytest.mark.parametrize(
+    ("spec", "model", "why"),
+    [
+        ("nf5:group=32", MODEL, "a table of 32 levels"),
+        ("int4-gs24:group=32", MODEL, "ranges of"),
+        ("xquant-cl-2bit:group=32,first_layers=1", MODEL, "sums over layers"),
+        ("kivi-4bit:group=32", {"head_dim": 24}, "heads of 24"),
+    ],
+)
+def test_plain_torch_reads_what_the_native_kernels_do_not(
+    spec: str, model: dict[str, int], why: str
+) -> None:
+    cache = KVCache(tiny("llama", **model), spec)
+    assert cache.report().kernel.startswith("folded") and why in cache.report().kernel
+
+
+@needs_native
+def test_ranked_codes_are_read_natively_in_blocks_of_any_size() -> None:
+    model = tiny("llama", head_dim=24, hidden_size=128)
+    for spec in ("tc-2bit", "tc-2bit:group=8", "tc-3bit:group=40,basis=head"):
+        assert make_cache(model, spec).report().kernel == native.paths()[0]
+    cache = make_cache(model, "tc-2bit:group=32", kernel="folded")
+    assert cache.report().kernel == "folded (asked for)"
+    kernel = make_cache(model, "tc-cl-2bit:group=32").report().kernel
+    assert kernel == "reference (keys and values are rebuilt from other states)"
+
+
+def test_small_blocks_are_folded_only_when_asked_for() -> None:
+    cache = KVCache(tiny("llama", **MODEL), "kivi-4bit:group=8", kernel="folded")
+    assert cache.report().kernel == "folded (asked for)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("full:group=32", "rebuilt from other states"),
+        ("kvquant-2bit-10%:group=32,datatype=int,scales=online", "outliers are stored apart"),
+    ],
+)
+def test_the_folded_kernel_is_refused_what_it_cannot_read(spec: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"kernel 'folded' cannot be used: .*{why}"):
+        KVCache(tiny("llama", **MODEL), spec, kernel="folded")
+
+
+def test_a_kernel_that_is_none_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="kernel is one of auto, triton, avx512, avx2, folded, reference"
+    ):
+        KVCache(tiny("llama"), "kivi-4bit", kernel="fast")
+
+
+def test_without_the_library_plain_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "paths", lambda: ())
+    model = tiny("llama", **MODEL)
+    for spec, kernel in (
+        ("kivi-4bit:group=32", "folded"),
+        ("kvquant-2bit-10%:group=32,datatype=int,scales=online", "reference"),
+    ):
+        cache = KVCache(model, spec)
+        assert cache.report().kernel == f"{kernel} (installed without the native library)"
+    cache = KVCache(model, "kivi-4bit:group=32")
+    model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=3)
+
+
+def test_gradients_and_attention_weights_are_the_references() -> None:
+    model = tiny("llama", **MODEL)
+    cache = KVCache(model, "kivi-4bit:group=32")
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache, use_cache=True)
+    out = model(prompt(1, 2), past_key_values=cache, use_cache=True)
+    assert out.logits.requires_grad
+    out.logits.sum().backward()
