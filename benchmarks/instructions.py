@@ -22,7 +22,7 @@ import triton
 
 from compiled import CARRYING, REBUILDING, SUMMING, build, decoding, side
 from xquant.cli.common import print_table
-from xquant.kernels.triton.jit.accumulate import carry
+from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.sum_states import sum_states
@@ -56,7 +56,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int, dict[str, str]]] = {
         {},
     ),
     "carry, xquant-cl-2bit": (
-        carry,
+        accumulate,
         {**CARRYING, "BELOW": True, "WEIGHTED": True},
         8,
         {"sinks": "*bf16"},

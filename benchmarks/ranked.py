@@ -20,7 +20,7 @@ from xquant import Calibration, KVCache, __version__, attach, parse_method
 from xquant.analysis.shapes import SHAPES
 from xquant.bench.run import fill
 from xquant.calibration import fingerprint
-from xquant.kernels.call import Newest
+from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
 from xquant.quant.ranked import steps_of
 from xquant.results.rows import stamp, write_json
@@ -105,7 +105,7 @@ def _attention(cache: KVCache) -> Callable[[], Any]:
     view = cache.compressed[0].codec.view
     query = torch.randn(1, view.query_heads, 1, view.head_size)
     key, value = torch.randn(2, 1, view.kv_heads, 1, view.head_size)
-    newest = Newest(query, key, value, None, view.head_size**-0.5, None)
+    newest = AttentionCall(query, key, value, None, view.head_size**-0.5, None)
     return lambda: cache.attend(view.index, newest)
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from xquant import parse_method
 from xquant.bench.run import Compressed, shaped_model
-from xquant.kernels.call import Newest
+from xquant.kernels.call import AttentionCall
 from xquant.models.base import linear
 from xquant.results.rows import stamp, write_json
 
@@ -50,9 +50,9 @@ def main(context: int, rounds: int, target: str) -> None:
         method = parse_method(spec)
         cache = Compressed(shaped_model(SHAPE).to(dtype), method, context, 1, None, "auto")
         top = cache.cache.compressed[-1]
-        kernel = cache.cache.kernels[top.codec.view.index]
+        kernel = cache.cache.kernels[top.codec.view.index].backend
         weights = [top.codec.key_weight]
-        if getattr(top.codec, "synthesis", None) is not None:
+        if top.codec.synthesis is not None:
             weights.append(top.codec.synthesis)
         native = kernel.name.startswith("avx")
         instruction = "vfmadd231ps" if dtype == torch.float32 else "vdpbf16ps"
@@ -89,9 +89,9 @@ def top_layer(contender: Compressed) -> float:
     query, key, value = contender.newest()
     for layer in contender.cache.compressed:
         start = time.perf_counter()
-        layer.carry_up()
+        layer.accumulate()
         index = layer.codec.view.index
-        newest = Newest(query, key, value, None, query.shape[-1] ** -0.5, None)
+        newest = AttentionCall(query, key, value, None, query.shape[-1] ** -0.5, None)
         out = contender.cache.attend(index, newest)
         assert out is not None
         taken = time.perf_counter() - start

@@ -11,7 +11,7 @@ from torch import Tensor
 from calibrated import calibration, make_cache
 from models import left_padded, prompt, tiny
 from xquant import KVCache
-from xquant.kernels.call import Newest
+from xquant.kernels.call import AttentionCall
 from xquant.methods import Seen
 
 TOLERANCE = 1e-3
@@ -125,7 +125,7 @@ def error(case: Case, cache: KVCache) -> float:
     scaling = case.head_size**-0.5
     for layer in cache.compressed:
         index = layer.codec.view.index
-        newest = Newest(query, key, value, mask, scaling, case.softcap)
+        newest = AttentionCall(query, key, value, mask, scaling, case.softcap)
         found = cache.attend(index, newest)
         assert found is not None and found.dtype == case.dtype
         keys, values, seen = cache.answer(index, key, value, mask)

@@ -6,9 +6,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from xquant.kernels.triton.jit.accumulate import carry
+from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.attend import attend
-from xquant.kernels.triton.jit.combine import join
+from xquant.kernels.triton.jit.combine import combine
 from xquant.kernels.triton.jit.exact import exact
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.seal import seal
@@ -146,14 +146,14 @@ def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: str) 
 if __name__ == "__main__":
     for given in DECODING:
         build(attend, given)
-    build(join, {"D": 96, "DP": 128, "OPEN": False})
-    build(join, {"D": 1024, "DP": 256, "OPEN": True})
+    build(combine, {"D": 96, "DP": 128, "OPEN": False})
+    build(combine, {"D": 1024, "DP": 256, "OPEN": True})
     build(exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
     for given in REBUILDING:
         build(rebuild, given, weights="*fp16" if given["CODED"] else "*bf16")
     for given in SUMMING:
         build(sum_states, {"N": 128, "NP": 128, "ROWS": 32, **given})
     for below, weighted in ((True, True), (False, False)):
-        build(carry, {**CARRYING, "BELOW": below, "WEIGHTED": weighted}, sinks="*bf16")
+        build(accumulate, {**CARRYING, "BELOW": below, "WEIGHTED": weighted}, sinks="*bf16")
     for given in SEALING:
         build(seal, {"D": 128, "DP": 128, "N": 64, "NP": 64, "BITS": 4, **given}, rows="*bf16")

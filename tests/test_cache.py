@@ -281,7 +281,9 @@ def test_the_report_counts_every_byte(family: str, name: str) -> None:
     report = cache.report()
     held: set[int] = set()
     total = 0
-    for owner in [*cache.compressed, cache.index, *(c.stream for c in cache.compressed)]:
+    layers = cache.compressed
+    sinks = [layer.sinks for layer in layers if layer.sinks is not None]
+    for owner in [*layers, *sinks, cache.index, *(layer.stream for layer in layers)]:
         tensors = [t for t in vars(owner).values() if isinstance(t, torch.Tensor)]
         tensors += [t for packed in getattr(owner, "pool", []) for t in flat(packed)]
         tensors += [t for s in getattr(owner, "segments", ()) for t in tables(s)]

@@ -14,12 +14,11 @@ from transformers import Cache
 from . import compat
 from .calibration import Calibration
 from .convert import fill
-from .kernels.call import Newest
-from .kernels.choose import attention_of, choose
-from .kernels.cpu.attention import MOST_QUERIES
-from .kernels.cpu.sealing import instruction_set
-from .kernels.rope import AngleBook
-from .kernels.triton.angles import TurnBook
+from .kernels.backend import MOST_QUERIES, LayerAttention, Shared
+from .kernels.call import AttentionCall
+from .kernels.choose import choose, packer_of
+from .kernels.rope import RopeTable
+from .kernels.workspace import Workspace
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView
 from .report import Report, report_of
@@ -29,7 +28,6 @@ from .seam.hooks import attach
 from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
 from .spec import parse_method
-from .store import finite
 from .store.layer import CompressedLayer, States
 from .store.sealing import seal
 from .store.tokens import TokenIndex
@@ -115,28 +113,26 @@ class KVCache(Cache, ObservingCache):
             )
         self._codecs, self._keeps_rotated = codecs, rotated
         self.index = TokenIndex(self.method.sink, view.rope)
-        path, below = instruction_set(self._kernel), None
+        self.kernels = {
+            codec.view.index: choose(codec, self.method.group, self._through_store, self._kernel)
+            for codec in codecs
+        }
+        packer, below = packer_of(self._kernel), None
         for layer, codec in zip(view.compressed, codecs, strict=True):
             below = self.layers[layer.index] = CompressedLayer(
-                codec, self.method, self.index, self._through_store, below, path
+                codec, self.method, self.index, self._through_store, below, packer
             )
         CompressedLayer.link(self.compressed)
-        self.kernels = {
-            layer.codec.view.index: choose(
-                layer.codec, layer.stream.block, layer.through_store, self._kernel
-            )
-            for layer in self.compressed
-        }
         self._attach_kernels()
 
     def _attach_kernels(self) -> None:
-        self._book, self._turns = AngleBook(self.index), TurnBook(self.index)
-        self._attentions = {}
+        self._shared = Shared(RopeTable(self.index), Workspace())
+        self._attentions: dict[int, LayerAttention] = {}
         for layer in self.compressed:
             index = layer.codec.view.index
-            found = attention_of(layer, self.kernels[index].name, self._book, self._turns)
-            if found is not None:
-                self._attentions[index] = found
+            backend = self.kernels[index].backend
+            layer.accumulator = backend.accumulator(layer)
+            self._attentions[index] = backend.attention(layer, self._shared)
 
     @property
     def kernel(self) -> str:
@@ -282,14 +278,11 @@ class KVCache(Cache, ObservingCache):
             return self.attachment.hand(layer_idx, key, value, whole=True)
         return key, value
 
-    def attend(self, index: int, newest: Newest) -> Tensor | None:
-        kernel = self._attentions.get(index)
-        queries = newest.query.shape[2]
-        if kernel is None or queries > MOST_QUERIES:
-            return None
-        if self.layers[index].get_seq_length() == queries:
-            return None  # nothing came before
-        return kernel.attend(newest)
+    def attend(self, index: int, call: AttentionCall) -> Tensor | None:
+        queries = call.query.shape[2]
+        if queries > MOST_QUERIES or self.layers[index].get_seq_length() == queries:
+            return None  # a prefill, or nothing came before
+        return self._attentions[index].attend(call)
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
@@ -332,8 +325,7 @@ class KVCache(Cache, ObservingCache):
 
     def _forget_pass(self) -> None:
         """Forget what holds for one forward pass only."""
-        self._book.clear()
-        self._turns.clear()
+        self._shared.rope.clear()
         self.index.forget()
         for layer in self.compressed:
             layer.release()
@@ -346,7 +338,7 @@ class KVCache(Cache, ObservingCache):
             return False
         due = [layer for layer in self.compressed if layer.due]
         if due or length - before > MOST_QUERIES:
-            finite.check_tails(self.compressed, before)
+            CompressedLayer.check_finite(self.compressed, before)
         seal(due)
         self.index.forget()
         return True
@@ -434,9 +426,9 @@ class KVCache(Cache, ObservingCache):
         memo.update((id(thing), thing) for thing in shared)
         other = memo[id(self)] = object.__new__(type(self))
         self._undo()
-        apart = ("_book", "_turns", "_attentions", "_codecs")
+        apart = ("_shared", "_attentions", "_codecs", "kernels")
         own = {name: value for name, value in self.__dict__.items() if name not in apart}
-        other.__dict__.update(copy.deepcopy(own, memo), _codecs=self._codecs)
+        other.__dict__.update(copy.deepcopy(own, memo), _codecs=self._codecs, kernels=self.kernels)
         other._attach_kernels()
         return other
 

@@ -39,7 +39,7 @@ def fill(target: "KVCache", source: "KVCache") -> None:
     target.index.take(source.index)
     try:
         for old, new in zip(source.compressed, target.compressed, strict=True):
-            old.carry_up()
+            old.accumulate()
             key, value = old.held()
             new.append_rows(_rows(key, value, old.codec, new.codec, source.index))
             for below in (old.below, new.below):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .store.layer import CompressedLayer
-from .store.layer import State as LayerState
+from .store.past import State as LayerState
 from .store.tokens import State as IndexState
 from .store.tokens import TokenIndex
 

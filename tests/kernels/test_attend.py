@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attending import TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
-from xquant.kernels.call import Newest
+from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
 from xquant.kernels.torch import folded
 
@@ -202,7 +202,7 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
             assert error(case, cache) < TOLERANCE
         else:
             q, k = torch.randn(1, 4, 1, 32), torch.randn(1, 2, 1, 32)
-            assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is None
+            assert cache.attend(0, AttentionCall(q, k, k, None, 0.2, None)) is None
 
 
 @pytest.mark.parametrize("path", PATHS)

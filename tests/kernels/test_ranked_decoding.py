@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xquant.kernels.cpu import library as native
-from xquant.kernels.cpu import sealing
+from xquant.kernels.cpu.sealing import NativePacker
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
+from xquant.store.packer import Packer
 
 PATHS = native.paths()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
     excluded = draw(st.sampled_from([None, torch.rand(x.shape[:2], generator=generator) < 0.4]))
     path = draw(st.sampled_from(PATHS))
     packed = quantizer.encode(x, excluded)
-    sealed = sealing.encode(quantizer, x, excluded, path)
+    sealed = NativePacker(path).pack(quantizer, x, excluded)
     assert sealed.keys() == packed.keys()
     assert all(torch.equal(dense(sealed, name), dense(packed, name)) for name in packed)
     left, right = draw(st.sampled_from([(0, 0), (3, 0), (0, 16), (5, 40)]))
@@ -45,7 +46,7 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
     expected = rows.clone()
     columns = slice(left, left + channels)
     quantizer.decode(packed, expected[..., columns])
-    sealing.decode(quantizer, packed, rows[..., columns], path)
+    NativePacker(path).unpack(quantizer, packed, rows[..., columns])
     assert torch.equal(rows, expected)
 
 
@@ -56,9 +57,9 @@ def test_nan_raises_in_any_token(path: str, place: tuple[int, int, int]) -> None
     x[place] = torch.nan
     quantizer = Ranked(torch.zeros(70, dtype=torch.int16), (10, 20, 0, 0, 10, 0, 0, 0))
     for excluded in (None, torch.arange(64).expand(3, -1) < 10):
-        for given_path in (path, None):
+        for packer in (NativePacker(path), Packer()):
             with pytest.raises(ValueError, match="NaN cannot be quantized"):
-                sealing.encode(quantizer, x, excluded, given_path)
+                packer.pack(quantizer, x, excluded)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -66,17 +67,17 @@ def test_tensors_that_do_not_fit_each_other_never_reach_the_library(path: str) -
     x = torch.randn(2, 16, 6)
     usual = torch.zeros(12, dtype=torch.int16)[::2]  # with gaps, which are closed
     quantizer = Ranked(usual, (2, 2, 0, 0, 0, 0, 0, 0))
-    packed = sealing.encode(quantizer, x, None, path)
+    packed = NativePacker(path).pack(quantizer, x, None)
     for wrong in (x[..., :5], torch.cat([x, x], -1)):
         with pytest.raises(ValueError, match="a kernel wants"):
-            sealing.encode(quantizer, wrong, None, path)
+            NativePacker(path).pack(quantizer, wrong, None)
     for excluded in (torch.zeros(2, 15).bool(), torch.zeros(2, 16)):
         with pytest.raises(ValueError, match="a kernel wants"):
-            sealing.encode(quantizer, x, excluded, path)
+            NativePacker(path).pack(quantizer, x, excluded)
     for name in packed:
         field = dense(packed, name)
         for wrong in (field[:1], field[:, 1:], field.short()):
             with pytest.raises(ValueError, match="a kernel wants"):
-                sealing.decode(quantizer, {**packed, name: wrong}, x.clone(), path)
+                NativePacker(path).unpack(quantizer, {**packed, name: wrong}, x.clone())
     with pytest.raises(ValueError, match="a kernel wants"):
-        sealing.decode(quantizer, packed, torch.empty(3, 16, 6), path)
+        NativePacker(path).unpack(quantizer, packed, torch.empty(3, 16, 6))

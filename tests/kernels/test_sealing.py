@@ -14,10 +14,11 @@ from torch import Tensor
 from models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
-from xquant.kernels.cpu import sealing
+from xquant.kernels.cpu.sealing import NativePacker
 from xquant.quant import Affine, Plain
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
+from xquant.store.packer import TORCH
 
 PATHS = native.paths()
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
@@ -91,7 +92,7 @@ def not_torch(quantizer: Affine) -> Iterator[Affine]:
 def test_codes_scale_and_zero_are_those_of_torch(case: Case, path: str) -> None:
     expected = case.quantizer.encode(case.x, case.excluded)
     with not_torch(case.quantizer) as quantizer:
-        found = sealing.encode(quantizer, case.x, case.excluded, path)
+        found = NativePacker(path).pack(quantizer, case.x, case.excluded)
     assert found.keys() == expected.keys()
     for name in expected:
         ours, theirs = dense(found, name), dense(expected, name)
@@ -112,7 +113,7 @@ def test_decoding_is_that_of_torch_and_touches_no_other_column(
     expected, found = whole.clone(), whole
     case.quantizer.decode(packed, expected[..., left : left + channels])
     with not_torch(case.quantizer) as quantizer:
-        sealing.decode(quantizer, packed, found[..., left : left + channels], path)
+        NativePacker(path).unpack(quantizer, packed, found[..., left : left + channels])
     assert torch.equal(found, expected)
 
 
@@ -126,7 +127,7 @@ def test_nan_raises(path: str, per: Any, tile: Tile | None, place: tuple[int, in
         x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
         x[place] = torch.nan
         with not_torch(quantizer), pytest.raises(ValueError, match="NaN cannot be quantized"):
-            sealing.encode(quantizer, x, None, path)
+            NativePacker(path).pack(quantizer, x, None)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -137,8 +138,8 @@ def test_many_threads_seal_and_decode_the_same(path: str) -> None:
         results = []
         for count in (1, 4):
             torch.set_num_threads(count)
-            packed, out = sealing.encode(quantizer, x, None, path), torch.empty_like(x)
-            sealing.decode(quantizer, packed, out, path)
+            packed, out = NativePacker(path).pack(quantizer, x, None), torch.empty_like(x)
+            NativePacker(path).unpack(quantizer, packed, out)
             results.append([*(dense(packed, name) for name in packed), out])
         torch.set_num_threads(threads)
         assert all(map(torch.equal, *results))
@@ -153,9 +154,9 @@ def test_what_is_not_for_the_library_goes_to_torch() -> None:
         (affine, x[:0]),
         (affine, x.mT.contiguous().mT),
     ):
-        packed = sealing.encode(quantizer, rows, None, PATHS[0])
+        packed = NativePacker(PATHS[0]).pack(quantizer, rows, None)
         out, expected = torch.empty_like(rows), torch.empty_like(rows)
-        sealing.decode(quantizer, packed, out, PATHS[0])
+        NativePacker(PATHS[0]).unpack(quantizer, packed, out)
         quantizer.decode(quantizer.encode(rows, None), expected)
         assert torch.equal(out, expected)
 
@@ -168,7 +169,7 @@ def test_a_cache_with_the_reference_kernel_seals_in_torch_to_the_same_bytes(spec
         with torch.no_grad():
             model(prompt(1, 100), past_key_values=cache, use_cache=True)
     ours, theirs = (cache.compressed[0].stream for cache in caches.values())
-    assert ours.path == PATHS[0] and theirs.path is None
+    assert isinstance(ours.packer, NativePacker) and theirs.packer is TORCH
     for one, other in zip(ours.pool, theirs.pool, strict=True):
         assert one.keys() == other.keys()
         for name in one:
@@ -183,18 +184,18 @@ def test_tensors_that_do_not_fit_each_other_never_reach_the_library(
     tile: Tile | None, path: str
 ) -> None:
     quantizer, x = Affine(3, "token", 0, tile=tile), torch.randn(2, 32, 64)
-    packed = sealing.encode(quantizer, x, None, path)
+    packed = NativePacker(path).pack(quantizer, x, None)
     for excluded in (torch.zeros(2, 31).bool(), torch.zeros(2, 32)):
         with pytest.raises(ValueError, match="a kernel wants"):
-            sealing.encode(quantizer, x, excluded, path)
+            NativePacker(path).pack(quantizer, x, excluded)
     for name in packed:
         field = dense(packed, name)
         for wrong in (field[:1], torch.cat([field, field], -1), field.float()):
             with pytest.raises(ValueError, match="a kernel wants"):
-                sealing.decode(quantizer, {**packed, name: wrong}, x.clone(), path)
+                NativePacker(path).unpack(quantizer, {**packed, name: wrong}, x.clone())
     for out in (torch.empty(3, 32, 64), torch.empty(2, 32, 96)):
         with pytest.raises(ValueError, match="a kernel wants"):
-            sealing.decode(quantizer, packed, out, path)
+            NativePacker(path).unpack(quantizer, packed, out)
     if tile is not None:
         with pytest.raises(ValueError, match="63 channels are not whole tiles of 32"):
-            sealing.encode(quantizer, x[..., :63], None, path)
+            NativePacker(path).pack(quantizer, x[..., :63], None)

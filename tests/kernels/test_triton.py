@@ -12,9 +12,8 @@ import interpreted
 from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant import KVCache
-from xquant.kernels.call import Newest
-from xquant.kernels.triton import launch as asked
-from xquant.kernels.triton import support
+from xquant.kernels.call import AttentionCall
+from xquant.kernels.triton import launch, support
 
 interpreted.allow_bounds()
 
@@ -78,7 +77,7 @@ def test_every_shape_is_read_right(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 100])
 def test_parts_are_joined(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked, "multiprocessors", lambda device: count)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
     one = case("kivi-4bit:group=32", kv_heads=1, tokens=170)
     assert error(one, filled(one)) < TOLERANCE
 
@@ -110,7 +109,7 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
     cache.index.positions[:, 40:] += 7
     cache.index.epoch += 1
     q, k = (torch.randn(1, heads, 1, 32, device=DEVICE) for heads in (4, 2))
-    assert cache.attend(0, Newest(q, k, k, None, 0.2, None)) is None
+    assert cache.attend(0, AttentionCall(q, k, k, None, 0.2, None)) is None
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])

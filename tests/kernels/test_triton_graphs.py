@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from attending import DEVICE, Case, filled
 from xquant.bench.clocks import capture
-from xquant.kernels.call import Newest
+from xquant.kernels.call import AttentionCall
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="XQUANT_TEST_DEVICE is not cuda")
 
@@ -20,7 +20,7 @@ def test_a_graph_attends_as_its_kernels_do(spec: str) -> None:
     cache = filled(case)
     key, value = torch.randn(2, 2, case.kv_heads, 1, case.head_size, device=DEVICE).bfloat16()
     query = torch.randn(2, case.kv_heads * 2, 1, case.head_size, device=DEVICE).bfloat16()
-    newest = Newest(query, key, value, None, case.head_size**-0.5, None)
+    newest = AttentionCall(query, key, value, None, case.head_size**-0.5, None)
     found: list[torch.Tensor] = []
 
     def attend() -> None:

@@ -15,9 +15,8 @@ import interpreted
 from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import prompt, tiny
 from xquant import KVCache, attach
-from xquant.kernels.triton import launch as asked
-from xquant.kernels.triton import matrices
-from xquant.kernels.triton.matrices import Coded, arranged
+from xquant.kernels.triton import launch, matrices
+from xquant.kernels.triton.matrices import Coded, by_chunk
 
 interpreted.allow_bounds()
 
@@ -92,7 +91,7 @@ def test_every_shape_is_rebuilt_right(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("count", [1, 100])
 @pytest.mark.parametrize("spec", ["xquant-4bit:group=32,form=gqa", "xquant-cl-4bit:group=32"])
 def test_parts_are_joined(spec: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked, "multiprocessors", lambda device: count)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
     one = case(spec, tokens=170, layers=3)
     assert error(one, filled(one)) < TOLERANCE
 
@@ -134,17 +133,17 @@ def test_sums_go_from_layer_to_layer_in_one_memory(form: str) -> None:
     cache = filled(case(f"xquant-cl-2bit:group=32,form={form},sink=1,stream=post", layers=5))
     cache.finish()
     base, *above = cache.compressed[2:]
-    base.carry_up()
-    assert base.carried is not None
-    memory, expected = base.carried.data_ptr(), base.carried.clone()
+    base.accumulate()
+    assert base.accumulated is not None
+    memory, expected = base.accumulated.data_ptr(), base.accumulated.clone()
     for layer in above:
         rows = layer.stream.read(expected.dtype, layer.stream.tokens)
-        expected = layer._place_sinks(layer.codec.recall(rows, expected), layer.sinks)
-        layer.carry_up()
-        recalled = layer.carried if layer.codec.feeds_above else layer.recall()
+        expected = layer.sinks.placed(layer.codec.recall(rows, expected), layer.sinks.rows)
+        layer.accumulate()
+        recalled = layer.accumulated if layer.codec.feeds_above else layer.recall()
         assert recalled is not None and recalled.data_ptr() == memory
         assert float((recalled - expected).norm() / expected.norm()) < TOLERANCE
-    assert base.carried is None
+    assert base.accumulated is None
 
 
 def test_codes_do_not_depend_on_what_came_with_them() -> None:
@@ -177,7 +176,7 @@ def test_a_matrix_meets_its_codes(bits: int, tile: int, tiles: int) -> None:
     assert sorted(places[places >= 0].tolist()) == list(range(tile))
     assert len(places) % min(matrices.CHUNK, tile) == 0
     weight = torch.randn(5, tile * tiles)
-    found, units = arranged(weight, Coded(tile, bits, True, 0, tile))
+    found, units = by_chunk(weight, Coded(tile, bits, True, 0, tile))
     whole = (found.float() * units[:, None]).unflatten(1, (tiles, -1))
     restored = torch.zeros(5, tiles, tile).index_add_(
         2, places.clamp(min=0), whole.masked_fill(places < 0, 0)

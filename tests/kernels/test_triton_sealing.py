@@ -16,8 +16,7 @@ from attending import DEVICE
 from kernels.test_sealing import not_torch
 from models import prompt, tiny
 from xquant import KVCache
-from xquant.kernels.cpu import sealing
-from xquant.kernels.triton import sealing as gpu_sealing
+from xquant.kernels.triton import BACKEND, sealing
 from xquant.methods import Seen
 from xquant.quant import Affine
 from xquant.quant.pack import Tile
@@ -25,6 +24,7 @@ from xquant.quant.quantizer import dense
 from xquant.store.sealing import seal
 
 interpreted.allow_bounds()
+PACKER = BACKEND.packer
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -68,7 +68,7 @@ def test_codes_scale_and_zero_are_those_of_torch(
             x = x.masked_fill(excluded[..., None], torch.nan)  # nothing of it counts
     expected = quantizer.encode(x, excluded)
     with not_torch(quantizer):
-        found = sealing.encode(quantizer, x, excluded, "triton")
+        found = PACKER.pack(quantizer, x, excluded)
     assert found.keys() == expected.keys()
     for name in expected:
         ours, theirs = dense(found, name), dense(expected, name)
@@ -83,15 +83,15 @@ def test_nan_raises(per: Any, lanes: Any) -> None:
     x[1, 30, 50] = torch.nan
     quantizer = Affine(4, per, 32, tile=Tile(32, lanes))
     with not_torch(quantizer), pytest.raises(ValueError, match="NaN cannot be quantized"):
-        sealing.encode(quantizer, x, None, "triton")
+        PACKER.pack(quantizer, x, None)
 
 
 def test_what_it_does_not_pack_goes_to_torch() -> None:
     x = torch.randn(2, 8, 6, device=DEVICE)
     for quantizer in (Affine(4, "token", 3), Affine(4, "token", 3, tile=Tile(6, "tokens"))):
-        packed = sealing.encode(quantizer, x, None, "triton")
+        packed = PACKER.pack(quantizer, x, None)
         out, expected = torch.empty_like(x), torch.empty_like(x)
-        sealing.decode(quantizer, packed, out, "triton")
+        PACKER.unpack(quantizer, packed, out)
         quantizer.decode(quantizer.encode(x, None), expected)
         assert torch.equal(out, expected)
 
@@ -140,8 +140,8 @@ def test_all_layers_are_sealed_at_once(
             count += 1
             return kernel[grid]
 
-    kernel = gpu_sealing.seal
-    monkeypatch.setattr(gpu_sealing, "seal", Counted())
+    kernel = sealing.seal
+    monkeypatch.setattr(sealing, "seal", Counted())
     seal(cache.compressed)
     assert count == launches
     for layer in apart.compressed:

@@ -14,9 +14,7 @@ from attending import DEVICE
 from calibrated import make_cache
 from models import left_padded, prompt, tiny
 from xquant import KVCache
-from xquant.kernels.triton import accumulate as carrying
-from xquant.kernels.triton import attention
-from xquant.kernels.triton import rebuild as rebuilt
+from xquant.kernels.triton import accumulate, attention, rebuild
 from xquant.store import finite
 
 interpreted.allow_bounds()
@@ -67,12 +65,12 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "attend", Unlaunched(out=7))
-    monkeypatch.setattr(attention, "join", Unlaunched(out=2))
-    monkeypatch.setattr(rebuilt, "exact", Unlaunched(out=7))
-    monkeypatch.setattr(rebuilt, "rebuild", Unlaunched(out=3))
-    monkeypatch.setattr(rebuilt, "sum_states", Unlaunched(out=1))
-    monkeypatch.setattr(rebuilt, "join", Unlaunched(out=2))
-    monkeypatch.setattr(carrying, "carry", Unlaunched(out=0))
+    monkeypatch.setattr(attention, "combine", Unlaunched(out=2))
+    monkeypatch.setattr(rebuild, "exact", Unlaunched(out=7))
+    monkeypatch.setattr(rebuild, "rebuild", Unlaunched(out=3))
+    monkeypatch.setattr(rebuild, "sum_states", Unlaunched(out=1))
+    monkeypatch.setattr(rebuild, "combine", Unlaunched(out=2))
+    monkeypatch.setattr(accumulate, "accumulate", Unlaunched(out=0))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +111,10 @@ def test_a_decode_step_asks_for_nothing_while_no_block_is_sealed(
     for step in range(3):  # the first after a block was sealed makes the tables of it
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         ids = prompt(2, 1, seed=step).to(DEVICE)
-        room = cache._turns.room(ids.device, 1, 1)[0].data_ptr()
+        room = cache._shared.workspace.take(ids.device, 1, 1)[0].data_ptr()
         with Silent() if step else nullcontext():
             model(ids, attention_mask=mask if pads else None, past_key_values=cache)
-        assert not step or cache._turns.room(ids.device, 1, 1)[0].data_ptr() == room
+        assert not step or cache._shared.workspace.take(ids.device, 1, 1)[0].data_ptr() == room
     assert {layer.stream.tokens for layer in cache.compressed} == {32}
 
 

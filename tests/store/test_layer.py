@@ -91,8 +91,9 @@ def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
                     yield f"ragged {name} {i}", b"|".join(run.numpy().tobytes() for run in runs)
                 else:
                     yield f"{name} {i}", tensor[table].numpy().tobytes()
-    for name in ("tail", "sinks", "sink_at"):
-        tensor = getattr(layer, name)
+    sinks = layer.sinks
+    kept = {"tail": layer.tail, "sinks": sinks and sinks.rows, "columns": sinks and sinks.columns}
+    for name, tensor in kept.items():
         yield name, b"" if tensor is None else tensor.numpy().tobytes()
 
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from xquant.quant import Affine, Codebook, Plain, Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES
+from xquant.store.sealing import pack_rows
 from xquant.store.slabs import Slabs
-from xquant.store.stream import Stream, pack_all
+from xquant.store.stream import Stream
 
 BLOCK, CHANNELS = 6, 9
 LAYOUT = (
@@ -37,7 +38,7 @@ def test_a_stream_reads_what_was_sealed_whatever_happened_since(steps: Any, seed
     for step, argument in steps:
         if step == "seal":
             blocks = torch.randn(len(rows), argument, BLOCK, CHANNELS, generator=generator)
-            packed = pack_all([stream], [blocks.flatten(0, 1)], None)[0]
+            packed = pack_rows([stream], [blocks.flatten(0, 1)], None)[0]
             read = stream.unpack(packed, BLOCK, torch.float32).unflatten(0, blocks.shape[:2])
             rows = torch.cat([rows, read.flatten(1, 2)], 1)
             stream.seal(packed, len(blocks))
@@ -58,7 +59,7 @@ def test_a_stream_reads_what_was_sealed_whatever_happened_since(steps: Any, seed
 
 
 def seal(stream: Stream, blocks: torch.Tensor) -> None:
-    stream.seal(pack_all([stream], [blocks.flatten(0, 1)], None)[0], len(blocks))
+    stream.seal(pack_rows([stream], [blocks.flatten(0, 1)], None)[0], len(blocks))
 
 
 def test_copies_of_a_sequence_share_blocks_and_lost_blocks_are_dropped() -> None:
@@ -89,8 +90,8 @@ def test_borrowed_codes_follow_their_lender_through_every_change() -> None:
     borrower = Stream((Segment(3, Affine(2, "channel", BLOCK), borrows=True),), BLOCK)
     borrower.lender = lender
     blocks = torch.randn(2, 3, BLOCK, 3)
-    lent = pack_all([lender], [blocks.flatten(0, 1)], None)[0]
-    own = pack_all([borrower], [blocks.flatten(0, 1) * 2 + 1], None)[0]
+    lent = pack_rows([lender], [blocks.flatten(0, 1)], None)[0]
+    own = pack_rows([borrower], [blocks.flatten(0, 1) * 2 + 1], None)[0]
     whole = borrower.unpack(own, BLOCK, torch.float32).unflatten(0, (2, 3)).flatten(1, 2)
     for fields in own:
         del fields["codes"]

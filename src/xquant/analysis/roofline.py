@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..methods.key_value import StateCodec
-from ..methods.xquant import Rematerialized
+from ..methods.rematerialized import Rematerialized
 from ..methods.xquant_cl import DeltaCodec
 from .memory import CacheLayout
 

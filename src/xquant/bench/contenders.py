@@ -11,8 +11,7 @@ from transformers import DynamicCache
 
 from .. import compat
 from ..cache import KVCache
-from ..kernels.call import Newest
-from ..kernels.triton import support as triton
+from ..kernels.call import AttentionCall
 from ..methods import Method, Seen
 
 FILL = 4096
@@ -87,11 +86,11 @@ class Compressed(Contender):
     def attend(self) -> None:
         query, key, value = self._newest
         scaling = query.shape[-1] ** -0.5
-        newest = Newest(query, key, value, None, scaling, None)
+        call = AttentionCall(query, key, value, None, scaling, None)
         for layer in self.cache.compressed:
             index = layer.codec.view.index
-            layer.carry_up()
-            if self.cache.attend(index, newest) is None:
+            layer.accumulate()
+            if self.cache.attend(index, call) is None:
                 keys, values, mask = self.cache.answer(index, key, value, None)
                 own = compat.attention_function("sdpa", layer.codec.view.module)
                 own(layer.codec.view.module, query, keys, values, mask, scaling=scaling)
@@ -102,7 +101,7 @@ def new_cache(model: Any, method: Method, calibration: Any, kernel: str) -> KVCa
     """With the kernel asked for; on a GPU ``auto`` is Triton's, where they read the method."""
     if kernel == "auto" and model.device.type == "cuda":
         with suppress(ValueError):
-            return KVCache(model, method, calibration=calibration, kernel=triton.NAME)
+            return KVCache(model, method, calibration=calibration, kernel="triton")
     return KVCache(model, method, calibration=calibration, kernel=kernel)
 
 

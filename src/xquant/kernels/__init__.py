@@ -1,7 +1,10 @@
-"""Attention over the packed store, without keys and values in between.
+"""Attention over the packed store, without keys and values in between: one folder a backend.
 
-``reference`` (plain torch: `CompressedLayer.read`, then the model's own attention) is the truth. The others
-answer for a few queries at a time and agree with it; `dispatch.choose` says which is used, and why.
+``torch/`` holds the reference, which is the truth, and attention a few blocks at a time; ``cpu/`` the native
+library; ``triton/`` the kernels for GPUs. `backend` says what a backend is, `choose` which one serves a
+layer, and why. Backends do not know each other. They share the description of a packed operand
+(`xquant.quant.operand`), the addresses of blocks (`addresses`), the angles of RoPE (`rope`), and what one
+attention call is given (`call`).
 """
 
 KERNELS = ("auto", "triton", "avx512", "avx2", "folded", "reference")

@@ -1,11 +1,14 @@
-"""Attention in plain torch, by parts of the tokens: a few blocks at a time, which a CPU's cache can hold.
+"""Blockwise attention in torch: a few blocks at a time, which the cache of a CPU can hold.
 
-The parts of the softmax are joined by their maxima and sums. Letters: ``B`` sequences, ``c`` blocks of each,
-``G`` key/value heads, ``R`` query heads of each, ``t`` queries, ``n`` tokens of a block, ``D`` channels of a
-head.
+``softmax(q K^T) V`` is computed by an online softmax over runs of tokens: the running maximum ``m``, the sum
+``l`` of ``exp(s - m)`` and the sum ``o`` of ``exp(s - m) v`` are rescaled whenever a run raises ``m``, and
+``o / l`` is the result. It equals attention over `CompressedLayer.read`.
+
+Letters: ``B`` sequences, ``c`` blocks of each, ``G`` key/value heads, ``R`` query heads of each, ``t``
+queries, ``n`` tokens of a block, ``D`` channels of a head.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..models.base import rotate
-from .call import Newest
+from .backend import LayerAttention
+from .call import AttentionCall
 
 if TYPE_CHECKING:
     from ..store.layer import CompressedLayer
@@ -22,72 +26,71 @@ LOWEST = -1e30
 """Below every score, yet a score minus it is a number."""
 
 Weigh = Callable[[Tensor], Tensor]
-Part = tuple[Tensor, Tensor | None, Weigh]
-"""Scores ``[B, c, G, R * t, n]``, their bias as `by_block` gives it, and what sums values by weights of the
-shape of the scores, to ``[B, c, G, R * t, D]``."""
+Run = tuple[Tensor, Tensor | None, Weigh]
+"""Some tokens: scores ``[B, c, G, R * t, n]``, their bias as `split_bias` gives it, and what sums values by
+weights of the shape of the scores, to ``[B, c, G, R * t, D]``."""
 
 
-class Running:
-    """A softmax over parts that come one after the other, and what it weighs."""
+class OnlineSoftmax:
+    """A softmax over runs of tokens that come one after the other, and the sums that it weighs."""
 
     def __init__(self, left: Tensor, softcap: float | None, queries: int) -> None:
         self._softcap, self._queries = softcap, queries
-        self.peak = left.new_full((*left.shape[:-1], 1), LOWEST)  # [B, 1, G, R * t, 1]
-        self.total = torch.zeros_like(self.peak)
+        self.maximum = left.new_full((*left.shape[:-1], 1), LOWEST)  # [B, 1, G, R * t, 1]
+        self.total = torch.zeros_like(self.maximum)
         self.sums = self.total  # [B, 1, G, R * t, D]
 
     def add(self, scores: Tensor, bias: Tensor | None, weigh: Weigh) -> None:
-        """Another `Part`."""
+        """Another `Run`."""
         if self._softcap:
             scores = torch.tanh(scores / self._softcap) * self._softcap
         if bias is not None:
             scores = (scores.unflatten(-2, (-1, self._queries)) + bias).flatten(-3, -2)
         shrink = self._raise(scores.amax(-1, keepdim=True).amax(1, keepdim=True))
-        weights = torch.exp_(scores - self.peak)
+        weights = torch.exp_(scores - self.maximum)
         self.total = self.total * shrink + weights.sum((1, 4), keepdim=True)
         self.sums = self.sums * shrink + weigh(weights).sum(1, keepdim=True)
 
-    def join(self, other: "Running") -> None:
-        """What another has weighed, to the same space."""
-        shrink = self._raise(other.peak)
-        grow = torch.exp(other.peak - self.peak)
+    def combine(self, other: "OnlineSoftmax") -> None:
+        """Add what another has weighed, of other tokens."""
+        shrink = self._raise(other.maximum)
+        grow = torch.exp(other.maximum - self.maximum)
         self.total = self.total * shrink + other.total * grow
         self.sums = self.sums * shrink + other.sums * grow
 
-    def _raise(self, peak: Tensor) -> Tensor:
-        """Keep the higher of both peaks. Returns what to multiply with for it."""
-        before, self.peak = self.peak, torch.maximum(self.peak, peak)
-        return torch.exp(before - self.peak)
+    def _raise(self, maximum: Tensor) -> Tensor:
+        """Keep the higher of both maxima. Returns what the sums are to be multiplied with for it."""
+        before, self.maximum = self.maximum, torch.maximum(self.maximum, maximum)
+        return torch.exp(before - self.maximum)
 
 
-class PartedAttention(ABC):
+class BlockwiseAttention(LayerAttention):
     """Attends over one layer, a few blocks at a time; the same on every device."""
 
     def __init__(self, layer: "CompressedLayer") -> None:
         self._layer = layer
         self._version = -1
 
-    def attend(self, newest: Newest) -> Tensor | None:
-        """As `PackedAttention.attend`."""
-        if not newest.masked_plainly:
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        if not call.masked_plainly:
             return None
-        query, key, value, mask, scaling, softcap = newest
+        query, key, value, mask, scaling, softcap = call
         if self._layer.stream.version != self._version:
             self._refresh()
         groups, queries = key.shape[1], query.shape[2]
         left = query.float().unflatten(1, (groups, -1)).flatten(2, 3)[:, None] * scaling
         bias = None if mask is None else _additive(mask)
-        past = self._layer.get_seq_length() - queries
+        past = self._layer.tokens - queries
         sealed = min(self._layer.stream.tokens, past)
-        seen = Running(left, softcap, queries)
-        for part in self._exact(left, key, value, bias, sealed, past):
-            seen.add(*part)
+        seen = OnlineSoftmax(left, softcap, queries)
+        for run in self._exact(left, key, value, bias, sealed, past):
+            seen.add(*run)
         if sealed:
-            coded = Running(left, softcap, queries)
-            for part in self._coded(left, key, bias, sealed):
-                coded.add(*part)
+            coded = OnlineSoftmax(left, softcap, queries)
+            for run in self._coded(left, key, bias, sealed):
+                coded.add(*run)
             coded.sums = self._project(coded)
-            seen.join(coded)
+            seen.combine(coded)
         if self._layer.below is not None:
             self._layer.below.release()
         out = seen.sums / seen.total.clamp(min=torch.finfo(seen.total.dtype).tiny)
@@ -106,28 +109,28 @@ class PartedAttention(ABC):
         )
         self._columns = columns.flatten()  # [c * n], past the end where a block was cropped
         hidden = (self._columns >= stream.tokens)[None]
-        if layer.sink_at is not None:
-            hidden = hidden | (layer.sink_at[:, :, None] == self._columns).any(1)
+        if layer.sinks is not None:
+            hidden = hidden | (layer.sinks.columns[:, :, None] == self._columns).any(1)
         self._hidden = hidden if bool(hidden.any()) else None  # [B | 1, c * n]
 
     def _exact(
         self, left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, limit: int, past: int
-    ) -> Iterator[Part]:
-        """The parts of all tokens but the first ``limit``, which are sealed, and of the sinks."""
+    ) -> Iterator[Run]:
+        """The runs of all tokens but the first ``limit``, which are sealed, and of the sinks."""
         layer, queries = self._layer, key.shape[2]
         own = bias if bias is not None else _causal(key)
         yield exact(left, key, value, own[..., -queries:])
         if past > limit:
             assert layer.tail is not None
             states = layer.codec.exact(layer.tail[:, : past - limit])
-            keys, values = (s.transpose(1, 2) for s in layer._heads(states, limit))
+            keys, values = (s.transpose(1, 2) for s in layer.heads(states, limit))
             yield exact(left, keys, values, None if bias is None else bias[..., limit:past])
-        if layer.sinks is not None and layer.sink_at is not None:
-            yield self._sinks(left, layer.sinks, layer.sink_at.long(), bias, limit)
+        if layer.sinks is not None:
+            yield self._sinks(left, layer.sinks.rows, layer.sinks.columns.long(), bias, limit)
 
     def _sinks(
         self, left: Tensor, rows: Tensor, column: Tensor, bias: Tensor | None, limit: int
-    ) -> Part:
+    ) -> Run:
         """Of rows ``[B, S, W]`` in columns ``[B, S]``, -1 where there is none."""
         codec = self._layer.codec
         heads = codec.view.kv_heads
@@ -146,12 +149,12 @@ class PartedAttention(ABC):
         return exact(left, keys.transpose(1, 2), values.transpose(1, 2), seen)
 
     @abstractmethod
-    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
-        """The parts of the first ``limit`` tokens, which are sealed. ``left`` ``[B, 1, G, R * t, D]``: scaled
+    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
+        """The runs of the first ``limit`` tokens, which are sealed. ``left`` ``[B, 1, G, R * t, D]``: scaled
         queries; ``bias`` ``[B, t, T]`` of all tokens."""
 
-    def _project(self, coded: Running) -> Tensor:
-        """Sums of values ``[B, 1, G, R * t, D]`` from what the parts of `_coded` were weighed to."""
+    def _project(self, coded: OnlineSoftmax) -> Tensor:
+        """Sums of values ``[B, 1, G, R * t, D]`` from what the runs of `_coded` were weighed to."""
         return coded.sums
 
     def _hides(self, columns: slice, limit: int) -> Tensor | None:
@@ -167,7 +170,7 @@ class PartedAttention(ABC):
         self, left: Tensor, bias: Tensor | None, limit: int, step: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """By ``step`` blocks of each sequence: their numbers ``[B, c]``, what columns their tokens are in
-        ``[c * n]`` (of those cropped away, any), and their bias as `by_block` takes it."""
+        ``[c * n]`` (of those cropped away, any), and their bias as `split_bias` takes it."""
         stream = self._layer.stream
         assert stream.table is not None
         for start in range(0, len(stream.lengths), step):
@@ -182,10 +185,10 @@ class PartedAttention(ABC):
             yield table, columns, part
 
 
-def exact(left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Part:
+def exact(left: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Run:
     """Of keys and values ``[B, G, T, D]`` that are there."""
     keys, values = key[:, None].float(), value[:, None].float()
-    return left @ keys.mT, by_block(bias, 1), lambda weights: weights @ values
+    return left @ keys.mT, split_bias(bias, 1), lambda weights: weights @ values
 
 
 def _additive(mask: Tensor) -> Tensor:
@@ -202,7 +205,7 @@ def _causal(key: Tensor) -> Tensor:
     return _additive(~ahead[None, None])
 
 
-def by_block(bias: Tensor | None, blocks: int) -> Tensor | None:
+def split_bias(bias: Tensor | None, blocks: int) -> Tensor | None:
     """A bias ``[B, t, c * n]`` as ``[B, c, 1, 1, t, n]``."""
     if bias is None:
         return None

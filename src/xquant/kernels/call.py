@@ -1,4 +1,4 @@
-"""What a layer's attention is asked for: the tokens of this forward pass, and how scores are made."""
+"""AttentionCall: what one call of a layer's attention is given, whatever answers it."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from torch import Tensor
 MASKED = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Newest(NamedTuple):
-    """The newest ``t`` tokens at one layer, as the attention function gets them."""
+class AttentionCall(NamedTuple):
+    """The newest ``t`` tokens at one layer, as the attention function gets them, and how scores are made."""
 
     query: Tensor
     """``[B, H, t, D]``."""

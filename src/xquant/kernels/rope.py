@@ -1,33 +1,42 @@
-"""Rotary angles as kernels take them: of the starts of blocks, of a few tokens, and a table of turns.
+"""RopeTable: cos and sin as kernels take them, computed once for the layers that hold the same tokens.
 
-A key at position ``p + r`` of a block that starts at ``p`` is turned by ``R(p) R(r)``. The query takes
+A key at position ``p + r`` of a block that starts at ``p`` is rotated by ``R(p) R(r)``. The query takes
 ``R(p)`` once a block, so the key needs only ``R(r)``, the same small table for every block.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..models.rope import Pair
 from ..store.tokens import TokenIndex
-from .cpu.library import turn_table
-
-Pair = tuple[Tensor, Tensor]
 
 
 @dataclass
-class Angles:
-    """Of the tokens of one layer in one forward pass; cos and sin are fp32 of half the head size."""
+class Within:
+    """``R(r)`` of the places of a block."""
 
-    turn: Tensor  # int16, see `turn_table`
-    start: Pair  # [B, columns, D/2]
+    angles: Pair
+    """cos and sin, fp32 ``[n, D/2]``, without the factor by which some embeddings scale what they rotate."""
+    prepared: dict[str, Any] = field(default_factory=dict)
+    """What backends have made of it."""
+
+
+@dataclass
+class RopeAngles:
+    """Of the tokens of one layer in one forward pass; cos and sin are fp32, of half the head size."""
+
+    within: Within
+    start: Pair  # of the blocks, [B, columns, D/2]
     tail: Pair  # [B, t, D/2]
     sinks: Pair  # [B, S, D/2]
 
 
 def starts(index: TokenIndex, lengths: list[int]) -> Tensor | None:
     """Positions that the blocks start at, ``[B, columns]``; None where positions within a block do not
-    follow each other."""
+    follow each other. Asks the device once."""
     sealed, device = sum(lengths), index.positions.device
     sizes = torch.tensor(lengths, dtype=torch.long, device=device)
     begin = sizes.cumsum(0) - sizes
@@ -44,24 +53,25 @@ def starts(index: TokenIndex, lengths: list[int]) -> Tensor | None:
     return found.masked_fill(found == lowest, 0)  # a block of padding alone is never seen
 
 
-class AngleBook:
-    """The angles of one forward pass, computed once for the layers that hold the same tokens."""
+class RopeTable:
+    """The angles of one forward pass, and those of the blocks, which last until other blocks are there."""
 
     def __init__(self, index: TokenIndex) -> None:
         self._index = index
-        self._probe: Pair | None = None  # of position 1: tells one set of frequencies from another
-        self._turn = torch.empty(0)
-        self._starts: dict[tuple[int, int, int], tuple[Tensor | None, Pair | None]] = {}
+        self._blocks: dict[tuple[int, int, int], tuple[Within, Pair] | None] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget what holds for one forward pass only."""
-        self._found: dict[tuple[int, int], Angles | None] = {}
+        self._found: dict[tuple[int, int], RopeAngles | None] = {}
 
-    def of(self, lengths: list[int], block: int, tail: int, sinks: Tensor | None) -> Angles | None:
+    def of(
+        self, lengths: list[int], block: int, tail: int, sinks: Tensor | None
+    ) -> RopeAngles | None:
         """Of a layer with blocks of these ``lengths``, ``tail`` more tokens and sinks in these columns
-        ``[B, S]``; None where a block's positions do not follow each other."""
-        if not self._index.uniform:  # one table of turns would not do
+        ``[B, S]``; None where a block's positions do not follow each other, or tokens have frequencies of
+        two sets (LongRoPE)."""
+        if not self._index.uniform:
             return None
         sealed = sum(lengths)
         key = sealed, tail
@@ -72,46 +82,37 @@ class AngleBook:
 
     def _compute(
         self, lengths: list[int], block: int, tail: slice, sinks: Tensor | None
-    ) -> Angles | None:
+    ) -> RopeAngles | None:
+        blocks = self._of_blocks(lengths, block)
+        if blocks is None:
+            return None
         positions = self._index.positions
         kept = positions[:, :0]
         if sinks is not None:
-            kept = positions.gather(1, sinks.long().clamp(min=0))
-        probe = torch.ones_like(positions[:, :1])
-        angles = self._pairs([probe, positions[:, tail], kept])
-        cos, sin = (t[0, 0] for t in angles[0])
-        if self._probe is None or not (
-            torch.equal(cos, self._probe[0]) and torch.equal(sin, self._probe[1])
-        ):
-            self._probe = cos, sin
-            self._starts.clear()
-            self._turn = self._table(block)
-        begin, start = self._start(lengths)
-        if begin is None or start is None:
-            return None
-        return Angles(self._turn, start, angles[1], angles[2])
+            kept = positions.gather(1, sinks.to(positions.device).long().clamp(min=0))
+        newest, exact = self._pairs([positions[:, tail], kept])
+        return RopeAngles(*blocks, newest, exact)
 
-    def _start(self, lengths: list[int]) -> tuple[Tensor | None, Pair | None]:
+    def _of_blocks(self, lengths: list[int], block: int) -> tuple[Within, Pair] | None:
         key = self._index.epoch, sum(lengths), len(lengths)
-        if key not in self._starts:
+        if key not in self._blocks:
+            if len(self._blocks) > 1:  # layers of one cache may differ by one block
+                self._blocks.pop(next(iter(self._blocks)))
             begin = starts(self._index, lengths)
-            pair = None if begin is None else self._pairs([begin])[0]
-            if len(self._starts) > 1:  # layers of one cache may differ by one block
-                self._starts.pop(next(iter(self._starts)))
-            self._starts[key] = begin, pair
-        return self._starts[key]
+            self._blocks[key] = None if begin is None else self._compute_blocks(begin, block)
+        return self._blocks[key]
+
+    def _compute_blocks(self, begin: Tensor, block: int) -> tuple[Within, Pair]:
+        within = torch.arange(block, dtype=begin.dtype, device=begin.device)
+        start, (cos, sin) = self._pairs([begin, within.expand(len(begin), -1)])
+        # Some embeddings scale what they rotate: that is left to the start of the block.
+        factor = cos[0, 0, 0]
+        return Within((cos[0] / factor, sin[0] / factor)), start
 
     def _pairs(self, parts: list[Tensor]) -> list[Pair]:
-        """cos and sin of positions ``[B, t]`` each."""
+        """cos and sin of positions ``[B, t]`` each, ``[B, t, D/2]`` without gaps."""
         cos, sin = self._index.rope_at(torch.cat(parts, 1))
         half = cos.shape[-1] // 2
         sizes = [part.shape[1] for part in parts]
         coses, sines = (t[..., :half].split(sizes, 1) for t in (cos, sin))
         return [(c.contiguous(), s.contiguous()) for c, s in zip(coses, sines, strict=True)]
-
-    def _table(self, block: int) -> Tensor:
-        base = torch.arange(block, dtype=torch.int32).expand(len(self._index.positions), -1)
-        cos, sin = self._pairs([base])[0]
-        # Some embeddings scale what they turn: that is left to the start of the block.
-        factor = cos[0, 0, 0]
-        return turn_table(cos[0] / factor, sin[0] / factor)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Packed, Plain, Quantizer, Segment
 from ..quant.quantizer import Granularity
+
+if TYPE_CHECKING:
+    from .rematerialized import Rematerialized
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
@@ -57,11 +60,20 @@ class LayerCodec(ABC):
     width: int
     """``W``."""
     reads_below: bool = False
-    """Whether `encode` and `recall` need what the layer below carries."""
+    """Whether `encode` and `recall` need what the layer below has accumulated."""
     feeds_above: bool = False
-    """Whether the layer above needs what this layer carries."""
+    """Whether the layer above needs what this layer accumulates."""
     rotated: bool = False
     """Whether keys are stored after RoPE."""
+    packs_states: bool = False
+    """Whether the segments are keys, plus `offset`, and values: `rebuild` is their concatenation."""
+    offset: Tensor | None = None
+    """What is taken off every key before it is packed, ``[G*D]``."""
+    sums_deltas: bool = False
+    """Whether `recall` adds decoded rows, times `synthesis` where there is one, to what the layer below has
+    accumulated."""
+    synthesis: Tensor | None = None
+    """What decoded rows are multiplied with, ``[W, C]``."""
     span: int = 1
     """Layers, this one the lowest, that are sealed together, see `merge`."""
     lender: int = 0
@@ -70,6 +82,11 @@ class LayerCodec(ABC):
     def __init__(self, view: AttentionView) -> None:
         self.view = view
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
+
+    @property
+    def rematerialized(self) -> "Rematerialized | None":
+        """The codec itself where keys and values are products of what is packed."""
+        return None
 
     @property
     def added(self) -> list[Tensor]:
@@ -104,7 +121,7 @@ class LayerCodec(ABC):
         above are made from it, and it must not depend on which blocks come together."""
         return rows
 
-    def carry(self, recalled: Tensor) -> Tensor:
+    def accumulate(self, recalled: Tensor) -> Tensor:
         """What the layer above gets as ``below``, ``[B, T, .]``: ``W`` channels in the space of the features,
         and perhaps more that came from further below."""
         return recalled

@@ -48,6 +48,8 @@ class KeyValueCodec(StateCodec):
     family has no key norm: the large bias of Qwen2 would cost fp16 zero points their precision.
     """
 
+    packs_states = True
+
     def __init__(
         self,
         view: AttentionView,

@@ -15,7 +15,7 @@ from ..quant.affine import FP16_MAX
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
 from .base import LayerCodec, Method, by_block, short
 from .key_value import StateCodec
-from .xquant import Rematerialized
+from .rematerialized import Rematerialized
 
 Tensors = dict[str, Tensor]
 CALIBRATED_AT = 2.0
@@ -148,7 +148,9 @@ class PredictedTransform(Transform):
         codecs = super().codecs(views, calibration)
         for i, codec in enumerate(codecs):
             assert isinstance(codec, PredictedCodec)
-            codec.carried = sum(c.width for c in codecs[max(i + 1 - self.reach, 0) : i + 1])
+            codec.accumulated_width = sum(
+                c.width for c in codecs[max(i + 1 - self.reach, 0) : i + 1]
+            )
         codecs[-1].feeds_above = False
         return codecs
 
@@ -167,6 +169,8 @@ class _ChannelCodec(StateCodec):
 
     The transform is computed in fp32: its channels differ in size by orders of magnitude.
     """
+
+    synthesis: Tensor
 
     def __init__(
         self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
@@ -198,11 +202,15 @@ class TransformCodec(Rematerialized, _ChannelCodec):
         self.key_weight, self.value_weight = self.synthesis.split(view.kv_width)
 
     @property
+    def key_bias(self) -> Tensor:
+        return self.mean[: self.view.kv_width]
+
+    @property
     def value_bias(self) -> Tensor:
         return self.mean[self.view.kv_width :]
 
     def keys(self, source: Tensor) -> Tensor:
-        return linear(source, self.key_weight, self.mean[: self.view.kv_width])
+        return linear(source, self.key_weight, self.key_bias)
 
 
 class PredictedCodec(_ChannelCodec):
@@ -210,7 +218,7 @@ class PredictedCodec(_ChannelCodec):
     side: ``[B, T, W + W' + ...]``. The lowest layer predicts from nothing."""
 
     feeds_above = True
-    carried: int
+    accumulated_width: int
     """Their channels."""
 
     def __init__(
@@ -233,10 +241,10 @@ class PredictedCodec(_ChannelCodec):
 
     def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
         own = by_block(rows, self.synthesis, self.block).add_(self.expected(below))
-        if self.carried == self.width:
+        if self.accumulated_width == self.width:
             return own
         assert below is not None
-        return torch.cat([own, below], -1)[..., : self.carried]
+        return torch.cat([own, below], -1)[..., : self.accumulated_width]
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.exact(recalled[..., : self.width])

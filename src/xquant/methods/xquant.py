@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..calibration import Calibration
 from ..models import AttentionView
-from ..models.base import linear
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..quant.quantizer import tiled
 from ..threads import one_thread
 from .base import LayerCodec, QuantizedMethod, Seen, by_block
+from .rematerialized import Rematerialized
 
 FORMS = ("auto", "mha", "gqa")
 
@@ -89,33 +89,6 @@ class XQuant(QuantizedMethod):
             else LatentCodec(view, self, self.layer_bits(i))
             for i, view in enumerate(views)
         ]
-
-
-class Rematerialized(LayerCodec):
-    """Keys and values are each a product of what is kept with a matrix; ``W`` features of a token, of
-    which keys come from ``Ck`` numbers and values from ``Cv``."""
-
-    key_weight: Tensor
-    """``[G*D, Ck]``."""
-    value_weight: Tensor
-    """``[G*D, Cv]``."""
-
-    @property
-    def value_bias(self) -> Tensor | None:
-        """What is added to the product for values, ``[G*D]``."""
-        return self.view.value_bias
-
-    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        """What the matrices are multiplied with, ``[B, T, Ck]`` and ``[B, T, Cv]``."""
-        return recalled, recalled
-
-    def keys(self, source: Tensor) -> Tensor:
-        """Keys before RoPE ``[B, T, G*D]``."""
-        return self.view.finish_keys(linear(source, self.key_weight, self.view.key_bias))
-
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = self.sources(recalled)
-        return self.keys(key), linear(value, self.value_weight, self.value_bias)
 
 
 class _FromInput(Rematerialized):

@@ -11,11 +11,11 @@ from ..models.base import linear
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
 from .base import LayerCodec, QuantizedMethod, Seen, bits_field, by_block
+from .rematerialized import Rematerialized
 from .xquant import (
     FORMS,
     InputCodec,
     LatentCodec,
-    Rematerialized,
     XQuant,
     by_range,
     is_mha,
@@ -95,6 +95,7 @@ class DeltaCodec(Rematerialized):
     """A layer that adds its decoded delta to the accumulator; the base starts it from nothing."""
 
     feeds_above = True
+    sums_deltas = True
 
     def __init__(self, view: AttentionView, method: XQuantCL, mha: bool, base: bool) -> None:
         super().__init__(view)
@@ -135,7 +136,7 @@ class DeltaCodec(Rematerialized):
         )
         return delta if below is None else delta.add_(below)
 
-    def carry(self, recalled: Tensor) -> Tensor:
+    def accumulate(self, recalled: Tensor) -> Tensor:
         if self.accumulator == 16:
             return recalled
         packed = quantize(recalled, self.accumulator, -1, self.block)

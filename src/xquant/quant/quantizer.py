@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .affine import FP16_MAX, dequantize, quantize
 from .codebook import Bounds, nearest, normalize, outside, ranges, scale_of
+from .operand import Operand, RankedOperand
 from .pack import Tile, pack, packed_rows, unpack
 from .ragged import Ragged
 
@@ -31,6 +32,11 @@ class Quantizer(Protocol):
 
     def nbytes(self, tokens: int, channels: int) -> int:
         """Bytes that one block of ``tokens`` x ``channels`` takes, before any outliers."""
+        ...
+
+    def operand(self, tokens: int, channels: int) -> Operand | RankedOperand | None:
+        """What a kernel needs to know to multiply with blocks of ``tokens`` x ``channels``; None where there
+        are no codes."""
         ...
 
     @property
@@ -62,6 +68,9 @@ class Plain:
 
     def nbytes(self, tokens: int, channels: int) -> int:
         return tokens * channels * self.dtype.itemsize
+
+    def operand(self, tokens: int, channels: int) -> None:
+        return None
 
 
 def tiled(quantizer: Quantizer, head: int, lanes: Literal["tokens", "channels"]) -> Quantizer:
@@ -130,6 +139,11 @@ class _Grouped:
         if self.group == 0:
             return along
         return -(-along // -(-along // self.group)) if self.per == "token" else self.group
+
+    def operand(self, tokens: int, channels: int) -> Operand:
+        per_token = self.per == "token"
+        group = self.range_size(channels if per_token else tokens)
+        return Operand(channels, self.bits, per_token, group, self.tile)
 
     def _range_nbytes(self, tokens: int, channels: int) -> int:
         along, across = (channels, tokens) if self.per == "token" else (tokens, channels)
@@ -289,6 +303,15 @@ class Codebook(_Grouped):
         counts = tokens * _count_dtype(channels).itemsize if self.sparse else 0
         return super().nbytes(tokens, channels) + counts
 
+    def operand(self, tokens: int, channels: int) -> Operand:
+        counted = _count_dtype(channels).itemsize if self.sparse else 0
+        return replace(
+            super().operand(tokens, channels),
+            levels=self.levels,
+            fixed=self.offline_ranges(),
+            count_bytes=counted,
+        )
+
     @property
     def tables(self) -> list[Tensor]:
         """The codebook and what else is offline."""
@@ -378,6 +401,10 @@ class Segment:
         made_for = self.quantizer.channels
         if made_for not in (None, self.channels):
             raise ValueError(f"a quantizer of {made_for} channels cannot store {self.channels}")
+
+    def operand(self, tokens: int) -> Operand | RankedOperand | None:
+        """See `Quantizer.operand`."""
+        return self.quantizer.operand(tokens, self.channels)
 
     def nbytes(self, tokens: int) -> int:
         """Bytes of one block of ``tokens``, before any outliers."""

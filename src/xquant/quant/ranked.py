@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .affine import FP16_MAX
+from .operand import RankedOperand
 from .pack import pack, packed_rows, unpack
 from .quantizer import Packed, dense
 
@@ -157,6 +158,9 @@ class Ranked:
 
     def nbytes(self, tokens: int, channels: int) -> int:
         return self.code_nbytes(tokens) + side_nbytes(channels, tokens)
+
+    def operand(self, tokens: int, channels: int) -> RankedOperand:
+        return RankedOperand(self.usual, self.counts)
 
     @property
     def tables(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..codecs import Codecs
-from ..kernels.call import Newest
+from ..kernels.call import AttentionCall
 from ..methods import Seen
 from ..models import AttentionView, ModelView, find_decoder, view_model
 from ..models.rope import Pair
@@ -342,7 +342,7 @@ def _attention(like: str) -> Callable[..., Any]:
             if not _unusual(kwargs):
                 scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
                 softcap = kwargs.get("softcap") if like == "eager" else None
-                out = cache.attend(index, Newest(*exact, attention_mask, scaling, softcap))
+                out = cache.attend(index, AttentionCall(*exact, attention_mask, scaling, softcap))
                 if out is not None:
                     return past_is_constant(out, *exact), None
             keys, values, mask = cache.answer(index, key, value, attention_mask)

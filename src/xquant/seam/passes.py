@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from ..kernels.call import Newest
+from ..kernels.call import AttentionCall
 from ..models import AttentionView
 from ..models.rope import Pair
 from .watched import Watched
@@ -49,7 +49,7 @@ class ObservingCache:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and mask that layer ``index`` attends to, given the newest tokens' own."""
 
-    def attend(self, index: int, newest: Newest) -> Tensor | None:
+    def attend(self, index: int, call: AttentionCall) -> Tensor | None:
         """The attention of layer ``index`` itself, ``[B, T, H, D]``; None to have it done by the model's
         own implementation on what `answer` gives."""
         return None

@@ -5,14 +5,10 @@ layer, so a decode step asks nothing: tails are asked about where the host waits
 sealed and after a prefill.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .layer import CompressedLayer
 
 
 def asked_at_once(device: torch.device) -> bool:
@@ -30,28 +26,24 @@ def check_rows(rows: Tensor, layer: int) -> None:
         raise _found(layer, "the cache was left as it was before this forward pass")
 
 
-def check_tails(layers: "Sequence[CompressedLayer]", before: int) -> None:
-    """Refuse what is in the tails; one question for all that were not asked at once.
+def check_tails(tails: Mapping[int, Tensor], length: int, before: int) -> None:
+    """Refuse what is in the tails of layers; one question to the device for all of them.
 
     Args:
-        before: tokens that the layers held before this forward pass.
+        tails: ``[B, t, W]`` by the layer's number.
+        length: tokens that these layers hold.
+        before: tokens that they held before this forward pass.
 
     Raises:
         ValueError: a tail is not finite. Where earlier forward passes left that, the message says from which
             token on, and what to do.
     """
-    tails = {
-        layer.codec.view.index: layer.tail
-        for layer in layers
-        if layer.tail is not None and not layer.asks_at_once(layer.tail.device)
-    }
     if not tails:
         return
     home = next(iter(tails.values())).device
     fine = [torch.isfinite(tail).all().to(home) for tail in tails.values()]
     if bool(torch.stack(fine).all()):
         return
-    length = layers[0].get_seq_length()
     first, index = min(
         (length - tail.shape[1] + _first(tail), index) for index, tail in tails.items()
     )

@@ -1,20 +1,21 @@
-"""Sealing: the blocks that tails hold become codes, of several layers in one go."""
+"""Sealing: the blocks that are due in several layers are packed in one go, and each layer keeps its own."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..quant import Packed
-from .stream import pack_all
+from ..quant.quantizer import dense
+from .stream import Stream
 
 if TYPE_CHECKING:
-    from .layer import CompressedLayer
+    from .past import Past
 
 
-def seal(layers: "Sequence[CompressedLayer]") -> None:
+def seal(layers: "Sequence[Past]") -> None:
     """Seal what is due in ``layers``, which are whole spans.
 
     Raises:
@@ -24,62 +25,66 @@ def seal(layers: "Sequence[CompressedLayer]") -> None:
     together = defaultdict(list)
     for layer in layers:
         together[layer.stream.tokens, layer.due].append(layer)
-    packed: dict[CompressedLayer, list[Packed]] = {}
+    packed: dict[Past, list[Packed]] = {}
     for (start, blocks), some in together.items():
-        rows = [_oldest(layer, blocks) for layer in some]
+        rows = [layer.oldest(blocks) for layer in some]
         packed.update(zip(some, pack(some, rows, start), strict=True))
     for layer in layers:
         if layer is layer.span[0]:
             merged = layer.codec.merge([packed[one] for one in layer.span])
             for one, fields in zip(layer.span, merged, strict=True):
-                _settle(one, fields)
+                one.settle(fields)
 
 
-def pack(
-    layers: "Sequence[CompressedLayer]", rows: Sequence[Tensor], start: int
-) -> list[list[Packed]]:
-    """Blocks from token ``start`` on, packed but not sealed.
+def pack(layers: "Sequence[Past]", rows: Sequence[Tensor], start: int) -> list[list[Packed]]:
+    """Blocks from token ``start`` on as the segments of each layer store them, not sealed yet.
 
     Args:
         rows: their features in each layer, ``[B, m, n, W]``.
+
+    Raises:
+        ValueError: NaN in a token that sets a range.
     """
     shape = rows[0].shape[1:3]
     excluded = layers[0].index.excluded(start, start + shape.numel())
     if excluded is not None:
         excluded = excluded.unflatten(1, shape).flatten(0, 1)
     encoded = (layer.encode(own, start) for layer, own in zip(layers, rows, strict=True))
-    return pack_all([layer.stream for layer in layers], encoded, excluded)
+    return pack_rows([layer.stream for layer in layers], encoded, excluded)
 
 
-def _oldest(layer: "CompressedLayer", blocks: int) -> Tensor:
-    """The first ``blocks`` of the tail, ``[B, m, n, W]``."""
-    assert layer.tail is not None
-    size = layer.stream.block
-    return layer.tail[:, : blocks * size].unflatten(1, (blocks, size))
+def pack_rows(
+    streams: Sequence[Stream], rows: Iterable[Tensor], excluded: Tensor | None
+) -> list[list[Packed]]:
+    """Blocks as the segments of each stream store them; where the packer asks for it, segments of one kind in
+    one call.
 
+    Segments that share codes are packed with codes of their own: `LayerCodec.merge` wants to see them, and
+    `Stream.seal` wants to be given none.
 
-def _settle(layer: "CompressedLayer", packed: list[Packed]) -> None:
-    """Keep ``packed`` in place of the blocks of the tail that are due."""
-    assert layer.tail is not None
-    start, count = layer.stream.tokens, layer.due * layer.stream.block
-    if layer.index.excluded(start, start + count) is not None:
-        _keep_sinks(layer, layer.tail[:, :count], start)
-    layer.stream.seal(packed, layer.tail.shape[0])
-    layer.tail = layer.tail[:, count:].clone()
+    Args:
+        rows: ``[N, n, C]`` of each stream.
+        excluded: bool ``[N, n]``, the same for all; see `quant`.
 
-
-def _keep_sinks(layer: "CompressedLayer", rows: Tensor, start: int) -> None:
-    """Keep the sinks among the features ``[B, t, W]`` of the tokens from ``start`` on as they are."""
-    if layer.index.sinks == 0:
-        return
-    if layer.sinks is None or layer.sink_at is None:
-        shape = (rows.shape[0], layer.index.sinks)
-        layer.sinks = rows.new_zeros(*shape, rows.shape[2])
-        layer.sink_at = torch.full(shape, -1, dtype=torch.int32, device=rows.device)
-    sink = layer.index.sink.to(rows.device)
-    rank = sink.cumsum(1) - 1
-    sequence, column = sink[:, start : start + rows.shape[1]].nonzero(as_tuple=True)
-    slot = rank[sequence, column + start]
-    # Copies: where the forward pass fails, the layer goes back to those before.
-    layer.sinks = layer.sinks.index_put((sequence, slot), rows[sequence, column])
-    layer.sink_at = layer.sink_at.index_put((sequence, slot), (column + start).int())
+    Raises:
+        ValueError: NaN in a token that sets a range.
+    """
+    packed: list[list[Packed]] = [[{} for _ in stream.segments] for stream in streams]
+    alike = defaultdict(list)
+    for stream, own, fields in zip(streams, rows, packed, strict=True):
+        hidden = None if excluded is None else excluded.to(own.device)
+        parts = own.split([s.channels for s in stream.segments], dim=-1)
+        for segment, x, to in zip(stream.segments, parts, fields, strict=True):
+            if stream.packer.joins(segment.quantizer, x):
+                kind = segment.quantizer, x.shape, x.dtype, x.device, stream.packer
+                alike[kind].append((x, to))
+            else:
+                to.update(stream.packer.pack(segment.quantizer, x, hidden))
+    for (quantizer, shape, _, device, packer), found in alike.items():
+        xs, into = zip(*found, strict=True)
+        hidden = None if excluded is None else excluded.to(device).repeat(len(xs), 1)
+        joined = packer.pack(quantizer, torch.cat(xs), hidden)
+        for name in joined:
+            for to, field in zip(into, dense(joined, name).split(shape[0]), strict=True):
+                to[name] = field
+    return packed

@@ -6,16 +6,15 @@ not codes, and sequences that share a past share its blocks. Cropping into a blo
 remains keeps its codes.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..kernels.cpu import sealing
 from ..quant import Packed, Ragged, Segment
 from ..quant.quantizer import dense
+from .packer import TORCH, Packer
 from .slabs import Slabs
 
 Pool = dict[str, Slabs | Ragged]
@@ -28,12 +27,12 @@ class Stream:
     Args:
         segments: the packed layout along the channels.
         block: tokens per block ``n``.
-        path: the instruction set of the library that packs and unpacks; None for torch.
+        packer: what packs and unpacks blocks.
     """
 
-    def __init__(self, segments: Sequence[Segment], block: int, path: str | None = None) -> None:
+    def __init__(self, segments: Sequence[Segment], block: int, packer: Packer = TORCH) -> None:
         self.segments = tuple(segments)
-        self.block, self.path = block, path
+        self.block, self.packer = block, packer
         self.lender: Stream | None = None  # whose codes the borrowing segments use
         self.version = 0  # changes whenever blocks do
         self.reset()
@@ -78,7 +77,7 @@ class Stream:
         rows = torch.empty(len(first), tokens, sum(widths), dtype=dtype, device=first.device)
         parts = rows.split(widths, -1)
         for segment, packed, out in zip(self.segments, pool, parts, strict=True):
-            sealing.decode(segment.quantizer, packed, out, self.path)
+            self.packer.unpack(segment.quantizer, packed, out)
         return rows
 
     def seal(self, packed: list[Packed], batch: int) -> None:
@@ -136,7 +135,7 @@ class Stream:
         packed: Packed = {name: fields[ids] for name, fields in self.pool[number].items()}
         shape = len(ids), self.block, segment.channels
         out = torch.empty(shape, dtype=dtype, device=table.device)
-        sealing.decode(segment.quantizer, packed, out, self.path)
+        self.packer.unpack(segment.quantizer, packed, out)
         return out.unflatten(0, table.shape)
 
     def crop(self, tokens: int) -> None:
@@ -184,41 +183,6 @@ class Stream:
                     fields[name] = held.first(self.blocks)
                 else:
                     held.cut(self.blocks)
-
-
-def pack_all(
-    streams: Sequence[Stream], rows: Iterable[Tensor], excluded: Tensor | None
-) -> list[list[Packed]]:
-    """Blocks as the segments of each stream store them; on a GPU, segments of one kind in one launch.
-
-    Borrowing segments are packed with their own codes: `Stream.seal` wants to see them without.
-
-    Args:
-        rows: ``[N, n, C]`` of each stream.
-        excluded: bool ``[N, n]``, the same for all; see `quant`.
-
-    Raises:
-        ValueError: NaN in a token that sets a range.
-    """
-    packed: list[list[Packed]] = [[{} for _ in stream.segments] for stream in streams]
-    alike = defaultdict(list)
-    for stream, own, fields in zip(streams, rows, packed, strict=True):
-        hidden = None if excluded is None else excluded.to(own.device)
-        parts = own.split([s.channels for s in stream.segments], dim=-1)
-        for segment, x, to in zip(stream.segments, parts, fields, strict=True):
-            if sealing.by_launch(segment.quantizer, x, stream.path):
-                kind = segment.quantizer, x.shape, x.dtype, x.device, stream.path
-                alike[kind].append((x, to))
-            else:  # side by side they would be copied for nothing
-                to.update(sealing.encode(segment.quantizer, x, hidden, stream.path))
-    for (quantizer, shape, _, device, path), found in alike.items():
-        xs, into = zip(*found, strict=True)
-        hidden = None if excluded is None else excluded.to(device).repeat(len(xs), 1)
-        together = sealing.encode(quantizer, torch.cat(xs), hidden, path)
-        for name in together:
-            for to, field in zip(into, dense(together, name).split(shape[0]), strict=True):
-                to[name] = field
-    return packed
 
 
 def _held(fields: Tensor | Ragged) -> Slabs | Ragged:

@@ -1,1 +1,63 @@
-"""The native backend: C++ in ``csrc/``, and beside it the Python that calls each file."""
+"""The native backend: C++ in ``csrc/``, and beside it the Python that calls each file.
+
+In a decode step `attention` (keys and values), or `rebuild` or `ranked` (what they are rebuilt from), points
+a structure of the C interface (`library`) to the blocks, the tail, the sinks and the newest tokens, and calls
+the function for the instruction set of this machine. `sealing` packs and unpacks blocks.
+"""
+
+from typing import TYPE_CHECKING
+
+from ...methods import LayerCodec
+from ...quant.operand import RankedOperand
+from ...store.packer import TORCH, Packer
+from ..backend import Backend, LayerAttention, Shared
+from . import attention, library, ranked, rebuild
+from .sealing import NativePacker
+
+if TYPE_CHECKING:
+    from ...store.layer import CompressedLayer
+
+
+class Native(Backend):
+    """The library's functions for one instruction set."""
+
+    def __init__(self, isa: str) -> None:
+        self.name = isa
+
+    @property
+    def packer(self) -> Packer:
+        return NativePacker(self.name) if self.name in library.paths() else TORCH
+
+    def unfit(self, codec: LayerCodec, block: int) -> str:
+        if codec.rematerialized is None:
+            return attention.unfit(codec, block)
+        if _is_ranked(codec, block):
+            return ranked.unfit(codec, block)
+        return rebuild.unfit(codec, block)
+
+    def missing(self, codec: LayerCodec) -> str:
+        if library.library() is None:
+            return "installed without the native library"
+        if not library.paths():
+            return "this CPU has neither AVX2 nor AVX-512 VNNI"
+        return "" if self.name in library.paths() else f"this CPU has not all of {self.name}"
+
+    def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
+        if layer.codec.rematerialized is None:
+            return attention.NativeAttention(layer, self.name, shared.rope)
+        if _is_ranked(layer.codec, layer.stream.block):
+            return ranked.ranked_attention(layer, self.name)
+        return rebuild.rebuilding_attention(layer, self.name)
+
+
+def _is_ranked(codec: LayerCodec, block: int) -> bool:
+    return isinstance(codec.segments[0].operand(block), RankedOperand)
+
+
+BACKENDS = {isa: Native(isa) for isa in library.PATHS}
+"""By instruction set, best first."""
+
+
+def best() -> Native:
+    """The backend for the best instruction set of this machine; where there is none, one that says so."""
+    return BACKENDS[next(iter(library.paths()), next(iter(BACKENDS)))]

@@ -1,4 +1,9 @@
-"""Attention over packed keys and values by the native library: one layer's side of the C interface."""
+"""Attention over packed keys and values by the native library: csrc/attend.h.
+
+``softmax(Q K^T) V`` with keys and values read from their codes, a block and head at a time, by an online
+softmax; tail, sinks and the newest tokens are read as they are. It equals attention over
+`CompressedLayer.read`.
+"""
 
 import ctypes
 from typing import TYPE_CHECKING, Any
@@ -6,151 +11,169 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...quant import Codebook, Ragged, Segment
-from ..call import Newest
-from ..rope import AngleBook
+from ...methods import LayerCodec
+from ...quant.operand import Operand
+from ..addresses import BlockAddresses
+from ..backend import LayerAttention
+from ..call import AttentionCall
+from ..rope import RopeTable, Within
 from . import library as native
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
-MOST_QUERIES = 16
-"""Queries at a time that the kernel answers; more are a prefill, which pays for rebuilding K and V once."""
+
+def unfit(codec: LayerCodec, block: int) -> str:
+    """Why the library cannot read packed keys and values of a layer; empty where it can."""
+    view = codec.view
+    if view.device.type != "cpu":
+        return f"the layer is on {view.device.type}"
+    if view.dtype not in native.DTYPES:
+        return f"{view.dtype} states"
+    if view.head_size % 32 or block % 32:
+        return f"heads of {view.head_size} in blocks of {block}: both must be multiples of 32"
+    if not codec.rotated and view.rotary_size != view.head_size:
+        return "the rotary embedding turns a part of a head"
+    keys, values = (segment.operand(block) for segment in codec.segments)
+    assert isinstance(keys, Operand) and isinstance(values, Operand)
+    if codec.offset is not None and keys.per_token:
+        return "a key bias beside ranges per token"
+    return _unfit_operand(keys, "key", block) or _unfit_operand(values, "value", block)
 
 
-class PackedAttention:
-    """Attends over one layer. Holds addresses, so it is never copied with the cache."""
+def _unfit_operand(operand: Operand, role: str, block: int) -> str:
+    if operand.levels is not None and operand.bits > 4:
+        return f"a table of {2**operand.bits} levels for {role}s"
+    size, tokens = operand.group, not operand.per_token
+    # The kernel reads keys by 32 tokens and 4 channels, values by all tokens and 16 channels.
+    if role == "value":
+        fits = size >= block if tokens else size % 16 == 0
+    else:
+        fits = (size % 32 == 0 or size >= block) if tokens else size % 4 == 0
+    return "" if fits else f"ranges of {size} {'tokens' if tokens else 'channels'} for {role}s"
 
-    def __init__(self, layer: "CompressedLayer", path: str, book: AngleBook) -> None:
-        self._layer, self._book = layer, book
-        native_library = native.library()
-        assert native_library is not None
-        self._function = getattr(native_library, f"xq_attend_{path}")
-        view = layer.codec.view
+
+def describe(side: native.Side, operand: Operand) -> list[Tensor]:
+    """Set what does not change of a packed operand. Returns what is pointed to."""
+    side.bits, side.per_token, side.group = operand.bits, operand.per_token, operand.group
+    side.count_bytes = operand.count_bytes
+    if operand.levels is None:
+        return []
+    levels = operand.levels.float().contiguous()
+    side.levels = native.address(levels, torch.float32, 2**operand.bits)
+    if operand.fixed is None:
+        return [levels]
+    side.fixed = 1
+    scale, zero = (t.contiguous() for t in operand.fixed)
+    found = [[native.address(t, torch.float16, operand.channels)] for t in (scale, zero)]
+    addresses = torch.tensor(found, dtype=torch.int64)
+    side.scale, side.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
+    return [levels, scale, zero, addresses]
+
+
+def rope_table(within: Within) -> Tensor:
+    """The angles of the places of a block as the library takes them, made once."""
+    if "native" not in within.prepared:
+        within.prepared["native"] = native.turn_table(*within.angles)
+    table: Tensor = within.prepared["native"]
+    return table
+
+
+class NativeAttention(LayerAttention):
+    """Attends over one layer."""
+
+    def __init__(self, layer: "CompressedLayer", path: str, rope: RopeTable) -> None:
+        self._layer, self._rope = layer, rope
+        library = native.library()
+        assert library is not None
+        self._function = getattr(library, f"xq_attend_{path}")
+        self._addresses = BlockAddresses(layer.stream)
+        view, block = layer.codec.view, layer.stream.block
         self._call = call = native.Attend()
-        self._kept: list[Any] = []  # what the call points to
-        self._version = -1
-        call.block = layer.stream.block
+        call.block = block
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
         call.group_heads = view.query_heads // view.kv_heads
-        keys, values = layer.codec.segments
-        self._constant = [
-            self._describe(call.key, keys, layer.stream.block),
-            self._describe(call.value, values, layer.stream.block),
-        ]
-        offset = getattr(layer.codec, "offset", None)
-        if offset is not None:
-            offset = offset.float().contiguous()
+        self._constant: list[Tensor] = []  # what the call points to
+        for side, segment in zip((call.key, call.value), layer.codec.segments, strict=True):
+            operand = segment.operand(block)
+            assert isinstance(operand, Operand)
+            self._constant += describe(side, operand)
+        if layer.codec.offset is not None:
+            offset = layer.codec.offset.float().contiguous()
             self._constant.append(offset)
-            call.key.offset = native.address(offset, torch.float32, keys.channels)
-
-    def _describe(self, side: native.Side, segment: Segment, block: int) -> list[Tensor]:
-        quantizer: Any = segment.quantizer
-        side.bits = quantizer.bits
-        side.per_token = quantizer.per == "token"
-        side.group = quantizer.range_size(segment.channels if side.per_token else block)
-        if not isinstance(quantizer, Codebook):
-            return []
-        levels = quantizer.levels.float().contiguous()
-        side.levels = native.address(levels, torch.float32, 2**quantizer.bits)
-        kept = [levels]
-        ranges = quantizer.offline_ranges()
-        if ranges is not None:
-            side.fixed = 1
-            scale, zero = (t.contiguous() for t in ranges)
-            found = [[native.address(t, torch.float16, segment.channels)] for t in (scale, zero)]
-            addresses = torch.tensor(found, dtype=torch.int64)
-            side.scale, side.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
-            kept += [scale, zero, addresses]
-        return kept
+            call.key.offset = native.address(offset, torch.float32, view.kv_width)
 
     def _refresh(self) -> None:
         """Point to the blocks as they are now."""
-        call, stream = self._call, self._layer.stream
-        self._version = stream.version
-        call.columns = len(stream.lengths)
-        self._kept = []
-        if stream.table is None:
+        addresses, call = self._addresses, self._call
+        if not addresses.refresh():
             return
-        pools = zip((call.key, call.value), stream.segments, stream.pool, strict=True)
-        lender = stream.lender
-        for number, (side, segment, pool) in enumerate(pools):
-            fields = dict(pool)
-            if segment.borrows:
-                assert lender is not None
-                fields["codes"] = lender.pool[number]["codes"]
+        call.columns = addresses.columns
+        if addresses.table is None:
+            return
+        for side, fields in zip((call.key, call.value), addresses.fields, strict=True):
             for name, blocks in fields.items():
-                addresses = blocks.addresses
-                self._kept.append(addresses)
-                setattr(side, name, addresses.data_ptr())
-                if name == "outlier_count":
-                    assert not isinstance(blocks, Ragged)
-                    side.count_bytes = blocks.itemsize
-        lengths = torch.tensor(stream.lengths, dtype=torch.int32)
-        table = stream.table.contiguous()
-        self._kept += [lengths, table]
-        call.lengths, call.table = lengths.data_ptr(), table.data_ptr()
+                setattr(side, name, blocks.data_ptr())
+        call.lengths, call.table = addresses.lengths.data_ptr(), addresses.table.data_ptr()
 
-    def attend(self, newest: Newest) -> Tensor | None:
-        """Attention of the newest tokens over the store, their own past and themselves: ``[B, t, H, D]``, or
-        None where the reference must answer."""
-        layer, call = self._layer, self._call
-        query, key, value, mask, scaling, softcap = newest
-        batch, heads, queries, size = query.shape
-        if not newest.masked_plainly:
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        if not call.masked_plainly:
             return None
+        layer, to = self._layer, self._call
+        query, key, value, mask, scaling, softcap = call
+        batch, heads, queries, size = query.shape
         stream = layer.stream
-        past = layer.get_seq_length() - queries
+        past = layer.tokens - queries
         limit = min(stream.tokens, past)
         before = past - limit  # of the tail, older than these queries
         angles = None
         if not layer.codec.rotated:
-            angles = self._book.of(stream.lengths, stream.block, before, layer.sink_at)
+            columns = None if layer.sinks is None else layer.sinks.columns
+            angles = self._rope.of(stream.lengths, stream.block, before, columns)
             if angles is None:
                 return None
-        if stream.version != self._version:
-            self._refresh()
+        self._refresh()
         query, key, value = (
             t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
         )
         if key.stride() != value.stride():
             key, value = key.contiguous(), value.contiguous()
         out = torch.empty(batch, queries, heads, size, dtype=query.dtype)
-        call.batch, call.queries, call.limit = batch, queries, limit
-        call.dtype = native.DTYPES[query.dtype]
-        call.query, call.out = query.data_ptr(), out.data_ptr()
-        call.query_batch, call.query_head, call.query_token = query.stride()[:3]
-        call.out_batch, call.out_token, call.out_head = out.stride()[:3]
-        call.scaling, call.softcap = scaling, softcap or 0.0
-        call.mask = None
+        to.batch, to.queries, to.limit = batch, queries, limit
+        to.dtype = native.DTYPES[query.dtype]
+        to.query, to.out = query.data_ptr(), out.data_ptr()
+        to.query_batch, to.query_head, to.query_token = query.stride()[:3]
+        to.out_batch, to.out_token, to.out_head = out.stride()[:3]
+        to.scaling, to.softcap = scaling, softcap or 0.0
+        to.mask = None
         if mask is not None:
-            call.mask = mask.data_ptr()
-            call.mask_dtype = native.DTYPES[mask.dtype]
+            to.mask = mask.data_ptr()
+            to.mask_dtype = native.DTYPES[mask.dtype]
             strides = [s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True)]
-            call.mask_batch, _, call.mask_query, call.mask_token = strides
+            to.mask_batch, _, to.mask_query, to.mask_token = strides
         if angles is not None:
-            call.turn = angles.turn.data_ptr()
-            call.start_cos, call.start_sin = (t.data_ptr() for t in angles.start)
+            to.turn = rope_table(angles.within).data_ptr()
+            to.start_cos, to.start_sin = (t.data_ptr() for t in angles.start)
         count = 0
         if before:
             tail = layer.tail
             assert tail is not None
-            self._rows(call.exact[0], tail, before, angles and angles.tail, limit)
+            self._rows(to.exact[0], tail, before, angles and angles.tail, limit)
             count = 1
-        if layer.sinks is not None and layer.sink_at is not None:
-            kept = call.exact[count]
-            self._rows(kept, layer.sinks, layer.sinks.shape[1], angles and angles.sinks, 0)
-            kept.column = layer.sink_at.data_ptr()
+        if layer.sinks is not None:
+            kept, rows = to.exact[count], layer.sinks.rows
+            self._rows(kept, rows, rows.shape[1], angles and angles.sinks, 0)
+            kept.column = layer.sinks.columns.data_ptr()
             count += 1
-        own = call.exact[count]
+        own = to.exact[count]
         own.key, own.value = key.data_ptr(), value.data_ptr()
         own.cos = own.sin = own.column = None
         own.batch_stride, own.head_stride, own.token_stride = key.stride()[:3]
         own.dtype, own.count = native.DTYPES[key.dtype], queries
         own.start, own.causal = past, 1
-        call.exact_count = count + 1
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
+        to.exact_count = count + 1
+        to.threads = torch.get_num_threads()
+        if self._function(ctypes.byref(to)):
             raise MemoryError("not enough memory to attend over the packed cache")
         return out
 

@@ -1,16 +1,20 @@
-"""Scores with keys that are built of ranked codes, and sums of these codes, by the native library."""
+"""Attention over keys and values that are rebuilt from ranked codes, by the native library: csrc/ranked.h.
+
+As `rebuild`: scores with keys ``W_k x + m_k``, of which ``x`` is read from its codes, and sums of ``x``.
+"""
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...methods.transform import TransformCodec
+from ...quant.operand import RankedOperand
 from ...quant.ranked import WIDEST, normal_levels, size_table
+from ..rebuilding import at_columns
 from . import library as native
-from .rebuild import KeyScores, PackedSum, at_columns
+from .rebuild import KeyScores, NativeRebuilding, PackedSum
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -43,12 +47,12 @@ def zipped(weight: Tensor) -> Tensor:
     return weight.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4).contiguous()
 
 
-def arranged(weight: Tensor, heads: int) -> list[Tensor]:
+def by_state(weight: Tensor, heads: int) -> list[Tensor]:
     """The weights ``[G * D, C]`` of keys as int16 ``[C, G, width]``, ``width`` the next multiple of 32, and
     the unit of each of the ``C``."""
-    by_state = weight.float().T.unflatten(1, (heads, -1))
-    unit = by_state.abs().amax((1, 2)).clamp(min=1e-30) / WEIGHT_LIMIT
-    whole = (by_state / unit[:, None, None]).round().short()
+    states = weight.float().T.unflatten(1, (heads, -1))
+    unit = states.abs().amax((1, 2)).clamp(min=1e-30) / WEIGHT_LIMIT
+    whole = (states / unit[:, None, None]).round().short()
     return [zipped(_widened(whole)), unit]
 
 
@@ -60,14 +64,15 @@ def _widened(x: Tensor) -> Tensor:
 def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
     """Sets what does not change; returns what is pointed to."""
     (segment,) = layer.codec.segments
-    quantizer: Any = segment.quantizer
+    operand = segment.operand(layer.stream.block)
+    assert isinstance(operand, RankedOperand)
     (sizes, zero), (levels, reach) = size_table(), level_words()
-    side.usual = native.address(quantizer.usual, torch.int16, segment.channels)
+    side.usual = native.address(operand.usual, torch.int16, segment.channels)
     side.sizes = sizes[zero:].data_ptr()
     side.levels, side.reach = levels.data_ptr(), reach.data_ptr()
-    side.counts[:] = quantizer.counts
+    side.counts[:] = operand.counts
     side.block, side.channels = layer.stream.block, segment.channels
-    return [quantizer.usual, sizes, levels, reach]
+    return [operand.usual, sizes, levels, reach]
 
 
 class RankedKeys(KeyScores):
@@ -76,13 +81,13 @@ class RankedKeys(KeyScores):
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
         call = native.RankedScores()
         super().__init__(layer, f"xq_ranked_scores_{path}", call)
-        codec = layer.codec
-        assert isinstance(codec, TransformCodec)
+        codec = layer.codec.rematerialized
+        assert codec is not None and codec.key_bias is not None
         heads = codec.view.kv_heads
         if "keys" not in codec.prepared:
-            codec.prepared["keys"] = arranged(codec.key_weight, heads)
+            codec.prepared["keys"] = by_state(codec.key_weight, heads)
         weights, unit = codec.prepared["keys"]
-        mean = _widened(codec.mean[: codec.view.kv_width].float().view(heads, -1))
+        mean = _widened(codec.key_bias.float().view(heads, -1))
         self._constant = [*_describe(call.key, layer), weights, unit, mean]
         channels, width = call.key.channels, mean.shape[1]
         call.weights = native.address(weights, torch.int16, channels, heads, width)
@@ -92,7 +97,6 @@ class RankedKeys(KeyScores):
         call.turned = codec.view.rotary_size // 2
 
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
-        """As `KeyProduct.scores`."""
         query = _widened(query)
         # Tokens that were cropped away have the angles of another: their scores are hidden.
         angles = self._layer.index.rope(query)
@@ -104,9 +108,14 @@ class RankedKeys(KeyScores):
 
 
 class RankedSum(PackedSum):
-    """The same of ranked codes."""
+    """Sums of the ranked codes that one layer's values come from."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
         call = native.RankedSum()
         super().__init__(layer, f"xq_ranked_sum_{path}", call)
         self._constant = _describe(call.value, layer)
+
+
+def ranked_attention(layer: "CompressedLayer", path: str) -> NativeRebuilding:
+    """What attends over a layer of ranked codes."""
+    return NativeRebuilding(layer, RankedKeys(layer, path), RankedSum(layer, path))

@@ -1,69 +1,61 @@
-"""Scores with keys that are rebuilt from packed states by the native library."""
+"""Attention over keys that are rebuilt from packed rows, by the native library: csrc/rebuild.h.
+
+A score is ``Q · R(p) (W_k x_p + b_k)``; the library multiplies the codes of ``x_p`` with int16 weights, so
+keys are never stored. Values: see `rebuilding`. It equals attention over `CompressedLayer.read` but for the
+rounding of the weights to 15 bits.
+"""
 
 import ctypes
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...methods.xquant import Rematerialized
-from ...quant import Affine, Segment
+from ...methods import LayerCodec
+from ...quant.operand import Operand
 from ...quant.pack import Tile
+from ..addresses import BlockAddresses
+from ..blockwise import Run, split_bias
+from ..rebuilding import TOKENS, RebuildingAttention, at_columns
 from . import library as native
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
-    from ...store.stream import Stream
 
 ROWS = 8
-"""As BUILT_ROWS in cpu/rebuild.h."""
+"""As BUILT_ROWS in csrc/rebuild.h."""
 PAIRED = [0, 2, 1, 3]
-"""The order of the channels of a quad in registers (cpu/tiles.h)."""
+"""The order of the channels of a quad in registers (csrc/tiles.h)."""
+SCORES = 2**21
+"""That the library computes at a time, or as many as `TOKENS` tokens have: it keeps no keys."""
 
 
-def unfit(codec: Rematerialized, block: int) -> str:
+def unfit(codec: LayerCodec, block: int) -> str:
     """Why the library cannot rebuild the keys of a layer; empty where it can."""
     segment, view = codec.segments[0], codec.view
-    quantizer = segment.quantizer
+    rebuilt = codec.rematerialized
+    assert rebuilt is not None
+    operand = segment.operand(block)
     if view.device.type != "cpu":
         return f"the layer is on {view.device.type}"
     if codec.reads_below or codec.feeds_above:
         return "keys are rebuilt from sums over layers"
-    if not isinstance(quantizer, Affine) or segment.channels != codec.key_weight.shape[1]:
+    affine = isinstance(operand, Operand) and operand.levels is None
+    if not affine or segment.channels != rebuilt.key_weight.shape[1]:
         return "not all that keys come from is quantized alike"
+    assert isinstance(operand, Operand)
     if view.key_norm is not None:
         return "keys are normalized after they are rebuilt"
-    if quantizer.tile is None or not quantizer.tile.fits(block) or view.head_size % ROWS:
+    if operand.tile is None or not operand.tile.fits(block) or view.head_size % ROWS:
         return f"states of {segment.channels} channels in blocks of {block}"
-    if quantizer.per == "channel" and quantizer.range_size(block) < block:
+    if not operand.per_token and operand.group < block:
         return "several ranges of a channel in a block"
-    if quantizer.tile.head * (2**quantizer.bits - 1) * 32767 >= 2**31 and quantizer.per == "token":
-        return f"{quantizer.bits}-bit ranges of {quantizer.tile.head} channels"
+    if operand.tile.head * (2**operand.bits - 1) * 32767 >= 2**31 and operand.per_token:
+        return f"{operand.bits}-bit ranges of {operand.tile.head} channels"
     return ""
-
-
-def arranged(weights: Tensor, group: int) -> Tensor:
-    """int16 weights ``[N, C]`` in the order in which they meet the codes of tiles of ``group`` channels:
-    ``[N/8, C/group, units, 8, 8, 4]``, ``units = group / 32``; the last but one are the 8 of ``N``."""
-    split = weights.view(-1, ROWS, weights.shape[1] // group, 8, group // 32, 4)
-    return split.permute(0, 2, 4, 3, 1, 5)[..., PAIRED].contiguous()
-
-
-class Blocks:
-    """Keeps a side of the C interface pointed to the blocks of one segment."""
-
-    def __init__(self, stream: "Stream", number: int, side: native.Side) -> None:
-        self._stream, self._number, self._side = stream, number, side
-        self._version = -1
-
-    def refresh(self) -> None:
-        if self._stream.version == self._version:
-            return
-        self._version = self._stream.version
-        self._kept = []
-        for name, blocks in self._stream.pool[self._number].items():
-            self._kept.append(blocks.addresses)
-            setattr(self._side, name, self._kept[-1].data_ptr())
 
 
 class KeyScores:
@@ -74,7 +66,12 @@ class KeyScores:
         assert library is not None
         self._layer, self._call = layer, call
         self._function = getattr(library, function)
-        self._blocks = Blocks(layer.stream, 0, call.key)
+        self._blocks = _Blocks(layer, 0, call.key)
+
+    @abstractmethod
+    def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
+        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
+        ``table`` ``[B, c]``, whose tokens are in ``columns`` ``[c * n]``."""
 
     def _scores(self, query: Tensor, table: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Scores fp32 ``[B, G, r, c * n]`` of contiguous queries ``[B, G, r, .]`` (fp32) with the blocks
@@ -103,17 +100,17 @@ class KeyProduct(KeyScores):
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
         call = native.Rebuild()
         super().__init__(layer, f"xq_rebuild_{path}", call)
-        codec, view = layer.codec, layer.codec.view
-        assert isinstance(codec, Rematerialized)
-        quantizer: Any = codec.segments[0].quantizer
-        call.key.bits, call.key.per_token = quantizer.bits, quantizer.per == "token"
-        group = call.key.group = quantizer.tile.head
-        call.block, call.channels = layer.stream.block, codec.segments[0].channels
+        codec, view = layer.codec.rematerialized, layer.codec.view
+        operand = layer.codec.segments[0].operand(layer.stream.block)
+        assert codec is not None and isinstance(operand, Operand) and operand.tile is not None
+        call.key.bits, call.key.per_token = operand.bits, operand.per_token
+        group = call.key.group = operand.tile.head
+        call.block, call.channels = layer.stream.block, operand.channels
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
         call.turned = view.rotary_size // 2
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = self._prepare(
-                codec.key_weight.float(), group, quantizer.per == "channel"
+                codec.key_weight.float(), group, not operand.per_token
             )
         weights, unit, column, totals = codec.prepared["keys"]
         bias = view.key_bias
@@ -135,11 +132,14 @@ class KeyProduct(KeyScores):
             column = weight.norm(dim=0).clamp(min=torch.finfo(weight.dtype).tiny)
             weight = weight / column
         unit = weight.abs().amax(1).clamp(min=1e-30) / 32767
-        return [arranged((weight / unit[:, None]).round().short(), group), unit, column, totals]
+        return [
+            in_tile_order((weight / unit[:, None]).round().short(), group),
+            unit,
+            column,
+            totals,
+        ]
 
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
-        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
-        ``table`` ``[B, c]``, whose tokens are in ``columns`` ``[c * n]``."""
         cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
         self._call.angle_channel = cos.stride(1)
         return self._scores(query.contiguous(), table, cos, sin)
@@ -153,7 +153,7 @@ class PackedSum:
         assert library is not None
         self._call = call
         self._function = getattr(library, function)
-        self._blocks = Blocks(layer.stream, -1, call.value)
+        self._blocks = _Blocks(layer, -1, call.value)
         self._channels = layer.codec.segments[-1].channels
 
     def of(self, weights: Tensor, table: Tensor) -> Tensor:
@@ -175,34 +175,83 @@ class PackedSum:
         return out
 
 
-def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
-    """What stands in these columns along ``dim``, a view where they follow each other."""
-    first, count = int(columns[0]), len(columns)
-    if bool((columns.diff() == 1).all()):
-        return rows.narrow(dim, first, count)
-    return rows.index_select(dim, columns)
-
-
 class ValueSum(PackedSum):
     """The same of affine codes per token; no weight may be below 0."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
         call = native.Sum()
         super().__init__(layer, f"xq_sum_{path}", call)
-        segment = layer.codec.segments[-1]
-        quantizer: Any = segment.quantizer
-        call.value.bits, call.value.per_token = quantizer.bits, True
-        call.value.group = quantizer.range_size(segment.channels)
-        call.block, call.channels = layer.stream.block, segment.channels
+        operand = layer.codec.segments[-1].operand(layer.stream.block)
+        assert isinstance(operand, Operand)
+        call.value.bits, call.value.per_token, call.value.group = operand.bits, True, operand.group
+        call.block, call.channels = layer.stream.block, operand.channels
 
     @staticmethod
-    def fits(segment: Segment, block: int) -> bool:
-        """Whether the library can sum the channels of a segment."""
-        quantizer = segment.quantizer
+    def fits(layer: "CompressedLayer") -> bool:
+        """Whether the library can sum what the values of a layer come from."""
+        segment, block = layer.codec.segments[-1], layer.stream.block
+        operand = segment.operand(block)
         return (
-            isinstance(quantizer, Affine)
-            and quantizer.per == "token"
-            and quantizer.tile == Tile(segment.channels, "channels")
-            and quantizer.tile.fits(block)
-            and quantizer.range_size(segment.channels) % 16 == 0
+            isinstance(operand, Operand)
+            and operand.levels is None
+            and operand.per_token
+            and operand.tile == Tile(segment.channels, "channels")
+            and operand.tile.fits(block)
+            and operand.group % 16 == 0
         )
+
+
+class NativeRebuilding(RebuildingAttention):
+    """Attends over one layer whose keys the library rebuilds.
+
+    Args:
+        scores: with these keys.
+        sums: of what values come from; None to decode it.
+    """
+
+    def __init__(
+        self, layer: "CompressedLayer", scores: KeyScores, sums: "PackedSum | None"
+    ) -> None:
+        super().__init__(layer)
+        self._scores, self._sums = scores, sums
+
+    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
+        tokens = max(SCORES // left[0, ..., 0].numel(), TOKENS)
+        step = max(tokens // (len(key) * self._layer.stream.block), 1)
+        for table, columns, hidden in self._blocks(left, bias, limit, step):
+            scores = self._scores.scores(left[:, 0], table, columns)[:, None]
+            yield scores, split_bias(hidden, 1), partial(self._weigh_blocks, table=table)
+
+    def _weigh_blocks(self, weights: Tensor, table: Tensor) -> Tensor:
+        """As `_weigh`, with what is packed in the blocks ``table`` ``[B, c]``."""
+        if self._sums is None:
+            source = self._layer.stream.read_segment(-1, torch.float32, table)
+            return self._weigh(weights, source.flatten(1, 2))
+        sums = self._sums.of(weights.flatten(1, 3), table)
+        return sums.view(*weights.shape[:-1], -1)
+
+
+def rebuilding_attention(layer: "CompressedLayer", path: str) -> NativeRebuilding:
+    """What attends over a layer of affine codes."""
+    sums = ValueSum(layer, path) if ValueSum.fits(layer) else None
+    return NativeRebuilding(layer, KeyProduct(layer, path), sums)
+
+
+def in_tile_order(weights: Tensor, group: int) -> Tensor:
+    """int16 weights ``[N, C]`` in the order in which they meet the codes of tiles of ``group`` channels:
+    ``[N/8, C/group, units, 8, 8, 4]``, ``units = group / 32``; the last but one are the 8 of ``N``."""
+    split = weights.view(-1, ROWS, weights.shape[1] // group, 8, group // 32, 4)
+    return split.permute(0, 2, 4, 3, 1, 5)[..., PAIRED].contiguous()
+
+
+class _Blocks:
+    """Keeps an operand of the C interface pointed to the blocks of one segment."""
+
+    def __init__(self, layer: "CompressedLayer", number: int, side: Any) -> None:
+        self._addresses = BlockAddresses(layer.stream)
+        self._number, self._side = number, side
+
+    def refresh(self) -> None:
+        if self._addresses.refresh():
+            for name, blocks in self._addresses.fields[self._number].items():
+                setattr(self._side, name, blocks.data_ptr())

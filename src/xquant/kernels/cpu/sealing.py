@@ -1,10 +1,9 @@
-"""Quantizers by the native library, where it can: on the CPU, packed and unpacked in one go.
+"""Blocks packed and unpacked by the native library, in one go: csrc/seal.h, decode.h and ranked_seal.h.
 
-The result is that of the quantizer in torch, bit for bit, but for the sign of a zero, which torch leaves to
-the order in which it looks for the lowest.
+It equals `Affine` and `Ranked` in torch, bit for bit but for the sign of a zero, which torch leaves to the
+order in which it looks for the lowest.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,63 +12,47 @@ from torch import Tensor
 from ...quant import Affine, Packed, Quantizer
 from ...quant.pack import packed_rows
 from ...quant.quantizer import dense
-from ...quant.ranked import Ranked
-from ..triton import support as triton
-from ..triton import triton_encode
+from ...quant.ranked import Ranked, border_table, edge_table, level_table, size_table
+from ...store.packer import Packer
 from . import library as native
-from . import ranked_sealing
-
-_Encode = Callable[[str, Any, Tensor, Tensor | None], Packed]
-_Decode = Callable[[str, Any, Packed, Tensor], None]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def instruction_set(kernel: str) -> str | None:
-    """What a cache of this ``kernel`` seals with; None for torch."""
-    if kernel == triton.NAME:
-        return kernel
-    available = () if native.library() is None else native.paths()
-    if kernel == "auto":
-        return next(iter(available), None)
-    return kernel if kernel in available else None
+class NativePacker(Packer):
+    """Packs with the library's functions for the instruction set ``path``; what they do not know, with
+    torch."""
 
+    def __init__(self, path: str) -> None:
+        self._path = path
 
-def by_launch(quantizer: Quantizer, x: Tensor, path: str | None) -> bool:
-    """Whether `encode` of ``x`` is a launch on a GPU, which takes blocks of several layers as well."""
-    return triton.seals(quantizer, x, path)
+    def pack(self, quantizer: Quantizer, x: Tensor, excluded: Tensor | None) -> Packed:
+        own = _KNOWN.get(type(quantizer)) if _within_reach(x) else None
+        if own is None:
+            return super().pack(quantizer, x, excluded)
+        rows = x if x.stride(-1) == 1 else x.contiguous()
+        hidden = None if excluded is None else excluded.contiguous()
+        found: Packed = own[0](self._path, quantizer, rows, hidden)
+        return found
 
-
-def encode(quantizer: Quantizer, x: Tensor, excluded: Tensor | None, path: str | None) -> Packed:
-    """`Quantizer.encode` of blocks ``[N, n, C]``; ``excluded`` is bool ``[N, n]``.
-
-    Raises:
-        ValueError: ``x`` holds NaN in a token that sets a range.
-    """
-    if triton.seals(quantizer, x, path):
-        return triton_encode(quantizer, x, excluded)
-    own = _OWN.get(type(quantizer)) if path in native.PATHS and _within_reach(x) else None
-    if own is None:
-        return quantizer.encode(x, excluded)
-    assert path is not None
-    rows = x if x.stride(-1) == 1 else x.contiguous()
-    return own[0](path, quantizer, rows, None if excluded is None else excluded.contiguous())
-
-
-def decode(quantizer: Quantizer, packed: Packed, out: Tensor, path: str | None) -> None:
-    """`Quantizer.decode` into ``out`` ``[N, n, C]``, which may be some columns of a tensor."""
-    own = _OWN.get(type(quantizer)) if path in native.PATHS and _within_reach(out) else None
-    if own is None or out.stride(-1) != 1:
-        return quantizer.decode(packed, out)
-    assert path is not None
-    own[1](path, quantizer, {n: dense(packed, n).contiguous() for n in packed}, out)
+    def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
+        own = _KNOWN.get(type(quantizer)) if _within_reach(out) else None
+        if own is None or out.stride(-1) != 1:
+            return super().unpack(quantizer, packed, out)
+        fields = {name: dense(packed, name).contiguous() for name in packed}
+        own[1](self._path, quantizer, fields, out)
 
 
 def _within_reach(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in _FLOATS and rows.numel() > 0
 
 
-def _encode_affine(path: str, quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
+def pack_affine(path: str, quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
+    """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous.
+
+    Raises:
+        ValueError: NaN in a token that sets a range.
+    """
     codes_shape, ranges_shape = _shapes(quantizer, *x.shape[1:])
     codes = torch.empty(len(x), *codes_shape, dtype=torch.uint8)
     scale, zero = (torch.empty(len(x), *ranges_shape, dtype=torch.float16) for _ in range(2))
@@ -78,7 +61,8 @@ def _encode_affine(path: str, quantizer: Affine, x: Tensor, excluded: Tensor | N
     return packed
 
 
-def _decode_affine(path: str, quantizer: Affine, packed: Packed, out: Tensor) -> None:
+def unpack_affine(path: str, quantizer: Affine, packed: Packed, out: Tensor) -> None:
+    """Into ``out`` ``[N, n, C]``, contiguous in ``C``, from contiguous fields."""
     _call("decode", path, quantizer, out, packed, None)
 
 
@@ -130,8 +114,62 @@ def _call(
     native.pack_or_unpack(f"{what}_{path}", call)
 
 
-_OWN: dict[type, tuple[_Encode, _Decode]] = {
-    Affine: (_encode_affine, _decode_affine),
-    Ranked: (ranked_sealing.encode, ranked_sealing.decode),
+def pack_ranked(path: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
+    """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous.
+
+    Raises:
+        ValueError: NaN, or tensors that do not fit each other.
+    """
+    sizes = _ranked_sizes(quantizer, *x.shape[1:])
+    packed: Packed = {n: torch.empty(len(x), s, dtype=torch.uint8) for n, s in sizes.items()}
+    rows = x.float()
+    call = _ranked_call(quantizer, rows, packed, edge_table())
+    borders, _ = border_table()
+    call.borders = borders.data_ptr()
+    if excluded is not None:
+        call.hidden = native.address(excluded, torch.bool, *x.shape[:2])
+    native.pack_or_unpack(f"rank_{path}", call)
+    return packed
+
+
+def unpack_ranked(path: str, quantizer: Ranked, packed: Packed, out: Tensor) -> None:
+    """Into ``out`` ``[N, n, C]``, contiguous in ``C``, from contiguous fields.
+
+    Raises:
+        ValueError: tensors that do not fit each other.
+    """
+    native.pack_or_unpack(f"ranked_{path}", _ranked_call(quantizer, out, packed, level_table()))
+
+
+def _ranked_sizes(quantizer: Ranked, tokens: int, channels: int) -> dict[str, int]:
+    """Bytes of each field of a block."""
+    return {
+        "scale": packed_rows(channels, 4),
+        "gain": packed_rows(tokens, 4),
+        "codes": quantizer.code_nbytes(tokens),
+    }
+
+
+def _ranked_call(quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor) -> native.Ranked:
+    call = native.Ranked()
+    blocks, tokens, channels = rows.shape
+    field_sizes = _ranked_sizes(quantizer, tokens, channels)
+    for name, size in field_sizes.items():
+        setattr(call, name, native.address(dense(packed, name), torch.uint8, blocks, size))
+    sizes, zero = size_table()
+    call.usual = native.address(quantizer.usual, torch.int16, channels)
+    call.rows, call.levels, call.sizes = (t.data_ptr() for t in (rows, table, sizes[zero:]))
+    call.block_stride, call.token_stride, _ = rows.stride()
+    call.code_bytes = field_sizes["codes"]
+    call.counts[:] = quantizer.counts
+    call.blocks, call.tokens, call.channels = blocks, tokens, channels
+    call.dtype, call.threads = native.DTYPES[rows.dtype], torch.get_num_threads()
+    return call
+
+
+_KNOWN: dict[type, tuple[Any, Any]] = {
+    Affine: (pack_affine, unpack_affine),
+    Ranked: (pack_ranked, unpack_ranked),
 }
-"""The native ways of a quantizer, of this class and no other: one derived from it may do something else."""
+"""The quantizers whose arithmetic the library has, of these classes and no other: one that is derived from
+them may do something else."""

@@ -1,4 +1,9 @@
-"""Attention over packed keys and values in plain torch, scales folded into what multiplies the codes."""
+"""Attention over packed keys and values in torch: scales and zeros are folded into what multiplies the codes.
+
+A key has codes ``q``, so that its channels are ``q_c s_c + z_c``, and a score is ``sum_c (Q_c s_c) q_c +
+sum_c Q_c z_c``: the query is scaled once a block, not every key. Values likewise, by token. It equals
+attention over `CompressedLayer.read`.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -7,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...models.base import rotate
-from ..blockwise import Part, PartedAttention, by_block
-from .products import Side
+from ..blockwise import BlockwiseAttention, Run, split_bias
+from .products import PackedProduct
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -17,17 +22,17 @@ CHUNK = 1 << 20
 """Elements of keys that are unpacked at a time; at least a block of each sequence."""
 
 
-class FoldedAttention(PartedAttention):
+class FoldedAttention(BlockwiseAttention):
     """Codes are unpacked, but never become values, nor keys unless they are kept before RoPE."""
 
     def __init__(self, layer: "CompressedLayer") -> None:
         super().__init__(layer)
         keys, values = layer.codec.segments
         heads, block = layer.codec.view.kv_heads, layer.stream.block
-        self._keys = Side(keys, heads, block, "tokens")
-        self._values = Side(values, heads, block, "channels")
+        self._keys = PackedProduct(keys, heads, block, "tokens")
+        self._values = PackedProduct(values, heads, block, "channels")
 
-    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Part]:
+    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
         layer, stream = self._layer, self._layer.stream
         batch = len(key)
         step = max(CHUNK // (batch * stream.block * layer.codec.view.kv_width), 1)
@@ -37,13 +42,13 @@ class FoldedAttention(PartedAttention):
                 scores = self._keys.times(left, keys)
             else:
                 states = self._keys.states(keys, batch)  # [B, c, G, n, D]
-                scores = left @ self._turned(states, key, columns).mT
+                scores = left @ self._rotated(states, key, columns).mT
             weigh = partial(self._values.times, packed=values)
-            yield scores, by_block(part, table.shape[1]), weigh
+            yield scores, split_bias(part, table.shape[1]), weigh
 
-    def _turned(self, keys: Tensor, like: Tensor, columns: Tensor) -> Tensor:
+    def _rotated(self, keys: Tensor, like: Tensor, columns: Tensor) -> Tensor:
         """Keys ``[B, c, G, n, D]`` as they are after RoPE in these columns ``[c * n]``."""
-        offset = getattr(self._layer.codec, "offset", None)
+        offset = self._layer.codec.offset
         if offset is not None:
             keys += offset.view(keys.shape[2], 1, -1)
         blocks = keys.shape[1]

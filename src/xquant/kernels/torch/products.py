@@ -1,4 +1,4 @@
-"""Products with packed blocks of keys or values, in plain torch."""
+"""Products with packed blocks of keys or values, in torch."""
 
 from math import gcd
 from typing import Any, Literal
@@ -6,13 +6,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...quant import Codebook, Packed, Segment
+from ...quant import Packed, Segment
+from ...quant.operand import Operand
 from ...quant.pack import unpack
 from ...quant.quantizer import dense
 
 
-class Side:
-    """The keys or the values of a layer, whose blocks are codes and ranges and nothing else.
+class PackedProduct:
+    """Multiplies with the keys or the values of a layer, whose blocks are codes and ranges and nothing else.
 
     Letters: ``M`` lanes, and ``K`` what is summed over: tokens and channels of a head for keys, channels and
     tokens for values. ``m`` and ``k`` count their runs of one scale and zero.
@@ -21,8 +22,10 @@ class Side:
     def __init__(
         self, segment: Segment, heads: int, block: int, lanes: Literal["tokens", "channels"]
     ) -> None:
+        operand = segment.operand(block)
+        assert isinstance(operand, Operand)
         self._quantizer: Any = segment.quantizer
-        self._channels, self._heads, self._block = segment.channels, heads, block
+        self._operand, self._heads, self._block = operand, heads, block
         self._by_token = lanes == "tokens"
 
     def times(self, left: Tensor, packed: Packed) -> Tensor:
@@ -47,34 +50,31 @@ class Side:
     def _codes(self, packed: Packed, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Codes as numbers, or the levels they stand for, ``[B, c, G, M, K]``; scale and zero
         ``[B | 1, c | 1, G, m, k]``, one of the two a run each."""
-        quantizer = self._quantizer
-        stored = dense(packed, "codes")
-        tile = quantizer.tile
-        if tile is not None and tile.fits(self._block):
-            summed = tile.head if self._by_token else self._block
-            codes = tile.rows(unpack(stored, quantizer.bits, summed // 4))
+        operand, stored = self._operand, dense(packed, "codes")
+        if operand.tile is not None and operand.tile.fits(self._block):
+            summed = operand.tile.head if self._by_token else self._block
+            codes = operand.tile.rows(unpack(stored, operand.bits, summed // 4))
         else:
-            codes = self._by_head(quantizer.unpack(stored, self._block))
-        if isinstance(quantizer, Codebook):
-            levels = quantizer.levels.to(codes.device).float()
+            codes = self._by_head(self._quantizer.unpack(stored, self._block))
+        if operand.levels is not None:
+            levels = operand.levels.to(codes.device).float()
             numbers = levels.index_select(0, codes.flatten().int()).view(codes.shape)
         else:
             numbers = codes.float()
-        fixed = quantizer.offline_ranges() if isinstance(quantizer, Codebook) else None
-        if fixed is None:
-            ranges = quantizer.unpack_ranges(packed, self._block)
+        if operand.fixed is None:
+            ranges = self._quantizer.unpack_ranges(packed, self._block)
         else:
-            ranges = [t.to(codes.device).expand(batch, 1, -1) for t in fixed]
+            ranges = [t.to(codes.device).expand(batch, 1, -1) for t in operand.fixed]
         scale, zero = (self._runs(t.float()).unflatten(0, (batch, -1)) for t in ranges)
         return numbers.unflatten(0, (batch, -1)), scale, zero
 
     def _runs(self, ranges: Tensor) -> Tensor:
         """Scales or zeros ``[N, n, ranges]`` or ``[N, ranges, C]`` as ``[N, G, m, k]``. A range that
         spans heads, or is followed by a shorter one, becomes several runs."""
-        per_token = self._quantizer.per == "token"
-        along = self._channels if per_token else self._block
-        size = min(self._quantizer.range_size(along), along)
-        run = gcd(size, self._channels // self._heads if per_token else along)
+        per_token, channels = self._operand.per_token, self._operand.channels
+        along = channels if per_token else self._block
+        size = min(self._operand.group, along)
+        run = gcd(size, channels // self._heads if per_token else along)
         if run < size:
             dim = -1 if per_token else -2
             ranges = ranges.repeat_interleave(size // run, dim).narrow(dim, 0, along // run)

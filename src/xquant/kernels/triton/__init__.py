@@ -1,45 +1,67 @@
-"""Triton kernels, for layers on a GPU: `support` says what they read, and where they can run.
+"""The Triton backend: kernels for layers on a GPU, in ``jit/``, and beside them what launches each.
 
-Triton comes with torch's builds for CUDA. It is imported only where one of these kernels is chosen.
+Triton comes with torch's builds for CUDA. It is imported only where one of these kernels is used; `support`
+says without it what they read, and where they can run.
 """
 
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...methods.xquant import Rematerialized
-from ...methods.xquant_cl import DeltaCodec
-from ...quant import Affine, Packed
-from .angles import TurnBook
-from .support import tiled
+from ...methods import LayerCodec
+from ...quant import Packed, Quantizer
+from ...store.packer import Packer
+from ...store.past import Accumulator
+from ..backend import Backend, LayerAttention, Shared
+from . import support
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
-    from .accumulate import TritonCarrier
-    from .attention import TritonAttention
-    from .rebuild import TritonRebuilt
 
 
-def triton_attention(layer: "CompressedLayer", book: TurnBook) -> "TritonAttention | TritonRebuilt":
-    """What attends over one layer."""
-    from .attention import TritonAttention
-    from .rebuild import TritonRebuilt
+class TritonPacker(Packer):
+    """Packs affine codes by a launch, which takes blocks of several layers as well."""
 
-    rebuilt = isinstance(layer.codec, Rematerialized)
-    return TritonRebuilt(layer, book) if rebuilt else TritonAttention(layer, book)
+    def pack(self, quantizer: Quantizer, x: Tensor, excluded: Tensor | None) -> Packed:
+        if not support.seals(quantizer, x):
+            return super().pack(quantizer, x, excluded)
+        from .sealing import encode
 
+        return encode(quantizer, x, excluded)
 
-def triton_carrier(layer: "CompressedLayer") -> "TritonCarrier | None":
-    """What sums a layer and those below it; None where that is left to torch."""
-    from .accumulate import TritonCarrier
-
-    codec = layer.codec
-    fits = isinstance(codec, DeltaCodec) and tiled(codec.segments[0], layer.stream.block)
-    return TritonCarrier(layer) if fits else None
+    def joins(self, quantizer: Quantizer, x: Tensor) -> bool:
+        return support.seals(quantizer, x)
 
 
-def triton_encode(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
-    """`Affine.encode` where `support.seals`."""
-    from .sealing import encode
+class Triton(Backend):
+    """Attention, sums over layers and sealing by Triton's kernels."""
 
-    return encode(quantizer, x, excluded)
+    name = "triton"
+
+    @property
+    def packer(self) -> Packer:
+        return TritonPacker()
+
+    def unfit(self, codec: LayerCodec, block: int) -> str:
+        return support.unfit(codec, block)
+
+    def missing(self, codec: LayerCodec) -> str:
+        return support.missing(codec.view.device)
+
+    def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
+        from .attention import TritonAttention
+        from .rebuild import TritonRebuilding
+
+        rebuilt = layer.codec.rematerialized is not None
+        kind = TritonRebuilding if rebuilt else TritonAttention
+        return kind(layer, shared.rope, shared.workspace)
+
+    def accumulator(self, layer: "CompressedLayer") -> Accumulator | None:
+        from .accumulate import TritonAccumulator
+
+        codec = layer.codec
+        fits = codec.sums_deltas and support.tiled(codec.segments[0], layer.stream.block)
+        return TritonAccumulator(layer) if fits else None
+
+
+BACKEND = Triton()

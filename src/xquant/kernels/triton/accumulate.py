@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...methods.xquant_cl import DeltaCodec
 from .describe import side
-from .jit.accumulate import carry
-from .matrices import Coded, arranged
+from .jit.accumulate import accumulate
+from .matrices import Coded, by_chunk
 from .support import power
 from .table import BlockTable
 
@@ -19,12 +18,12 @@ MOST_OUT = 128
 """Channels of the sum that a program adds to."""
 
 
-class TritonCarrier:
+class TritonAccumulator:
     """One layer's side of it. Holds addresses, so it is never copied with the cache."""
 
     def __init__(self, layer: "CompressedLayer") -> None:
         codec, segment, block = layer.codec, layer.codec.segments[0], layer.stream.block
-        assert isinstance(codec, DeltaCodec)
+        assert codec.sums_deltas
         self._layer, self._codec = layer, codec
         device = codec.view.device
         coded = Coded.of(segment, block, device)
@@ -34,7 +33,7 @@ class TritonCarrier:
         self._weights = self._units = self._nothing
         if codec.synthesis is not None:
             if "triton sums" not in codec.prepared:
-                codec.prepared["triton sums"] = list(arranged(codec.synthesis, coded))
+                codec.prepared["triton sums"] = list(by_chunk(codec.synthesis, coded))
             self._weights, self._units = codec.prepared["triton sums"]
         chunks = segment.channels // coded.tile * -(-coded.tile // coded.chunk)
         out = min(MOST_OUT, power(codec.width))
@@ -52,7 +51,7 @@ class TritonCarrier:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """The cache that a layer is copied with gives it one of its own."""
 
-    def carried(self, below: Tensor | None) -> Tensor:
+    def accumulate(self, below: Tensor | None) -> Tensor:
         """The sum of this layer's sealed tokens ``[B, T, W]``, with sinks as they are; ``below``, that of the
         layer below, is written over."""
         layer, table = self._layer, self._table
@@ -63,9 +62,10 @@ class TritonCarrier:
             shape = len(layer.stream.table), layer.stream.tokens, self._codec.width
             out = torch.empty(shape, dtype=self._codec.view.dtype, device=self._codec.view.device)
         sinks, sink_at, sink_count = self._nothing, table.begins, 0
-        if layer.sinks is not None and layer.sink_at is not None:
-            sinks, sink_at, sink_count = layer.sinks, layer.sink_at, layer.sinks.shape[1]
-        carry[(table.columns, self._runs, len(out))](
+        if layer.sinks is not None:
+            sinks, sink_at = layer.sinks.rows, layer.sinks.columns
+            sink_count = sinks.shape[1]
+        accumulate[(table.columns, self._runs, len(out))](
             out,
             table.addresses,
             table.begins,

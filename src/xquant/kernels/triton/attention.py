@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..call import Newest
-from .angles import TurnBook
+from ..backend import LayerAttention
+from ..call import AttentionCall
+from ..rope import RopeTable
+from ..workspace import Workspace
 from .describe import side
 from .jit.attend import attend
-from .jit.combine import join
-from .launch import Asked, asked, share_of
+from .jit.combine import combine
+from .launch import Launch, blocks_per_split, launch_of
 from .support import power
 from .table import BlockTable
 
@@ -22,16 +24,16 @@ WIDE = 1 << 14
 registers would spill."""
 
 
-class TritonAttention:
-    """Attends over one layer. Holds addresses, so it is never copied with the cache."""
+class TritonAttention(LayerAttention):
+    """Attends over one layer."""
 
-    def __init__(self, layer: "CompressedLayer", book: TurnBook) -> None:
-        self._layer, self._book = layer, book
+    def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
+        self._layer, self._rope, self._workspace = layer, rope, workspace
         view, block = layer.codec.view, layer.stream.block
         sides = [side(s, block, view.head_size, view.device) for s in layer.codec.segments]
         self._table = BlockTable(layer.stream, sides, view.device)
         self._nothing = torch.zeros(1, device=view.device)  # in place of what a layer has not
-        offset = getattr(layer.codec, "offset", None)
+        offset = layer.codec.offset
         offset = None if offset is None else offset.float().contiguous()
         self._given = [
             self._nothing if t is None else t for t in (*(s.levels for s in sides), offset)
@@ -49,23 +51,23 @@ class TritonAttention:
             **sides[1].constants("VALUE"),
         }
 
-    def attend(self, newest: Newest) -> Tensor | None:
-        """As `PackedAttention.attend`. Asks the device for nothing while no block is sealed."""
-        found = asked(self._layer, newest, self._book)
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
+        found = launch_of(self._layer, call, self._rope)
         if found is None:
             return None
         table, nothing = self._table, self._nothing
         table.refresh()
         query, batch, groups, rows = found.query, found.batch, found.groups, found.rows
-        share = share_of(table.columns, batch * groups * found.runs, query.device)
-        # One part has what is kept exactly, the others blocks.
-        parts = 1 + -(-table.columns // share)
-        many = batch * groups * parts * rows
-        sums, peaks = self._book.room(query.device, many * found.size, many * 2)
+        share = blocks_per_split(table.columns, batch * groups * found.runs, query.device)
+        # One split has what is kept exactly, the others blocks.
+        splits = 1 + -(-table.columns // share)
+        many = batch * groups * splits * rows
+        sums, maxima = self._workspace.take(query.device, many * found.size, many * 2)
         tail, sinks, sink_at = exact_rows(self._layer, nothing, table.begins)
         sink_count = sinks.shape[1] if sinks.dim() > 1 else 0
         out = found.new_out()
-        attend[(parts, batch * groups, found.runs)](
+        attend[(splits, batch * groups, found.runs)](
             query,
             found.key,
             found.value,
@@ -74,12 +76,12 @@ class TritonAttention:
             sink_at,
             nothing if found.mask is None else found.mask,
             sums,
-            peaks,
+            maxima,
             table.addresses,
             table.begins,
             table.lengths,
             *found.start,
-            *found.turn,
+            *found.within,
             *found.tail,
             *found.sinks,
             *self._given,
@@ -105,22 +107,22 @@ class TritonAttention:
             **found.constants,
             **self._constants,
         )
-        join_parts(sums, peaks, parts, found, out)
+        combine_splits(sums, maxima, splits, found, out)
         return out
 
 
-def join_parts(sums: Tensor, peaks: Tensor, parts: int, found: Asked, out: Tensor) -> None:
-    """Write to ``out`` ``[B, t, H, D]`` what ``parts`` programs of every row found."""
-    join[(found.rows, found.batch * found.groups, 1)](
+def combine_splits(sums: Tensor, maxima: Tensor, splits: int, found: Launch, out: Tensor) -> None:
+    """Write to ``out`` ``[B, t, H, D]`` the combination of ``splits`` of every row."""
+    combine[(found.rows, found.batch * found.groups, 1)](
         sums,
-        peaks,
+        maxima,
         out,
-        parts,
+        splits,
         found.queries,
         found.group_heads,
         found.groups,
         *out.stride()[:3],
-        peaks,
+        maxima,
         D=found.size,
         DP=power(found.size),
         OPEN=False,
@@ -132,9 +134,9 @@ def exact_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tail and sinks ``[B, ., W]`` of a layer, the columns of sinks ``[B, S]``; or what stands for them."""
     tail = nothing if layer.tail is None else layer.tail
-    if layer.sinks is None or layer.sink_at is None:
+    if layer.sinks is None:
         return tail, nothing, nowhere
-    return tail, layer.sinks, layer.sink_at
+    return tail, layer.sinks.rows, layer.sinks.columns
 
 
 def steps(rows: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a layer is asked for in one forward pass, as the kernels are given it."""
+"""Launch: the arguments that every launch of one attention call shares."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call import Newest
-from ..rope import Pair
-from .angles import TurnBook
+from ...models.rope import Pair
+from ..call import AttentionCall
+from ..rope import RopeTable
 from .support import power
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def share_of(columns: int, programs: int, device: torch.device) -> int:
-    """Columns of one part, so that all parts of ``programs`` keep the device busy, and one more program of
-    each is left for what is kept exactly."""
+def blocks_per_split(columns: int, programs: int, device: torch.device) -> int:
+    """How many of ``columns`` blocks a program reads, so that ``programs`` times the splits keep the device
+    busy, with one more split left for what is kept exactly."""
     wanted = WAVES * multiprocessors(device) // programs - 1
     return max(-(-columns // max(wanted, 1)), 1)
 
 
-class Asked(NamedTuple):
+class Launch(NamedTuple):
     """The newest tokens, and how many there are before them."""
 
     query: Tensor  # [B, H, t, D], channels beside each other, as in keys and values
@@ -49,8 +49,8 @@ class Asked(NamedTuple):
     past: int  # tokens before the newest
     limit: int  # of them in blocks
     before: int  # of them in the tail
-    start: Pair  # see `angles.Turns`
-    turn: Pair
+    start: Pair  # see `RopeAngles`
+    within: Pair
     tail: Pair
     sinks: Pair
 
@@ -120,25 +120,26 @@ class Asked(NamedTuple):
         }
 
 
-def asked(layer: "CompressedLayer", newest: Newest, book: TurnBook) -> Asked | None:
+def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) -> Launch | None:
     """None where no kernel can answer."""
-    query, key, value, mask, scaling, softcap = newest
-    if not newest.masked_plainly:
+    query, key, value, mask, scaling, softcap = call
+    if not call.masked_plainly:
         return None
     stream, device = layer.stream, layer.codec.view.device
     if layer.lender is not None and layer.lender.codec.view.device != device:
         return None
-    past = layer.get_seq_length() - query.shape[2]
+    past = layer.tokens - query.shape[2]
     limit = min(stream.tokens, past)
     before = past - limit  # older than these queries
     if layer.codec.rotated:
         nothing = torch.empty(0, device=device)
         pairs = [(nothing, nothing)] * 4
     else:
-        turns = book.of(stream.lengths, stream.block, before, layer.sink_at)
-        if turns is None:
+        columns = None if layer.sinks is None else layer.sinks.columns
+        angles = rope.of(stream.lengths, stream.block, before, columns)
+        if angles is None:
             return None
-        given = turns.start, turns.turn, turns.tail, turns.sinks
+        given = angles.start, angles.within.angles, angles.tail, angles.sinks
         pairs = [(cos.to(device), sin.to(device)) for cos, sin in given]
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    return Asked(query, key, value, mask, scaling, softcap or 0.0, past, limit, before, *pairs)
+    return Launch(query, key, value, mask, scaling, softcap or 0.0, past, limit, before, *pairs)

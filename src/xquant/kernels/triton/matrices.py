@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quant import Affine, Segment
+from ...quant import Segment
 from .describe import side
-from .support import power
+from .support import affine, power
 
 CHUNK = 64
 """Channels that are multiplied at a time."""
@@ -27,10 +27,11 @@ class Coded:
     @classmethod
     def of(cls, segment: Segment, block: int, device: torch.device) -> "Coded":
         """``segment`` as `support.tiled` allows it."""
-        quantizer = segment.quantizer
-        assert isinstance(quantizer, Affine) and quantizer.tile is not None
-        one = side(segment, block, quantizer.tile.head, device)
-        return cls(quantizer.tile.head, one.bits, one.per_token, one.span, one.group)
+        operand = affine(segment, block)
+        assert operand is not None and operand.tile is not None
+        head = operand.tile.head
+        span = side(segment, block, head, device).span
+        return cls(head, operand.bits, operand.per_token, span, operand.group)
 
     @property
     def chunk(self) -> int:
@@ -60,7 +61,7 @@ class Coded:
         }
 
 
-def arranged(weight: Tensor, coded: Coded | None) -> tuple[Tensor, Tensor]:
+def by_chunk(weight: Tensor, coded: Coded | None) -> tuple[Tensor, Tensor]:
     """A matrix ``[M, C]`` chunk by chunk, in the order in which codes lie, each row divided by its unit,
     and the units fp32 ``[M]``.
 

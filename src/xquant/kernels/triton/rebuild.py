@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...methods.xquant import Rematerialized
-from ...quant import Affine
-from ..call import Newest
-from .angles import TurnBook
-from .attention import join_parts, steps
+from ...quant.operand import Operand
+from ..backend import LayerAttention
+from ..call import AttentionCall
+from ..rebuilding import recalled_rows
+from ..rope import RopeTable
+from ..workspace import Workspace
+from .attention import combine_splits, steps
 from .describe import side
-from .jit.combine import join
+from .jit.combine import combine
 from .jit.exact import exact
 from .jit.rebuild import rebuild
 from .jit.sum_states import sum_states
-from .launch import Asked, asked, share_of
-from .matrices import CHUNK, Coded, arranged
+from .launch import Launch, blocks_per_split, launch_of
+from .matrices import CHUNK, Coded, by_chunk
 from .support import power
 from .table import BlockTable
 
@@ -38,22 +40,22 @@ JOINED = 256
 """Channels that a program joins."""
 
 
-class TritonRebuilt:
-    """Attends over one layer. Holds addresses, so it is never copied with the cache."""
+class TritonRebuilding(LayerAttention):
+    """Attends over one layer."""
 
-    def __init__(self, layer: "CompressedLayer", book: TurnBook) -> None:
-        self._layer, self._book = layer, book
-        codec, block = layer.codec, layer.stream.block
-        assert isinstance(codec, Rematerialized)
+    def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
+        self._layer, self._rope, self._workspace = layer, rope, workspace
+        codec, block = layer.codec.rematerialized, layer.stream.block
+        assert codec is not None
         view = codec.view
         self._codec, self._device = codec, view.device
         self._nothing = torch.zeros(1, device=view.device)
-        sides = [side(s, block, s.channels, view.device) for s in layer.codec.segments]
+        sides = [side(s, block, s.channels, view.device) for s in codec.segments]
         self._table = BlockTable(layer.stream, sides, view.device)
-        self._carried = codec.reads_below or codec.feeds_above
-        coded = None if self._carried else Coded.of(codec.segments[0], block, view.device)
+        self._accumulated = codec.reads_below or codec.feeds_above
+        coded = None if self._accumulated else Coded.of(codec.segments[0], block, view.device)
         if "triton keys" not in codec.prepared:
-            codec.prepared["triton keys"] = list(arranged(codec.key_weight, coded))
+            codec.prepared["triton keys"] = list(by_chunk(codec.key_weight, coded))
         self._weights, self._units = codec.prepared["triton keys"]
         bias = view.key_bias
         self._bias = self._nothing if bias is None else bias.float().contiguous()
@@ -81,37 +83,38 @@ class TritonRebuilt:
     def _summed(self) -> dict[str, Any]:
         """What sums of values are compiled for."""
         codec, segment = self._codec, self._codec.segments[-1]
-        if self._carried:
+        if self._accumulated:
             size = min(MOST_SUMMED, power(codec.value_weight.shape[1]))
             return {"SOURCE": 0, "D": size, "DP": size, "BITS": 4, "SPAN": 0, "GROUP": 1}
-        quantizer = segment.quantizer
-        assert isinstance(quantizer, Affine) and quantizer.tile is not None
-        by_token = quantizer.tile.lanes == "tokens"
-        group = quantizer.range_size(segment.channels)
-        size = quantizer.tile.head if by_token else gcd(group, MOST_SUMMED)
+        operand = segment.operand(self._layer.stream.block)
+        assert isinstance(operand, Operand) and operand.tile is not None
+        by_token = operand.tile.lanes == "tokens"
+        size = operand.tile.head if by_token else gcd(operand.group, MOST_SUMMED)
         one = side(segment, self._layer.stream.block, size, self._device)
         return {
             "SOURCE": 2 if by_token else 1,
             "D": size,
             "DP": power(size),
-            "BITS": one.bits,
+            "BITS": operand.bits,
             "SPAN": one.span,
-            "GROUP": one.group,
+            "GROUP": operand.group,
         }
 
-    def attend(self, newest: Newest) -> Tensor | None:
-        """As `PackedAttention.attend`. Asks the device for nothing while no block is sealed."""
-        found = asked(self._layer, newest, self._book)
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
+        found = launch_of(self._layer, call, self._rope)
         if found is None:
             return None
         self._table.refresh()
         heads, size = found.batch * found.groups * found.rows, found.size
         channels, columns = self._codec.value_weight.shape[1], self._table.columns
         sequences = found.batch * -(-found.groups * found.rows // SUM_ROWS)
-        share = share_of(columns, -(-channels // self._values["D"]) * sequences, self._device)
+        share = blocks_per_split(
+            columns, -(-channels // self._values["D"]) * sequences, self._device
+        )
         parts = -(-columns // share)
         # The exact tokens are one part of what is joined at last, all blocks are the other.
-        sums, peaks, scores, *coded = self._book.room(
+        sums, peaks, scores, *coded = self._workspace.take(
             self._device,
             2 * heads * size,
             2 * heads * 2,
@@ -127,19 +130,19 @@ class TritonRebuilt:
             part = self._project(found, coded, parts, peaks[2 * heads :])
             sums[heads * size : 2 * heads * size].view_as(part).copy_(part)
         out = found.new_out()
-        join_parts(sums, peaks, 1 + (columns > 0), found, out)
+        combine_splits(sums, peaks, 1 + (columns > 0), found, out)
         if self._layer.below is not None:
             self._layer.below.release()
         return out
 
-    def _exact(self, found: Asked, sums: Tensor, peaks: Tensor) -> None:
+    def _exact(self, found: Launch, sums: Tensor, peaks: Tensor) -> None:
         """What is kept exactly: keys and values of its rows are projected as the model does."""
         layer, nothing = self._layer, self._nothing
         tail, sinks, sink_at, sink_count = nothing, nothing, self._table.begins, 0
         kept = [] if layer.tail is None else [layer.tail[:, : found.before]]
-        if layer.sinks is not None and layer.sink_at is not None:
-            kept.insert(0, layer.sinks)
-            sink_at, sink_count = layer.sink_at, layer.sinks.shape[1]
+        if layer.sinks is not None:
+            kept.insert(0, layer.sinks.rows)
+            sink_at, sink_count = layer.sinks.columns, layer.sinks.rows.shape[1]
         if found.before + sink_count:
             rows = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
             states = torch.cat(self._codec.exact(rows), -1)
@@ -179,18 +182,18 @@ class TritonRebuilt:
 
     def _rows_in(self) -> Tensor:
         """Sums over layers ``[B, T, C]``, where keys and values come from them."""
-        if not self._carried:
+        recalled = recalled_rows(self._layer)
+        if recalled is None:
             return self._nothing
-        layer = self._layer
-        recalled = layer.recalled if layer.recalled is not None else layer.recall()
-        assert recalled is not None
         rows = self._codec.sources(recalled)[0]
         return rows if rows.stride(-1) == 1 else rows.contiguous()
 
-    def _score(self, found: Asked, rows_in: Tensor, scores: Tensor) -> None:
+    def _score(self, found: Launch, rows_in: Tensor, scores: Tensor) -> None:
         layer, table = self._layer, self._table
-        sink_at = table.begins if layer.sink_at is None else layer.sink_at
-        sink_count = 0 if layer.sink_at is None else layer.sink_at.shape[1]
+        sink_at, sink_count = table.begins, 0
+        if layer.sinks is not None:
+            sink_at = layer.sinks.columns
+            sink_count = sink_at.shape[1]
         rebuild[(table.columns, found.groups // self._together, found.batch)](
             found.query,
             sink_at,
@@ -205,7 +208,7 @@ class TritonRebuilt:
             self._bias,
             self._gain,
             *found.start,
-            *found.turn,
+            *found.within,
             table.columns,
             found.limit,
             sink_count,
@@ -226,7 +229,7 @@ class TritonRebuilt:
         )
 
     def _sum(
-        self, found: Asked, rows_in: Tensor, scores: Tensor, share: int, out: list[Tensor]
+        self, found: Launch, rows_in: Tensor, scores: Tensor, share: int, out: list[Tensor]
     ) -> None:
         table, channels = self._table, self._codec.value_weight.shape[1]
         rows = found.groups * found.rows
@@ -248,14 +251,14 @@ class TritonRebuilt:
             **self._values,
         )
 
-    def _project(self, found: Asked, coded: list[Tensor], parts: int, peaks_out: Tensor) -> Tensor:
+    def _project(self, found: Launch, coded: list[Tensor], parts: int, peaks_out: Tensor) -> Tensor:
         """Values ``[B, G, rows, D]`` of all blocks, from the parts of their sums."""
         weight, bias = self._codec.value_weight, self._codec.value_bias
         channels, rows = weight.shape[1], found.groups * found.rows
         joined = torch.empty(
             found.batch, found.groups, found.rows, channels, dtype=weight.dtype, device=self._device
         )
-        join[(rows, found.batch, -(-channels // JOINED))](
+        combine[(rows, found.batch, -(-channels // JOINED))](
             *coded,
             joined,
             parts,

@@ -3,18 +3,16 @@
 import os
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from ...methods.xquant import Rematerialized
+from ...methods import LayerCodec
+from ...methods.rematerialized import Rematerialized
 from ...quant import Affine, Quantizer, Segment
+from ...quant.operand import Operand
 
-if TYPE_CHECKING:
-    from ...methods import LayerCodec
-
-NAME = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 15
 """Of a head in a block, which a program holds in registers."""
@@ -39,7 +37,7 @@ def missing(device: torch.device) -> str:
     return f"the layer is on {device.type}, and Triton's kernels run on cuda"
 
 
-def unfit(codec: "LayerCodec", block: int) -> str:
+def unfit(codec: LayerCodec, block: int) -> str:
     """Why the kernels cannot read a layer; empty where they can."""
     view = codec.view
     if view.dtype not in DTYPES:
@@ -50,34 +48,43 @@ def unfit(codec: "LayerCodec", block: int) -> str:
         return f"heads of {view.head_size} in blocks of {block} are more than a program holds"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding turns a part of a head"
-    return _unfit_rebuilt(codec, block) if isinstance(codec, Rematerialized) else ""
+    rebuilt = codec.rematerialized
+    return "" if rebuilt is None else _unfit_rebuilt(rebuilt, block)
 
 
 def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:
     """The same of a layer whose keys and values are rebuilt."""
-    keys, values = codec.segments[0], codec.segments[-1]
-    if not (isinstance(keys.quantizer, Affine) and isinstance(values.quantizer, Affine)):
+    keys, values = (affine(segment, block) for segment in (codec.segments[0], codec.segments[-1]))
+    if keys is None or values is None:
         return "what keys and values come from has no affine codes"
     if codec.view.key_norm is not None and codec.view.key_gain() is None:
         return "keys are normalized in a way of their own"
     if codec.reads_below or codec.feeds_above:
         return ""
-    if keys.channels != codec.key_weight.shape[1] or values.quantizer.per == "channel":
+    if keys.channels != codec.key_weight.shape[1] or not values.per_token:
         return "not all that keys or values come from is quantized alike"
-    tiles = keys.quantizer.tile, values.quantizer.tile
-    if not (tiled(keys, block) and tiled(values, block)):
+    if not (_in_tiles(keys, block) and _in_tiles(values, block)):
         return f"states of {keys.channels} channels in blocks of {block}"
-    size = values.quantizer.range_size(values.channels)
-    by_token = tiles[1] is not None and tiles[1].lanes == "tokens"
-    if size % 32 or (by_token and power(size) * power(block) > MOST_ELEMENTS):
-        return f"ranges of {size} channels in blocks of {block}"
+    by_token = values.tile is not None and values.tile.lanes == "tokens"
+    if values.group % 32 or (by_token and power(values.group) * power(block) > MOST_ELEMENTS):
+        return f"ranges of {values.group} channels in blocks of {block}"
     return ""
+
+
+def affine(segment: Segment, block: int) -> Operand | None:
+    """How a segment is packed, where its codes are affine."""
+    operand = segment.operand(block)
+    return operand if isinstance(operand, Operand) and operand.levels is None else None
 
 
 def tiled(segment: Segment, block: int) -> bool:
     """Whether the kernels that multiply states can read their codes."""
-    tile = segment.quantizer.tile if isinstance(segment.quantizer, Affine) else None
-    return tile is not None and tile.fits(block)
+    operand = affine(segment, block)
+    return operand is not None and _in_tiles(operand, block)
+
+
+def _in_tiles(operand: Operand, block: int) -> bool:
+    return operand.tile is not None and operand.tile.fits(block)
 
 
 def power(size: int) -> int:
@@ -85,9 +92,10 @@ def power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def seals(quantizer: Quantizer, x: Tensor, path: str | None) -> TypeGuard[Affine]:
-    """Whether the kernel packs blocks ``x`` ``[N, n, C]`` for a cache that seals with ``path``."""
-    if path != NAME or type(quantizer) is not Affine or x.dtype not in DTYPES or not x.numel():
+def seals(quantizer: Quantizer, x: Tensor) -> TypeGuard[Affine]:
+    """Whether the kernel packs blocks ``x`` ``[N, n, C]``. Quantizers of this class and no other: one that is
+    derived from it may do something else."""
+    if type(quantizer) is not Affine or x.dtype not in DTYPES or not x.numel():
         return False
     tile = quantizer.tile
     if tile is None or not tile.fits(x.shape[1]):

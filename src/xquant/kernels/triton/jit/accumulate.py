@@ -8,7 +8,7 @@ from .unpack import SMALL, coded, lanes
 
 
 @triton.jit(do_not_specialize=("columns", "sink_count"))
-def carry(
+def accumulate(
     sums_in_out,
     blocks,
     begins,

@@ -1,4 +1,4 @@
-"""The kernel that joins what the programs of `attend` found."""
+"""The kernel that combines what the programs of `attend` found."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ STEP = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=("parts",))
-def join(
+def combine(
     sums,
     peaks,
     out,

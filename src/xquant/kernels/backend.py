@@ -1,0 +1,81 @@
+"""Backend: what attends over a layer's packed past on some device, and packs its blocks."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..methods import LayerCodec
+from ..store.packer import TORCH, Packer
+from ..store.past import Accumulator
+from .call import AttentionCall
+from .rope import RopeTable
+from .workspace import Workspace
+
+if TYPE_CHECKING:
+    from ..store.layer import CompressedLayer
+
+MOST_QUERIES = 16
+"""Queries at a time that kernels answer; more are a prefill, which pays for rebuilding K and V once."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the layers of one cache share."""
+
+    rope: RopeTable
+    workspace: Workspace
+
+
+class LayerAttention(ABC):
+    """Attends over one layer. May hold addresses, so it is never copied with the cache."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """Attention of the newest tokens over the store, their own past and themselves: ``[B, t, H, D]``, or
+        None where the reference must answer."""
+
+
+class Backend(ABC):
+    """One way to attend over packed layers."""
+
+    name: str
+    """As ``KVCache(kernel=...)`` takes it."""
+
+    @property
+    def packer(self) -> Packer:
+        """What blocks are packed and unpacked with."""
+        return TORCH
+
+    @abstractmethod
+    def unfit(self, codec: LayerCodec, block: int) -> str:
+        """Why it cannot attend over a layer of blocks of ``block`` tokens; empty where it can."""
+
+    def missing(self, codec: LayerCodec) -> str:
+        """Why it cannot run where the layer is; empty where it can."""
+        return ""
+
+    def gains(self, codec: LayerCodec, block: int) -> bool:
+        """Whether it was measured to be faster than the reference on such a layer."""
+        return True
+
+    @abstractmethod
+    def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
+        """What attends over one layer that is not `unfit`."""
+
+    def accumulator(self, layer: "CompressedLayer") -> Accumulator | None:
+        """What adds a layer to those below it, where the backend has something faster than the codec."""
+        return None
+
+
+def unread(codec: LayerCodec, block: int) -> str:
+    """Why no kernel can read a layer, only the reference; empty where one may."""
+    if codec.rematerialized is not None:
+        return ""
+    if not codec.packs_states:
+        return "keys and values are rebuilt from other states"
+    for segment, role in zip(codec.segments, ("keys", "values"), strict=True):
+        if segment.operand(block) is None:
+            return f"{role} are not quantized"
+    return ""

@@ -1,0 +1,38 @@
+"""Operand: how the codes of a segment are packed, for kernels that multiply with them as they are."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .pack import Tile
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """Codes with a scale and a zero per range: ``x = q * scale + zero``, with ``levels[q]`` in place of ``q``
+    where there is a table of levels, and a residual added where outliers are stored apart."""
+
+    channels: int
+    """Of the segment, ``C``."""
+    bits: int
+    per_token: bool
+    """Whether a range covers channels of one token; otherwise tokens of one channel."""
+    group: int
+    """Channels, or tokens, of a range."""
+    tile: Tile | None
+    levels: Tensor | None = None
+    """fp16 ``[2**bits]``."""
+    fixed: tuple[Tensor, Tensor] | None = None
+    """Scale and zero, fp16 ``[C]``, of all blocks, where they are not stored with each."""
+    count_bytes: int = 0
+    """Of the number of a token's outliers; 0 where there are none."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankedOperand:
+    """Codes of 0 to 8 bits, by the rank of a channel's scale: see `ranked`."""
+
+    usual: Tensor
+    """int16 ``[C]``."""
+    counts: tuple[int, ...]
+    """Channels of 1, 2, ... 8 bits."""

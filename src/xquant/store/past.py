@@ -1,0 +1,311 @@
+"""Past: what one layer keeps of its tokens, the same for every method.
+
+Tokens live in three places: whole blocks are sealed in the stream, the newest are kept as they are in
+the tail, and sinks, once sealed, are kept as they are beside their block.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..methods import LayerCodec, Method, Seen
+from ..quant import Packed
+from . import finite
+from .packer import TORCH, Packer
+from .sealing import pack, seal
+from .sinks import Sinks
+from .stream import State as StreamState
+from .stream import Stream
+from .tokens import TokenIndex
+
+State = tuple[Tensor | None, Sinks | None, StreamState]
+
+
+class Accumulator(Protocol):
+    """Adds what a layer stores to what the layers below it have accumulated; a backend may bring one."""
+
+    def accumulate(self, below: Tensor | None) -> Tensor:
+        """What the layer recalls of its sealed tokens ``[B, T, W]``, sinks exact: `LayerCodec.recall`.
+
+        ``below``: the same of the layer below, whose memory may be used for the result.
+        """
+        ...
+
+
+class Past:
+    """The compressed past of one layer.
+
+    Args:
+        codec: how the method stores this layer.
+        method: its options.
+        index: positions, padding and sinks, shared by the layers of a cache.
+        through_store: every token reads the store, itself included (``attend="store"``); otherwise
+            the tokens of one forward pass attend to each other's exact states.
+        below: the compressed layer below, for methods that predict across layers.
+        packer: what packs and unpacks blocks.
+    """
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        method: Method,
+        index: TokenIndex,
+        through_store: bool,
+        below: "Past | None",
+        packer: Packer = TORCH,
+    ) -> None:
+        self.codec, self.method, self.index = codec, method, index
+        self.through_store, self.below = through_store, below
+        self.stream = Stream(codec.segments, method.group, packer)
+        self.span: Sequence[Past] = (self,)
+        self.lender: Past | None = None
+        self.accumulator: Accumulator | None = None
+        self.reset()
+
+    @staticmethod
+    def link(layers: "Sequence[Past]") -> None:
+        """Join the layers that are sealed together, and lend the codes that some borrow."""
+        start = 0
+        while start < len(layers):
+            codec = layers[start].codec
+            span = layers[start : start + codec.span]
+            for layer in span:
+                layer.span = span
+                if any(segment.borrows for segment in layer.codec.segments):
+                    layer.lender = span[codec.lender]
+                    layer.stream.lender = layer.lender.stream
+            start += codec.span
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.stream.reset()
+        self.tail: Tensor | None = None  # [B, t, W]
+        self.sinks: Sinks | None = None  # once a block was sealed
+        self.release()
+
+    def snapshot(self) -> State:
+        """What `restore` needs to bring back the tokens of now; copies nothing."""
+        return self.tail, self.sinks, self.stream.snapshot()
+
+    def restore(self, state: State) -> None:
+        """Hold what it held at the time of a `snapshot`, to the bit."""
+        self.tail, self.sinks, stream = state
+        self.stream.restore(stream)
+        self.release()
+
+    def release(self) -> None:
+        """Forget what is only needed within a forward pass."""
+        self.recalled: Tensor | None = None  # kept only where the layer above needs it
+        self.accumulated: Tensor | None = None
+        self.fresh: Tensor | None = None
+
+    # -- sizes ---------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> int:
+        """Of each sequence."""
+        return self.stream.tokens + (0 if self.tail is None else self.tail.shape[1])
+
+    @property
+    def due(self) -> int:
+        """Whole blocks of the tail that need not stay there."""
+        length = 0 if self.tail is None else self.tail.shape[1]
+        return max((length - self.method.tail) // self.stream.block, 0)
+
+    @property
+    def sink_nbytes(self) -> int:
+        return 0 if self.sinks is None else self.sinks.nbytes
+
+    @property
+    def tail_nbytes(self) -> int:
+        return 0 if self.tail is None else self.tail.nbytes
+
+    # -- appending and sealing -----------------------------------------------------------------
+
+    def append(self, seen: Seen, hold: bool = False) -> None:
+        """Add the tokens just seen, and seal what has become whole blocks; ``hold`` leaves that to the end of
+        the forward pass, where nothing in it reads their codes.
+
+        Raises:
+            ValueError: the states hold NaN or infinities; nothing was added. Where the host does not ask at
+                once, they may be those of earlier tokens; nothing was sealed.
+        """
+        self.append_rows(self.codec.features(seen), hold)
+
+    def append_rows(self, rows: Tensor, hold: bool = False) -> None:
+        """The same, given the features ``[B, t, W]`` of the tokens."""
+        before = self.tokens
+        if self.tail is not None and rows.dtype != self.tail.dtype:
+            raise ValueError(
+                f"layer {self.codec.view.index} gives {rows.dtype} states, and the cache holds"
+                f" {self.tail.dtype} ones: the model was cast since; cast it back, or use a new cache"
+            )
+        if self._asks_at_once(rows.device):
+            finite.check_rows(rows, self.codec.view.index)
+        self.release()
+        # Copies: views would keep the model's activations, or a whole sealed chunk, alive.
+        tail = rows.clone() if self.tail is None else torch.cat([self.tail, rows], 1)
+        if self.through_store and self.method.tail:
+            self.fresh = tail
+        self.tail = tail
+        read = self.through_store or self.codec.reads_below or self.codec.feeds_above
+        sealing = self is self.span[-1] and self.due > 0 and (read or not hold)
+        if sealing:
+            Past.check_finite(self.span, before)
+            seal(self.span)
+        self.accumulate(sealing or self.through_store)
+
+    def _asks_at_once(self, device: torch.device) -> bool:
+        """Whether rows must be finite before they are kept; see `finite`."""
+        # What reads the store packs the tail in every forward pass.
+        return self.through_store or finite.asked_at_once(device)
+
+    @staticmethod
+    def check_finite(layers: "Sequence[Past]", before: int) -> None:
+        """Ask about the tails of ``layers`` that were not asked about when rows came; see
+        `finite.check_tails`."""
+        finite.check_tails(
+            {
+                layer.codec.view.index: layer.tail
+                for layer in layers
+                if layer.tail is not None and not layer._asks_at_once(layer.tail.device)
+            },
+            layers[0].tokens,
+            before,
+        )
+
+    def oldest(self, blocks: int) -> Tensor:
+        """The first ``blocks`` of the tail, ``[B, m, n, W]``."""
+        assert self.tail is not None
+        size = self.stream.block
+        return self.tail[:, : blocks * size].unflatten(1, (blocks, size))
+
+    def encode(self, rows: Tensor, start: int) -> Tensor:
+        """What is packed of the features ``[B, m, n, W]`` of tokens from ``start`` on: ``[B m, n, C]``."""
+        shape = rows.shape[1:3]
+        below = self._below(start, start + shape.numel())
+        below = None if below is None else below.unflatten(1, shape)
+        return self.codec.encode(rows, below).flatten(0, 1)
+
+    def settle(self, packed: list[Packed]) -> None:
+        """Keep ``packed`` in place of the blocks of the tail that are due, and their sinks as they are."""
+        assert self.tail is not None
+        start, count = self.stream.tokens, self.due * self.stream.block
+        rows = self.tail[:, :count]
+        if self.index.sinks and self.index.excluded(start, start + count) is not None:
+            sinks = self.sinks or Sinks.none_yet(self.index.sinks, rows)
+            self.sinks = sinks.kept(rows, start, self.index.sink)
+        self.stream.seal(packed, self.tail.shape[0])
+        self.tail = self.tail[:, count:].clone()
+
+    # -- recalling -----------------------------------------------------------------------------
+
+    def recall(self, tokens: int | None = None, sealing: bool = False) -> Tensor | None:
+        """What the codec recalls of the first ``tokens`` sealed tokens (all by default); ``sealing``: see
+        `LayerCodec.recall`.
+
+        With ``through_store`` the tail follows, as it would read once sealed.
+        """
+        sealed = self.stream.tokens if tokens is None else min(tokens, self.stream.tokens)
+        if self.accumulator is not None and sealed == self.stream.tokens:
+            return self.accumulator.accumulate(self._take_below()) if sealed else None
+        dtype = self.codec.view.dtype
+        parts = [self.stream.read(dtype, sealed)] if sealed else []
+        if self.through_store and self.tail is not None and self.tail.shape[1]:
+            parts.append(self._through(self.tail))
+        if not parts:
+            return None
+        rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        return self.codec.recall(rows, self._below(0, rows.shape[1]), sealing)
+
+    def accumulate(self, sealing: bool = False) -> None:
+        """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""
+        if self.codec.feeds_above:
+            self.recalled = self.recall(sealing=sealing)
+            self.accumulated = self._accumulated(self.recalled)
+
+    def _accumulated(self, recalled: Tensor | None) -> Tensor | None:
+        """What the layer above predicts from: sinks are exact there too."""
+        if recalled is None:
+            return None
+        accumulated = self.codec.accumulate(recalled)
+        if self.accumulator is not None and accumulated is recalled:
+            return recalled  # sinks are in it
+        width = self.codec.width
+        own, further = accumulated[..., :width], accumulated[..., width:]
+        if self.sinks is not None:
+            own = self.sinks.placed(own, self.sinks.rows)
+        if self.through_store and self.tail is not None:
+            own = self._with_tail_sinks(own, self.tail)
+        return torch.cat([own, further], -1) if further.shape[-1] else own
+
+    def _below(self, start: int, stop: int) -> Tensor | None:
+        """What the layer below has accumulated of these tokens, where this one predicts from it."""
+        if not self.codec.reads_below:
+            return None
+        assert self.below is not None
+        accumulated = self.below.accumulated
+        if accumulated is None:  # asked for outside a forward pass
+            accumulated = self.below._accumulated(self.below.recall(sealing=True))
+        assert accumulated is not None
+        return accumulated[:, start:stop].to(self.codec.view.device)
+
+    def _take_below(self) -> Tensor | None:
+        """The same of all sealed tokens; its memory is the caller's from then on."""
+        found = self._below(0, self.stream.tokens)
+        if found is not None and self.below is not None:
+            self.below.release()
+        return found
+
+    def _through(self, tail: Tensor) -> Tensor:
+        """``tail`` ``[B, t, W]`` as it will read once sealed, decoded to ``[B, t, C]``.
+
+        It is cut into blocks from the first row on; the last may be shorter.
+        """
+        rows = []
+        for at in range(0, tail.shape[1], self.stream.block):
+            packed = self._pack_part(tail, at)
+            if self.lender is not None:
+                assert self.lender.tail is not None
+                packed = self.stream.borrow(packed, self.lender._pack_part(self.lender.tail, at))
+            tokens = min(self.stream.block, tail.shape[1] - at)
+            rows.append(self.stream.unpack(packed, tokens, tail.dtype))
+        return torch.cat(rows, 1)
+
+    def _pack_part(self, tail: Tensor, at: int) -> list[Packed]:
+        """The block of ``tail`` from ``at`` on, packed but not sealed."""
+        part = tail[:, at : at + self.stream.block].unsqueeze(1)
+        return pack([self], [part], self.stream.tokens + at)[0]
+
+    def _with_tail_sinks(self, rows: Tensor, exact: Tensor) -> Tensor:
+        """``rows`` ``[B, T, .]`` with the sinks of the tail as in ``exact`` ``[B, t, .]``."""
+        start = self.stream.tokens
+        keep = self.index.sink[:, start : start + exact.shape[1], None].to(rows.device)
+        return torch.cat([rows[:, :start], torch.where(keep, exact, rows[:, start:])], 1)
+
+    # -- the batch and the length --------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``abs(tokens_to_remove)`` tokens. Sealed codes that stay are not touched."""
+        if self.tail is None:
+            return
+        keep = max(self.tokens - abs(tokens_to_remove), 0)
+        if keep == 0:
+            return self.reset()
+        self.tail = self.tail[:, : max(keep - self.stream.tokens, 0)].clone()
+        self.stream.crop(keep)
+        if self.sinks is not None:
+            self.sinks = self.sinks.cropped(keep)
+        self.release()
+
+    def select(self, indices: Tensor) -> None:
+        """Keep (or reorder, or repeat) the sequences ``indices``."""
+        if self.tail is None:
+            return
+        self.stream.select(indices)
+        self.tail = self.tail[indices.to(self.tail.device)]
+        if self.sinks is not None:
+            self.sinks = self.sinks.selected(indices)
+        self.release()

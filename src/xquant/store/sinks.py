@@ -1,0 +1,58 @@
+"""Sinks: the first tokens of a sequence, kept as they are beside the blocks that they were sealed in."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """The sealed sinks of one layer, ``S`` to a sequence. A change makes another, so a snapshot may keep
+    this one."""
+
+    rows: Tensor
+    """Their features ``[B, S, W]``."""
+    columns: Tensor
+    """int32 ``[B, S]``: where each stands among the tokens; -1 where it is not sealed yet."""
+
+    @classmethod
+    def none_yet(cls, count: int, like: Tensor) -> "Sinks":
+        """Room for ``count`` sinks of each sequence of features ``like`` ``[B, t, W]``."""
+        shape = (like.shape[0], count)
+        columns = torch.full(shape, -1, dtype=torch.int32, device=like.device)
+        return cls(like.new_zeros(*shape, like.shape[2]), columns)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.columns.nbytes
+
+    def kept(self, rows: Tensor, start: int, sink: Tensor) -> "Sinks":
+        """With the sinks among the features ``rows`` ``[B, t, W]`` of the tokens from ``start`` on;
+        ``sink``: which of all tokens are sinks, bool ``[B, T]``."""
+        sink = sink.to(rows.device)
+        rank = sink.cumsum(1) - 1
+        sequence, column = sink[:, start : start + rows.shape[1]].nonzero(as_tuple=True)
+        slot = rank[sequence, column + start]
+        return Sinks(
+            self.rows.index_put((sequence, slot), rows[sequence, column]),
+            self.columns.index_put((sequence, slot), (column + start).int()),
+        )
+
+    def placed(self, rows: Tensor, exact: Tensor) -> Tensor:
+        """``rows`` ``[B, T, .]`` with those of ``exact`` ``[B, S, .]`` where the sinks stand."""
+        sequence, slot = ((self.columns >= 0) & (self.columns < rows.shape[1])).nonzero(
+            as_tuple=True
+        )
+        column = self.columns[sequence, slot].long()
+        return rows.index_put((sequence, column), exact[sequence, slot])
+
+    def cropped(self, tokens: int) -> "Sinks":
+        """Without those past the first ``tokens``."""
+        return Sinks(self.rows, self.columns.masked_fill(self.columns >= tokens, -1))
+
+    def selected(self, indices: Tensor) -> "Sinks":
+        """Of the sequences ``indices``."""
+        return Sinks(
+            self.rows[indices.to(self.rows.device)], self.columns[indices.to(self.columns.device)]
+        )
