@@ -50,7 +50,7 @@ def main(context: int, rounds: int, target: str) -> None:
         method = parse_method(spec)
         cache = Compressed(shaped_model(SHAPE).to(dtype), method, context, 1, None, "auto")
         top = cache.cache.compressed[-1]
-        kernel = cache.cache.kernels[top.codec.view.index].backend
+        kernel = cache.cache.stack.choices[top.codec.view.index].backend
         weights = [top.codec.key_weight]
         if top.codec.synthesis is not None:
             weights.append(top.codec.synthesis)

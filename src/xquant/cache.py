@@ -14,22 +14,19 @@ from transformers import Cache
 from . import compat
 from .calibration import Calibration
 from .convert import fill
-from .kernels.backend import MOST_QUERIES, LayerAttention, Shared
+from .kernels.backend import MOST_QUERIES
 from .kernels.call import AttentionCall
-from .kernels.choose import choose, packer_of
-from .kernels.rope import RopeTable
-from .kernels.workspace import Workspace
 from .methods import LayerCodec, Method, Seen
 from .models import AttentionView
 from .report import Report, report_of
-from .seam.check import check_rope, check_states, real_tokens, warn_of_another_text
+from .seam.check import check_input, check_rope, check_states, places
 from .seam.gradients import past_is_constant
 from .seam.hooks import attach
 from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
 from .spec import parse_method
+from .stack import LayerStack
 from .store.layer import CompressedLayer, States
-from .store.sealing import seal
 from .store.tokens import TokenIndex
 
 ATTEND = ("chunk", "store")
@@ -104,35 +101,15 @@ class KVCache(Cache, ObservingCache):
     def _build(self, codecs: list[LayerCodec]) -> None:
         """Make the compressed layers, empty, and what attends over them."""
         view = self.attachment.view
-        rotated = all(codec.rotated for codec in codecs)
-        if view.rope.drifts and not rotated:
+        if view.rope.drifts and not all(codec.rotated for codec in codecs):
             raise ValueError(
                 f"{self._family} turns keys by other angles for every length (dynamic NTK), and what"
                 f" {self.method.spec} keeps before RoPE would lose them: use a method that keeps keys after,"
                 " such as kivi-4bit:rope=post"
             )
-        self._codecs, self._keeps_rotated = codecs, rotated
-        self.index = TokenIndex(self.method.sink, view.rope)
-        self.kernels = {
-            codec.view.index: choose(codec, self.method.group, self._through_store, self._kernel)
-            for codec in codecs
-        }
-        packer, below = packer_of(self._kernel), None
-        for layer, codec in zip(view.compressed, codecs, strict=True):
-            below = self.layers[layer.index] = CompressedLayer(
-                codec, self.method, self.index, self._through_store, below, packer
-            )
-        CompressedLayer.link(self.compressed)
-        self._attach_kernels()
-
-    def _attach_kernels(self) -> None:
-        self._shared = Shared(RopeTable(self.index), Workspace())
-        self._attentions: dict[int, LayerAttention] = {}
-        for layer in self.compressed:
-            index = layer.codec.view.index
-            backend = self.kernels[index].backend
-            layer.accumulator = backend.accumulator(layer)
-            self._attentions[index] = backend.attention(layer, self._shared)
+        self.stack = LayerStack(codecs, self.method, view.rope, self._through_store, self._kernel)
+        for layer in self.stack.layers:
+            self.layers[layer.codec.view.index] = layer
 
     @property
     def kernel(self) -> str:
@@ -141,7 +118,7 @@ class KVCache(Cache, ObservingCache):
         names = dict.fromkeys(
             str(choice) if hooks.hands_over is not False else hooks.why_whole
             for choice, hooks in (
-                (self.kernels[index], hooks) for index, hooks in self.attachment.hooks.items()
+                (self.stack.choices[index], hooks) for index, hooks in self.attachment.hooks.items()
             )
         )
         return ", ".join(names)
@@ -153,7 +130,12 @@ class KVCache(Cache, ObservingCache):
     @property
     def compressed(self) -> list[CompressedLayer]:
         """The layers that the method compresses, bottom up."""
-        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        return self.stack.layers
+
+    @property
+    def index(self) -> TokenIndex:
+        """Positions, padding and sinks of the tokens that they hold."""
+        return self.stack.index
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held. Those of a forward pass count once it has succeeded.
@@ -173,7 +155,7 @@ class KVCache(Cache, ObservingCache):
 
     def restore(self, state: Snapshot) -> None:
         state.bring_back(self)
-        self._forget_pass()
+        self.stack.forget_pass()
         self._begun = None
 
     def _undo(self) -> None:
@@ -183,21 +165,7 @@ class KVCache(Cache, ObservingCache):
 
     def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
         self._undo()
-        held = self.index.length
-        if length == 0:
-            raise ValueError(
-                f"there is no new token: this cache holds {held} already, and goes on with the text that it"
-                " holds; for another text reset() it, or make a new one"
-            )
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < held + length:
-            warn_of_another_text(
-                f"the attention mask covers {mask.shape[1]} tokens, not {held + length}", held
-            )
-        if self.index.batch not in (0, batch):
-            raise ValueError(
-                f"this cache holds a batch of {self.index.batch}, the input has {batch}: use"
-                " batch_repeat_interleave or batch_select_indices, or a new cache"
-            )
+        check_input(batch, length, mask, self.index)
         if self.index.length == 0:
             self._refresh()
         self.note = ""
@@ -206,34 +174,17 @@ class KVCache(Cache, ObservingCache):
     def _refresh(self) -> None:
         """Build an empty cache anew where the model's weights, dtype or device have changed."""
         codecs = self.attachment.codecs.of(self.method, self._calibration, thoroughly=True)
-        if codecs is not self._codecs:
+        if codecs is not self.stack.codecs:
             self._build(codecs)
 
     def observe(self, view: AttentionView, given: Given) -> None:
-        x, positions, mask, rope = given
-        batch, length = x.shape[:2]
         if view.index != self.attachment.view.compressed[0].index:
             return
-        if positions is None:
-            start = self.index.length
-            positions = torch.arange(start, start + length, device=x.device)[None]
-        if positions.dim() != 2:
-            raise ValueError(
-                f"{self._family} is not supported: its layers are given positions of several axes"
-                " (multimodal RoPE)"
-            )
-        real = real_tokens(mask, batch, length, x.device)
-        positions = positions.expand(batch, length)
-        if length > 1 and self.index.length:
-            lowest = int(torch.where(real, positions, self.index.length).min())
-            if lowest < int(self.index.positions[:, -1].min()):
-                warn_of_another_text(
-                    f"the new tokens begin at position {lowest}", self.index.length
-                )
-        self.index.append(positions, real)
+        self.index.append(*places(self._family, given, self.index))
         # A decode step on a GPU asks the device nothing.
-        if rope is not None and not self._keeps_rotated and (length > 1 or x.device.type == "cpu"):
-            check_rope(self._family, rope, self.index)
+        asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"
+        if given.rope is not None and not self.stack.keeps_rotated and asked:
+            check_rope(self._family, given.rope, self.index)
 
     @torch.no_grad()
     def _append(self, layer: CompressedLayer, seen: Seen) -> None:
@@ -279,10 +230,7 @@ class KVCache(Cache, ObservingCache):
         return key, value
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
-        queries = call.query.shape[2]
-        if queries > MOST_QUERIES or self.layers[index].get_seq_length() == queries:
-            return None  # a prefill, or nothing came before
-        return self._attentions[index].attend(call)
+        return self.stack.attend(index, call)
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
@@ -292,11 +240,8 @@ class KVCache(Cache, ObservingCache):
 
     def pass_over(self, batch: int, length: int) -> None:
         known = self.index.length
-        if (
-            self.attachment.view.rope.switches
-            and (batch, length) == (self.index.batch, known + 1)
-            and not self.note
-        ):
+        again = (batch, length) == (self.index.batch, known + 1)
+        if again and self.attachment.view.rope.switches and not self.note:
             self.note = (
                 f"{self._family} ran on all {length} tokens anew without this cache, which holds {known}: its"
                 " generate() does so where its rotary embedding changes to that of long inputs"
@@ -310,38 +255,18 @@ class KVCache(Cache, ObservingCache):
         Raises:
             ValueError: NaN or infinity in the hidden states, where they were not asked about before.
         """
-        self._forget_pass()
+        self.stack.forget_pass()
         begun = self._begun
         if begun is None:
             return
         try:
-            complete = not failed and self._complete(begun.tokens)
+            complete = not failed and self.stack.complete(begun.tokens)
         except BaseException:
             self.restore(begun)
             raise
         if not complete:
             self.restore(begun)
         self._begun = None
-
-    def _forget_pass(self) -> None:
-        """Forget what holds for one forward pass only."""
-        self._shared.rope.clear()
-        self.index.forget()
-        for layer in self.compressed:
-            layer.release()
-
-    def _complete(self, before: int) -> bool:
-        """Seal what the layers hold for the end of the forward pass that began with ``before`` tokens. False
-        where layers were left out."""
-        length = self.index.length
-        if any(layer.get_seq_length() != length for layer in self.compressed):
-            return False
-        due = [layer for layer in self.compressed if layer.due]
-        if due or length - before > MOST_QUERIES:
-            CompressedLayer.check_finite(self.compressed, before)
-        seal(due)
-        self.index.forget()
-        return True
 
     # -- the batch and the length --------------------------------------------------------------
 
@@ -361,11 +286,9 @@ class KVCache(Cache, ObservingCache):
         # Layers that are not ours are made anew: before 5.18, theirs keep their length when reset.
         own = compat.default_layers(self._config)
         for i, layer in enumerate(self.layers):
-            if isinstance(layer, CompressedLayer):
-                layer.reset()
-            else:
+            if not isinstance(layer, CompressedLayer):
                 self.layers[i] = own[i]
-        self.index.reset()
+        self.stack.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep."""
@@ -422,14 +345,11 @@ class KVCache(Cache, ObservingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own for the same model, which is how a prompt's cache is used again."""
-        shared = (self.attachment, *(layer.codec for layer in self.compressed))
-        memo.update((id(thing), thing) for thing in shared)
+        memo[id(self.attachment)] = self.attachment
         other = memo[id(self)] = object.__new__(type(self))
         self._undo()
-        apart = ("_shared", "_attentions", "_codecs", "kernels")
-        own = {name: value for name, value in self.__dict__.items() if name not in apart}
-        other.__dict__.update(copy.deepcopy(own, memo), _codecs=self._codecs, kernels=self.kernels)
-        other._attach_kernels()
+        copy.deepcopy(self.stack, memo)  # first: it knows what copies share
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return other
 
     def converted(

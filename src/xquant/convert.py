@@ -47,9 +47,7 @@ def fill(target: "KVCache", source: "KVCache") -> None:
                     below.release()
     finally:
         for cache in (source, target):
-            for layer in cache.compressed:
-                layer.release()
-            cache.index.forget()
+            cache.stack.forget_pass()
 
 
 def _rows(

@@ -50,8 +50,6 @@ class Snapshot:
             for layer, state in self.layers:
                 layer.restore(state)
         else:  # its layers were made anew since, so they were empty
-            cache.index.reset()
-            for layer in cache.compressed:
-                layer.reset()
+            cache.stack.reset()
         for number, other in self.others.items():
             cache.layers[number] = copy.copy(other)

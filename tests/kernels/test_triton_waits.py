@@ -111,10 +111,10 @@ def test_a_decode_step_asks_for_nothing_while_no_block_is_sealed(
     for step in range(3):  # the first after a block was sealed makes the tables of it
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         ids = prompt(2, 1, seed=step).to(DEVICE)
-        room = cache._shared.workspace.take(ids.device, 1, 1)[0].data_ptr()
+        room = cache.stack.shared.workspace.take(ids.device, 1, 1)[0].data_ptr()
         with Silent() if step else nullcontext():
             model(ids, attention_mask=mask if pads else None, past_key_values=cache)
-        assert not step or cache._shared.workspace.take(ids.device, 1, 1)[0].data_ptr() == room
+        assert not step or cache.stack.shared.workspace.take(ids.device, 1, 1)[0].data_ptr() == room
     assert {layer.stream.tokens for layer in cache.compressed} == {32}
 
 

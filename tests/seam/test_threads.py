@@ -91,5 +91,5 @@ def test_threads_attach_a_model_once() -> None:
         model = tiny("llama")
         found = at_once([lambda: attach(model) for _ in range(4)])  # noqa: B023
         assert len(set(map(id, found))) == 1
-        codecs = at_once([lambda: KVCache(model, "xquant-4bit")._codecs for _ in range(3)])  # noqa: B023
+        codecs = at_once([lambda: KVCache(model, "xquant-4bit").stack.codecs for _ in range(3)])  # noqa: B023
         assert len(set(map(id, codecs))) == 1

@@ -9,11 +9,63 @@ from ..methods import LayerCodec, Seen
 from ..models.base import is_plain, rotate
 from ..models.rope import Pair
 from ..store.tokens import TokenIndex
+from .passes import Given
 
 CHECKED_TOKENS = 8
 """Of the first forward pass of a sequence, whose states are compared."""
 EXACT, ROUNDED = 1e-3, 5e-2
 """Relative errors that are allowed in fp32, and in other dtypes."""
+
+
+def check_input(batch: int, length: int, mask: Tensor | None, index: TokenIndex) -> None:
+    """Refuse an input that does not go on with the tokens of a cache.
+
+    Args:
+        length: new tokens of each of ``batch`` sequences.
+        mask: of padding, as the decoder was given it.
+
+    Raises:
+        ValueError: there is no new token, or it is of another batch.
+    """
+    held = index.length
+    if length == 0:
+        raise ValueError(
+            f"there is no new token: this cache holds {held} already, and goes on with the text that it"
+            " holds; for another text reset() it, or make a new one"
+        )
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < held + length:
+        warn_of_another_text(
+            f"the attention mask covers {mask.shape[1]} tokens, not {held + length}", held
+        )
+    if index.batch not in (0, batch):
+        raise ValueError(
+            f"this cache holds a batch of {index.batch}, the input has {batch}: use"
+            " batch_repeat_interleave or batch_select_indices, or a new cache"
+        )
+
+
+def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor]:
+    """The positions of the new tokens, and which of them are not padding, both ``[B, t]``.
+
+    Raises:
+        ValueError: positions of several axes; the message names ``family``.
+    """
+    (batch, length), device = given.x.shape[:2], given.x.device
+    positions = given.positions
+    if positions is None:
+        positions = torch.arange(index.length, index.length + length, device=device)[None]
+    if positions.dim() != 2:
+        raise ValueError(
+            f"{family} is not supported: its layers are given positions of several axes"
+            " (multimodal RoPE)"
+        )
+    real = real_tokens(given.mask, batch, length, device)
+    positions = positions.expand(batch, length)
+    if length > 1 and index.length:
+        lowest = int(torch.where(real, positions, index.length).min())
+        if lowest < int(index.positions[:, -1].min()):
+            warn_of_another_text(f"the new tokens begin at position {lowest}", index.length)
+    return positions, real
 
 
 def check_states(family: str, codec: LayerCodec, seen: Seen, index: TokenIndex) -> None:

@@ -1,0 +1,116 @@
+"""LayerStack: the compressed layers of one cache, what they share, and what attends over each."""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from .kernels.backend import MOST_QUERIES, LayerAttention, Shared
+from .kernels.call import AttentionCall
+from .kernels.choose import Choice, choose, packer_of
+from .kernels.rope import RopeTable
+from .kernels.workspace import Workspace
+from .methods import LayerCodec, Method
+from .models.rope import Rope
+from .store.layer import CompressedLayer
+from .store.sealing import seal
+from .store.tokens import TokenIndex
+
+
+class LayerStack:
+    """The compressed layers, bottom up, empty at first.
+
+    Args:
+        codecs: of the layers, bottom up.
+        method: whose codecs they are.
+        rope: of the model.
+        through_store: see `CompressedLayer`.
+        kernel: see `KVCache`.
+
+    Raises:
+        ValueError: a kernel that cannot be used.
+    """
+
+    def __init__(
+        self,
+        codecs: list[LayerCodec],
+        method: Method,
+        rope: Rope,
+        through_store: bool,
+        kernel: str,
+    ) -> None:
+        self.codecs = codecs
+        self.index = TokenIndex(method.sink, rope)
+        self.choices: dict[int, Choice] = {
+            codec.view.index: choose(codec, method.group, through_store, kernel) for codec in codecs
+        }
+        """Which backend attends over a layer, by the layer's number in the model."""
+        packer, below = packer_of(kernel), None
+        self.layers: list[CompressedLayer] = []
+        for codec in codecs:
+            below = CompressedLayer(codec, method, self.index, through_store, below, packer)
+            self.layers.append(below)
+        CompressedLayer.link(self.layers)
+        self._attach_backends()
+
+    def _attach_backends(self) -> None:
+        self.shared = Shared(RopeTable(self.index), Workspace())
+        self._attentions: dict[int, LayerAttention] = {}
+        for layer in self.layers:
+            number = layer.codec.view.index
+            backend = self.choices[number].backend
+            layer.accumulator = backend.accumulator(layer)
+            self._attentions[number] = backend.attention(layer, self.shared)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerStack":
+        """Layers with the same tokens. What attends over them holds their addresses, so it is made anew."""
+        memo.update((id(codec), codec) for codec in self.codecs)
+        other = memo[id(self)] = object.__new__(type(self))
+        other.codecs, other.choices = self.codecs, self.choices
+        other.index = copy.deepcopy(self.index, memo)
+        other.layers = copy.deepcopy(self.layers, memo)
+        other._attach_backends()
+        return other
+
+    @property
+    def keeps_rotated(self) -> bool:
+        """Whether all layers keep keys after RoPE."""
+        return all(codec.rotated for codec in self.codecs)
+
+    def attend(self, number: int, call: AttentionCall) -> Tensor | None:
+        """Attention of layer ``number`` by its backend; None where the reference must answer, as in a
+        prefill."""
+        attention, queries = self._attentions[number], call.query.shape[2]
+        if queries > MOST_QUERIES or self.index.length == queries:  # nothing came before
+            return None
+        return attention.attend(call)
+
+    def complete(self, before: int) -> bool:
+        """End a forward pass that began with ``before`` tokens: seal what layers hold for its end. False
+        where layers were left out.
+
+        Raises:
+            ValueError: NaN or infinity in the hidden states, where they were not asked about before.
+        """
+        length = self.index.length
+        if any(layer.tokens != length for layer in self.layers):
+            return False
+        due = [layer for layer in self.layers if layer.due]
+        if due or length - before > MOST_QUERIES:
+            CompressedLayer.check_finite(self.layers, before)
+        seal(due)
+        self.index.forget()
+        return True
+
+    def forget_pass(self) -> None:
+        """Forget what holds for one forward pass only."""
+        self.shared.rope.clear()
+        self.index.forget()
+        for layer in self.layers:
+            layer.release()
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        for layer in self.layers:
+            layer.reset()
+        self.index.reset()
