@@ -8,7 +8,13 @@ through and the model computes what it always did. Other implementations (flash,
 they are: `KVCache.update` then returns the whole keys and values.
 
 What is known during a forward pass belongs to the pass, and a pass to its thread: threads may run one model
-with a cache each.
+with a cache each. In the order in which a forward pass meets them:
+
+1. `Attachment.model_begins` and `decoder_begins`: `cache.begin`.
+2. In each compressed layer, `LayerHooks.see_norm`, `see_attention` (`cache.observe`) and `see_key`; then the
+   layer calls ``cache.update``, which takes `Attachment.seen` and gives back `Attachment.hand`.
+3. `_attention`: `cache.attend`, or the model's implementation on `cache.answer`.
+4. `Attachment.decoder_ends` (`cache.finish`) and `model_ends`.
 """
 
 from collections.abc import Callable
@@ -34,6 +40,199 @@ _HOOKS = "_xquant_hooks"
 _PREFIX = "xquant_"
 _WRAPPED = ("eager", "sdpa")
 _ATTACHING = RLock()
+
+
+def attach(model: nn.Module) -> "Attachment":
+    """Prepare ``model`` for compressed caches; what `KVCache` calls first. Idempotent.
+
+    Raises:
+        TypeError, ValueError: see `view_model`.
+    """
+    with _ATTACHING:
+        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
+        if attachment is not None and attachment.view.outdated:
+            attachment.detach()
+            attachment = None
+        if attachment is None:
+            attachment = Attachment(view_model(model))
+        attachment.watch(model)
+        return attachment
+
+
+def detach(model: nn.Module) -> None:
+    """Take every hook off ``model`` and give it its attention implementation back.
+
+    Caches made for it cannot be used afterwards. Does nothing where nothing is attached.
+    """
+    with _ATTACHING:
+        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
+        if attachment is not None:
+            attachment.detach()
+
+
+class Attachment:
+    """The hooks on one model, and the codecs built for it."""
+
+    def __init__(self, view: ModelView) -> None:
+        self.view = view
+        self.codecs = Codecs(view.compressed)
+        self.hooks = {layer.index: LayerHooks(self, layer) for layer in view.compressed}
+        self._local = local()
+        self._watched: list[nn.Module] = []
+        self._handles = [
+            view.decoder.register_forward_pre_hook(self.decoder_begins, with_kwargs=True),
+            view.decoder.register_forward_hook(self.decoder_ends, always_call=True),
+        ]
+        setattr(view.decoder, _ATTACHMENT, self)
+        for hooks in self.hooks.values():
+            layer = hooks.view
+            setattr(layer.module, _HOOKS, hooks)
+            if layer.norm is not None:
+                self._handles.append(layer.norm.register_forward_pre_hook(hooks.see_norm))
+            self._handles.append(layer.key_module.register_forward_hook(hooks.see_key))
+            self._handles.append(
+                layer.module.register_forward_pre_hook(hooks.see_attention, with_kwargs=True)
+            )
+        self.wrap()
+
+    def watch(self, model: nn.Module) -> None:
+        """See the calls of a model that has the decoder in it: what follows the decoder may fail, too."""
+        if model is self.view.decoder or any(model is other for other in self._watched):
+            return
+        self._watched.append(model)
+        self._handles += [
+            model.register_forward_pre_hook(self.model_begins, with_kwargs=True),
+            model.register_forward_hook(self.model_ends, always_call=True),
+        ]
+
+    def wrap(self) -> None:
+        """Have our attention function called, also where another implementation was set since."""
+        names: dict[int, str] = {}
+        for hooks in self.hooks.values():
+            config = hooks.config
+            if id(config) not in names:
+                if config._attn_implementation in _WRAPPED:
+                    config._attn_implementation = _PREFIX + config._attn_implementation
+                names[id(config)] = config._attn_implementation or ""
+            hooks.implementation = names[id(config)]
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for hooks in self.hooks.values():
+            if hooks.config._attn_implementation == hooks.implementation:
+                hooks.config._attn_implementation = hooks.implementation.removeprefix(_PREFIX)
+            delattr(hooks.view.module, _HOOKS)
+        delattr(self.view.decoder, _ATTACHMENT)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to a thread: models with hooks are copied, pickled and saved."""
+        return {name: value for name, value in self.__dict__.items() if name != "_local"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _local=local())
+
+    @property
+    def current(self) -> ForwardPass | None:
+        """The forward pass that runs in this thread."""
+        return getattr(self._local, "current", None)
+
+    # -- a forward pass begins -------------------------------------------------------------
+
+    def model_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        cache = _cache_among(args, kwargs)
+        if cache is not None and torch.compiler.is_compiling():
+            _refuse_compiled()
+        mine = cache is not None and cache.attachment is self
+        self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
+
+    def decoder_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        cache = _cache_among(args, kwargs)
+        self._local.current = None
+        inputs = _tokens_among(args, kwargs)
+        last = getattr(self._local, "last", lambda: None)()
+        if cache is None or inputs is None:
+            if last is not None and inputs is not None:
+                last.pass_over(*inputs.shape[:2])
+            return
+        if torch.compiler.is_compiling():
+            _refuse_compiled()
+        if cache.attachment is not self:
+            raise ValueError(
+                "this cache was made for another model, or before detach: make a new one"
+            )
+        if module.training and getattr(module, "gradient_checkpointing", False):
+            raise ValueError(
+                "with gradient checkpointing a model uses no cache: call model.eval() or"
+                " model.gradient_checkpointing_disable() first"
+            )
+        self.wrap()
+        batch, length = inputs.shape[:2]
+        cache.begin(batch, length, kwargs.get("attention_mask"))
+        self._local.current, self._local.last = ForwardPass(cache), ref(cache)
+
+    # -- a cache asks at a layer ---------------------------------------------------------------
+
+    def seen(self, index: int, key: Tensor, value: Tensor) -> Seen:
+        """All that was seen of the tokens whose ``key`` and ``value`` ``[B, G, T, D]`` layer ``index`` gives
+        to its cache.
+
+        Raises:
+            ValueError: no forward pass of the model is at this layer.
+        """
+        current = self.current
+        inputs = None if current is None else current.inputs.pop(index, None)
+        if inputs is None or inputs.x is None or inputs.residual is None or inputs.raw_key is None:
+            raise ValueError(
+                "keys and values alone cannot be stored: this cache is filled by forward passes of"
+                f" the model it was made for ({type(self.view.model).__name__})"
+            )
+        return Seen(inputs.x, inputs.residual, inputs.raw_key, key, value)
+
+    def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+        """What a cache returns to layer ``index``, to be seen again by the attention function.
+
+        Where it is not known yet whether that will happen, the states are watched on their way.
+        """
+        assert self.current is not None
+        if self.hooks[index].hands_over is None:
+            key, value = watch(key), watch(value)
+        self.current.handed[index] = Handed(key, value, whole)
+        return key, value
+
+    # -- the forward pass ends -----------------------------------------------------------------
+
+    def decoder_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        current, self._local.current = self.current, None
+        if current is None:
+            return
+        lost = None
+        failed = output is None
+        for index, handed in () if failed else current.handed.items():
+            if isinstance(handed.key, Watched):
+                self.hooks[index].learn(False)
+            if not handed.whole:
+                lost = index
+        current.cache.finish(failed or lost is not None)
+        if lost is not None:
+            raise self.unserved(lost)
+
+    def model_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        before, self._local.before = getattr(self._local, "before", None), None
+        if before is not None and output is None:
+            cache, state = before
+            cache.restore(state)
+
+    def unserved(self, index: int) -> ValueError:
+        """Layer ``index`` was given its newest states alone, and did something else with them."""
+        return ValueError(
+            f"{type(self.view.model).__name__} is not supported in this way: layer {index} works with the"
+            " keys and values that its cache returns before it attends to them"
+        )
 
 
 class LayerHooks:
@@ -97,161 +296,6 @@ class LayerHooks:
         current.cache.observe(self.view, Given(x, positions, mask, rope))
 
 
-class Attachment:
-    """The hooks on one model, and the codecs built for it."""
-
-    def __init__(self, view: ModelView) -> None:
-        self.view = view
-        self.codecs = Codecs(view.compressed)
-        self.hooks = {layer.index: LayerHooks(self, layer) for layer in view.compressed}
-        self._local = local()
-        self._watched: list[nn.Module] = []
-        self._handles = [
-            view.decoder.register_forward_pre_hook(self._begin, with_kwargs=True),
-            view.decoder.register_forward_hook(self._end, always_call=True),
-        ]
-        setattr(view.decoder, _ATTACHMENT, self)
-        for hooks in self.hooks.values():
-            layer = hooks.view
-            setattr(layer.module, _HOOKS, hooks)
-            if layer.norm is not None:
-                self._handles.append(layer.norm.register_forward_pre_hook(hooks.see_norm))
-            self._handles.append(layer.key_module.register_forward_hook(hooks.see_key))
-            self._handles.append(
-                layer.module.register_forward_pre_hook(hooks.see_attention, with_kwargs=True)
-            )
-        self.wrap()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to a thread: models with hooks are copied, pickled and saved."""
-        return {name: value for name, value in self.__dict__.items() if name != "_local"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=local())
-
-    @property
-    def current(self) -> ForwardPass | None:
-        """The forward pass that runs in this thread."""
-        return getattr(self._local, "current", None)
-
-    def wrap(self) -> None:
-        """Have our attention function called, also where another implementation was set since."""
-        names: dict[int, str] = {}
-        for hooks in self.hooks.values():
-            config = hooks.config
-            if id(config) not in names:
-                if config._attn_implementation in _WRAPPED:
-                    config._attn_implementation = _PREFIX + config._attn_implementation
-                names[id(config)] = config._attn_implementation or ""
-            hooks.implementation = names[id(config)]
-
-    def watch(self, model: nn.Module) -> None:
-        """See the calls of a model that has the decoder in it: what follows the decoder may fail, too."""
-        if model is self.view.decoder or any(model is other for other in self._watched):
-            return
-        self._watched.append(model)
-        self._handles += [
-            model.register_forward_pre_hook(self._open, with_kwargs=True),
-            model.register_forward_hook(self._close, always_call=True),
-        ]
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for hooks in self.hooks.values():
-            if hooks.config._attn_implementation == hooks.implementation:
-                hooks.config._attn_implementation = hooks.implementation.removeprefix(_PREFIX)
-            delattr(hooks.view.module, _HOOKS)
-        delattr(self.view.decoder, _ATTACHMENT)
-
-    def seen(self, index: int, key: Tensor, value: Tensor) -> Seen:
-        """All that was seen of the tokens whose ``key`` and ``value`` ``[B, G, T, D]`` layer ``index`` gives
-        to its cache.
-
-        Raises:
-            ValueError: no forward pass of the model is at this layer.
-        """
-        current = self.current
-        inputs = None if current is None else current.inputs.pop(index, None)
-        if inputs is None or inputs.x is None or inputs.residual is None or inputs.raw_key is None:
-            raise ValueError(
-                "keys and values alone cannot be stored: this cache is filled by forward passes of"
-                f" the model it was made for ({type(self.view.model).__name__})"
-            )
-        return Seen(inputs.x, inputs.residual, inputs.raw_key, key, value)
-
-    def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
-        """What a cache returns to layer ``index``, to be seen again by the attention function.
-
-        Where it is not known yet whether that will happen, the states are watched on their way.
-        """
-        assert self.current is not None
-        if self.hooks[index].hands_over is None:
-            key, value = watch(key), watch(value)
-        self.current.handed[index] = Handed(key, value, whole)
-        return key, value
-
-    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = _cache_among(args, kwargs)
-        if cache is not None and torch.compiler.is_compiling():
-            _refuse_compiled()
-        mine = cache is not None and cache.attachment is self
-        self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
-
-    def _close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        before, self._local.before = getattr(self._local, "before", None), None
-        if before is not None and output is None:
-            cache, state = before
-            cache.restore(state)
-
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = _cache_among(args, kwargs)
-        self._local.current = None
-        inputs = _tokens_among(args, kwargs)
-        last = getattr(self._local, "last", lambda: None)()
-        if cache is None or inputs is None:
-            if last is not None and inputs is not None:
-                last.pass_over(*inputs.shape[:2])
-            return
-        if torch.compiler.is_compiling():
-            _refuse_compiled()
-        if cache.attachment is not self:
-            raise ValueError(
-                "this cache was made for another model, or before detach: make a new one"
-            )
-        if module.training and getattr(module, "gradient_checkpointing", False):
-            raise ValueError(
-                "with gradient checkpointing a model uses no cache: call model.eval() or"
-                " model.gradient_checkpointing_disable() first"
-            )
-        self.wrap()
-        batch, length = inputs.shape[:2]
-        cache.begin(batch, length, kwargs.get("attention_mask"))
-        self._local.current, self._local.last = ForwardPass(cache), ref(cache)
-
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        current, self._local.current = self.current, None
-        if current is None:
-            return
-        lost = None
-        failed = output is None
-        for index, handed in () if failed else current.handed.items():
-            if isinstance(handed.key, Watched):
-                self.hooks[index].learn(False)
-            if not handed.whole:
-                lost = index
-        current.cache.finish(failed or lost is not None)
-        if lost is not None:
-            raise self.unserved(lost)
-
-    def unserved(self, index: int) -> ValueError:
-        """Layer ``index`` was given its newest states alone, and did something else with them."""
-        return ValueError(
-            f"{type(self.view.model).__name__} is not supported in this way: layer {index} works with the"
-            " keys and values that its cache returns before it attends to them"
-        )
-
-
 @torch.compiler.disable  # an error that is raised while compiling would only break the graph
 def _refuse_compiled() -> None:
     raise ValueError("a compressed cache cannot be used in a compiled forward pass")
@@ -274,34 +318,6 @@ def _pair(rope: Any) -> Pair | None:
     if isinstance(rope, tuple) and len(rope) == 2 and all(isinstance(t, Tensor) for t in rope):
         return rope
     return None
-
-
-def attach(model: nn.Module) -> Attachment:
-    """Prepare ``model`` for compressed caches; what `KVCache` calls first. Idempotent.
-
-    Raises:
-        TypeError, ValueError: see `view_model`.
-    """
-    with _ATTACHING:
-        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
-        if attachment is not None and attachment.view.outdated:
-            attachment.detach()
-            attachment = None
-        if attachment is None:
-            attachment = Attachment(view_model(model))
-        attachment.watch(model)
-        return attachment
-
-
-def detach(model: nn.Module) -> None:
-    """Take every hook off ``model`` and give it its attention implementation back.
-
-    Caches made for it cannot be used afterwards. Does nothing where nothing is attached.
-    """
-    with _ATTACHING:
-        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
-        if attachment is not None:
-            attachment.detach()
 
 
 def _unusual(options: dict[str, Any]) -> bool:
