@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from .calibration import Calibration, fingerprint
+from .calibration import Calibration
+from .codecs import fingerprint
 from .files import write_atomically
 from .kernels.cpu import library as native
 from .seam.hooks import attach

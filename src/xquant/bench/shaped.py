@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from .. import __version__
 from ..analysis.shapes import SHAPES, shape_config
-from ..calibration import Calibration, fingerprint
+from ..calibration import Calibration
+from ..codecs import fingerprint
 from ..methods import Method
 from ..methods.transform import Transform
 from ..seam.hooks import attach

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from .. import compat
 from .. import kept as store
-from ..calibration import Calibration, fingerprint
+from ..calibration import Calibration, check
+from ..codecs import fingerprint
 from ..methods import Method
 from ..runs import Runs
 from ..seam.hooks import attach
 from ..spec import parse_method
 from ..text import cut_windows
 from .collect import collect
-from .expected import check
+from .find import find_calibrator
 from .writing import GENERATED, write_samples
 
 Progress = Callable[[int, int, str], None]
@@ -49,7 +50,7 @@ def calibrate(
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
-        method.calibrator(views)  # so that bad input is told of before the long work
+        find_calibrator(method, views)  # so that bad input is told of before the long work
     usual = method.calibration_size
     context = usual[0] if context is None else context
     windows = usual[1] if windows is None else windows
@@ -73,7 +74,7 @@ def calibrate_on(
     from .. import __version__
 
     method, views = parse_method(method), attach(model).view.compressed
-    calibrator = method.calibrator(views)
+    calibrator = find_calibrator(method, views)
     samples = samples.clone()
     for number, stage in enumerate(calibrator.stages(*samples.shape), 1):
         done = 0
@@ -108,7 +109,7 @@ def own_calibration(
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
-        method.calibrator(views)  # so that bad input is told of before the long work
+        find_calibrator(method, views)  # so that bad input is told of before the long work
     own = fingerprint(views)
     found = store.find(method.calibrated_as, own, method.expected(views))
     if found is None:

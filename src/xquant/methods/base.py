@@ -16,9 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.calibrator import Calibrator
-from ..calibrate.expected import Expected, check
-from ..calibration import Calibration
+from ..calibration import Calibration, Expected, check
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Packed, Plain, Quantizer, Segment
@@ -196,14 +194,6 @@ class Method(ABC):
     def calibrated_as(self) -> str:
         """The spec without the options that calibrating does not depend on."""
         return dataclasses.replace(self, tail=0).spec
-
-    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
-        """What gathers this method's statistics.
-
-        Raises:
-            ValueError: it needs none.
-        """
-        raise ValueError(f"{self.spec} needs no calibration")
 
     def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
         """The tensors of a calibration for layers like ``views``; none where none is needed."""

@@ -5,9 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.calibrator import Calibrator
-from ..calibrate.expected import Expected
-from ..calibration import Calibration
+from ..calibration import Calibration, Expected
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Segment
@@ -69,11 +67,6 @@ class Transform(Method):
     @property
     def calibrated_as(self) -> str:
         return replace(self, bits=CALIBRATED_AT, sink=4, tail=0, group=128).spec
-
-    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
-        from ..calibrate.transform import TransformCalibrator
-
-        return TransformCalibrator(self, views)
 
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None

@@ -14,7 +14,8 @@ from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..calibrate.run import calibrate_on
 from ..calibrate.writing import GENERATED, write_samples
-from ..calibration import Calibration, fingerprint
+from ..calibration import Calibration
+from ..codecs import fingerprint
 from ..evals.perplexity import PerplexityRow, measure
 from ..methods import Method
 from ..runs import Runs, code_digest, identity, tell_unfit
