@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Plain, Quantizer, Segment
-from ..quant.quantizer import tiled
 from .base import LayerCodec, Seen
 
 ROPE: dict[str, Any] = {
@@ -59,8 +58,8 @@ class KeyValueCodec(StateCodec):
         super().__init__(view)
         self.rotated = rope == "post"
         self.segments = (
-            Segment(view.kv_width, tiled(keys, view.head_size, "tokens"), borrows[0]),
-            Segment(view.kv_width, tiled(values, view.head_size, "channels"), borrows[1]),
+            Segment(view.kv_width, keys.tiled(view.head_size, "tokens"), borrows[0]),
+            Segment(view.kv_width, values.tiled(view.head_size, "channels"), borrows[1]),
         )
         centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
         self.offset = view.key_bias if centred else None
