@@ -21,6 +21,7 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Packed, Plain, Quantizer, Segment
 from ..quant.quantizer import Granularity
+from .cost import RebuildCost
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
@@ -110,6 +111,12 @@ class LayerCodec(ABC):
     @abstractmethod
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (before RoPE unless `rotated`) and values, two ``[B, T, G*D]``."""
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        """What `recall` and `rebuild` take. None where it is not known: plans and benchmarks then leave out
+        what follows from it."""
+        return None
 
     def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """The same from features that were never packed (sinks and tail)."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..models import AttentionView
 from ..quant import Plain, Quantizer, Segment
 from .base import LayerCodec, Seen
+from .cost import NOTHING, RebuildCost
 
 ROPE: dict[str, Any] = {
     "choices": ("pre", "post"),
@@ -38,6 +39,10 @@ class StateCodec(LayerCodec):
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.exact(recalled)
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return NOTHING
 
 
 class KeyValueCodec(StateCodec):

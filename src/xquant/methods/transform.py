@@ -12,6 +12,7 @@ from ..quant import Segment
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
 from .base import LayerCodec, Method, by_block, short
+from .cost import RebuildCost
 from .key_value import StateCodec
 from .xquant import Rematerialized
 
@@ -233,3 +234,7 @@ class PredictedCodec(_ChannelCodec):
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.exact(recalled[..., : self.width])
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return None  # no kernel attends to predicted rows, so how often they are predicted is not known

@@ -11,6 +11,7 @@ from ..models.base import linear
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..threads import one_thread
 from .base import LayerCodec, QuantizedMethod, Seen, by_block
+from .cost import RebuildCost
 
 FORMS = ("auto", "mha", "gqa")
 
@@ -115,6 +116,10 @@ class Rematerialized(LayerCodec):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.sources(recalled)
         return self.keys(key), linear(value, self.value_weight, self.value_bias)
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return RebuildCost(keys=self.key_weight, values=self.value_weight)
 
 
 class _FromInput(Rematerialized):
