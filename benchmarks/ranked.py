@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xquant import Calibration, KVCache, __version__, attach, parse_method
 from xquant.analysis.shapes import SHAPES
-from xquant.bench.run import fill
+from xquant.bench.contenders import fill
 from xquant.codecs import fingerprint
 from xquant.kernels.call import Newest
 from xquant.kernels.cpu import library as native

@@ -149,6 +149,14 @@ class Expected:
         make = torch.zeros if vector else torch.empty
         return make(self.shape, dtype=self.dtype, device="cpu" if vector else "meta")
 
+    def random(self) -> Tensor:
+        """A tensor that fits: of one dimension zeros, of more numbers that keep the size of what they are
+        multiplied with."""
+        if len(self.shape) == 1:
+            return self.blank()
+        numbers = (torch.randn(self.shape) * self.shape[-1] ** -0.5).clamp(self.least, self.most)
+        return (numbers.sort(0).values if self.rising else numbers).to(self.dtype)
+
     def fault(self, found: Tensor) -> str:
         """What is wrong with a tensor, empty where it fits. On the meta device there are no numbers to look
         at."""

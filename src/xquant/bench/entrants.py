@@ -1,13 +1,13 @@
 """Who takes part in a measurement: the full cache in all its forms, and every method."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from .. import compat
-from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Method
 from . import capacity, flash
 from .clocks import reason
@@ -69,10 +69,6 @@ class Entrant:
             self.failed, self.contender = reason(error), None
         if self.failed:
             capacity.release()
-
-
-Calibrations = Mapping[str, Calibration]
-"""By what they are made for."""
 
 
 def on_cpu(
@@ -139,6 +135,6 @@ def _compressed(
     settings: Settings,
     calibrations: Calibrations,
 ) -> Compressed:
-    calibration = calibrations.get(method.calibrated_as)
+    calibration = calibrations.of(method)
     model = models.attached(dtype)
     return Compressed(model, method, *settings.size, calibration, settings.kernel)

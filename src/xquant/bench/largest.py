@@ -1,7 +1,7 @@
 """The largest batch that fits beside a model's weights, and how many tokens a second are decoded with it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from .. import compat
 from ..analysis.plan import largest
 from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Method
+from ..progress import Progress
 from . import capacity, flash
 from .clocks import reason, synchronize
 from .contenders import Compressed, Contender, Models
@@ -34,8 +36,8 @@ def largest_batches(
     dtype: torch.dtype,
     kernel: str,
     memory: float,
-    progress: Callable[[int, int, str], None],
-    calibrations: Sequence[Calibration] = (),
+    progress: Progress,
+    calibrations: Iterable[Calibration] = (),
 ) -> list[Row]:
     """A row for the full cache and for every method: the batch, and whole decoding steps with it.
 
@@ -47,7 +49,7 @@ def largest_batches(
     Args:
         memory: bytes that caches, and what is computed with them, may take beside the weights.
     """
-    made = {found.method: found for found in calibrations}
+    made = Calibrations(calibrations)
     steps = max(method.group for method in methods)
     # Backends are tried out first.
     further = steps + WARM_UP * (1 + 2 * len(flash.BACKENDS))
@@ -60,10 +62,9 @@ def largest_batches(
         )
     }
     for method in methods:
-        calibration = made.get(method.calibrated_as)
         layout = capacity.layout(config, method, dtype)
         takes[method.spec] = (
-            partial(_compressed, models.attached(dtype), method, context, calibration, kernel),
+            partial(_compressed, models.attached(dtype), method, context, made, kernel),
             partial(capacity.cache_room, layout, context + further),
         )
     for number, (name, (make, nbytes)) in enumerate(takes.items()):
@@ -100,11 +101,11 @@ def _compressed(
     model: Any,
     method: Method,
     context: int,
-    calibration: Calibration | None,
+    calibrations: Calibrations,
     kernel: str,
     batch: int,
 ) -> Contender:
-    return Compressed(model, method, context, batch, calibration, kernel)
+    return Compressed(model, method, context, batch, calibrations.of(method), kernel)
 
 
 def _measured(make: Make, batch: int, steps: int) -> Row:

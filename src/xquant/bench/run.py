@@ -1,7 +1,7 @@
 """Decode time beside the uncompressed cache: everything interleaved in one run, filled with random states."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from .. import compat
 from ..analysis.roofline import attention_step
 from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Method
+from ..progress import Progress
 from . import appending as sealing
 from . import capacity, entrants
 from .ceilings import Ceilings, ceilings
@@ -21,7 +23,6 @@ from .entrants import Entrant, Settings
 HOPELESS = 2.0
 STEP, ATTENTION = "step", "attend"
 
-Progress = Callable[[int, int, str], None]
 Row = dict[str, Any]
 MakeClock = Callable[[Job, torch.device], Clock]
 Clocks = dict[tuple[int, str], Clock]
@@ -34,7 +35,7 @@ def bench(
     methods: Sequence[Method],
     settings: Settings,
     progress: Progress,
-    calibrations: Sequence[Calibration] = (),
+    calibrations: Iterable[Calibration] = (),
     peers: Sequence[Callable[[Settings], Contender]] = (),
     limits: Ceilings | None = None,
 ) -> list[Row]:
@@ -50,10 +51,9 @@ def bench(
     on_gpu = device.type == "cuda"
     if on_gpu and limits is None:
         limits = ceilings(device)
-    made = {found.method: found for found in calibrations}
     progress(0, 1, "filling the caches")
     gather = entrants.on_gpu if on_gpu else entrants.on_cpu
-    field = gather(models, methods, settings, made)
+    field = gather(models, methods, settings, Calibrations(calibrations))
     field += [Entrant.of(make(settings)) for make in peers]
     if on_gpu:
         measure_on_gpu(field, settings, progress)

@@ -11,7 +11,6 @@ from ..analysis.shapes import SHAPES, shape_config
 from ..calibration import Calibration
 from ..codecs import fingerprint
 from ..methods import Method
-from ..methods.transform import Transform
 from ..seam.hooks import attach
 from . import capacity
 
@@ -80,16 +79,13 @@ def _build(config: Any, device: str | torch.device, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def random_calibration(model: Any, method: Transform) -> Calibration:
-    """A calibration of random numbers, for a model without a tokenizer.
+def random_calibration(model: Any, method: Method) -> Calibration:
+    """A calibration of random numbers (`Expected.random`), for a model without a tokenizer.
 
-    No channel is worth more than another, so all have codes: the slowest that a budget can be.
+    Of transform coding, no channel is worth more than another, so all have codes: the slowest that a budget
+    can be.
     """
     views = attach(model).view.compressed
-    tensors = {name: wanted.blank() for name, wanted in method.expected(views).items()}
-    for name, blank in tensors.items():
-        if blank.is_meta:
-            numbers = torch.randn(blank.shape) * blank.shape[-1] ** -0.5
-            tensors[name] = numbers.to(blank.dtype)
+    tensors = {name: wanted.random() for name, wanted in method.expected(views).items()}
     made_for = method.calibrated_as, fingerprint(views)
     return Calibration(tensors, *made_for, text="random numbers", version=__version__)

@@ -1,7 +1,6 @@
 """`calibrate`: from a model, a method and some text to an artifact."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from .. import kept as store
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import Method
+from ..progress import Progress, silent
 from ..runs import Runs
 from ..seam.hooks import attach
 from ..spec import parse_method
@@ -20,8 +20,6 @@ from .collect import collect
 from .find import find_calibrator
 from .writing import GENERATED, write_samples
 
-Progress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, what runs next or just ran)."""
 NAMED = 200
 """Characters of a text's name that an artifact keeps."""
 
@@ -75,15 +73,14 @@ def calibrate_on(
 
     method, views = parse_method(method), attach(model).view.compressed
     calibrator = find_calibrator(method, views)
-    samples = samples.clone()
+    samples, tell = samples.clone(), progress or silent
     for number, stage in enumerate(calibrator.stages(*samples.shape), 1):
         done = 0
 
         def step(what: str = f"pass {number}") -> None:
             nonlocal done
             done += 1
-            if progress is not None:
-                progress(done, len(samples), what)
+            tell(done, len(samples), what)
 
         collect(model, samples, calibrator.codecs, stage, step)
     tensors = calibrator.tensors()

@@ -11,7 +11,7 @@ import io
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -27,9 +27,11 @@ from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.evaluator import evaluate as run_tasks
 from lm_eval.tasks import TaskManager
 
-from .. import compat
 from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Full, Method
+from ..positions import check_context
+from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
 from . import task_data
@@ -43,9 +45,6 @@ RULER_CONTEXT = 4096
 
 RESAMPLES = 1000
 """For the standard error of a metric that has no closed form of it."""
-
-Progress = Callable[[int, int, str], None]
-"""Called with (parts done, parts in all, what runs now); a part is a task with a method."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def evaluate(
     limit: int | None = None,
     batch_size: int = 1,
     progress: Progress | None = None,
-    calibrations: Sequence[Calibration] = (),
+    calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
 ) -> list[TaskRow]:
     """Run tasks with the full cache first, then with each of ``methods``, on their first ``limit`` rows.
@@ -140,14 +139,14 @@ def evaluate(
     """
     wanted = list(dict.fromkeys([Full(), *map(parse_method, methods)]))
     runs = runs or Runs(None, {})
-    _check_contexts(model, asked)
-    made_for = {calibration.method: calibration for calibration in calibrations}
+    check_context(model, max((one.context or 0 for one in asked), default=0))
+    made, show = Calibrations(calibrations), progress or silent
     with _quiet():
         models = {
             method: XQuantLM(
                 model,
                 method,
-                made_for.get(method.calibrated_as),
+                made.of(method),
                 tokenizer=tokenizer,
                 batch_size=batch_size,
             )
@@ -162,7 +161,7 @@ def evaluate(
             name = f"{method.spec} {one.title} limit={limit} batch={batch_size} {one.digest}"
             parts = runs.load(name)
             if parts is None:
-                tell = partial(progress, done, total) if progress else _tell_nobody
+                tell = partial(show, done, total)
                 tell(f"{method.spec}, {one.title}")
                 tasks = tasks or one.build(tokenizer)
                 lm.set_cache_hook(_Counter(f"{method.spec}, {one.title}", tell))
@@ -172,8 +171,7 @@ def evaluate(
             for part, full in zip(parts, baseline, strict=True):
                 rows += _rows(method, one, part, full)
             done += 1
-    if progress is not None:
-        progress(done, total, "")
+    show(done, total, "")
     return rows
 
 
@@ -274,13 +272,6 @@ def _build(
         ) from error
 
 
-def _check_contexts(model: Any, asked: Sequence[Asked]) -> None:
-    positions = getattr(compat.text_config(model), "max_position_embeddings", None)
-    longest = max((one.context or 0 for one in asked), default=0)
-    if positions is not None and longest > positions:
-        raise ValueError(f"a context of {longest} is past the model's {positions} positions")
-
-
 # -- running ------------------------------------------------------------------------------------
 
 
@@ -369,10 +360,6 @@ class _Counter(CacheHook):
     def add_partial(self, attr: str, req: Any, res: Any) -> None:
         self._count += 1
         self._tell(f"{self._what}: {self._count} done")
-
-
-def _tell_nobody(what: str) -> None:
-    pass
 
 
 def _seed() -> None:
