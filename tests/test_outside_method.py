@@ -21,9 +21,9 @@ from xquant.analysis.plan import plan
 from xquant.analysis.roofline import attention_step, layout_load
 from xquant.analysis.shapes import Skeleton
 from xquant.bench.contenders import Models
-from xquant.bench.entrants import Settings
 from xquant.bench.run import bench
 from xquant.bench.shaped import random_calibration
+from xquant.bench.trials import Settings
 from xquant.calibrate.run import calibrate_on
 from xquant.evals.perplexity import perplexity
 from xquant.methods import METHODS, LayerCodec, Method

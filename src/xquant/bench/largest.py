@@ -21,11 +21,11 @@ WARM_UP = 4
 """Steps before those that are timed."""
 TRIES = 6
 SMALLER = 0.9
-"""Of a batch that did not fit, what is tried next."""
+"""The next batch is so many times the one that did not fit."""
 
 Row = dict[str, Any]
 Make = Callable[[int], Contender]
-"""Given the batch."""
+"""Called with the batch."""
 
 
 @torch.inference_mode()
@@ -39,19 +39,20 @@ def largest_batches(
     progress: Progress,
     calibrations: Iterable[Calibration] = (),
 ) -> list[Row]:
-    """A row for the full cache and for every method: the batch, and whole decoding steps with it.
+    """A row for the full cache and for every method: the largest batch, and the time of decoding steps with
+    it.
 
-    The batch is what is known to fit, and is tried; where it does not fit after all, smaller ones are.
-    Caches are filled with random states. As many steps are timed as a block has tokens, in which every layer
-    seals once. The full cache copies nothing as it grows, and is attended to by the fastest of torch's
-    backends.
+    The first batch that is tried is the largest that should fit, by what the caches take. Where it runs out
+    of memory, smaller ones follow. Caches are filled with random states. The steps that are timed fill one
+    block, so that every layer seals once. The full cache copies nothing as it grows, and uses the fastest
+    of torch's attention backends.
 
     Args:
-        memory: bytes that caches, and what is computed with them, may take beside the weights.
+        memory: bytes that caches and activations may take beside the weights.
     """
     made = Calibrations(calibrations)
     steps = max(method.group for method in methods)
-    # Backends are tried out first.
+    # The full cache tries its backends before the steps that are timed.
     further = steps + WARM_UP * (1 + 2 * len(flash.BACKENDS))
     config = compat.text_config(models.model)
     rows: list[Row] = []
@@ -65,7 +66,7 @@ def largest_batches(
         layout = capacity.layout(config, method, dtype)
         takes[method.spec] = (
             partial(_compressed, models.attached(dtype), method, context, made, kernel),
-            partial(capacity.cache_room, layout, context + further),
+            partial(capacity.needed_bytes, layout, context + further),
         )
     for number, (name, (make, nbytes)) in enumerate(takes.items()):
         progress(number, len(takes), name)
@@ -109,14 +110,14 @@ def _compressed(
 
 
 def _measured(make: Make, batch: int, steps: int) -> Row:
-    """What was measured at ``batch``, or the largest below it that did not run out of memory."""
+    """Times at ``batch``, or at the largest batch tried below it that did not run out of memory."""
     failed = "not one sequence fits"
     for _ in range(TRIES):
         if batch < 1:
             break
         try:
             return _timed(make(batch), steps)
-        except Exception as error:  # of whatever kernels there are
+        except Exception as error:  # kernels raise errors of all kinds
             failed = reason(error)
             if not isinstance(error, torch.OutOfMemoryError):
                 break
@@ -141,7 +142,7 @@ def _timed(contender: Contender, steps: int) -> Row:
 
 
 def _decode(contender: Contender, steps: int) -> float:
-    """Seconds of so many steps."""
+    """Seconds of so many decoding steps."""
     synchronize(contender.device)
     start = time.perf_counter()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Models of a known shape, with random weights: their attention layers alone, or whole."""
+"""Models of a known shape with random weights: whole, or a few of their attention layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from ..seam.hooks import attach
 from . import capacity
 
 SHAPE_LAYERS = 8
-"""Layers of a shape that are timed one after the other, so that none finds its codes in a CPU cache."""
+"""Layers of a shape. Several are timed one after the other, so that none finds its codes in a CPU cache."""
 
 
 def shaped_model(
@@ -24,7 +24,7 @@ def shaped_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A few attention layers of a known model's shape, with random weights and next to nothing else.
+    """A model of a few layers with the attention of a known shape, a tiny MLP and a tiny vocabulary.
 
     Raises:
         ValueError: no such shape.
@@ -33,7 +33,7 @@ def shaped_model(
 
 
 def whole_model(name: str, device: str | torch.device, dtype: torch.dtype) -> Any:
-    """A model of a known shape with all its layers, with random weights.
+    """A model of a known shape with all its layers and random weights.
 
     Raises:
         ValueError: no such shape.
@@ -48,10 +48,13 @@ def fitting_layers(
     size: tuple[int, int],
     room: float,
 ) -> int:
-    """As many attention layers of a shape as leave room, in bytes, for the full cache and that of every
-    method, of ``size`` context and batch: all, or a half, a quarter ... of them; at least one.
+    """How many attention layers of a shape fit beside the full cache and those of all ``methods``: all, a
+    half, a quarter ... of them, at least one. With many layers, work that is done once a forward pass
+    counts for a layer as it does in the whole model.
 
-    Work that is done once a pass counts for each layer as it does in the whole model, if there are many.
+    Args:
+        size: context and batch of the caches.
+        room: bytes that they may take.
 
     Raises:
         ValueError: no such shape.

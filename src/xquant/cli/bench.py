@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..bench.contenders import Models
-    from ..bench.entrants import Settings
+    from ..bench.trials import Settings
     from ..calibrations import Calibrations
     from ..methods import Method
     from ..runs import Rows
@@ -145,7 +145,7 @@ def bench(
     import torch
 
     from .. import parse_method
-    from ..bench.entrants import Settings
+    from ..bench.trials import Settings
     from ..runs import Runs
 
     methods = [parse_method(spec) for spec in specs or DEFAULT_METHODS]

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..bench.contenders import Models
-from ..bench.entrants import Settings
 from ..bench.run import bench
+from ..bench.trials import Settings
 from ..calibrations import Calibrations
 from ..evals.passkey import DEPTHS, passkey
 from ..methods import Full
