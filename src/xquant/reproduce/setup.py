@@ -73,16 +73,17 @@ class Setup:
         Raises:
             ValueError: unknown task, missing data, or data of another form.
         """
-        from ..evals.tasks import ask, evaluate  # and with it lm-eval
+        from ..evals.task_lookup import find_tasks  # and with it lm-eval
+        from ..evals.tasks import evaluate
 
-        asked = ask(names, self.data, (self.context,))
+        tasks = find_tasks(names, self.data, (self.context,))
         methods = list(map(parse_method, specs))
         calibrations = self.calibrated(methods)
         rows = evaluate(
             self.model,
             self.tokenizer,
             methods,
-            asked,
+            tasks,
             self.limit,
             progress=self.progress,
             calibrations=calibrations,
