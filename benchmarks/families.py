@@ -33,9 +33,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from xquant import Calibration, KVCache, load_model, own_calibration, parse_method
+from xquant import KVCache, load_model, own_calibration, parse_method
+from xquant.calibrations import Calibrations
 from xquant.evals.perplexity import perplexity
-from xquant.kept import FOLDER
+from xquant.files import CACHE
 from xquant.results.rows import read_results, stamp, write_json
 from xquant.text import read_text, text_name
 
@@ -111,7 +112,7 @@ def main(
         if any(row["family"] == family for row in rows):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            os.environ[FOLDER] = folder  # what it writes and is calibrated with goes with it
+            os.environ[CACHE] = folder  # what it writes and is calibrated with goes with it
             model = untrained(family)
             start = perplexity(model, tokenizer, held_out, ["full"], CONTEXT, windows)[0].perplexity
             model, began = untrained(family), time.process_time()
@@ -177,22 +178,19 @@ def train(model: Any, tokenizer: Any, text: str, steps: int) -> None:
 def measured(folder: str, text: str, specs: Sequence[str], windows: int) -> list[dict[str, Any]]:
     """A row for each method: its result, or why there is none."""
     model, tokenizer = load_model(folder)
-    calibrations: dict[str, Calibration] = {}
+    calibrations = Calibrations()
     refused: dict[str, str] = {}
     for spec in specs:
         method = parse_method(spec)
-        needed = method.calibrated_as
         try:
-            if method.needs_calibration and needed not in calibrations:
-                calibrations[needed] = own_calibration(model, tokenizer, method)
-            KVCache(model, method, calibration=calibrations.get(needed))
+            own = [own_calibration(model, tokenizer, m) for m in calibrations.lacking([method])]
+            calibrations = Calibrations([*calibrations, *own])
+            KVCache(model, method, calibration=calibrations.of(method))
         except ValueError as error:
             refused[method.spec] = str(error)
     served = [m for m in map(parse_method, specs) if m.spec not in refused]
-    found = perplexity(
-        model, tokenizer, text, served, CONTEXT, windows, calibrations=list(calibrations.values())
-    )
-    made = {name: calibration.text for name, calibration in calibrations.items()}
+    found = perplexity(model, tokenizer, text, served, CONTEXT, windows, calibrations=calibrations)
+    made = {calibration.method: calibration.text for calibration in calibrations}
     rows = [{**row.to_dict(), "calibrations": made} for row in found]
     return rows + [{"method": spec, "refused": why} for spec, why in refused.items()]
 

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xquant import Calibration, KVCache, __version__, attach, parse_method
 from xquant.analysis.shapes import SHAPES
-from xquant.bench.run import fill
-from xquant.calibration import fingerprint
+from xquant.bench.contenders import fill
+from xquant.codecs import fingerprint
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
 from xquant.quant.ranked import steps_of

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xquant import parse_method
-from xquant.bench.run import Compressed, shaped_model
+from xquant.bench.contenders import Compressed
+from xquant.bench.shaped import shaped_model
 from xquant.kernels.call import AttentionCall
 from xquant.models.base import linear
 from xquant.results.rows import stamp, write_json

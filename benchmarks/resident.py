@@ -25,7 +25,7 @@ import click
 import torch
 
 from xquant import load_model, parse_method
-from xquant.bench.run import Compressed, Contender, Full
+from xquant.bench.contenders import Compressed, Contender, Full
 from xquant.results.rows import stamp, write_json
 
 FULL = "full"

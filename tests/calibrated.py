@@ -5,7 +5,7 @@ from typing import Any
 from models import prompt
 from xquant import Calibration, KVCache, attach, parse_method
 from xquant.calibrate.run import calibrate_on
-from xquant.calibration import fingerprint
+from xquant.codecs import fingerprint
 from xquant.methods import Method
 
 _MADE: dict[tuple[str, str], Calibration] = {}

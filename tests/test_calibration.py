@@ -1,6 +1,6 @@
 """The artifact: whole or not at all, and only for what it was made for."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from models import prompt, tiny
 from xquant import Calibration, KVCache, attach
 from xquant.calibrate.run import calibrate_on
-from xquant.calibration import fingerprint
+from xquant.codecs import fingerprint
+from xquant.methods import Full
 
 SPEC = "kvquant-2bit-1%"
 
@@ -146,3 +147,12 @@ def test_methods_without_statistics_have_nothing_to_calibrate(model: Any) -> Non
         calibrate_on(model, prompt(2, 4), "kvquant-2bit:sink=4")
     with pytest.raises(ValueError, match="too short"):
         calibrate_on(model, prompt(1, 2), "kvquant-4bit")
+
+
+def test_a_method_that_no_calibrator_is_registered_for_is_told_of(model: Any) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Unknown(Full):
+        needs_calibration = True
+
+    with pytest.raises(ValueError, match="no calibrator is registered"):
+        calibrate_on(model, prompt(2, 40), Unknown())

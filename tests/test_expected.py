@@ -10,8 +10,8 @@ from calibrated import calibration
 from models import prompt, tiny
 from xquant import Calibration, KVCache, attach, parse_method
 from xquant.calibrate import run
-from xquant.calibrate.expected import Expected, check
 from xquant.calibrate.run import calibrate_on
+from xquant.calibration import Expected, check
 
 HALVES = Expected((2, 3), torch.float16, least=-4, most=4, rising=True)
 

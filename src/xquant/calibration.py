@@ -1,8 +1,10 @@
-"""The calibration artifact: a safetensors file that says what it was made for."""
+"""The calibration artifact: a safetensors file that says what it was made for, and the tensors that a method
+expects of one. Methods and whatever calibrates them stand above this module."""
 
 import hashlib
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,30 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from .calibrate.expected import kind
 from .files import write_atomically
-from .models import AttentionView
 
 _KIND = "xquant calibration"
 _FACTS = ("method", "model", "text", "version")
 _LONGEST = 400
 """Characters of a fact, at most."""
-
-
-def fingerprint(views: Sequence[AttentionView]) -> str:
-    """SHA-256 over the key and value projections and key norms of the layers, as bfloat16 holds them.
-
-    So a model is the same one whether loaded in fp32 or in bf16.
-    """
-    digest = hashlib.sha256()
-    for view in views:
-        projections = (view.key_weight, view.key_bias, view.value_weight, view.value_bias)
-        norm = () if view.key_norm is None else view.key_norm.parameters()
-        for tensor in (*projections, *norm):
-            if tensor is not None:
-                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
-                digest.update(rounded.view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +34,7 @@ class Calibration:
     method: str
     """The spec calibrated for, options that do not matter to it left out."""
     model: str
-    """`fingerprint` of the model."""
+    """`codecs.fingerprint` of the model."""
     text: str
     """What was read: a name, the SHA-256 of its tokens and their number."""
     version: str
@@ -136,11 +120,79 @@ class Calibration:
 
     def check(self, method: str, model: str) -> None:
         """Raise ValueError unless this was made for the method of that spec and the model of that
-        `fingerprint`."""
+        `codecs.fingerprint`."""
         if method != self.method:
             raise ValueError(f"the calibration is for {self.method}, not for {method}")
         if model != self.model:
             raise ValueError(
                 "the calibration was made on another model: its key and value projections or key"
                 " norms differ"
+            )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One tensor: its shape, its type and what its numbers must be. They are finite, whatever else.
+
+    ``least`` and ``most`` bound them; ``rising``: along the first dimension none is below the one before it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    least: float = -math.inf
+    most: float = math.inf
+    rising: bool = False
+
+    def blank(self) -> Tensor:
+        """A tensor that fits, without the numbers: of one dimension zeros, of more on no device."""
+        vector = len(self.shape) == 1
+        make = torch.zeros if vector else torch.empty
+        return make(self.shape, dtype=self.dtype, device="cpu" if vector else "meta")
+
+    def random(self) -> Tensor:
+        """A tensor that fits: of one dimension zeros, of more numbers that keep the size of what they are
+        multiplied with."""
+        if len(self.shape) == 1:
+            return self.blank()
+        numbers = (torch.randn(self.shape) * self.shape[-1] ** -0.5).clamp(self.least, self.most)
+        return (numbers.sort(0).values if self.rising else numbers).to(self.dtype)
+
+    def fault(self, found: Tensor) -> str:
+        """What is wrong with a tensor, empty where it fits. On the meta device there are no numbers to look
+        at."""
+        if found.dtype != self.dtype or found.shape != self.shape:
+            return f"is {kind(found)}, not {kind(self)}"
+        if found.is_meta or not found.numel():
+            return ""
+        low, high = (float(end) for end in found.aminmax())  # NaN is both
+        if not (math.isfinite(low) and math.isfinite(high)):
+            return "holds NaN or infinity"
+        if low < self.least or high > self.most:
+            return f"holds {low:g} to {high:g}, not {self.least:g} to {self.most:g}"
+        if self.rising and bool((found[1:] < found[:-1]).any()):
+            return "is not in rising order"
+        return ""
+
+
+def kind(tensor: Tensor | Expected) -> str:
+    """Type and shape in words: ``float16 [2, 24]``."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def check(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Expected],
+    advice: str = "calibrate again",
+) -> None:
+    """Raise ValueError unless ``tensors`` are those that are ``expected``, no more and no fewer: it names the
+    first that is not, and gives the ``advice``."""
+    for name, wanted in expected.items():
+        if name not in tensors:
+            raise ValueError(f"the calibration lacks '{name}' ({kind(wanted)}): {advice}")
+        if fault := wanted.fault(tensors[name]):
+            raise ValueError(f"'{name}' of the calibration {fault}: {advice}")
+    for name in tensors:
+        if name not in expected:
+            raise ValueError(
+                f"the calibration holds '{name[:80]}', which the method does not know: {advice}"
             )

@@ -1,5 +1,6 @@
 """Codecs of one model, kept for its caches until its weights change."""
 
+import hashlib
 from collections.abc import Sequence
 from threading import RLock
 from typing import Any
@@ -7,9 +8,25 @@ from typing import Any
 import torch
 
 from . import kept as store
-from .calibration import Calibration, fingerprint
+from .calibration import Calibration
 from .methods import LayerCodec, Method
 from .models import AttentionView
+
+
+def fingerprint(views: Sequence[AttentionView]) -> str:
+    """SHA-256 over the key and value projections and key norms of the layers, as bfloat16 holds them.
+
+    So a model is the same one whether loaded in fp32 or in bf16.
+    """
+    digest = hashlib.sha256()
+    for view in views:
+        projections = (view.key_weight, view.key_bias, view.value_weight, view.value_bias)
+        norm = () if view.key_norm is None else view.key_norm.parameters()
+        for tensor in (*projections, *norm):
+            if tensor is not None:
+                rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+                digest.update(rounded.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
 
 
 class Codecs:

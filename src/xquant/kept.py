@@ -9,8 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from .calibrate.expected import Expected, check
-from .calibration import Calibration
+from .calibration import Calibration, Expected, check
 from .files import cache_folder, write_atomically
 
 

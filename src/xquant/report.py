@@ -85,13 +85,15 @@ def report_of(cache: "KVCache") -> Report:
     """What is resident in a cache, layer by layer kind."""
     view = cache.attachment.view
     sealed: Counter[str] = Counter()
-    values = sealed_values = 0
+    values = sealed_values = code_bytes = 0
     for layer in cache.compressed:
         per_token = 2 * layer.codec.view.kv_width
         values += per_token * cache.index.batch * layer.get_seq_length()
         sealed_values += per_token * cache.index.batch * layer.stream.tokens
         for packed in layer.stream.pool:
             sealed.update({name: tensor.nbytes for name, tensor in packed.items()})
+        for segment in layer.stream.segments:
+            code_bytes += layer.stream.blocks * segment.parts(layer.stream.block)["codes"]
     sinks = sum(layer.sink_nbytes for layer in cache.compressed)
     tail = sum(layer.tail_nbytes for layer in cache.compressed)
     index = cache.index.nbytes + sum(layer.stream.table_nbytes for layer in cache.compressed)
@@ -119,7 +121,7 @@ def report_of(cache: "KVCache") -> Report:
         cache_bytes=resident + skipped,
         full_cache_bytes=2 * (values + sum(t.numel() for layer in others for t in _held(layer))),
         bits_per_value=bits(sealed.total() + codebooks + sinks),
-        code_bits=bits(sealed["codes"] + sealed["values"]),
+        code_bits=bits(code_bytes),
         cache_ratio=resident / (2 * values) if values else 0.0,
         model_bytes=sum(p.nbytes for p in view.model.parameters()),
         codec_bytes=sum(layer.codec.nbytes for layer in cache.compressed),

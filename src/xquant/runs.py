@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from .calibration import Calibration, fingerprint
+from .calibration import Calibration
+from .codecs import fingerprint
 from .files import write_atomically
 from .kernels.cpu import library as native
 from .seam.hooks import attach
@@ -79,7 +80,7 @@ class Runs:
         return self._folder / f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.json"
 
 
-def identity(model: Any, text: str, calibrations: Sequence[Calibration]) -> dict[str, str]:
+def identity(model: Any, text: str, calibrations: Iterable[Calibration]) -> dict[str, str]:
     """What a model, a text and calibrations are, beyond their names."""
     return {
         "weights": fingerprint(attach(model).view.compressed),

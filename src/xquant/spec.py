@@ -20,7 +20,7 @@ def parse_method(spec: str | Method) -> Method:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a method is a spec string or a Method, not {type(spec).__name__}")
-    name = method_name(spec)
+    name = method_name(spec, METHODS)
     cls = METHODS[name]
     head, _, options = spec.strip().partition(":")
     kinds = {f.name: f.type for f in dataclasses.fields(cls)}

@@ -57,15 +57,13 @@ def cut_windows(model: Any, tokenizer: Any, text: str, context: int, windows: in
     """The text's first tokens as ``[windows, context]``; ValueError where it holds fewer."""
     import torch
 
-    from . import compat
+    from .positions import check_context
 
     if context < 2:
         raise ValueError(f"a context of {context} scores nothing: at least 2 tokens are needed")
     if windows < 1:
         raise ValueError(f"{windows} windows measure nothing: at least 1 is needed")
-    positions = getattr(compat.text_config(model), "max_position_embeddings", None)
-    if positions is not None and context > positions:
-        raise ValueError(f"a context of {context} is past the model's {positions} positions")
+    check_context(model, context)
     # verbose=False: a text longer than the model's context is no mistake here.
     encoded = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     held = len(encoded) // context

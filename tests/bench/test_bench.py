@@ -12,14 +12,14 @@ from attending import exact
 from models import tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.roofline import attention_step
-from xquant.bench import capacity, clocks, contenders, entrants, flash
+from xquant.bench import capacity, clocks, contenders, flash, trials
 from xquant.bench import run as evaluation
 from xquant.bench.ceilings import Ceilings, copy_bandwidth, matrix_rate, read_bandwidth
 from xquant.bench.clocks import HostClock
 from xquant.bench.contenders import Compressed, Full, Models, fill
-from xquant.bench.entrants import Settings
 from xquant.bench.run import bench
 from xquant.bench.shaped import fitting_layers, random_calibration, shaped_model
+from xquant.bench.trials import Settings
 from xquant.methods.transform import Transform
 
 CONTRACT = {
@@ -122,7 +122,7 @@ def test_what_the_machine_can_do_is_measured() -> None:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU decides is decided here too; jobs are timed by the host."""
-    monkeypatch.setattr(entrants, "on_cpu", entrants.on_gpu)
+    monkeypatch.setattr(trials, "on_cpu", trials.on_gpu)
     monkeypatch.setattr(evaluation, "measure_on_cpu", evaluation.measure_on_gpu)
     monkeypatch.setattr(evaluation, "GraphClock", HostClock)
     monkeypatch.setattr(capacity, "free_bytes", lambda device: 10**9)

@@ -14,6 +14,7 @@ from xquant import attach, parse_method
 from xquant.calibrate.calibrator import Rows
 from xquant.calibrate.collect import collect
 from xquant.calibrate.extremes import Extremes
+from xquant.calibrate.find import find_calibrator
 from xquant.calibrate.levels import Histogram, best_levels, fit_ranges
 from xquant.calibrate.run import calibrate_on
 from xquant.quant.codebook import inner_range, nearest
@@ -149,7 +150,7 @@ def test_gradients_are_those_of_the_projections(family: str) -> None:
         handle.remove()
     method = parse_method("kvquant-2bit")
     stage = Keep()
-    collect(model, ids, method.calibrator(views).codecs, stage, lambda: None)
+    collect(model, ids, find_calibrator(method, views).codecs, stage, lambda: None)
     for position, view in enumerate(views):
         rows = stage.rows[position]
         key, value = outputs[view.key_module], outputs[view.value_module]
@@ -167,7 +168,7 @@ def test_gradients_predict_how_the_loss_moves(family: str) -> None:
     model, ids = tiny(family).double(), prompt(1, 30)
     views = attach(model).view.compressed
     stage = Keep()
-    codecs = parse_method("kvquant-2bit").calibrator(views).codecs
+    codecs = find_calibrator(parse_method("kvquant-2bit"), views).codecs
     collect(model, ids, codecs, stage, lambda: None)
 
     view = views[-1]

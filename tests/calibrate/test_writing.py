@@ -41,7 +41,7 @@ def test_the_same_seed_writes_the_same_and_leaves_randomness_alone() -> None:
     assert not torch.equal(write_samples(model, Letters(), 45, 3, seed=2), first)
 
 
-@pytest.mark.parametrize(("context", "windows"), [(1, 3), (10, 0), (513, 1)])
+@pytest.mark.parametrize(("context", "windows"), [(1, 3), (10, 0)])
 def test_sizes_that_cannot_be_are_refused(context: int, windows: int) -> None:
     with pytest.raises(ValueError, match="cannot be written"):
         write_samples(tiny("llama"), Letters(), context, windows)

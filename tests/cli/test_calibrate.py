@@ -128,7 +128,10 @@ def test_a_stopped_calibration_goes_on_and_ends_with_the_same_bytes(
             "holds 100 tokens",
         ),
         ("calibrate MODEL --method SPEC --text TEXT --context 60 --output OUT", "holds 1 window"),
-        ("calibrate MODEL --method SPEC --context 600 --output OUT", "has 512 positions"),
+        (
+            "calibrate MODEL --method SPEC --context 600 --output OUT",
+            "past the model's 512 positions",
+        ),
         ("calibrate MODEL --method SPEC --windows 0 --output OUT", "cannot be written"),
         ("calibrate MODEL --method SPEC --output NONE/c", "there is no folder"),
         ("calibrate MODEL --method SPEC --output OUT --resume TEXT", "is not a folder"),

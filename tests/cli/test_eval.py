@@ -6,7 +6,7 @@ import pytest
 from questions import choices, gsm8k, harness_folder, longbench
 
 pytest.importorskip("lm_eval")
-from xquant.evals import tasks
+from xquant.evals import task_lookup, tasks
 from xquant.evals.passkey import PasskeyRow
 
 STORED = "kivi-2bit:group=8"
@@ -15,8 +15,10 @@ STORED = "kivi-2bit:group=8"
 @pytest.fixture(autouse=True)
 def only_our_folders(monkeypatch):
     """lm-eval's whole index takes ten seconds."""
-    index = tasks._index
-    monkeypatch.setattr(tasks, "_index", lambda folders: index(folders or tasks.FAMILIES))
+    index = task_lookup._index
+    monkeypatch.setattr(
+        task_lookup, "_index", lambda folders: index(folders or task_lookup.FAMILIES)
+    )
 
 
 @pytest.fixture(scope="module")

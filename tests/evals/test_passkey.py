@@ -37,7 +37,7 @@ class Reader:
 @pytest.fixture
 def reader(monkeypatch):
     monkeypatch.setattr(module, "KVCache", lambda *_, **__: None)
-    monkeypatch.setattr(module.compat, "text_config", lambda model: None)
+    monkeypatch.setattr(module, "check_context", lambda model, tokens: None)
     return Reader(500)
 
 

@@ -15,8 +15,9 @@ from questions import (
 )
 
 pytest.importorskip("lm_eval")
-from xquant.evals import tasks
-from xquant.evals.tasks import ask, evaluate
+from xquant.evals import task_lookup, tasks
+from xquant.evals.task_lookup import find_tasks
+from xquant.evals.tasks import evaluate
 from xquant.runs import Runs
 
 STORED = "kivi-2bit:group=8"
@@ -25,8 +26,10 @@ STORED = "kivi-2bit:group=8"
 @pytest.fixture(autouse=True)
 def only_our_folders(monkeypatch):
     """lm-eval's whole index takes ten seconds, and the hub is not there."""
-    index = tasks._index
-    monkeypatch.setattr(tasks, "_index", lambda folders: index(folders or tasks.FAMILIES))
+    index = task_lookup._index
+    monkeypatch.setattr(
+        task_lookup, "_index", lambda folders: index(folders or task_lookup.FAMILIES)
+    )
     monkeypatch.setattr("datasets.load.HfApi", lambda *_, **__: pytest.fail("asked the hub"))
 
 
@@ -58,7 +61,7 @@ def first_prompt(one, tokenizer):
 
 def test_gsm8k_with_local_rows_has_fixed_examples(model, tokenizer, tmp_path, capfd):
     gsm8k(tmp_path)
-    (one,) = ask(["gsm8k"], tmp_path)
+    (one,) = find_tasks(["gsm8k"], tmp_path)
     prompt = first_prompt(one, tokenizer)
     assert prompt.count("Q: ") == 9 and "The answer is 39." in prompt
     assert prompt.endswith(f"Q: {words(0, 9)}\nA:")
@@ -79,13 +82,13 @@ def test_gsm8k_with_local_rows_has_fixed_examples(model, tokenizer, tmp_path, ca
 
 def test_gsm8k_takes_examples_from_a_training_split(tokenizer, tmp_path):
     gsm8k(tmp_path), gsm8k(tmp_path, "train", 6)
-    (one,) = ask(["gsm8k"], tmp_path / "gsm8k")
+    (one,) = find_tasks(["gsm8k"], tmp_path / "gsm8k")
     assert one.build(tokenizer)[0].task_name == "gsm8k"
     assert first_prompt(one, tokenizer).count("Question: ") == 6
 
 
 def test_truthfulqa_in_the_form_of_2021(model, tokenizer, tmp_path):
-    (one,) = ask(["truthfulqa_gen"], truthfulqa(tmp_path))
+    (one,) = find_tasks(["truthfulqa_gen"], truthfulqa(tmp_path))
     (task,) = one.build(tokenizer)
     assert task.eval_docs[0]["correct_answers"] == ["w5 w6.", "w7.", "I have no comment."]
     assert task.eval_docs[0]["incorrect_answers"] == ["w8.", "w9."]
@@ -97,7 +100,7 @@ def test_truthfulqa_in_the_form_of_2021(model, tokenizer, tmp_path):
 
 def test_longbench_has_its_own_prompts_and_metrics(model, tokenizer, tmp_path):
     longbench(tmp_path), longbench(tmp_path, "samsum")
-    asked = ask(["longbench_hotpotqa", "longbench_samsum"], tmp_path)
+    asked = find_tasks(["longbench_hotpotqa", "longbench_samsum"], tmp_path)
     prompt = first_prompt(asked[0], tokenizer)
     assert f"Question: {words(0, 4)}\nAnswer:" in prompt and words(0, 40) in prompt
     rows = evaluate(model, tokenizer, [STORED], asked, limit=1)
@@ -107,7 +110,7 @@ def test_longbench_has_its_own_prompts_and_metrics(model, tokenizer, tmp_path):
 
 
 def test_the_best_choice_is_an_answer_and_a_task_may_be_a_file(model, tokenizer, tmp_path):
-    rows = evaluate(model, tokenizer, ["xquant-8bit:group=8"], ask([str(choices(tmp_path))]))
+    rows = evaluate(model, tokenizer, ["xquant-8bit:group=8"], find_tasks([str(choices(tmp_path))]))
     assert [(row.method, row.task, row.metric) for row in rows[::2]] == [
         ("full", "choices", "acc"),
         ("xquant-8bit:group=8", "choices", "acc"),
@@ -147,10 +150,12 @@ def ruler_data(folder):
 def test_ruler_is_made_by_lm_eval_from_local_files(model, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("xquant.evals.task_data.RULER_SAMPLES", 3)
     data = ruler_data(tmp_path)
-    (essays,) = ask(["niah_single_2"], data, [900])  # lm-eval grows these by 500 words at a time
+    (essays,) = find_tasks(
+        ["niah_single_2"], data, [900]
+    )  # lm-eval grows these by 500 words at a time
     prompt = first_prompt(essays, tokenizer)
     assert "special magic number" in prompt and words(1, 12) in prompt
-    asked = ask(["ruler_qa_squad", "ruler_qa_hotpot"], data, [300])
+    asked = find_tasks(["ruler_qa_squad", "ruler_qa_hotpot"], data, [300])
     prompts = [first_prompt(one, tokenizer) for one in asked]
     assert all("Document 1:" in prompt for prompt in prompts)
     assert all(len(tokenizer(prompt)["input_ids"]) <= 300 for prompt in prompts)
@@ -164,14 +169,14 @@ def test_ruler_is_made_by_lm_eval_from_local_files(model, tokenizer, tmp_path, m
 
 
 def test_rows_do_not_depend_on_what_was_made_before_them(tokenizer, tmp_path):
-    asked = ask(["niah_single_1"], contexts=[200, 220])
+    asked = find_tasks(["niah_single_1"], contexts=[200, 220])
     alone = first_prompt(asked[1], tokenizer)
     first_prompt(asked[0], tokenizer)
     assert first_prompt(asked[1], tokenizer) == alone
 
 
 def test_a_stopped_run_goes_on_from_what_is_finished(model, tokenizer, tmp_path, monkeypatch):
-    asked = ask([str(choices(tmp_path))])
+    asked = find_tasks([str(choices(tmp_path))])
     runs = Runs(tmp_path / "runs", {"model": "tiny"})
 
     def go(methods, **more):
@@ -189,7 +194,7 @@ def test_a_stopped_run_goes_on_from_what_is_finished(model, tokenizer, tmp_path,
 
 def test_progress_counts_parts_and_requests(model, tokenizer, tmp_path):
     seen = []
-    asked = ask([str(choices(tmp_path))])
+    asked = find_tasks([str(choices(tmp_path))])
     evaluate(model, tokenizer, [STORED], asked, limit=1, progress=lambda *now: seen.append(now))
     assert [(done, total) for done, total, _ in seen] == [(0, 2)] * 4 + [(1, 2)] * 4 + [(2, 2)]
     assert seen[3][2] == f"full, {asked[0].name}: 3 done"
@@ -198,11 +203,11 @@ def test_progress_counts_parts_and_requests(model, tokenizer, tmp_path):
 def test_an_answer_longer_than_the_model_is_refused(model, tokenizer, tmp_path):
     longbench(tmp_path, "qmsum")
     with pytest.raises(ValueError, match=r"longbench_qmsum: .*max tokens to generate \(512\)"):
-        evaluate(model, tokenizer, [], ask(["longbench_qmsum"], tmp_path))
+        evaluate(model, tokenizer, [], find_tasks(["longbench_qmsum"], tmp_path))
 
 
 def test_a_group_is_its_tasks():
-    asked = ask(["ruler"], contexts=[1024, 2048])
+    asked = find_tasks(["ruler"], contexts=[1024, 2048])
     assert len(asked) == 2 * 13
     assert asked[0].title == "niah_single_1 1024"
 
@@ -231,19 +236,19 @@ def test_bad_input_is_told_of_when_a_task_is_asked_for(tmp_path, names, data, me
     (tmp_path / "bad" / "list.jsonl").write_text("[1]\n")
     (tmp_path / "bad" / "nothing.jsonl").write_text("\n")
     with pytest.raises(ValueError, match=message):
-        ask(names, tmp_path / data)
+        find_tasks(names, tmp_path / data)
 
 
 def test_a_context_that_lm_eval_would_look_for_ever_to_fill():
     with pytest.raises(ValueError, match="ruler_vt cannot be made to 512 tokens"):
-        ask(["ruler_vt"], contexts=[512])
+        find_tasks(["ruler_vt"], contexts=[512])
 
 
 def test_a_training_split_that_is_needed_and_missing(tmp_path):
     gsm8k(tmp_path)
     data = tmp_path / "gsm8k" / "test.jsonl"
     with pytest.raises(ValueError, match="takes its 5 examples from a 'train' split"):
-        tasks.task_data.local_rows(
+        task_lookup.task_data.local_rows(
             "gsm8k", {"test_split": "test", "training_split": "train", "num_fewshot": 5}, data
         )
 
@@ -254,10 +259,10 @@ def test_what_the_hub_does_not_give_may_be_given_as_a_file(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", offline)
     with pytest.raises(ValueError, match=r"gsm8k cannot be had .*no network.* with --data"):
-        ask(["gsm8k"])
+        find_tasks(["gsm8k"])
 
 
 def test_a_context_past_the_positions_is_refused_before_anything_runs(model, tokenizer):
-    asked = ask(["niah_single_1"], contexts=[600])
+    asked = find_tasks(["niah_single_1"], contexts=[600])
     with pytest.raises(ValueError, match="600 is past the model's 512 positions"):
         evaluate(model, tokenizer, [], asked)

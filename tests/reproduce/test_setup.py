@@ -21,7 +21,7 @@ def test_methods_that_need_it_are_calibrated_once_on_the_text_given():
     (made,) = setup.calibrated(METHODS)
     assert made.method == "kvquant-2bit"
     assert made.text.startswith("t.txt,")
-    assert setup.calibrated(METHODS) == [made]
+    assert list(setup.calibrated(METHODS)) == [made]
 
 
 def test_without_a_text_the_model_writes_one():
@@ -33,7 +33,7 @@ def test_without_a_text_the_model_writes_one():
 def test_a_calibration_at_hand_is_used(monkeypatch):
     given = make().calibrated(METHODS)
     monkeypatch.setattr(module, "calibrate_on", None)
-    assert make(calibrations=given).calibrated(METHODS) == given
+    assert make(calibrations=given).calibrated(METHODS).of(METHODS[0]) == given.of(METHODS[0])
 
 
 def test_what_is_finished_is_found_again(tmp_path, monkeypatch):
@@ -53,18 +53,19 @@ def test_a_damaged_calibration_is_made_anew(tmp_path, capsys, damage):
         file.write_bytes(file.read_bytes()[:-1])
     else:
         replace(made, tensors={}).save(file)
-    assert make(resume=tmp_path).calibrated(METHODS) == [made]
+    assert list(make(resume=tmp_path).calibrated(METHODS)) == [made]
     assert capsys.readouterr().err == (
         f"xquant: '{file}' is not what was written there: it is made anew\n"
     )
-    assert make(resume=tmp_path).calibrated(METHODS) == [made]
+    assert list(make(resume=tmp_path).calibrated(METHODS)) == [made]
     assert capsys.readouterr().err == ""
 
 
 def test_another_calibration_text_is_another_calibration(tmp_path):
     texts = (text_of(50), "w9 " + text_of(50))
     one, other = (
-        make(resume=tmp_path, calibration_text=text).calibrated(METHODS)[0] for text in texts
+        make(resume=tmp_path, calibration_text=text).calibrated(METHODS).of(METHODS[0])
+        for text in texts
     )
     assert len(list(tmp_path.iterdir())) == 2
     assert one != other

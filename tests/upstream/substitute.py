@@ -19,7 +19,7 @@ from transformers.generation.utils import GenerationMixin
 
 from xquant import Calibration, KVCache, attach, parse_method
 from xquant.calibrate.run import calibrate_on
-from xquant.calibration import fingerprint
+from xquant.codecs import fingerprint
 
 METHOD = parse_method(os.environ["XQUANT_METHOD"])
 LEFT_OUT = {

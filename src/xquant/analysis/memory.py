@@ -2,7 +2,7 @@
 method makes for a model without weights."""
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -10,11 +10,7 @@ from .. import __version__
 from ..calibration import Calibration
 from ..methods import Method
 from ..models import AttentionView
-from ..quant import Affine, Codebook, Plain, Segment
-from ..quant.codebook import outlier_count
-from ..quant.pack import packed_rows
-from ..quant.quantizer import OUTLIER_NBYTES
-from ..quant.ranked import Ranked
+from ..quant.quantizer import OUTLIER_NBYTES, Part
 from .shapes import Skeleton
 
 INDEX_NBYTES = 6
@@ -61,12 +57,12 @@ class CacheLayout:
         with torch.device("meta"):
             self.codecs = method.codecs(views, _calibration(method, views))
         segments = [segment for codec in self.codecs for segment in codec.segments]
-        self.block: Counter[str] = Counter()
+        self.block: Counter[Part] = Counter()
         for segment in segments:
-            self.block.update(_block_parts(segment, method.group))
+            self.block.update(segment.parts(method.group))
         self.row_nbytes = sum(codec.width * codec.view.dtype.itemsize for codec in self.codecs)
         self.table_nbytes = sum(segment.quantizer.table_nbytes for segment in segments)
-        self._sparse = [segment for segment in segments if _is_sparse(segment)]
+        self._sparse = [segment for segment in segments if segment.quantizer.sparse]
 
     @property
     def estimated(self) -> bool:
@@ -114,45 +110,8 @@ class CacheLayout:
         """Outliers of one sequence that are to be expected; sinks have none."""
         tokens = blocks * self.method.group
         seen = max(tokens - self.method.sink, 0)
-        return round(sum(_outliers(s, blocks, self.method.group, seen) for s in self._sparse))
-
-
-def _block_parts(segment: Segment, block: int) -> dict[str, int]:
-    """The bytes of a block of ``block`` tokens, without its outliers, by their name in `CacheBytes`."""
-    quantizer, total = segment.quantizer, segment.nbytes(block)
-    if isinstance(quantizer, Plain):
-        return {"codes": total}
-    if isinstance(quantizer, Ranked):
-        return {
-            "codes": quantizer.code_nbytes(block),
-            "ranges": total - quantizer.code_nbytes(block),
-        }
-    assert isinstance(quantizer, Affine | Codebook)
-    codes = 0 if segment.borrows else packed_rows(block, quantizer.bits) * segment.channels
-    counts = 0
-    if isinstance(quantizer, Codebook) and quantizer.sparse:
-        without = replace(quantizer, share=0.0, threshold=None)
-        counts = total - without.nbytes(block, segment.channels)
-    return {"codes": codes, "ranges": total - codes - counts, "outliers": counts}
-
-
-def _is_sparse(segment: Segment) -> bool:
-    return isinstance(segment.quantizer, Codebook) and segment.quantizer.sparse
-
-
-def _outliers(segment: Segment, blocks: int, block: int, seen: int) -> float:
-    """Outliers of ``blocks``, of whose tokens ``seen`` may have some.
-
-    Those found when a block is sealed are as many in every vector, unless elements tie; those outside
-    thresholds found offline are their share of a text like that of the calibration.
-    """
-    quantizer, channels = segment.quantizer, segment.channels
-    assert isinstance(quantizer, Codebook)
-    if quantizer.threshold is not None:
-        return quantizer.share * seen * channels
-    if quantizer.per == "token":
-        return seen * outlier_count(quantizer.share, channels)
-    return blocks * channels * outlier_count(quantizer.share, block)
+        every = (s.expected_outliers(blocks, self.method.group, seen) for s in self._sparse)
+        return round(sum(every))
 
 
 def _calibration(method: Method, views: list[AttentionView]) -> Calibration | None:

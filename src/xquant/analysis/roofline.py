@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..methods.key_value import StateCodec
-from ..methods.rematerialized import Rematerialized
-from ..methods.xquant_cl import DeltaCodec
 from .memory import CacheLayout
 
 
@@ -53,21 +50,21 @@ def gqa_load(hidden: int, sharing: int, bits: float) -> Load:
 def layout_load(layout: CacheLayout) -> Load | None:
     """The same for a method on a model: real layers, with the ranges of codes and the weights as they are.
 
-    None for methods that keep keys and values. As in the paper the products that rebuild keys and values
-    count, those of the rest of the layer do not, and XQuant-CL reads its accumulator in every layer.
+    None for methods that rebuild nothing, or do not say what it takes. As in the paper the products that
+    rebuild keys and values count, those of the rest of the layer do not, and XQuant-CL reads its accumulator
+    in every layer.
     """
     flops, nbytes, weights = 0.0, layout.block.total() / layout.method.group, 0
     for codec in layout.codecs:
-        if not isinstance(codec, Rematerialized):
+        cost = codec.rebuild_cost
+        if cost is None or not cost.matrices:
             return None
-        products = [codec.key_weight, codec.value_weight]
-        if isinstance(codec, DeltaCodec):
-            products += [] if codec.synthesis is None else [codec.synthesis]
-            flops += 2 * codec.width  # adding the delta
-            nbytes += codec.width * _accumulator_bits(codec) / 8
-        flops += sum(2 * matrix.numel() for matrix in products)
+        if cost.accumulator is not None:
+            flops += 2 * cost.accumulator.channels
+            nbytes += cost.accumulator.nbytes
+        flops += sum(2 * matrix.numel() for matrix in cost.matrices)
         weights += layout.skeleton.layer_nbytes(codec.view.index)
-        weights += sum(t.nbytes for t in codec.added if _among(t, products))
+        weights += sum(t.nbytes for t in codec.added if _among(t, cost.matrices))
     return Load(flops, nbytes, weights)
 
 
@@ -87,41 +84,35 @@ class Attention:
 def attention_step(layout: CacheLayout, context: int, batch: int) -> Attention | None:
     """The attention of a decoding step over ``batch`` sequences of ``context`` tokens.
 
-    As `kernels.rebuilt` goes about it: keys are rebuilt once for all query heads, values are summed before
-    their product. Read are the cache, but for its index, and the matrices; where layers store deltas, every
-    layer also reads the sum of those below and writes its own. To project the few tokens that are kept
-    exactly does not count. None for methods that predict layers otherwise.
+    Kernels rebuild keys once for all query heads, and sum values before their product. They read the
+    matrices, and the cache but for its index; where layers store deltas, every layer also reads the
+    accumulator and writes it. Projecting the few tokens that are kept exactly does not count. None for
+    methods that do not say what rebuilding takes.
     """
     held = layout.count(context, batch)
     flops, nbytes = 0.0, float(held.total - held.index - held.skipped)
     sealed = max((context - layout.method.tail) // layout.method.group, 0) * layout.method.group
     for codec in layout.codecs:
-        view = codec.view
-        over_heads = 2 * view.query_heads * view.head_size  # a product with each query
-        flops += batch * context * over_heads  # scores
-        if not isinstance(codec, Rematerialized | StateCodec) or (
-            codec.feeds_above and not isinstance(codec, DeltaCodec)
-        ):
+        cost = codec.rebuild_cost
+        if cost is None:
             return None
-        if not isinstance(codec, Rematerialized):
+        heads, size = codec.view.query_heads, codec.view.head_size
+        over_heads = 2 * heads * size  # a product with each query
+        flops += batch * context * over_heads  # scores
+        nbytes += sum(matrix.nbytes for matrix in cost.matrices)
+        for matrix in (cost.keys, cost.rows):
+            if matrix is not None:
+                flops += batch * sealed * 2 * matrix.numel()
+        if cost.accumulator is not None:
+            flops += batch * sealed * 2 * cost.accumulator.channels
+            nbytes += batch * sealed * cost.accumulator.moved
+        if cost.values is None:
             flops += batch * context * over_heads
-            continue
-        sources = codec.value_weight.shape[1]
-        products = [codec.key_weight]
-        if isinstance(codec, DeltaCodec):
-            products += [] if codec.synthesis is None else [codec.synthesis]
-            flops += batch * sealed * 2 * codec.width  # adding the delta
-            row = codec.width * view.dtype.itemsize
-            nbytes += batch * sealed * row * (codec.reads_below + codec.feeds_above)
-        flops += batch * sealed * sum(2 * matrix.numel() for matrix in products)
-        flops += batch * sealed * 2 * view.query_heads * sources
-        flops += batch * (context - sealed + sources) * over_heads  # what is exact, and the sums
-        nbytes += sum(matrix.nbytes for matrix in [*products, codec.value_weight])
+        else:
+            summed = cost.values.shape[1]
+            flops += batch * sealed * 2 * heads * summed
+            flops += batch * (context - sealed + summed) * over_heads  # what is exact, and the sums
     return Attention(nbytes, flops)
-
-
-def _accumulator_bits(codec: DeltaCodec) -> int:
-    return 8 * codec.view.dtype.itemsize if codec.accumulator == 16 else codec.accumulator
 
 
 def _among(tensor: Tensor, others: list[Tensor]) -> bool:

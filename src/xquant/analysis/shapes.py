@@ -9,6 +9,7 @@ import torch
 from .. import compat
 from ..hub import PACKAGED, check_model, hub_answers
 from ..models import view_model
+from ..positions import positions_of
 
 _SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
@@ -152,8 +153,7 @@ class Skeleton:
     @property
     def positions(self) -> int | None:
         """Tokens of the longest context that the model knows, where it says so."""
-        config = compat.text_config(self.model)
-        return getattr(config, "max_position_embeddings", None)
+        return positions_of(self.model)
 
     def layer_nbytes(self, index: int) -> int:
         """Of the weights of one decoder layer."""

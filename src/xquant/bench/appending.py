@@ -1,4 +1,4 @@
-"""What storing new tokens costs beside attending: how long a cache takes to append and to seal them."""
+"""How long a cache takes to append new tokens and to seal blocks of them."""
 
 import time
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from .contenders import Compressed, random_states
 
 @dataclass(frozen=True)
 class Appending:
-    """Seconds in all layers, launched by Python, while one block is filled token by token."""
+    """Seconds in all layers, launched by Python, to fill one block token by token."""
 
     plain: float
-    """All tokens but those that seal."""
+    """Of the tokens that are only appended."""
     sealing: float
-    """Those that do."""
+    """Of the tokens with which a block is sealed."""
 
 
 def time_appending(contender: Compressed) -> Appending:
-    """Fill another block of a cache. Two are filled, and the second counts."""
+    """Fill two more blocks of a cache, and time the second."""
     cache, batch = contender.cache, contender.batch
     states = [random_states(layer.codec.view, batch, 1) for layer in cache.compressed]
     taken = {True: 0.0, False: 0.0}
@@ -43,10 +43,13 @@ def time_appending(contender: Compressed) -> Appending:
 
 
 def as_fields(found: Appending, block: int, attention: float) -> dict[str, Any]:
-    """As a row has it; ``attention``: seconds of one token in all layers.
+    """The fields of a row.
 
-    The share is of the time that appending, sealing and attending take together while a block is filled;
-    the rest of a decoding step, its products, is not in it.
+    Storing is compared with storing and attention together while a block is filled. The matrix products of a
+    decoding step are left out.
+
+    Args:
+        attention: seconds of one token's attention in all layers.
     """
     storing = found.plain + found.sealing
     return {

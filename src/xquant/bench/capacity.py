@@ -1,4 +1,4 @@
-"""What fits into memory, known before it is tried."""
+"""How much memory caches need, computed before they are made."""
 
 import copy
 import gc
@@ -13,53 +13,53 @@ from ..methods import Method
 from ..store.slabs import GROWTH
 
 SHARE = 0.9
-"""Of the free memory that caches may take; the rest is for what is computed with them."""
+"""Share of the free memory that caches may take; the rest is left for activations."""
 
 
 def release() -> None:
-    """Give back to a GPU what nothing refers to any more: caches are cycles, and errors keep what they were
-    met with."""
+    """Give memory that nothing refers to back to the GPU. Caches are reference cycles, and errors keep the
+    frames that they were raised in, so garbage is collected first."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:
-    """That a GPU has left for us."""
+    """Free memory of a GPU."""
     release()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def layout(config: Any, method: Method, dtype: torch.dtype) -> CacheLayout:
-    """What a method keeps on a model of this configuration."""
+    """The bytes of a method on a model of this configuration."""
     config = copy.deepcopy(config)
-    config._attn_implementation = "eager"  # whatever the model uses
+    config._attn_implementation = "eager"  # no kernels are needed to count bytes
     return CacheLayout(Skeleton(config, dtype), method)
 
 
-def cache_room(layout: CacheLayout, context: int, batch: int) -> int:
-    """The most bytes that a method's cache takes on its way to ``context`` tokens, reserves included, and
-    the weights that the method adds."""
+def needed_bytes(layout: CacheLayout, context: int, batch: int) -> int:
+    """The most bytes that a method takes on the way to ``context`` tokens: its cache, the memory that the
+    cache reserves to grow, and the weights that the method adds."""
     return layout.codec_nbytes + round(layout.peak(context, batch) * (1 + 1 / GROWTH))
 
 
 def together(
     config: Any, methods: Sequence[Method], dtype: torch.dtype, context: int, batch: int
 ) -> int:
-    """Bytes of the full cache and of those of all ``methods``."""
+    """Bytes of the full cache and of the caches of all ``methods``."""
     layouts = [layout(config, method, dtype) for method in methods]
     full = full_bytes(config, dtype, context, batch)
-    return full + sum(cache_room(found, context, batch) for found in layouts)
+    return full + sum(needed_bytes(found, context, batch) for found in layouts)
 
 
 def full_bytes(config: Any, dtype: torch.dtype, context: int, batch: int) -> int:
-    """Of the uncompressed cache, of a model whose layers keep all tokens."""
+    """Bytes of the uncompressed cache of a model whose layers keep all tokens."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_hidden_layers * config.num_key_value_heads * size
     return 2 * batch * context * width * dtype.itemsize
 
 
 def lacking(nbytes: int, device: torch.device) -> str:
-    """Why so many bytes do not fit on a GPU; empty where they do."""
+    """Why so many bytes do not fit on a GPU; empty where they fit."""
     free = free_bytes(device)
     if nbytes <= SHARE * free:
         return ""

@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the same run as what is compared with it."""
+"""Limits of the machine: bandwidth and arithmetic, measured in the same run as the caches."""
 
 import time
 from collections.abc import Callable
@@ -19,10 +19,10 @@ RUNS = 8
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of one device; None is what was not measured."""
+    """Limits of one device; None is what was not measured."""
 
     read: float | None = None
-    """Bytes a second that the CPU's threads together read from memory."""
+    """Bytes a second that all threads of the CPU together read from memory."""
     copy: float | None = None
     """Bytes a second of a copy within a GPU's memory, read and written."""
     multiply: float | None = None
@@ -30,14 +30,14 @@ class Ceilings:
 
 
 def ceilings(device: torch.device) -> Ceilings:
-    """What rows of this device are compared with."""
+    """The limits that rows of this device are compared with."""
     if device.type == "cpu":
         return Ceilings(read=read_bandwidth())
     return Ceilings(copy=copy_bandwidth(device), multiply=matrix_rate(device))
 
 
 def as_row(device: torch.device) -> dict[str, Any]:
-    """`ceilings`, and what is known of a GPU, as a row of results."""
+    """`ceilings`, and the facts of a GPU, as a row of results."""
     row: dict[str, Any] = {"device": str(device), **asdict(ceilings(device))}
     if device.type == "cuda":
         known = torch.cuda.get_device_properties(device)
@@ -74,15 +74,15 @@ def copy_bandwidth(device: torch.device, nbytes: int = COPY_BYTES) -> float:
 
 
 def matrix_rate(device: torch.device, size: int = MATRIX) -> float:
-    """FLOPs a second of the product of two matrices in bf16, ``size`` squared, of random numbers (with
-    zeros it would be faster); the best of a few runs."""
+    """FLOPs a second of the product of two bf16 matrices ``[size, size]``; the best of a few runs. They hold
+    random numbers, since zeros multiply faster."""
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * size**3 / _shortest(lambda: torch.mm(left, right, out=out), device)
 
 
 def _shortest(job: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that ``job``, long beside what launching it takes, takes at best."""
+    """The least seconds of a few runs of ``job``, which must take much longer than its launch."""
     taken = []
     for _ in range(RUNS):
         synchronize(device)

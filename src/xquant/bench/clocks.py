@@ -1,4 +1,4 @@
-"""How long a job takes: by the host's clock, or on a GPU by its own."""
+"""Clocks that time a job: by the host's clock, or on a GPU by CUDA events."""
 
 import time
 from collections.abc import Callable
@@ -11,25 +11,26 @@ from torch import Tensor
 Job = Callable[[], None]
 
 FLUSH_BYTES = 1 << 30
-"""Many times the L2 cache of any GPU: read before a job, they leave nothing of it there."""
+"""Many times the L2 cache of any GPU. Reading so much before a job evicts the job's own data from it."""
 
 
 class Clock(Protocol):
-    """Runs one job twice at a time; the second time counts. The first brings back what others drove out:
-    when decoding, the step before was one of the same cache, not of one that moved gigabytes."""
+    """Times one job by running it twice. The first run refills the CPU cache that the other contenders
+    evicted; only the second is timed. While a model decodes, the step before used the same KV cache,
+    too."""
 
     how: str
 
     def settle(self) -> None:
-        """Before the first time: do what makes the job as fast as it can be."""
+        """Called once, before the first timing: makes the job as fast as it can be."""
 
     def __call__(self) -> float:
-        """Seconds."""
+        """Seconds that the job took."""
         ...
 
 
 class HostClock:
-    """What the host waits for the job, launches included."""
+    """The time that the host waits for the job, launches included."""
 
     how = "the host's clock"
 
@@ -49,9 +50,11 @@ class HostClock:
 
 
 class GraphClock:
-    """What a GPU works on the job, with nothing of it in the L2 cache: its kernels are captured once and
-    replayed, since Python takes longer to launch them than they run. Where that cannot be done the job is
-    launched again and again, and ``how`` says why."""
+    """The time that a GPU works on the job, from a cold L2 cache.
+
+    The kernels are captured once as a graph and replayed, since Python takes longer to launch them than they
+    run. Where they cannot be captured, Python launches the job every time, and ``how`` says why.
+    """
 
     how = "CUDA events, launched by Python: not yet captured"
 
@@ -61,7 +64,7 @@ class GraphClock:
 
     def settle(self) -> None:
         before = torch.cuda.current_stream(self._device)
-        self._job()  # compiles, and makes what later runs find
+        self._job()  # compiles kernels, and allocates what later runs reuse
         try:
             graph = capture(self._job, self._device)
         except Exception as error:
@@ -69,12 +72,12 @@ class GraphClock:
         else:
             self._run, self.how = graph.replay, "CUDA events, replaying a graph"
         finally:
-            torch.cuda.set_stream(before)  # a capture that failed leaves its own
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream behind
 
     def __call__(self) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._run()
-        # While that is read, the host gets ahead with what is to be timed.
+        # While the GPU reads that, the host queues the kernels that are timed.
         _flushing(self._device).sum()
         start.record()
         self._run()
@@ -84,17 +87,18 @@ class GraphClock:
 
 
 def capture(job: Job, device: torch.device) -> torch.cuda.CUDAGraph:
-    """The kernels that ``job`` launches, as a graph. What it allocates belongs to the graph; all else that
-    it reads must stay where it is.
+    """The kernels that ``job`` launches, as a graph.
+
+    Memory that the job allocates belongs to the graph. All other memory that it reads must stay where it is.
 
     Raises:
-        RuntimeError: the job asks the device for something, or a library refuses; other errors that the job
-            raises.
+        RuntimeError: the job waits for the device, or a library cannot be captured; also whatever the job
+            raises itself.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # torch is not itself again after a capture that failed, so what waits is found before.
+        # A failed capture leaves torch in a bad state, so a job that waits for the device is found before.
         torch.cuda.set_sync_debug_mode("error")
         try:
             job()

@@ -1,4 +1,4 @@
-"""Caches that decode, to be timed: a method's, and transformers' own; filled with random states."""
+"""Contenders: caches filled with random states, whose decoding is timed."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,13 +15,13 @@ from ..kernels.call import AttentionCall
 from ..methods import Method, Seen
 
 FILL = 4096
-"""Tokens of a sequence that are filled in at a time, at most."""
+"""Tokens of a sequence that are appended at a time, at most."""
 FILLED_ROWS = 8 * FILL
-"""The same of all sequences together."""
+"""Tokens of all sequences together that are appended at a time, at most."""
 
 
 class Contender(ABC):
-    """A cache of ``context`` tokens of a model, that decodes."""
+    """A cache of a model that holds ``context`` tokens and decodes the next."""
 
     name: str
     model: Any
@@ -29,7 +29,7 @@ class Contender(ABC):
     setting: str
     cache: Any
     alone: bool = True
-    """Whether its attention can be timed by itself."""
+    """Whether its attention can be timed apart from the rest of a step."""
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class Contender(ABC):
 
     @abstractmethod
     def attend(self) -> None:
-        """The attention of one token in every layer, and nothing else."""
+        """Compute the attention of one token in every layer, and nothing else."""
 
     def step(self) -> None:
         """Decode one token."""
@@ -46,7 +46,7 @@ class Contender(ABC):
         self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     def newest(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A query, and the key and value of its token."""
+        """A random query ``[B, H, 1, D]``, and the key and value ``[B, G, 1, D]`` of its token."""
         queries, heads, size = head_sizes(self.model)
         query, key, value = (
             torch.randn(self.batch, h, 1, size, dtype=self.dtype, device=self.model.device)
@@ -62,7 +62,7 @@ class Contender(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where it works; the CPU where that is not the model's."""
+        """The device of the model; the CPU where there is no model of torch."""
         return torch.device("cpu") if self.model is None else self.model.device
 
 
@@ -98,7 +98,7 @@ class Compressed(Contender):
 
 
 def new_cache(model: Any, method: Method, calibration: Any, kernel: str) -> KVCache:
-    """With the kernel asked for; on a GPU ``auto`` is Triton's, where they read the method."""
+    """An empty cache with the kernel asked for. On a GPU ``auto`` tries Triton's kernels first."""
     if kernel == "auto" and model.device.type == "cuda":
         with suppress(ValueError):
             return KVCache(model, method, calibration=calibration, kernel="triton")
@@ -135,8 +135,13 @@ class Full(Contender):
 
 
 def grouped(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The best form of attention in plain torch that is known: batched over key/value heads, the query
-    heads of each together. ``query`` ``[B, H, 1, D]``, the others ``[B, G, T, D]``."""
+    """The fastest known form of attention in plain torch: a batched product for each key/value head with
+    all of its query heads.
+
+    Args:
+        query: ``[B, H, 1, D]``.
+        keys, values: ``[B, G, T, D]``.
+    """
     batch, heads, tokens, size = keys.shape
     keys, values = (t.view(batch * heads, tokens, size) for t in (keys, values))
     scores = torch.bmm(query.view(batch * heads, -1, size), keys.mT).float() * size**-0.5
@@ -144,7 +149,7 @@ def grouped(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 class Grouped(Full):
-    """`grouped`, which is not one of transformers' settings."""
+    """The full cache with `grouped` attention, which transformers does not have."""
 
     name = "torch-grouped"
 
@@ -169,7 +174,7 @@ def fill(cache: KVCache, context: int, batch: int) -> None:
 
 
 def random_states(view: Any, batch: int, length: int) -> Seen:
-    """What the attention layer ``view`` might see of ``length`` tokens."""
+    """Random inputs of the attention layer ``view`` for ``length`` tokens."""
     x = torch.randn(batch, length, view.hidden, dtype=view.dtype, device=view.device)
     shape = batch, view.kv_heads, length, view.head_size
     key = torch.randn(shape, dtype=view.dtype, device=view.device)
@@ -197,11 +202,11 @@ class Models:
         self._pairs: dict[torch.dtype, tuple[Any, Any]] = {}
 
     def plain(self, dtype: torch.dtype) -> Any:
-        """A new copy, with a configuration of its own, that no compressed cache was attached to."""
+        """A new copy with a configuration of its own, for the full cache: it has no hooks of ours."""
         return _copy(self._pair(dtype)[0], dtype)
 
     def attached(self, dtype: torch.dtype) -> Any:
-        """The copy for compressed caches, which prepare what they need of its weights only once."""
+        """The copy that compressed caches share, so that they prepare what they need of its weights once."""
         return self._pair(dtype)[1]
 
     def _pair(self, dtype: torch.dtype) -> tuple[Any, Any]:

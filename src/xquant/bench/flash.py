@@ -1,5 +1,5 @@
-"""The uncompressed cache on a GPU, as fast as is known: states that no step copies, and every kernel that
-can be had to attend over them. The best of them is what a compressed cache is measured against."""
+"""The uncompressed cache on a GPU with every known kernel for its attention. No step copies its states. A
+compressed cache is measured against the fastest of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,24 +16,25 @@ from transformers.cache_utils import DynamicLayer
 from .contenders import Contender, grouped, head_sizes
 
 PAGE = 16
-"""Tokens of a page of FlashInfer's."""
+"""Tokens of a page of FlashInfer."""
 WORKSPACE = 128 << 20
-"""Bytes that FlashInfer's documentation recommends."""
+"""Bytes of FlashInfer's workspace, as its documentation recommends."""
 BACKENDS = {
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-"""Of torch's attention."""
+"""Backends of torch's attention."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Any]
-"""Given a query ``[B, H, 1, D]``, keys and values ``[B, G, T, D]``."""
+"""Called with a query ``[B, H, 1, D]``, keys and values ``[B, G, T, D]``."""
 Maker = Callable[[Tensor, Tensor], Attend]
-"""Given a query and keys like those to come. Raises what its library raises where it cannot be had."""
+"""Called with a query and keys like those to come. Raises what the library raises where it cannot be used."""
 
 
-class RoomyLayer(DynamicLayer):
-    """Keys and values with room for the tokens to come."""
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values at the start of larger tensors ``[B, G, room, D]``: new tokens are written behind
+    them."""
 
     def __init__(self, keys: Tensor, values: Tensor, tokens: int) -> None:
         super().__init__()
@@ -56,21 +57,21 @@ class RoomyLayer(DynamicLayer):
 
 
 def filled(model: Any, dtype: torch.dtype, context: int, batch: int, room: int = 0) -> DynamicCache:
-    """The model's own cache with ``context`` random tokens in every layer, and room for ``room`` more."""
+    """The model's own cache with ``context`` random tokens in every layer, and memory for ``room`` more."""
     cache = DynamicCache(config=model.config)
     _, heads, size = head_sizes(model)
     shape = batch, heads, context + room, size
     for i, layer in enumerate(cache.layers):
         keys, values = (torch.randn(shape, dtype=dtype, device=model.device) for _ in range(2))
         if type(layer) is DynamicLayer:
-            cache.layers[i] = RoomyLayer(keys, values, context)
+            cache.layers[i] = PreallocatedLayer(keys, values, context)
         else:
             layer.update(keys[:, :, :context], values[:, :, :context])
     return cache
 
 
 class Flash(Contender):
-    """The full cache, attended to by one of `KERNELS`; ``cache`` may be shared by several."""
+    """The full cache with one of `KERNELS`; several may share a ``cache``."""
 
     name = "full"
 
@@ -92,8 +93,8 @@ class Flash(Contender):
 
 
 class Stepping(Flash):
-    """The same, decoding whole tokens too: with torch's attention as transformers calls it, by one of
-    `BACKENDS`."""
+    """The full cache with one of `BACKENDS`, as transformers calls torch's attention: it decodes whole
+    tokens, too."""
 
     def __init__(self, model: Any, cache: DynamicCache, kernel: str) -> None:
         super().__init__(model, cache, kernel)
@@ -105,8 +106,8 @@ class Stepping(Flash):
 
 
 def _sdpa(backend: SDPBackend, packed: bool, query: Tensor, keys: Tensor) -> Attend:
-    """torch's attention; ``packed``: the query heads of a key/value head are given as so many queries,
-    which asks nothing of a backend that knows no shared heads."""
+    """torch's attention. ``packed`` gives the query heads of a key/value head as so many queries, for
+    backends that do not know grouped heads."""
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         if packed:
@@ -118,7 +119,7 @@ def _sdpa(backend: SDPBackend, packed: bool, query: Tensor, keys: Tensor) -> Att
 
 
 def _flash_attention(package: str, query: Tensor, keys: Tensor) -> Attend:
-    """Of flash-attn: ``flash_attn`` is its version 2, ``flash_attn_interface`` version 3."""
+    """flash-attn: the package ``flash_attn`` is version 2, ``flash_attn_interface`` version 3."""
     function = import_module(package).flash_attn_with_kvcache
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Any:
@@ -141,7 +142,7 @@ def _flashinfer_single(tensor_cores: bool, query: Tensor, keys: Tensor) -> Atten
 
 
 def _flashinfer_batch(tensor_cores: bool, query: Tensor, keys: Tensor) -> Attend:
-    """FlashInfer on pages. The states are read as if they lay in pages: they are random ones."""
+    """FlashInfer on pages. It reads the states as if they lay in pages, which random ones may."""
     flashinfer = import_module("flashinfer")
     batch, heads, tokens, size = keys.shape
     pages = tokens // PAGE
@@ -184,4 +185,4 @@ KERNELS: dict[str, Maker] = {
     "flashinfer": partial(_flashinfer_batch, False),
     "flashinfer, tensor cores": partial(_flashinfer_batch, True),
 }
-"""Those of packages that are not installed fail when they are made, and say so."""
+"""Kernels of packages that are not installed raise when they are made."""

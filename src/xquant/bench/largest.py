@@ -1,7 +1,7 @@
 """The largest batch that fits beside a model's weights, and how many tokens a second are decoded with it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from .. import compat
 from ..analysis.plan import largest
 from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Method
+from ..progress import Progress
 from . import capacity, flash
 from .clocks import reason, synchronize
 from .contenders import Compressed, Contender, Models
@@ -19,11 +21,11 @@ WARM_UP = 4
 """Steps before those that are timed."""
 TRIES = 6
 SMALLER = 0.9
-"""Of a batch that did not fit, what is tried next."""
+"""The next batch is so many times the one that did not fit."""
 
 Row = dict[str, Any]
 Make = Callable[[int], Contender]
-"""Given the batch."""
+"""Called with the batch."""
 
 
 @torch.inference_mode()
@@ -34,22 +36,23 @@ def largest_batches(
     dtype: torch.dtype,
     kernel: str,
     memory: float,
-    progress: Callable[[int, int, str], None],
-    calibrations: Sequence[Calibration] = (),
+    progress: Progress,
+    calibrations: Iterable[Calibration] = (),
 ) -> list[Row]:
-    """A row for the full cache and for every method: the batch, and whole decoding steps with it.
+    """A row for the full cache and for every method: the largest batch, and the time of decoding steps with
+    it.
 
-    The batch is what is known to fit, and is tried; where it does not fit after all, smaller ones are.
-    Caches are filled with random states. As many steps are timed as a block has tokens, in which every layer
-    seals once. The full cache copies nothing as it grows, and is attended to by the fastest of torch's
-    backends.
+    The first batch that is tried is the largest that should fit, by what the caches take. Where it runs out
+    of memory, smaller ones follow. Caches are filled with random states. The steps that are timed fill one
+    block, so that every layer seals once. The full cache copies nothing as it grows, and uses the fastest
+    of torch's attention backends.
 
     Args:
-        memory: bytes that caches, and what is computed with them, may take beside the weights.
+        memory: bytes that caches and activations may take beside the weights.
     """
-    made = {found.method: found for found in calibrations}
+    made = Calibrations(calibrations)
     steps = max(method.group for method in methods)
-    # Backends are tried out first.
+    # The full cache tries its backends before the steps that are timed.
     further = steps + WARM_UP * (1 + 2 * len(flash.BACKENDS))
     config = compat.text_config(models.model)
     rows: list[Row] = []
@@ -60,11 +63,10 @@ def largest_batches(
         )
     }
     for method in methods:
-        calibration = made.get(method.calibrated_as)
         layout = capacity.layout(config, method, dtype)
         takes[method.spec] = (
-            partial(_compressed, models.attached(dtype), method, context, calibration, kernel),
-            partial(capacity.cache_room, layout, context + further),
+            partial(_compressed, models.attached(dtype), method, context, made, kernel),
+            partial(capacity.needed_bytes, layout, context + further),
         )
     for number, (name, (make, nbytes)) in enumerate(takes.items()):
         progress(number, len(takes), name)
@@ -100,22 +102,22 @@ def _compressed(
     model: Any,
     method: Method,
     context: int,
-    calibration: Calibration | None,
+    calibrations: Calibrations,
     kernel: str,
     batch: int,
 ) -> Contender:
-    return Compressed(model, method, context, batch, calibration, kernel)
+    return Compressed(model, method, context, batch, calibrations.of(method), kernel)
 
 
 def _measured(make: Make, batch: int, steps: int) -> Row:
-    """What was measured at ``batch``, or the largest below it that did not run out of memory."""
+    """Times at ``batch``, or at the largest batch tried below it that did not run out of memory."""
     failed = "not one sequence fits"
     for _ in range(TRIES):
         if batch < 1:
             break
         try:
             return _timed(make(batch), steps)
-        except Exception as error:  # of whatever kernels there are
+        except Exception as error:  # kernels raise errors of all kinds
             failed = reason(error)
             if not isinstance(error, torch.OutOfMemoryError):
                 break
@@ -140,7 +142,7 @@ def _timed(contender: Contender, steps: int) -> Row:
 
 
 def _decode(contender: Contender, steps: int) -> float:
-    """Seconds of so many steps."""
+    """Seconds of so many decoding steps."""
     synchronize(contender.device)
     start = time.perf_counter()
     for _ in range(steps):

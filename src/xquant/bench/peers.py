@@ -1,4 +1,4 @@
-"""Other caches to time beside ours, where their packages are installed."""
+"""Caches of other packages, which are timed beside ours where they are installed."""
 
 import importlib.metadata
 import importlib.util
@@ -10,13 +10,13 @@ import torch
 from transformers import QuantizedCache
 
 from .contenders import FILL, Contender
-from .entrants import Settings
+from .trials import Settings
 
 Maker = Callable[[Settings], Contender]
 
 
 def available(model: str, network: Any) -> list[Maker]:
-    """Makers of what can be had here for ``model`` (a name) and the network it was loaded to."""
+    """Makers of the contenders whose packages are installed, for the model of this name."""
     found: list[Maker] = []
     for backend, package in (("quanto", "optimum.quanto"), ("hqq", "hqq")):
         if _installed(package):
@@ -29,7 +29,7 @@ def available(model: str, network: Any) -> list[Maker]:
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -91,7 +91,7 @@ class LlamaCpp(Contender):
             flash_attn=True,
             verbose=False,
         )
-        # There is no other way in than to run the model over a prompt.
+        # Its cache can only be filled by running the model over a prompt.
         self._model.eval([1000 + i % 5000 for i in range(settings.context)])
         self._size = 2 * 2 * 30 * 3 * 64 * settings.context
 

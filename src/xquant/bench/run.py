@@ -1,7 +1,8 @@
-"""Decode time beside the uncompressed cache: everything interleaved in one run, filled with random states."""
+"""Decode time beside the uncompressed cache. All caches are filled with random states and take turns in one
+run."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,22 +11,25 @@ import torch
 from .. import compat
 from ..analysis.roofline import attention_step
 from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Method
+from ..progress import Progress
 from . import appending as sealing
-from . import capacity, entrants
+from . import capacity, trials
 from .ceilings import Ceilings, ceilings
 from .clocks import Clock, GraphClock, HostClock, Job
 from .contenders import Compressed, Contender, Models, attentions
-from .entrants import Entrant, Settings
+from .trials import Settings, Trial
 
 HOPELESS = 2.0
+"""A trial that takes so many times as long as another of its name is given up."""
 STEP, ATTENTION = "step", "attend"
+"""The jobs that are timed, by the names of `Contender`'s methods."""
 
-Progress = Callable[[int, int, str], None]
 Row = dict[str, Any]
 MakeClock = Callable[[Job, torch.device], Clock]
 Clocks = dict[tuple[int, str], Clock]
-"""By the entrant's place and the job."""
+"""By the number of the trial and the job."""
 
 
 @torch.inference_mode()
@@ -34,41 +38,40 @@ def bench(
     methods: Sequence[Method],
     settings: Settings,
     progress: Progress,
-    calibrations: Sequence[Calibration] = (),
+    calibrations: Iterable[Calibration] = (),
     peers: Sequence[Callable[[Settings], Contender]] = (),
     limits: Ceilings | None = None,
 ) -> list[Row]:
-    """A row for the full cache (the best of its settings) and for every method.
+    """A row for the full cache (the fastest of its settings) and for every method.
 
-    On a GPU a row may say instead why there is nothing to say.
+    On a GPU a row may instead say why the method could not be timed.
 
     Args:
         peers: makers of further contenders.
-        limits: of the device; measured here where they are not given.
+        limits: of the device; they are measured here where they are not given.
     """
     device = models.model.device
     on_gpu = device.type == "cuda"
     if on_gpu and limits is None:
         limits = ceilings(device)
-    made = {found.method: found for found in calibrations}
     progress(0, 1, "filling the caches")
-    gather = entrants.on_gpu if on_gpu else entrants.on_cpu
-    field = gather(models, methods, settings, made)
-    field += [Entrant.of(make(settings)) for make in peers]
+    gather = trials.on_gpu if on_gpu else trials.on_cpu
+    every = gather(models, methods, settings, Calibrations(calibrations))
+    every += [Trial.of(make(settings)) for make in peers]
     if on_gpu:
-        measure_on_gpu(field, settings, progress)
+        measure_on_gpu(every, settings, progress)
     else:
-        measure_on_cpu(field, settings, progress)
+        measure_on_cpu(every, settings, progress)
     limits = limits or ceilings(device)
     layers = len(attentions(models.model))
     known = {method.spec: method for method in methods}
     rows = []
-    for name in dict.fromkeys(entrant.name for entrant in field):
-        row, best = _row(name, field, settings, layers, limits)
+    for name in dict.fromkeys(trial.name for trial in every):
+        row, best = _row(name, every, settings, layers, limits)
         if limits.copy and limits.multiply:
             row["roofline"] = _predict(row, models.model, known.get(name), limits)
         if settings.sealing and best is not None and name in known:
-            with best.trying():
+            with best.noting_failure():
                 row["sealing"] = _time_sealing(best)
             if best.failed:
                 row["sealing"] = {"failed": best.failed}
@@ -76,95 +79,101 @@ def bench(
     return rows
 
 
-def measure_on_cpu(field: Sequence[Entrant], settings: Settings, progress: Progress) -> None:
-    """Decode tokens, and their attention alone, in turn."""
+def measure_on_cpu(every: Sequence[Trial], settings: Settings, progress: Progress) -> None:
+    """Time decoding steps, and their attention alone, in the same rounds."""
     jobs = (STEP, ATTENTION) if settings.whole else (ATTENTION,)
-    _measure(field, _clocks(field, jobs, HostClock), jobs, settings, progress)
+    _measure(every, _clocks(every, jobs, HostClock), jobs, settings, progress)
 
 
-def measure_on_gpu(field: Sequence[Entrant], settings: Settings, progress: Progress) -> None:
-    """Attention alone, then whole tokens: a graph reads a cache as it was, and decoding changes it."""
+def measure_on_gpu(every: Sequence[Trial], settings: Settings, progress: Progress) -> None:
+    """Time attention in all rounds first, then decoding steps: a graph reads memory that decoding changes."""
     phases: dict[str, MakeClock] = {ATTENTION: GraphClock}
     if settings.whole:
         phases[STEP] = HostClock
     for job, kind in phases.items():
-        _measure(field, _clocks(field, (job,), kind), (job,), settings, progress, tolerant=True)
+        _measure(every, _clocks(every, (job,), kind), (job,), settings, progress, tolerant=True)
 
 
-def _clocks(field: Sequence[Entrant], jobs: Sequence[str], kind: MakeClock) -> Clocks:
+def _clocks(every: Sequence[Trial], jobs: Sequence[str], kind: MakeClock) -> Clocks:
     return {
-        (i, job): kind(getattr(entrant.contender, job), entrant.contender.device)
-        for i, entrant in enumerate(field)
+        (i, job): kind(getattr(trial.contender, job), trial.contender.device)
+        for i, trial in enumerate(every)
         for job in jobs
-        if entrant.contender is not None and (job != ATTENTION or entrant.contender.alone)
+        if trial.contender is not None and (job != ATTENTION or trial.contender.alone)
     }
 
 
 def _measure(
-    field: Sequence[Entrant],
+    every: Sequence[Trial],
     clocks: Clocks,
     jobs: Sequence[str],
     settings: Settings,
     progress: Progress,
     tolerant: bool = False,
 ) -> None:
-    """Seconds of ``jobs``, by entrant and round. Those are given up that, when the warm-up has ended, took
-    `HOPELESS` times as long at the first job as another of their name: they would cost most of the time,
-    and keep the times of the warm-up. ``tolerant``: so are those that fail.
+    """Time ``jobs`` of all trials, round by round.
+
+    After the warm-up, trials are given up that took `HOPELESS` times as long at the first job as another of
+    their name: they would take most of the time. They keep the times of the warm-up.
+
+    Args:
+        tolerant: a trial that raises has failed, and the others go on.
     """
     total = settings.warm_up + settings.rounds
-    for entrant in field:
-        entrant.slow = False
-        entrant.seconds |= {job: [] for job in jobs}
+    for trial in every:
+        trial.slow = False
+        trial.seconds |= {job: [] for job in jobs}
     for number in range(total):
         if number == settings.warm_up:
-            _give_up(field, jobs[0])
-        for i, entrant in enumerate(field):
-            progress(number * len(field) + i, total * len(field), entrant.name)
-            if entrant.failed or entrant.slow:
+            _give_up(every, jobs[0])
+        for i, trial in enumerate(every):
+            progress(number * len(every) + i, total * len(every), trial.name)
+            if trial.failed or trial.slow:
                 continue
-            turn = {job: clocks[i, job] for job in jobs if (i, job) in clocks}
+            own = {job: clocks[i, job] for job in jobs if (i, job) in clocks}
             if number == settings.warm_up:
-                entrant.seconds |= {job: [] for job in jobs}
+                trial.seconds |= {job: [] for job in jobs}
             if tolerant:
-                with entrant.trying():
-                    _take_turn(entrant, turn, number == 0)
+                with trial.noting_failure():
+                    _time(trial, own, number == 0)
             else:
-                _take_turn(entrant, turn, number == 0)
-            if entrant.failed:
-                for job in turn:
+                _time(trial, own, number == 0)
+            if trial.failed:
+                for job in own:
                     del clocks[i, job]
                 capacity.release()
     for (i, job), clock in clocks.items():
-        field[i].timed_by[job] = clock.how
+        every[i].timed_by[job] = clock.how
 
 
-def _take_turn(entrant: Entrant, turn: dict[str, Clock], first: bool) -> None:
-    for job, clock in turn.items():
+def _time(trial: Trial, clocks: dict[str, Clock], first: bool) -> None:
+    """One round of a trial."""
+    for job, clock in clocks.items():
         if first:
             clock.settle()
-        entrant.seconds[job].append(clock())
+        trial.seconds[job].append(clock())
 
 
-def _give_up(field: Sequence[Entrant], job: str) -> None:
-    found = [min(entrant.seconds[job], default=0.0) for entrant in field]
+def _give_up(every: Sequence[Trial], job: str) -> None:
+    """Mark the trials that are `HOPELESS`."""
+    found = [min(trial.seconds[job], default=0.0) for trial in every]
     best: dict[str, float] = {}
-    for entrant, taken in zip(field, found, strict=True):
-        if not entrant.failed:
-            best[entrant.name] = min(taken, best.get(entrant.name, taken))
-    for entrant, taken in zip(field, found, strict=True):
-        entrant.slow = not entrant.failed and taken > HOPELESS * best[entrant.name]
+    for trial, taken in zip(every, found, strict=True):
+        if not trial.failed:
+            best[trial.name] = min(taken, best.get(trial.name, taken))
+    for trial, taken in zip(every, found, strict=True):
+        trial.slow = not trial.failed and taken > HOPELESS * best[trial.name]
 
 
 def _row(
-    name: str, field: Sequence[Entrant], settings: Settings, layers: int, limits: Ceilings
-) -> tuple[Row, Entrant | None]:
-    """The row of those of this name, and the one that it tells of; None where all failed."""
+    name: str, every: Sequence[Trial], settings: Settings, layers: int, limits: Ceilings
+) -> tuple[Row, Trial | None]:
+    """The row of the fastest trial of this name, and that trial; None where all failed."""
     decisive = STEP if settings.whole else ATTENTION
-    tried = [entrant for entrant in field if entrant.name == name]
+    tried = [trial for trial in every if trial.name == name]
     best = _best(tried, decisive)
     shown = best or tried[0]
-    full = _best([entrant for entrant in field if entrant.name == "full"], decisive)
+    full = _best([trial for trial in every if trial.name == "full"], decisive)
     row = {
         "method": name,
         "context": settings.context,
@@ -185,13 +194,14 @@ def _row(
     return row, best
 
 
-def _best(tried: Sequence[Entrant], job: str) -> Entrant | None:
-    there = [entrant for entrant in tried if not entrant.failed and not entrant.slow]
-    return min(there, key=lambda entrant: statistics.median(entrant.seconds[job]), default=None)
+def _best(tried: Sequence[Trial], job: str) -> Trial | None:
+    """The trial of the least median."""
+    there = [trial for trial in tried if not trial.failed and not trial.slow]
+    return min(there, key=lambda trial: statistics.median(trial.seconds[job]), default=None)
 
 
-def _times(best: Entrant | None, full: Entrant | None, job: str) -> Row:
-    """Of a token, alone and beside the full cache in the same rounds."""
+def _times(best: Trial | None, full: Trial | None, job: str) -> Row:
+    """The times of a token, and their ratios to the full cache's of the same rounds."""
     row: Row = dict.fromkeys(
         ("ms_per_token", "ms_min_max", "speedup_vs_full", "speedup_min_max"), None
     )
@@ -206,8 +216,8 @@ def _times(best: Entrant | None, full: Entrant | None, job: str) -> Row:
     return row
 
 
-def _attention(best: Entrant | None, layers: int, limits: Ceilings) -> Row:
-    """Of one layer, and the bytes of the cache a second beside what the device can."""
+def _attention(best: Trial | None, layers: int, limits: Ceilings) -> Row:
+    """The time of one layer's attention, and the bytes of the cache a second as a share of the bandwidth."""
     nbytes = seconds = rate = None
     if best is not None:
         assert best.contender is not None
@@ -227,8 +237,8 @@ def _attention(best: Entrant | None, layers: int, limits: Ceilings) -> Row:
 
 
 def _predict(row: Row, model: Any, method: Method | None, limits: Ceilings) -> Row | None:
-    """The least time of a layer's attention by what was measured of the device, and the full cache's, whose
-    bytes are all that counts; None where a method's is not known."""
+    """The least time of a layer's attention by the limits of the device, for the method and for the full
+    cache, of which only the bytes count. None where it is not known for the method."""
     assert limits.copy is not None and limits.multiply is not None
     config, dtype = compat.text_config(model), getattr(torch, row["dtype"])
     layers, size = len(attentions(model)), (row["context"], row["batch"])
@@ -246,9 +256,9 @@ def _predict(row: Row, model: Any, method: Method | None, limits: Ceilings) -> R
     return {**asdict(least), "ms_per_layer": seconds * 1e3, **found}
 
 
-def _time_sealing(entrant: Entrant) -> Row:
-    contender = entrant.contender
+def _time_sealing(trial: Trial) -> Row:
+    contender = trial.contender
     assert isinstance(contender, Compressed)
-    attention = statistics.median(entrant.seconds[ATTENTION])
+    attention = statistics.median(trial.seconds[ATTENTION])
     found = sealing.time_appending(contender)
     return sealing.as_fields(found, contender.cache.method.group, attention)

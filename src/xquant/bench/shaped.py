@@ -1,4 +1,4 @@
-"""Models of a known shape, with random weights: their attention layers alone, or whole."""
+"""Models of a known shape with random weights: whole, or a few of their attention layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from .. import __version__
 from ..analysis.shapes import SHAPES, shape_config
-from ..calibration import Calibration, fingerprint
+from ..calibration import Calibration
+from ..codecs import fingerprint
 from ..methods import Method
-from ..methods.transform import Transform
 from ..seam.hooks import attach
 from . import capacity
 
 SHAPE_LAYERS = 8
-"""Layers of a shape that are timed one after the other, so that none finds its codes in a CPU cache."""
+"""Layers of a shape. Several are timed one after the other, so that none finds its codes in a CPU cache."""
 
 
 def shaped_model(
@@ -24,7 +24,7 @@ def shaped_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A few attention layers of a known model's shape, with random weights and next to nothing else.
+    """A model of a few layers with the attention of a known shape, a tiny MLP and a tiny vocabulary.
 
     Raises:
         ValueError: no such shape.
@@ -33,7 +33,7 @@ def shaped_model(
 
 
 def whole_model(name: str, device: str | torch.device, dtype: torch.dtype) -> Any:
-    """A model of a known shape with all its layers, with random weights.
+    """A model of a known shape with all its layers and random weights.
 
     Raises:
         ValueError: no such shape.
@@ -48,10 +48,13 @@ def fitting_layers(
     size: tuple[int, int],
     room: float,
 ) -> int:
-    """As many attention layers of a shape as leave room, in bytes, for the full cache and that of every
-    method, of ``size`` context and batch: all, or a half, a quarter ... of them; at least one.
+    """How many attention layers of a shape fit beside the full cache and those of all ``methods``: all, a
+    half, a quarter ... of them, at least one. With many layers, work that is done once a forward pass
+    counts for a layer as it does in the whole model.
 
-    Work that is done once a pass counts for each layer as it does in the whole model, if there are many.
+    Args:
+        size: context and batch of the caches.
+        room: bytes that they may take.
 
     Raises:
         ValueError: no such shape.
@@ -79,16 +82,13 @@ def _build(config: Any, device: str | torch.device, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def random_calibration(model: Any, method: Transform) -> Calibration:
-    """A calibration of random numbers, for a model without a tokenizer.
+def random_calibration(model: Any, method: Method) -> Calibration:
+    """A calibration of random numbers (`Expected.random`), for a model without a tokenizer.
 
-    No channel is worth more than another, so all have codes: the slowest that a budget can be.
+    Of transform coding, no channel is worth more than another, so all have codes: the slowest that a budget
+    can be.
     """
     views = attach(model).view.compressed
-    tensors = {name: wanted.blank() for name, wanted in method.expected(views).items()}
-    for name, blank in tensors.items():
-        if blank.is_meta:
-            numbers = torch.randn(blank.shape) * blank.shape[-1] ** -0.5
-            tensors[name] = numbers.to(blank.dtype)
+    tensors = {name: wanted.random() for name, wanted in method.expected(views).items()}
     made_for = method.calibrated_as, fingerprint(views)
     return Calibration(tensors, *made_for, text="random numbers", version=__version__)

@@ -1,13 +1,12 @@
-"""What a method that wants statistics tells `xquant.calibrate`."""
+"""The protocol of a calibrator: it gathers the statistics that a method needs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..methods import LayerCodec
+from ..methods import LayerCodec
 
 
 @dataclass
@@ -32,8 +31,10 @@ class Stage(Protocol):
 
 
 class Calibrator(Protocol):
+    """Gathers what a method needs in one pass over the samples, or in several."""
+
     @property
-    def codecs(self) -> "Sequence[LayerCodec]":
+    def codecs(self) -> Sequence[LayerCodec]:
         """Whose `features` and `encode` give the rows to see."""
         ...
 

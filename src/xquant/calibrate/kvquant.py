@@ -3,11 +3,12 @@ the datatype among what those ranges hold, then the ranges once more, fitted to 
 nothing."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..methods.key_value import KeyValueCodec
+from ..methods.kvquant import KVQuant
 from ..models import AttentionView
 from ..quant import Codebook, Plain
 from ..quant.affine import FP16_MAX
@@ -15,9 +16,6 @@ from ..quant.codebook import scale_of
 from .calibrator import Rows, Stage
 from .extremes import Extremes
 from .levels import Histogram, best_levels, fit_ranges
-
-if TYPE_CHECKING:
-    from ..methods.kvquant import KVQuant
 
 Found = list[dict[str, Tensor]]
 
@@ -27,9 +25,7 @@ class KVQuantCalibrator:
     ``key.threshold`` ``[2, C]``, or ``[2, 1]`` as ``value.threshold`` always; ``key.levels`` and
     ``value.levels`` ``[2**bits]``."""
 
-    def __init__(self, method: "KVQuant", views: Sequence[AttentionView]) -> None:
-        from ..methods.key_value import KeyValueCodec
-
+    def __init__(self, method: KVQuant, views: Sequence[AttentionView]) -> None:
         self.method = method
         self.found: Found = [{} for _ in views]
         # Keys have their bias taken out as in the cache; how codes would be made does not matter here.
@@ -58,7 +54,7 @@ class RangeStage:
 
     gradients = False
 
-    def __init__(self, method: "KVQuant", found: Found, tokens: int) -> None:
+    def __init__(self, method: KVQuant, found: Found, tokens: int) -> None:
         self.method, self.found, self.tokens = method, found, tokens
         share = 0.0 if method.has_matrix_thresholds else method.share
         self.channels = [Extremes(share, tokens) for _ in found]
@@ -91,7 +87,7 @@ class LevelStage:
     """Levels by k-means, and ranges of key channels by least squares, both weighted with the diagonal
     Fisher information."""
 
-    def __init__(self, method: "KVQuant", found: Found) -> None:
+    def __init__(self, method: KVQuant, found: Found) -> None:
         self.method, self.found = method, found
         self.gradients = method.weighting != "none"
         self.values = [Histogram() for _ in found]

@@ -1,7 +1,6 @@
 """`calibrate`: from a model, a method and some text to an artifact."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,18 +8,18 @@ from torch import Tensor
 
 from .. import compat
 from .. import kept as store
-from ..calibration import Calibration, fingerprint
+from ..calibration import Calibration, check
+from ..codecs import fingerprint
 from ..methods import Method
+from ..progress import Progress, silent
 from ..runs import Runs
 from ..seam.hooks import attach
 from ..spec import parse_method
 from ..text import cut_windows
 from .collect import collect
-from .expected import check
+from .find import find_calibrator
 from .writing import GENERATED, write_samples
 
-Progress = Callable[[int, int, str], None]
-"""Called with (steps done, steps in all, what runs next or just ran)."""
 NAMED = 200
 """Characters of a text's name that an artifact keeps."""
 
@@ -49,7 +48,7 @@ def calibrate(
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
-        method.calibrator(views)  # so that bad input is told of before the long work
+        find_calibrator(method, views)  # so that bad input is told of before the long work
     usual = method.calibration_size
     context = usual[0] if context is None else context
     windows = usual[1] if windows is None else windows
@@ -73,16 +72,15 @@ def calibrate_on(
     from .. import __version__
 
     method, views = parse_method(method), attach(model).view.compressed
-    calibrator = method.calibrator(views)
-    samples = samples.clone()
+    calibrator = find_calibrator(method, views)
+    samples, tell = samples.clone(), progress or silent
     for number, stage in enumerate(calibrator.stages(*samples.shape), 1):
         done = 0
 
         def step(what: str = f"pass {number}") -> None:
             nonlocal done
             done += 1
-            if progress is not None:
-                progress(done, len(samples), what)
+            tell(done, len(samples), what)
 
         collect(model, samples, calibrator.codecs, stage, step)
     tensors = calibrator.tensors()
@@ -108,7 +106,7 @@ def own_calibration(
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
-        method.calibrator(views)  # so that bad input is told of before the long work
+        find_calibrator(method, views)  # so that bad input is told of before the long work
     own = fingerprint(views)
     found = store.find(method.calibrated_as, own, method.expected(views))
     if found is None:

@@ -6,20 +6,18 @@ model with 32 layers of ``W = 2,048``.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..methods.key_value import KeyValueCodec
+from ..methods.transform import Transform, channels
 from ..models import AttentionView
 from ..quant import Plain
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import Ranked, allot, side_nbytes, steps_of
 from ..threads import one_thread
 from .calibrator import Rows, Stage
-
-if TYPE_CHECKING:
-    from ..methods.transform import Transform
 
 SINKS = 4
 """First tokens of a sample that count for nothing: their keys and values are far from all others."""
@@ -41,11 +39,8 @@ class TransformCalibrator:
     they read, the nearest first.
     """
 
-    def __init__(self, method: "Transform", views: Sequence[AttentionView]) -> None:
-        from ..methods.key_value import KeyValueCodec
-        from ..methods.transform import channels
-
-        self.method, self._channels = method, channels
+    def __init__(self, method: Transform, views: Sequence[AttentionView]) -> None:
+        self.method = method
         self.codecs = [KeyValueCodec(v, Plain(v.dtype), Plain(v.dtype), "pre") for v in views]
         self.stage = StatisticsStage(len(views), method.metric == "fisher")
 
@@ -84,7 +79,7 @@ class TransformCalibrator:
         covariance = centred.T.double() @ centred.double() / len(centred)
         if self.method.basis == "head":
             covariance = covariance * same_head(view)
-        analysis, synthesis = best_basis(covariance, metric, self._channels(view))
+        analysis, synthesis = best_basis(covariance, metric, channels(view))
         found |= {"mean": mean, "analysis": analysis.half(), "synthesis": synthesis.half()}
         states = (residual - mean) @ found["analysis"].float().T
         return found | spectrum(states)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from .. import compat
+from ..positions import check_context
+from ..progress import Progress, silent
 from ..runs import Runs
 
 GENERATED = "generated"
@@ -53,8 +54,6 @@ OPENINGS = (
 )
 """How texts of many kinds begin. Longer texts of a small model run off into nothing, so there are many."""
 
-Progress = Callable[[int, int, str], None]
-
 
 class Counter(BaseStreamer):
     """Tells ``written`` how many tokens `generate` has written so far, of every text."""
@@ -89,18 +88,17 @@ def write_samples(
     Raises:
         ValueError: sizes that the model does not allow.
     """
-    positions = getattr(compat.text_config(model), "max_position_embeddings", None)
-    if context < 2 or windows < 1 or (positions is not None and context > positions):
+    if context < 2 or windows < 1:
         raise ValueError(
-            f"{windows} texts of {context} tokens cannot be written: at least 1 of 2 tokens is needed,"
-            f" and the model has {positions} positions"
+            f"{windows} texts of {context} tokens cannot be written: at least 1 of 2 tokens is needed"
         )
+    check_context(model, context)
     openings = [tokenizer(text)["input_ids"][: context - 1] for text in OPENINGS]
     if not all(openings):
         raise ValueError("the tokenizer makes no tokens of words: give a calibration text")
     begun = list(islice(cycle(openings), windows))
     together = max(TOKENS_AT_ONCE // context, 1)
-    starts, runs = range(0, windows, together), runs or Runs(None, {})
+    starts, runs, tell = range(0, windows, together), runs or Runs(None, {}), progress or silent
     texts: list[list[int]] = []
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -108,8 +106,7 @@ def write_samples(
         for number, start in enumerate(starts):
 
             def written(count: int, before: int = number * context) -> None:
-                if progress is not None:
-                    progress(before + count, len(starts) * context, "writing a text")
+                tell(before + count, len(starts) * context, "writing a text")
 
             name = f"texts from {start} on"
             held = runs.load(name)

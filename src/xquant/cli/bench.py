@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     import torch
 
     from ..bench.contenders import Models
-    from ..bench.entrants import Settings
-    from ..calibration import Calibration
+    from ..bench.trials import Settings
+    from ..calibrations import Calibrations
     from ..methods import Method
     from ..runs import Rows
 
-    Subjects = Callable[[int, int], tuple[Models, list[Calibration]]]
+    Subjects = Callable[[int, int], tuple[Models, Calibrations]]
     """What decodes, and the calibrations for it, at a context and a batch."""
     Part = tuple[str, Callable[[], Rows]]
     """Its name, and what measures it: contenders take turns within one."""
@@ -145,7 +145,7 @@ def bench(
     import torch
 
     from .. import parse_method
-    from ..bench.entrants import Settings
+    from ..bench.trials import Settings
     from ..runs import Runs
 
     methods = [parse_method(spec) for spec in specs or DEFAULT_METHODS]
@@ -234,7 +234,7 @@ def _loaded(
     methods: "Sequence[Method]",
     dtype: "torch.dtype",
     device: "torch.device",
-    calibrations: "Sequence[Calibration]",
+    calibrations: "Calibrations",
 ) -> "tuple[Subjects, dict[str, str]]":
     """A model with its weights, and what they are."""
     from ..bench.contenders import Models
@@ -253,25 +253,25 @@ def _shaped(
     methods: "Sequence[Method]",
     dtype: "torch.dtype",
     device: "torch.device",
-    calibrations: "Sequence[Calibration]",
+    calibrations: "Calibrations",
     layers: int | None,
 ) -> "Subjects":
     """As many layers of a shape as are asked for, or fit."""
     from ..bench import capacity
     from ..bench import shaped as shapes
     from ..bench.contenders import Models
-    from ..methods.transform import Transform
+    from ..calibrations import Calibrations
 
     on_gpu = device.type == "cuda"
 
     @cache
-    def made(count: int) -> "tuple[Models, list[Calibration]]":
+    def made(count: int) -> "tuple[Models, Calibrations]":
         network = shapes.shaped_model(shape, count, device, *([dtype] if on_gpu else []))
-        own = {m.calibrated_as: m for m in methods if isinstance(m, Transform)}
-        random = [shapes.random_calibration(network, m) for m in own.values()]
-        return Models(network), [*calibrations, *random]
+        own = [method for method in methods if method.calibrates_itself]
+        random = [shapes.random_calibration(network, m) for m in Calibrations().lacking(own)]
+        return Models(network), Calibrations([*calibrations, *random])
 
-    def at(context: int, batch: int) -> "tuple[Models, list[Calibration]]":
+    def at(context: int, batch: int) -> "tuple[Models, Calibrations]":
         count = layers or shapes.SHAPE_LAYERS
         if layers is None and on_gpu:
             room = capacity.SHARE * capacity.free_bytes(device)
@@ -288,7 +288,7 @@ def _largest(
     contexts: Sequence[int],
     device: "torch.device",
     memory: float | None,
-    calibrations: "Sequence[Calibration]",
+    calibrations: "Calibrations",
 ) -> "Iterator[Part]":
     """A part for every context."""
     from ..bench import capacity, largest

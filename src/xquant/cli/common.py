@@ -23,7 +23,7 @@ from .progress import progress
 if TYPE_CHECKING:
     import torch
 
-    from ..calibration import Calibration
+    from ..calibrations import Calibrations
     from ..methods import Method
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -219,24 +219,25 @@ def find_device(name: str | None) -> "torch.device":
         raise ValueError(f"no device '{where}' here ({str(error).splitlines()[0]})") from error
 
 
-def load_calibrations(files: Sequence[str]) -> "list[Calibration]":
+def load_calibrations(files: Sequence[str]) -> "Calibrations":
     """The artifacts in ``files``.
 
     Raises:
         ValueError: two are for the same method, or one is none; FileNotFoundError: there is none.
     """
     from ..calibration import Calibration
+    from ..calibrations import Calibrations
 
     found: dict[str, Calibration] = {}
     for file in files:
-        calibration = Calibration.load(file)
-        if calibration.method in found:
-            raise ValueError(f"two calibrations are for {calibration.method}")
-        found[calibration.method] = calibration
-    return list(found.values())
+        made = Calibration.load(file)
+        if made.method in found:
+            raise ValueError(f"two calibrations are for {made.method}")
+        found[made.method] = made
+    return Calibrations(found.values())
 
 
-def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "list[Calibration]":
+def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "Calibrations":
     """The artifacts in ``files``, all of them for one of ``methods``.
 
     Raises:
@@ -245,7 +246,6 @@ def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "list
     """
     calibrations = load_calibrations(files)
     wanted = {method.calibrated_as for method in methods}
-    made = {calibration.method for calibration in calibrations}
     for calibration in calibrations:
         if calibration.method not in wanted:
             raise ValueError(
@@ -253,24 +253,22 @@ def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "list
                 f" {', '.join(method.spec for method in methods)}"
             )
     for method in methods:
-        missing = method.needs_calibration and method.calibrated_as not in made
-        if missing and not method.calibrates_itself:
-            raise ValueError(method.how_to_calibrate)
+        calibrations.of(method)  # or it says what to do
     return calibrations
 
 
 def own_calibrations(
-    model: Any, tokenizer: Any, methods: "Sequence[Method]", given: "Sequence[Calibration]"
-) -> "list[Calibration]":
-    """``given``, and those of the methods that calibrate themselves."""
+    model: Any, tokenizer: Any, methods: "Sequence[Method]", given: "Calibrations"
+) -> "Calibrations":
+    """``given``, and those of the methods that lack one, all of which calibrate themselves."""
     from ..calibrate.run import own_calibration
+    from ..calibrations import Calibrations
 
-    made = {calibration.method: calibration for calibration in given}
-    for method in methods:
-        if method.calibrates_itself and method.calibrated_as not in made:
-            with progress(f"calibrating {method.calibrated_as}") as show:
-                made[method.calibrated_as] = own_calibration(model, tokenizer, method, show)
-    return list(made.values())
+    made = []
+    for method in given.lacking(methods):
+        with progress(f"calibrating {method.calibrated_as}") as show:
+            made.append(own_calibration(model, tokenizer, method, show))
+    return Calibrations([*given, *made])
 
 
 def finish(

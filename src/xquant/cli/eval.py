@@ -109,9 +109,11 @@ def run(
     ours, theirs = PASSKEY in names, [name for name in names if name != PASSKEY]
     asked: list[Any] = []
     if theirs:
-        from ..evals import tasks  # and with it lm-eval, which passkey does without
+        # And with them lm-eval, which passkey does without.
+        from ..evals.task_lookup import find_tasks
+        from ..evals.tasks import evaluate as run_tasks
 
-        asked = tasks.ask(theirs, data, contexts)
+        asked = find_tasks(theirs, data, contexts)
     from ..evals.passkey import passkey
     from ..runs import Runs, identity
 
@@ -136,7 +138,7 @@ def run(
             sizes |= {"progress": show, "calibrations": calibrations, "runs": runs}
             rows += map(_passkey_row, passkey(network, tokenizer, methods, **sizes))
         if theirs:
-            scored = tasks.evaluate(
+            scored = run_tasks(
                 network, tokenizer, methods, asked, limit, batch_size, show, calibrations, runs
             )
             rows += [row.to_dict() for row in scored]

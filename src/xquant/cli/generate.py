@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ..progress import Progress
 from ..results.rows import STDOUT
 from .common import (
     SPEC,
@@ -17,7 +18,7 @@ from .common import (
     model_options,
     own_calibrations,
 )
-from .progress import Show, progress
+from .progress import progress
 
 
 @click.command()
@@ -60,7 +61,7 @@ def generate(
     network, tokenizer = load(model, dtype, device)
     calibrations = own_calibrations(network, tokenizer, [method], calibrations)
     inputs = _encode(network, tokenizer, prompt, chat, max_new_tokens)
-    cache = KVCache(network, method, calibration=calibrations[0] if calibrations else None)
+    cache = KVCache(network, method, calibration=calibrations.of(method))
     with progress(f"writing with {method.spec}") as show:
         started = time.perf_counter()
         new = _continue(network, tokenizer, inputs, cache, max_new_tokens, temperature, seed, show)
@@ -84,7 +85,7 @@ def generate(
 
 def _encode(network: Any, tokenizer: Any, prompt: str, chat: bool, room: int) -> Any:
     """Token ids ``[1, T]`` and mask of the prompt; ValueError for none or too many."""
-    from .. import compat
+    from ..positions import check_context
 
     if chat:
         if not tokenizer.chat_template:
@@ -98,11 +99,7 @@ def _encode(network: Any, tokenizer: Any, prompt: str, chat: bool, room: int) ->
     length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt holds no tokens")
-    positions = getattr(compat.text_config(network), "max_position_embeddings", None)
-    if positions is not None and length + room > positions:
-        raise ValueError(
-            f"a prompt of {length} tokens and {room} new ones are past the model's {positions} positions"
-        )
+    check_context(network, length + room, f"a prompt of {length} tokens and {room} new ones")
     masked = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
     return {name: tensor.to(network.device) for name, tensor in masked.items()}
 
@@ -115,7 +112,7 @@ def _continue(
     room: int,
     temperature: float,
     seed: int,
-    show: Show,
+    show: Progress,
 ) -> Any:
     """New token ids ``[N]`` of a completion of at most ``room`` tokens."""
     import torch

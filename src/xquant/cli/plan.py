@@ -85,15 +85,14 @@ def plan(
     from .. import parse_method
     from ..analysis.plan import plan as make_plan
     from ..analysis.shapes import Skeleton, load_config, shape_config
+    from ..positions import check_context
 
     asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))
     skeleton = Skeleton(config, _dtype(config, dtype))
-    if shape is None and skeleton.positions is not None and context > skeleton.positions:
-        raise ValueError(
-            f"{context} tokens of context are past the model's {skeleton.positions} positions"
-        )
+    if shape is None:
+        check_context(skeleton.model, context)
     rows = make_plan(skeleton, list(dict.fromkeys(asked)), card, context, batch)
     name = str(model or shape)
     finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))

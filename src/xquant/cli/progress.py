@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..progress import Progress
 
 FIRST, EVERY = 5.0, 30.0
 """Seconds until the first line that says how long it will take, and between it and further ones."""
 
-Show = Callable[[int, int, str], None]
-"""Called with (parts done, parts in all, what runs next)."""
-
 
 @contextmanager
-def progress(title: str) -> Iterator[Show]:
+def progress(title: str) -> Iterator[Progress]:
     """What is to be called as the work called ``title`` goes on."""
     stream = sys.stderr  # the one of now: some measurements silence others' output
     if stream.isatty():
@@ -30,9 +29,11 @@ def progress(title: str) -> Iterator[Show]:
 
 
 @contextmanager
-def _bar(stream: TextIO) -> Iterator[Show]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=stream), transient=True)
+def _bar(stream: TextIO) -> Iterator[Progress]:
+    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
+    bar = bars.Progress(
+        *columns, bars.TimeRemainingColumn(), console=Console(file=stream), transient=True
+    )
     with bar:
         task = bar.add_task("")
 

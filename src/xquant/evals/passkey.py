@@ -9,17 +9,19 @@ prompt attends to itself exactly, and only the answer reads the store.
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from typing import Any
 
 import torch
 
-from .. import compat
 from ..cache import KVCache
 from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Method
+from ..positions import check_context
+from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
 
@@ -36,8 +38,6 @@ NEEDLE = "\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 DIGITS = 5
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def passkey(
     depths: Sequence[float] = DEPTHS,
     samples: int = 4,
     progress: Progress | None = None,
-    calibrations: Sequence[Calibration] = (),
+    calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
 ) -> list[PasskeyRow]:
     """Ask for a hidden number, ``samples`` times at each of ``depths`` of each of ``contexts``.
@@ -72,12 +72,13 @@ def passkey(
     All methods are asked for the same numbers. Returns a row for each method, context and depth.
 
     Raises:
-        ValueError: unknown method, no method, a context that the model does not reach or that is too
-            short for the question; raised before the first prompt.
+        ValueError: unknown method, no method, a calibration that is missing, a context that the model does
+            not reach or that is too short for the question; raised before the first prompt.
     """
     wanted, runs = list(dict.fromkeys(parse_method(m) for m in methods)), runs or Runs(None, {})
     _check(model, wanted, contexts, depths, samples)
-    made_for = {calibration.method: calibration for calibration in calibrations}
+    made, tell = Calibrations(calibrations), progress or silent
+    use = {method: made.of(method) for method in wanted}
     prompts = {
         (context, depth): list(_prompts(tokenizer, context, depth, samples))
         for context in contexts
@@ -86,24 +87,21 @@ def passkey(
     total = len(wanted) * len(prompts)
     rows: list[PasskeyRow] = []
     for method in wanted:
-        calibration = made_for.get(method.calibrated_as)
         for (context, depth), asked in prompts.items():
             name = f"{method.spec} passkey {context} at {depth}"
             held = runs.load(name)
             if held is None:
-                if progress is not None:
-                    progress(len(rows), total, f"{method.spec}, {context} tokens")
+                tell(len(rows), total, f"{method.spec}, {context} tokens")
                 started = time.perf_counter()
                 found = sum(
-                    key == _answer(model, tokenizer, prompt, method, calibration)
+                    key == _answer(model, tokenizer, prompt, method, use[method])
                     for key, prompt in asked
                 )
                 seconds = time.perf_counter() - started
                 held = [PasskeyRow(method.spec, context, depth, found, samples, seconds).to_dict()]
                 runs.save(name, held)
             rows.append(PasskeyRow(**held[0]))
-    if progress is not None:
-        progress(total, total, "")
+    tell(total, total, "")
     return rows
 
 
@@ -120,9 +118,7 @@ def _check(
         raise ValueError(f"{samples} samples measure nothing: at least 1 is needed")
     if any(not 0 <= depth <= 1 for depth in depths):
         raise ValueError("a depth is between 0, the start of the text, and 1, its end")
-    positions = getattr(compat.text_config(model), "max_position_embeddings", None)
-    if positions is not None and max(contexts) > positions:
-        raise ValueError(f"a context of {max(contexts)} is past the model's {positions} positions")
+    check_context(model, max(contexts))
 
 
 def _prompts(

@@ -9,7 +9,7 @@ predictions are compared with the full cache's, token by token.
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,16 +19,15 @@ from torch.nn import functional as F
 
 from ..cache import KVCache
 from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Full, Method
+from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
 from ..text import cut_windows
 
 SCORED_AT_ONCE = 256
 """Positions whose log-probabilities are held in fp32 at a time."""
-
-Progress = Callable[[int, int, str], None]
-"""Called with (windows done, windows in all, spec of the method that runs next or just ran)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def perplexity(
     context: int = 2048,
     windows: int = 4,
     progress: Progress | None = None,
-    calibrations: Sequence[Calibration] = (),
+    calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on the first ``windows * context`` tokens of ``text``.
@@ -112,22 +111,21 @@ def measure(
     ids: Tensor,
     methods: Sequence[Method],
     progress: Progress | None = None,
-    calibrations: Sequence[Calibration] = (),
+    calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on windows ``ids [N, T]``; the full cache is measured once, asked or not."""
     baseline, runs = Full(), runs or Runs(None, {})
     scored: dict[Method, list[_Scored]] = {method: [] for method in (baseline, *methods)}
-    made_for = {calibration.method: calibration for calibration in calibrations}
-    use = {method: made_for.get(method.calibrated_as) for method in scored}
+    made, tell = Calibrations(calibrations), progress or silent
+    use = {method: made.of(method) for method in scored}
     for method in scored:  # so that bad input is told of before the first forward pass
         KVCache(model, method, attend="store", calibration=use[method])
     total, done = len(ids) * len(scored), 0
     for number, window in enumerate(ids.to(model.device)):
         full = None  # logits, where a part of this window is not there yet
         for method, windows in scored.items():
-            if progress is not None:
-                progress(done, total, method.spec)
+            tell(done, total, method.spec)
             name = f"{method.spec} window {number}"
             held = runs.load(name)
             if held is None:
@@ -141,8 +139,7 @@ def measure(
                 runs.save(name, held)
             windows.append(_Scored(**held[0]))
             done += 1
-    if progress is not None:
-        progress(done, total, method.spec)
+    tell(done, total, method.spec)
     return [_row(method.spec, scored[method], scored[baseline], ids) for method in methods]
 
 

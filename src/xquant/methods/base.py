@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.calibrator import Calibrator
-from ..calibrate.expected import Expected, check
-from ..calibration import Calibration
+from ..calibration import Calibration, Expected, check
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Packed, Plain, Quantizer, Segment
 from ..quant.quantizer import Granularity
+from .cost import RebuildCost
 
 if TYPE_CHECKING:
     from .rematerialized import Rematerialized
@@ -130,6 +129,12 @@ class LayerCodec(ABC):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (before RoPE unless `rotated`) and values, two ``[B, T, G*D]``."""
 
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        """What `recall` and `rebuild` take. None where it is not known: plans and benchmarks then leave out
+        what follows from it."""
+        return None
+
     def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """The same from features that were never packed (sinks and tail)."""
         return self.rebuild(features)
@@ -213,14 +218,6 @@ class Method(ABC):
     def calibrated_as(self) -> str:
         """The spec without the options that calibrating does not depend on."""
         return dataclasses.replace(self, tail=0).spec
-
-    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
-        """What gathers this method's statistics.
-
-        Raises:
-            ValueError: it needs none.
-        """
-        raise ValueError(f"{self.spec} needs no calibration")
 
     def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
         """The tensors of a calibration for layers like ``views``; none where none is needed."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Plain, Quantizer, Segment
-from ..quant.quantizer import tiled
 from .base import LayerCodec, Seen
+from .cost import NOTHING, RebuildCost
 
 ROPE: dict[str, Any] = {
     "choices": ("pre", "post"),
@@ -40,6 +40,10 @@ class StateCodec(LayerCodec):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.exact(recalled)
 
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return NOTHING
+
 
 class KeyValueCodec(StateCodec):
     """Keys (before or after RoPE) and values of a layer, a segment each.
@@ -61,8 +65,8 @@ class KeyValueCodec(StateCodec):
         super().__init__(view)
         self.rotated = rope == "post"
         self.segments = (
-            Segment(view.kv_width, tiled(keys, view.head_size, "tokens"), borrows[0]),
-            Segment(view.kv_width, tiled(values, view.head_size, "channels"), borrows[1]),
+            Segment(view.kv_width, keys.tiled(view.head_size, "tokens"), borrows[0]),
+            Segment(view.kv_width, values.tiled(view.head_size, "channels"), borrows[1]),
         )
         centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
         self.offset = view.key_bias if centred else None

@@ -5,9 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.calibrator import Calibrator
-from ..calibrate.expected import Expected
-from ..calibration import Calibration
+from ..calibration import Calibration, Expected
 from ..models import AttentionView
 from ..quant import Codebook, Plain
 from ..quant.codebook import normal_float_levels, uniform_levels
@@ -178,10 +176,3 @@ class KVQuant(Method):
         if self.datatype == "nf":
             return normal_float_levels(self.bits)
         return uniform_levels(self.bits) if found is None else found.float()
-
-    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
-        if not self.needs_calibration:
-            return super().calibrator(views)
-        from ..calibrate.kvquant import KVQuantCalibrator
-
-        return KVQuantCalibrator(self, views)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ..models.base import linear
 from .base import LayerCodec
+from .cost import RebuildCost
 
 
 class Rematerialized(LayerCodec):
@@ -40,3 +41,7 @@ class Rematerialized(LayerCodec):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.sources(recalled)
         return self.keys(key), linear(value, self.value_weight, self.value_bias)
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return RebuildCost(keys=self.key_weight, values=self.value_weight)

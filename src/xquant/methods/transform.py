@@ -5,15 +5,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..calibrate.calibrator import Calibrator
-from ..calibrate.expected import Expected
-from ..calibration import Calibration
+from ..calibration import Calibration, Expected
 from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Segment
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
 from .base import LayerCodec, Method, by_block, short
+from .cost import RebuildCost
 from .key_value import StateCodec
 from .rematerialized import Rematerialized
 
@@ -69,11 +68,6 @@ class Transform(Method):
     @property
     def calibrated_as(self) -> str:
         return replace(self, bits=CALIBRATED_AT, sink=4, tail=0, group=128).spec
-
-    def calibrator(self, views: Sequence[AttentionView]) -> Calibrator:
-        from ..calibrate.transform import TransformCalibrator
-
-        return TransformCalibrator(self, views)
 
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
@@ -248,3 +242,7 @@ class PredictedCodec(_ChannelCodec):
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.exact(recalled[..., : self.width])
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return None  # no kernel attends to predicted rows, so how often they are predicted is not known

@@ -8,7 +8,6 @@ from torch import Tensor
 from ..calibration import Calibration
 from ..models import AttentionView
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
-from ..quant.quantizer import tiled
 from ..threads import one_thread
 from .base import LayerCodec, QuantizedMethod, Seen, by_block
 from .rematerialized import Rematerialized
@@ -42,7 +41,7 @@ def latent_bases(view: AttentionView) -> tuple[Tensor, tuple[int, int], Tensor, 
 def by_range(quantizer: Quantizer, channels: int) -> Quantizer:
     """``quantizer`` per token with its codes in tiles of a range each, where ranges are of one size."""
     if isinstance(quantizer, Affine) and channels % quantizer.range_size(channels) == 0:
-        return tiled(quantizer, quantizer.range_size(channels), "tokens")
+        return quantizer.tiled(quantizer.range_size(channels), "tokens")
     return quantizer
 
 
@@ -144,14 +143,14 @@ class LatentCodec(_FromInput):
             key_basis, value_basis = self.basis.split(self.split)
             self.basis = torch.cat([key_basis, rotation @ value_basis])
             self.value_weight = (self.value_weight @ rotation).contiguous()
-        quantizer = tiled(method.quantizer(bits, "channel", view.dtype), self.split[0], "tokens")
+        quantizer = method.quantizer(bits, "channel", view.dtype).tiled(self.split[0], "tokens")
         keys = [Segment(self.split[0], quantizer)]
         if method.outlier:
             keys = [
                 Segment(1, Plain(torch.float16)),
                 Segment(self.split[0] - 1, method.quantizer(bits, "channel", view.dtype)),
             ]
-        quantizer = tiled(method.quantizer(bits, "token", view.dtype), self.split[1], "channels")
+        quantizer = method.quantizer(bits, "token", view.dtype).tiled(self.split[1], "channels")
         values = Segment(self.split[1], quantizer)
         self.segments = (*keys, values)
 

@@ -11,6 +11,7 @@ from ..models.base import linear
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
 from .base import LayerCodec, QuantizedMethod, Seen, bits_field, by_block
+from .cost import Accumulator, RebuildCost
 from .rematerialized import Rematerialized
 from .xquant import (
     FORMS,
@@ -145,3 +146,11 @@ class DeltaCodec(Rematerialized):
     def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         x = self.view.normalize(recalled) if self.residual else recalled
         return x, x
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        size = self.view.dtype.itemsize
+        bits = 8 * size if self.accumulator == 16 else self.accumulator
+        moved = self.width * size * (self.reads_below + self.feeds_above)
+        accumulator = Accumulator(self.width, self.width * bits / 8, moved)
+        return RebuildCost(self.key_weight, self.value_weight, self.synthesis, accumulator)

@@ -1,6 +1,8 @@
 """Quantization as pure functions on tensors; nothing here knows about models or caches."""
 
-from .quantizer import Affine, Codebook, Packed, Plain, Quantizer, Segment
+from .grouped import Affine
+from .nonuniform import Codebook
+from .quantizer import Packed, Plain, Quantizer, Segment
 from .ragged import Ragged
 from .rotation import hadamard
 

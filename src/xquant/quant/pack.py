@@ -85,6 +85,18 @@ class Tile:
         """Whether a block of ``tokens`` divides into whole tiles; others are packed as they are."""
         return tokens % 32 == 0 and self.head % 32 == 0
 
+    def shape(self, tokens: int, channels: int) -> tuple[int, int, int, int]:
+        """What `arrange` makes of a block ``[n, C]``: ``[C/head, M/16, K/4, 64]``.
+
+        Raises:
+            ValueError: the channels are not whole heads.
+        """
+        if channels % self.head:
+            raise ValueError(f"{channels} channels are not whole tiles of {self.head}")
+        by_token = self.lanes == "tokens"
+        lanes, summed = (tokens, self.head) if by_token else (self.head, tokens)
+        return channels // self.head, lanes // 16, summed // 4, 64
+
     def arrange(self, codes: Tensor) -> Tensor:
         """Codes ``[..., n, C]`` as ``[..., C/head, M/16, K/4, 64]``."""
         heads = codes.unflatten(-1, (-1, self.head)).movedim(-2, -3)

@@ -18,7 +18,7 @@ from torch import Tensor
 from .affine import FP16_MAX
 from .operand import RankedOperand
 from .pack import pack, packed_rows, unpack
-from .quantizer import Packed, dense
+from .quantizer import Field, Packed, Quantizer, dense
 
 STEPS = 3
 """Scales to an octave."""
@@ -66,7 +66,7 @@ def _borders(levels: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Ranked:
+class Ranked(Quantizer):
     """Codes of 0 to 8 bits, by the rank of a channel's scale.
 
     Args:
@@ -156,20 +156,21 @@ class Ranked:
         """Bytes of the codes of a block."""
         return sum(packed_rows(tokens, bits) * count for bits, count in self.widths)
 
-    def nbytes(self, tokens: int, channels: int) -> int:
-        return self.code_nbytes(tokens) + side_nbytes(channels, tokens)
+    def fields(self, tokens: int, channels: int) -> dict[str, Field]:
+        """All uint8: ``scale`` of the channels and ``gain`` of the tokens, two in a byte, and ``codes``, the
+        runs of `widths` one after the other."""
+        return {
+            "scale": Field((packed_rows(channels, 4),), torch.uint8, "ranges"),
+            "gain": Field((packed_rows(tokens, 4),), torch.uint8, "ranges"),
+            "codes": Field((self.code_nbytes(tokens),), torch.uint8, "codes"),
+        }
 
     def operand(self, tokens: int, channels: int) -> RankedOperand:
         return RankedOperand(self.usual, self.counts)
 
     @property
     def tables(self) -> list[Tensor]:
-        """What is offline."""
         return [self.usual]
-
-    @property
-    def table_nbytes(self) -> int:
-        return self.usual.nbytes
 
 
 FARTHEST_STEP = 200

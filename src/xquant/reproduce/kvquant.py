@@ -16,8 +16,9 @@ from torch import Tensor
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..bench.contenders import Models
-from ..bench.entrants import Settings
 from ..bench.run import bench
+from ..bench.trials import Settings
+from ..calibrations import Calibrations
 from ..evals.passkey import DEPTHS, passkey
 from ..methods import Full
 from ..models import AttentionView
@@ -119,9 +120,8 @@ def table6(setup: Setup, printed: Rows) -> Rows:
     ``speedup`` is over the fastest setting of the full cache.
     """
     compressed = [parse_method(row["method"]) for row in printed if row["method"] != "full"]
-    progress = setup.progress or (lambda done, total, what: None)
     settings = Settings(setup.context, whole=False)
-    found = bench(Models(setup.model), compressed, settings, progress)
+    found = bench(Models(setup.model), compressed, settings, setup.progress)
     timed = {row["method"]: row for row in found}
     full = printed[0]["paper"]["microseconds"]
     rows = []
@@ -177,7 +177,7 @@ def table21(setup: Setup, printed: Rows) -> Rows:
         )
     specs = [row["method"] for row in printed]
     given = setup.perplexity(specs)
-    other = replace(setup, calibration_text=None, calibrations=[])
+    other = replace(setup, calibration_text=None, calibrations=Calibrations())
     generated = {row.method: row.perplexity for row in other.perplexity(specs).values()}
     return [
         {**row, **given[spec].to_dict(), "perplexity_generated": generated[spec]}

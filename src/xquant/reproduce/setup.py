@@ -1,7 +1,7 @@
 """What an experiment runs on: a model, the data that was given, and the size that was asked for."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,9 +14,12 @@ from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..calibrate.run import calibrate_on
 from ..calibrate.writing import GENERATED, write_samples
-from ..calibration import Calibration, fingerprint
+from ..calibration import Calibration
+from ..calibrations import Calibrations
+from ..codecs import fingerprint
 from ..evals.perplexity import PerplexityRow, measure
 from ..methods import Method
+from ..progress import Progress, silent
 from ..runs import Runs, code_digest, identity, tell_unfit
 from ..seam.hooks import attach
 from ..spec import parse_method
@@ -24,8 +27,6 @@ from ..text import cut_windows
 
 if TYPE_CHECKING:
     from ..evals.tasks import TaskRow
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass
@@ -46,9 +47,9 @@ class Setup:
     calibration_text: str | None = None
     calibration_name: str = ""
     calibration_windows: int = 16
-    calibrations: list[Calibration] = field(default_factory=list)
+    calibrations: Calibrations = field(default_factory=Calibrations)
     resume: Path | None = None
-    progress: Progress | None = None
+    progress: Progress = silent
 
     @cached_property
     def ids(self) -> Tensor:
@@ -72,16 +73,17 @@ class Setup:
         Raises:
             ValueError: unknown task, missing data, or data of another form.
         """
-        from ..evals.tasks import ask, evaluate  # and with it lm-eval
+        from ..evals.task_lookup import find_tasks  # and with it lm-eval
+        from ..evals.tasks import evaluate
 
-        asked = ask(names, self.data, (self.context,))
+        tasks = find_tasks(names, self.data, (self.context,))
         methods = list(map(parse_method, specs))
         calibrations = self.calibrated(methods)
         rows = evaluate(
             self.model,
             self.tokenizer,
             methods,
-            asked,
+            tasks,
             self.limit,
             progress=self.progress,
             calibrations=calibrations,
@@ -99,13 +101,10 @@ class Setup:
         layout = CacheLayout(self.skeleton, parse_method(spec))
         return layout.count(self.context, 1).total / layout.full_nbytes(self.context, 1)
 
-    def calibrated(self, methods: Sequence[Method]) -> list[Calibration]:
+    def calibrated(self, methods: Sequence[Method]) -> Calibrations:
         """The calibrations of the methods that need one, made where they are missing."""
-        made = {calibration.method: calibration for calibration in self.calibrations}
-        for method in methods:
-            if method.needs_calibration and method.calibrated_as not in made:
-                made[method.calibrated_as] = self._calibrate(method)
-        self.calibrations = list(made.values())
+        made = [self._calibrate(method) for method in self.calibrations.lacking(methods)]
+        self.calibrations = Calibrations([*self.calibrations, *made])
         return self.calibrations
 
     def runs(self, subject: dict[str, Any]) -> Runs:

@@ -38,8 +38,7 @@ def watch(setup: Setup, see: Callable[[AttentionView, Tensor], None]) -> None:
     ]
     try:
         for done, window in enumerate(windows):
-            if setup.progress is not None:
-                setup.progress(done, len(windows), "reading the text")
+            setup.progress(done, len(windows), "reading the text")
             with torch.inference_mode():
                 setup.model(window[None], use_cache=False)
     finally:

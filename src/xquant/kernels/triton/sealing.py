@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from ...quant import Affine, Packed
-from ...quant.pack import packed_rows
 from .jit.seal import seal
 from .support import power
 
@@ -21,20 +20,17 @@ def encode(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
     blocks, tokens, channels = x.shape
     head, bits = quantizer.tile.head, quantizer.bits
     by_token, per_token = quantizer.tile.lanes == "tokens", quantizer.per == "token"
-    lanes, summed = (tokens, head) if by_token else (head, tokens)
     group = quantizer.range_size(channels if per_token else tokens)
-    ranges = (-(-channels // group), tokens) if per_token else (-(-tokens // group), channels)
-    shape = blocks, channels // head, lanes // 16, packed_rows(summed // 4, bits), 64
-    codes = torch.empty(shape, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(blocks, *ranges, dtype=torch.float16, device=x.device)
-    zero, found_nan = torch.empty_like(scale), torch.zeros(1, dtype=torch.int32, device=x.device)
+    fields = quantizer.fields(tokens, channels)
+    packed = {name: field.empty(blocks, x.device) for name, field in fields.items()}
+    found_nan = torch.zeros(1, dtype=torch.int32, device=x.device)
     hides = excluded is not None and not per_token
     seal[(blocks, channels // head)](
         x,
         excluded.contiguous() if excluded is not None and hides else found_nan,
-        codes.view(torch.int32),
-        scale,
-        zero,
+        packed["codes"].view(torch.int32),
+        packed["scale"],
+        packed["zero"],
         found_nan,
         *x.stride()[:2],
         channels,
@@ -55,4 +51,4 @@ def encode(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
     )
     if bool(found_nan):
         raise ValueError("NaN cannot be quantized")
-    return {"codes": codes, "scale": scale, "zero": zero}
+    return {**packed}

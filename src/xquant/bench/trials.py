@@ -1,13 +1,14 @@
-"""Who takes part in a measurement: the full cache in all its forms, and every method."""
+"""Trials: the contenders of a benchmark with what is measured of each. The full cache takes part in all its
+forms, and so does every method."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from .. import compat
-from ..calibration import Calibration
+from ..calibrations import Calibrations
 from ..methods import Method
 from . import capacity, flash
 from .clocks import reason
@@ -19,7 +20,7 @@ FULL_SETTINGS = tuple((dtype, attention) for dtype in DTYPES for attention in ("
 
 @dataclass
 class Settings:
-    """What is measured, and how often."""
+    """The size of the caches, what is timed, and how often."""
 
     context: int
     batch: int = 1
@@ -28,18 +29,19 @@ class Settings:
     kernel: str = "auto"
     dtypes: tuple[torch.dtype, ...] = DTYPES[:2]
     whole: bool = True
-    """Decode whole tokens too, rather than the attention alone."""
+    """Also decode whole tokens; otherwise attention alone is timed."""
     sealing: bool = False
     """Also time how tokens are appended and sealed."""
 
     @property
     def size(self) -> tuple[int, int]:
+        """Context and batch."""
         return self.context, self.batch
 
 
 @dataclass
-class Entrant:
-    """A contender and what was measured of it, or why it could not be."""
+class Trial:
+    """A contender in one dtype and setting, with its times or the reason why there are none."""
 
     name: str
     dtype: torch.dtype
@@ -47,22 +49,26 @@ class Entrant:
     contender: Contender | None = None
     failed: str = ""
     slow: bool = False
-    """Given up, because another of this name was much faster."""
+    """Whether it was given up, because another trial of this name was much faster."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Of a round each, by what was timed."""
+    """The times of all rounds, by job."""
     timed_by: dict[str, str] = field(default_factory=dict)
+    """How each job was timed."""
 
     @classmethod
-    def of(cls, contender: Contender) -> "Entrant":
+    def of(cls, contender: Contender) -> "Trial":
+        """The trial of a contender that is there."""
         return cls(contender.name, contender.dtype, contender.setting, contender)
 
     @property
     def label(self) -> str:
+        """Dtype and setting, as a row names them."""
         return f"{str(self.dtype).removeprefix('torch.')} {self.setting}"
 
     @contextmanager
-    def trying(self) -> Iterator[None]:
-        """What fails is noted, and the others go on: on a GPU memory ends, and kernels may never have run."""
+    def noting_failure(self) -> Iterator[None]:
+        """An error becomes the reason why this trial failed, and the others go on. On a GPU memory may run
+        out, and a kernel may never have run."""
         try:
             yield
         except Exception as error:
@@ -71,13 +77,9 @@ class Entrant:
             capacity.release()
 
 
-Calibrations = Mapping[str, Calibration]
-"""By what they are made for."""
-
-
 def on_cpu(
     models: Models, methods: Sequence[Method], settings: Settings, calibrations: Calibrations
-) -> list[Entrant]:
+) -> list[Trial]:
     """The full cache in transformers' settings, and every method, in every dtype."""
     contenders: list[Contender] = []
     for dtype, attention in FULL_SETTINGS:
@@ -89,47 +91,47 @@ def on_cpu(
     for method in methods:
         for dtype in settings.dtypes if settings.whole else settings.dtypes[:1]:
             contenders.append(_compressed(models, method, dtype, settings, calibrations))
-    return [Entrant.of(contender) for contender in contenders]
+    return [Trial.of(contender) for contender in contenders]
 
 
 def on_gpu(
     models: Models, methods: Sequence[Method], settings: Settings, calibrations: Calibrations
-) -> list[Entrant]:
-    """The full cache by every kernel there is, over the same states, and every method; as far as memory
-    goes."""
+) -> list[Trial]:
+    """The full cache with every kernel over the same states, and every method. Those that do not fit into
+    memory have failed."""
     device, config = models.model.device, compat.text_config(models.model)
-    entrants = [e for dtype in settings.dtypes for e in _full_on_gpu(models, dtype, settings)]
+    trials = [each for dtype in settings.dtypes for each in _full_on_gpu(models, dtype, settings)]
     for method in methods:
         for dtype in settings.dtypes if settings.whole else settings.dtypes[:1]:
-            entrant = Entrant(method.spec, dtype, settings.kernel)
-            entrants.append(entrant)
+            trial = Trial(method.spec, dtype, settings.kernel)
+            trials.append(trial)
             layout = capacity.layout(config, method, dtype)
-            entrant.failed = capacity.lacking(capacity.cache_room(layout, *settings.size), device)
-            if not entrant.failed:
-                with entrant.trying():
+            trial.failed = capacity.lacking(capacity.needed_bytes(layout, *settings.size), device)
+            if not trial.failed:
+                with trial.noting_failure():
                     made = _compressed(models, method, dtype, settings, calibrations)
-                    entrant.contender, entrant.setting = made, made.setting
-    return entrants
+                    trial.contender, trial.setting = made, made.setting
+    return trials
 
 
-def _full_on_gpu(models: Models, dtype: torch.dtype, settings: Settings) -> list[Entrant]:
+def _full_on_gpu(models: Models, dtype: torch.dtype, settings: Settings) -> list[Trial]:
     model, whole = models.plain(dtype), settings.whole
     kernels = flash.BACKENDS if whole else flash.KERNELS
-    entrants = [Entrant("full", dtype, kernel) for kernel in kernels]
-    steps = 2 * (settings.warm_up + settings.rounds) * len(entrants) if whole else 0
+    trials = [Trial("full", dtype, kernel) for kernel in kernels]
+    steps = 2 * (settings.warm_up + settings.rounds) * len(trials) if whole else 0
     nbytes = capacity.full_bytes(compat.text_config(model), dtype, *settings.size)
-    states = Entrant("full", dtype, "its states")
+    states = Trial("full", dtype, "its states")
     states.failed = capacity.lacking(nbytes, model.device)
     if not states.failed:
-        with states.trying():
+        with states.noting_failure():
             cache = flash.filled(model, dtype, *settings.size, steps)
-    for entrant in entrants:
-        entrant.failed = states.failed
-        if not entrant.failed:
-            with entrant.trying():
+    for trial in trials:
+        trial.failed = states.failed
+        if not trial.failed:
+            with trial.noting_failure():
                 make = flash.Stepping if whole else flash.Flash
-                entrant.contender = make(model, cache, entrant.setting)
-    return entrants
+                trial.contender = make(model, cache, trial.setting)
+    return trials
 
 
 def _compressed(
@@ -139,6 +141,6 @@ def _compressed(
     settings: Settings,
     calibrations: Calibrations,
 ) -> Compressed:
-    calibration = calibrations.get(method.calibrated_as)
+    calibration = calibrations.of(method)
     model = models.attached(dtype)
     return Compressed(model, method, *settings.size, calibration, settings.kernel)

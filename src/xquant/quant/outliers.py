@@ -1,0 +1,48 @@
+"""Outliers of a block: elements that are stored apart, as a residual to what their codes decode to."""
+
+import torch
+from torch import Tensor
+
+from .affine import FP16_MAX
+from .quantizer import Packed, dense
+from .ragged import Ragged
+
+
+def count_dtype(channels: int) -> torch.dtype:
+    """Of a token's number of outliers; int16 is read as unsigned."""
+    return torch.uint8 if channels < 256 else torch.int16
+
+
+def pack_outliers(residual: Tensor, outliers: Tensor) -> Packed:
+    """The fields of the outliers of blocks, token by token.
+
+    A residual is stored rather than a value, so that a kernel adds it without looking at codes and ranges.
+
+    Args:
+        residual: ``[N, n, C]``: the elements minus what their codes decode to.
+        outliers: bool ``[N, n, C]``.
+
+    Returns:
+        ``outlier_count`` ``[N, n]`` of each token; per block, one after the other, ``outlier_excess`` (the
+        residuals in fp16) and ``outlier_channel`` (unsigned, kept in int16).
+    """
+    counts = outliers.sum(-1)
+    channels = outliers.nonzero(as_tuple=True)[-1]
+    values = residual[outliers].clamp(-FP16_MAX, FP16_MAX).half()
+    per_block = counts.sum(-1)
+    return {
+        "outlier_count": counts.to(count_dtype(residual.shape[-1])),
+        "outlier_excess": Ragged.split(values, per_block),
+        "outlier_channel": Ragged.split(channels.to(torch.int16), per_block),
+    }
+
+
+def add_outliers(packed: Packed, out: Tensor) -> None:
+    """Add the residuals of their outliers to blocks ``out`` ``[N, n, C]`` (fp32)."""
+    values, channels = packed["outlier_excess"], packed["outlier_channel"]
+    assert isinstance(values, Ragged) and isinstance(channels, Ragged)
+    counts = dense(packed, "outlier_count").flatten().long()
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    channel = channels.flat().long() & 0xFFFF
+    tokens = out.shape[1]
+    out[rows // tokens, rows % tokens, channel] += values.flat().float()
