@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import kept as store
+from . import kept
 from .calibration import Calibration
 from .methods import LayerCodec, Method
 from .models import AttentionView
@@ -73,7 +73,7 @@ class Codecs:
                     calibration.check(method.calibrated_as, self._model_id())
                 elif method.calibrates_itself:
                     wanted = method.expected(self._views)
-                    calibration = store.find(method.calibrated_as, self._model_id(), wanted)
+                    calibration = kept.find(method.calibrated_as, self._model_id(), wanted)
                 if calibration is None and method.needs_calibration:
                     raise ValueError(method.how_to_calibrate)
                 self._kept[made] = method.codecs(self._views, calibration)

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat
-from .. import kept as store
+from .. import compat, kept
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import Method
@@ -108,13 +107,13 @@ def own_calibration(
     with torch.no_grad():
         find_calibrator(method, views)  # so that bad input is told of before the long work
     own = fingerprint(views)
-    found = store.find(method.calibrated_as, own, method.expected(views))
+    found = kept.find(method.calibrated_as, own, method.expected(views))
     if found is None:
         words = compat.text_config(model).vocab_size
-        ids = store.find_text(method.calibration_size, own, words)
+        ids = kept.find_text(method.calibration_size, own, words)
         if ids is None:
             ids = write_samples(model, tokenizer, *method.calibration_size, progress=progress)
-            store.keep_text(ids, own)
+            kept.keep_text(ids, own)
         found = calibrate_on(model, ids, method, f"{GENERATED} (seed 0)", progress)
-        store.keep(found)
+        kept.keep(found)
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .. import kept as store
+from .. import kept
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..calibrate.run import calibrate_on
@@ -121,7 +121,7 @@ class Setup:
         key = hashlib.sha256(repr(source).encode()).hexdigest()
         file = self.resume and self.resume / f"calibration-{key[:16]}.safetensors"
         if file and file.exists():
-            found = store.usable(file, *made_for, method.expected(views))
+            found = kept.usable(file, *made_for, method.expected(views))
             if found is not None:
                 return found
             tell_unfit(file)
