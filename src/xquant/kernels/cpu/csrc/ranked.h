@@ -1,107 +1,374 @@
-// Ranked codes to rows: level[code] * scale * gain. The channels of a block whose scales are largest have the
-// widest codes (docs/format.md).
+// Attention on ranked codes: scores of queries with keys that are products of packed states, and sums of the
+// states, a block at a time. Channels without bits are left out. Included once for each instruction set.
+//
+// Keys are integer products. Columns of states are the coded channels in the order of their scales, in groups of
+// 64; a group has one unit, so that the quiet ones are not lost beside the loud ones, and its sums are whole numbers.
 #pragma once
 #include "packing.h"
 #include "ranking.h"
 
 namespace {
 
-class RankedDecoding {
-  public:
-    static size_t bytes(const xq_ranked& call) {
-        return Ranking::bytes(call.channels) + (size_t)call.tokens * call.channels + 64;
-    }
-    RankedDecoding(const xq_ranked& call, Arena& arena) : call(call), ranks(call.channels, arena) {
-        codes = arena.take<uint8_t>((size_t)call.tokens * call.channels);
-    }
+constexpr int WEIGHT_LIMIT = 8191;  // of the weights of keys (ranked_products.py)
+constexpr int PITCH = STRIP + 32;   // of a token in a group; vectors are written whole
 
-    bool run(int number) {
-        rank(number);
-        const uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
-        const uint8_t* gains = call.gain + (size_t)number * ((call.tokens + 1) / 2);
-        const float* levels = call.levels + 2;  // those of 2 bits follow those of 1 bit, and so on
-        const float* tables[9] = {nullptr, call.levels};
-        for (int bits = 2; bits <= 8; levels += (size_t)1 << bits++) tables[bits] = levels;
-        int first = 0;
-        for (int bits = 8; bits >= 1; bits--) {
-            const int count = call.counts[bits - 1];
-            if (!count) continue;
-            packed = unpack(packed, bits, count);
-            for (int t = 0; t < call.tokens; t++)
-                write(number, t, first, count, tables[bits], size_of(call.sizes, nibble(gains, call.tokens, t) - EVEN_GAIN));
-            first += count;
+// Some channels of a block that follow each other in order and have as many bits.
+struct Run {
+    int first, count, bits;
+    const uint8_t* packed;
+    int stride;  // between its rows
+};
+
+// Calls `work` with all runs of a block, none of which crosses a border of groups.
+template <class F>
+void each_run(const xq_ranks& side, const uint8_t* packed, F work) {
+    int first = 0;
+    for (int bits = 8; bits >= 1; bits--) {
+        const int count = side.counts[bits - 1];
+        for (int at = 0, next; at < count; at = next) {
+            next = std::min(count, at + STRIP - (first + at) % STRIP);
+            work(Run{first + at, next - at, bits, packed + at, count});
         }
-        for (int t = 0; t < call.tokens; t++)
-            for (int i = first; i < call.channels; i++) put(number, t, ranks.order[i], 0);
-        return true;
+        packed += (size_t)side.block * bits / 8 * count;
+        first += count;
     }
+}
 
-  private:
-    const xq_ranked& call;
+// What both halves of attention do with a block of one side.
+struct RankedReader {
+    const xq_ranks& side;
+    const int n, C;
+    int coded = 0;
     Ranking ranks;
-    uint8_t* codes;  // [tokens, count] of one width
+    uint8_t* codes;  // [n + 8, 64] of a run
+    float* gains;    // [n]
 
-    void rank(int number) {
-        ranks.read(call.scale + (size_t)number * ((call.channels + 1) / 2), call.usual, call.sizes);
+    static size_t bytes(const xq_ranks& side) {
+        return Ranking::bytes(side.channels) + (size_t)(side.block + 8) * STRIP + sizeof(float) * side.block + 2 * 64;
+    }
+    RankedReader(const xq_ranks& side, Arena& arena) : side(side), n(side.block), C(side.channels), ranks(C, arena) {
+        codes = arena.take<uint8_t>((size_t)(n + 8) * STRIP);
+        gains = arena.take<float>(n);
+        for (int count : side.counts) coded += count;
     }
 
-    // The codes of `count` channels; returns where the next run begins.
-    const uint8_t* unpack(const uint8_t* packed, int bits, int count) {
-        int shift = 0;
-        for (int width = 8; width >= 1; width /= 2) {
-            if (!(bits & width)) continue;
-            const int rows = (call.tokens * width + 7) / 8, mask = (1 << width) - 1;
-            for (int run = 0; run < 8 / width; run++)
-                for (int i = 0; i < rows && i + run * rows < call.tokens; i++) {
-                    const uint8_t* from = packed + (size_t)i * count;
-                    uint8_t* to = codes + (size_t)(i + run * rows) * count;
-                    for (int c = 0; c < count; c++) {
-                        const uint8_t code = (from[c] >> (run * width) & mask) << shift;
-                        to[c] = shift ? to[c] | code : code;
-                    }
-                }
-            packed += (size_t)rows * count;
-            shift += width;
-        }
-        return packed;
+    // Reads the scales and gains; returns the codes.
+    const uint8_t* open(int64_t id) {
+        ranks.read(at_address<uint8_t>(side.scale[id]), side.usual, side.sizes);
+        const auto* packed = at_address<uint8_t>(side.gain[id]);
+        for (int t = 0; t < n; t++) gains[t] = size_of(side.sizes, nibble(packed, n, t) - EVEN_GAIN);
+        return at_address<uint8_t>(side.codes[id]);
     }
-
-    void write(int number, int t, int first, int count, const float* table, float gain) {
-        const uint8_t* row = codes + (size_t)t * count;
-        for (int i = 0; i < count; i++) {
-            const int channel = ranks.order[first + i];
-            put(number, t, channel, table[row[i]] * ranks.sizes[channel] * gain);
-        }
-    }
-
-    void put(int number, int t, int channel, float x) {
-        const int64_t at = number * call.block_stride + t * call.token_stride + channel;
-        if (call.dtype == XQ_FLOAT32)
-            ((float*)call.rows)[at] = x;
-        else
-            ::put(call.rows, call.dtype, at, x);
+    const int16_t* levels(int bits) const { return side.levels + ((1 << bits) - 2); }
+    void unpack(const Run& run) const {
+        pick_unpack_strip(run.bits)(run.packed, n, codes, run.stride, run.count);
     }
 };
 
-// Works on every block. 2: not enough memory, 1: there was NaN.
-template <class Work>
-int each_ranked(const xq_ranked& call) {
-    int failed = 0, nan = 0;
-#pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed, nan)
-    {
-        static thread_local Arena arena;
-        const bool ready = arena.reserve(Work::bytes(call));
-        failed += !ready;
-#pragma omp for schedule(static)
-        for (int number = 0; number < call.blocks; number++) {
-            if (!ready) continue;
-            arena.next = arena.base;
-            nan += !Work(call, arena).run(number);
+struct RankedKeys {
+    const xq_ranked_scores& call;
+    RankedReader states;
+    const int n, width, groups;
+    int16_t* columns;  // [groups, n, PITCH]
+    int16_t* steps;    // [groups * 64 + 64] of a level in a column
+    float* units;      // [groups]
+    int16_t* panel;    // [width / 32, 32 pairs of columns, 32, 2] weights of a group
+    float* keys;       // [n, width]
+
+    static int groups_of(const xq_ranks& side) {
+        int coded = 0;
+        for (int count : side.counts) coded += count;
+        return (coded + STRIP - 1) / STRIP;
+    }
+    static size_t bytes(const xq_ranked_scores& c) {
+        const size_t groups = groups_of(c.key), n = c.key.block;
+        return RankedReader::bytes(c.key) + 2 * (groups * n * PITCH + (groups + 1) * STRIP + (size_t)STRIP * c.width) +
+               4 * (groups + n * c.width) + 5 * 64;
+    }
+    RankedKeys(const xq_ranked_scores& c, Arena& arena)
+        : call(c), states(c.key, arena), n(c.key.block), width(c.width), groups(groups_of(c.key)) {
+        columns = arena.take<int16_t>((size_t)groups * n * PITCH);
+        steps = arena.take<int16_t>((size_t)(groups + 1) * STRIP);
+        units = arena.take<float>(groups);
+        panel = arena.take<int16_t>((size_t)STRIP * width);
+        keys = arena.take<float>((size_t)n * width);
+    }
+
+    // The highest of every column in whole steps of its group: as high as sums of 32 bits allow.
+    void fix_columns() const {
+        const int* order = states.ranks.order;
+        int bits = 8, left = call.key.counts[7];
+        for (int group = 0; group < groups; group++) {
+            float highest[STRIP], top = 0, total = 0;
+            const int count = std::min(STRIP, states.coded - group * STRIP);
+            for (int i = 0; i < count; i++) {
+                while (!left) left = call.key.counts[--bits - 1];
+                left--;
+                const int channel = order[group * STRIP + i];
+                highest[i] = call.key.reach[bits - 1] * states.ranks.sizes[channel] * call.unit[channel];
+                top = std::max(top, highest[i]);
+                total += highest[i];
+            }
+            // Numbers are rounded up by 1 at most.
+            const float most = (float)(INT32_MAX / WEIGHT_LIMIT - STRIP) * 0.999f;
+            units[group] = std::max({total / most, top / 32767, 1e-30f});
+            for (int i = 0; i < STRIP; i++)
+                steps[group * STRIP + i] = i < count ? (int16_t)std::lrintf(highest[i] / units[group]) : 0;
         }
     }
-    return failed ? NO_MEMORY : nan ? FOUND_NAN : DONE;
+
+    void fill(const Run& run) const {
+        states.unpack(run);
+        const int16_t *levels = states.levels(run.bits), *step = steps + run.first;
+        int16_t* out = columns + (size_t)(run.first / STRIP) * n * PITCH + run.first % STRIP;
+        const Table table = load_table(levels);
+        for (int t = 0; t < n; t++, out += PITCH) {
+            const uint8_t* row = states.codes + (size_t)t * STRIP;
+            for (int i = 0; i < run.count; i += 32) {
+                Words level;
+                if (run.bits <= 4) {
+                    level = look_up(table, load_bytes16(row + i));
+                } else {
+                    alignas(64) int16_t each[32];
+                    for (int j = 0; j < 32; j++) each[j] = levels[row[i + j]];
+                    level = load(each);
+                }
+                store(out + i, times(level, load(step + i)));
+            }
+        }
+    }
+
+    // The weights of a group's columns for a head, pairs of columns beside each other.
+    int take_weights(int group, int head) const {
+        const int first = group * STRIP, count = std::min(STRIP, states.coded - first), pairs = (count + 1) / 2;
+        const size_t row = (size_t)call.kv_heads * width;
+        for (int p = 0; p < pairs; p++) {
+            const int* channel = states.ranks.order + first + 2 * p;
+            const int16_t* a = call.weights + channel[0] * row + (size_t)head * width;
+            const int16_t* b = 2 * p + 1 < count ? call.weights + channel[1] * row + (size_t)head * width : nullptr;
+            for (int d = 0; d < width; d += 32) {
+                const Words x = load(a + d), y = b ? load(b + d) : zero_words();
+                int16_t* to = panel + ((size_t)d / 32 * pairs + p) * 64;
+                store(to, zip_low16(x, y));
+                store(to + 32, zip_high16(x, y));
+            }
+        }
+        return pairs;
+    }
+
+    // Adds the products of a group's columns with its weights to the keys.
+    void multiply(int group, int pairs) const {
+        const Floats unit = broadcast_float(units[group]);
+        for (int d = 0; d < width; d += 16 * TILES) {
+            const int16_t* weights = panel + (size_t)d / 32 * pairs * 64 + d % 32 * 2;
+            for (int t = 0; t < n; t += MAX_ROWS) {
+                const int16_t* left = columns + ((size_t)group * n + t) * PITCH;
+                Words sums[MAX_ROWS][TILES];
+                for (int i = 0; i < MAX_ROWS; i++)
+                    for (int k = 0; k < TILES; k++) sums[i][k] = zero_words();
+                for (int p = 0; p < pairs; p++) {
+                    Words weight[TILES];
+                    for (int k = 0; k < TILES; k++) weight[k] = load(weights + (size_t)p * 64 + k * 32);
+                    for (int i = 0; i < MAX_ROWS; i++) {
+                        const Words state = broadcast(pair_at(left, i * (PITCH / 2) + p));
+                        for (int k = 0; k < TILES; k++) sums[i][k] = dot16(sums[i][k], weight[k], state);
+                    }
+                }
+                for (int i = 0; i < MAX_ROWS; i++)
+                    for (int k = 0; k < TILES; k++) {
+                        float* key = keys + (size_t)(t + i) * width + d + k * 16;
+                        const Floats sum = to_floats(sums[i][k]) * unit;
+                        store_floats(key, group ? load_floats(key) + sum : sum);
+                    }
+            }
+        }
+    }
+
+    // Keys of a head from the products: gain, mean and RoPE, whose pairs are channels c and c + turned.
+    void finish(int head, const float* cos, const float* sin) const {
+        const float* mean = call.mean + (size_t)head * width;
+        const int turned = call.turned;
+        for (int t = 0; t < n; t++, cos += call.angle_token, sin += call.angle_token) {
+            float* key = keys + (size_t)t * width;
+            const Floats gain = broadcast_float(states.gains[t]);
+            for (int d = 0; d < width; d += 16) store_floats(key + d, fma(load_floats(key + d), gain, load_floats(mean + d)));
+            int d = 0;
+            for (; d + 16 <= turned; d += 16) {
+                const Floats x = load_floats(key + d), y = load_floats(key + d + turned);
+                const Floats u = load_floats(cos + d), v = load_floats(sin + d);
+                store_floats(key + d, x * u - y * v);
+                store_floats(key + d + turned, fma(y, u, x * v));
+            }
+            for (; d < turned; d++) {
+                const float x = key[d], y = key[d + turned];
+                key[d] = x * cos[d] - y * sin[d];
+                key[d + turned] = y * cos[d] + x * sin[d];
+            }
+        }
+    }
+
+    void score(const float* query, float* out, size_t tokens) const {
+        for (int t = 0; t < n; t++) {
+            const float* key = keys + (size_t)t * width;
+            for (int r = 0; r < call.rows; r++) {
+                const float* row = query + (size_t)r * width;
+                Floats found = broadcast_float(0);
+                for (int d = 0; d < width; d += 16) found = fma(load_floats(key + d), load_floats(row + d), found);
+                out[r * tokens + t] = sum(found);
+            }
+        }
+    }
+
+    void run(int b, int column) {
+        const uint8_t* packed = states.open(call.table[(size_t)b * call.table_stride + column]);
+        fix_columns();
+        each_run(call.key, packed, [this](const Run& run) { fill(run); });
+        const size_t tokens = (size_t)call.columns * n, at = (size_t)column * n;
+        const size_t angles = (size_t)b * call.angle_batch + at * call.angle_token;
+        for (int head = 0; head < call.kv_heads; head++) {
+            if (!groups) std::fill(keys, keys + (size_t)n * width, 0.0f);
+            for (int group = 0; group < groups; group++) multiply(group, take_weights(group, head));
+            finish(head, call.cos + angles, call.sin + angles);
+            const size_t from = ((size_t)b * call.kv_heads + head) * call.rows;
+            score(call.query + from * width, call.scores + from * tokens + at, tokens);
+        }
+    }
+};
+
+// 1: not enough memory.
+inline int score_ranked(const xq_ranked_scores& call) {
+    int failed = 0;
+#pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
+    {
+        static thread_local Arena arena;
+        const bool ready = arena.reserve(RankedKeys::bytes(call));
+        failed += !ready;
+#pragma omp for schedule(dynamic) collapse(2)
+        for (int b = 0; b < call.batch; b++)
+            for (int column = 0; column < call.columns; column++) {
+                if (!ready) continue;
+                arena.next = arena.base;
+                RankedKeys(call, arena).run(b, column);
+            }
+    }
+    return failed != 0;
 }
 
-inline int decode_ranked(const xq_ranked& call) { return each_ranked<RankedDecoding>(call); }
+// Sums of the levels of a run, 16 TILES channels and ROWS rows of weights at a time.
+template <int ROWS>
+void sum_levels(const float* levels, int count, int n, const float* weights, float* out) {
+    for (int c = 0; c < count; c += 16 * TILES) {
+        Floats sums[ROWS][TILES];
+        for (int r = 0; r < ROWS; r++)
+            for (int k = 0; k < TILES; k++) sums[r][k] = broadcast_float(0);
+        for (int t = 0; t < n; t++) {
+            Floats level[TILES];
+            for (int k = 0; k < TILES; k++) level[k] = load_floats(levels + (size_t)t * STRIP + c + k * 16);
+            for (int r = 0; r < ROWS; r++) {
+                const Floats weight = broadcast_float(weights[(size_t)r * n + t]);
+                for (int k = 0; k < TILES; k++) sums[r][k] = fma(level[k], weight, sums[r][k]);
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int k = 0; k < TILES; k++) store_floats(out + r * STRIP + c + k * 16, sums[r][k]);
+    }
+}
+using SumLevels = void (*)(const float*, int, int, const float*, float*);
+template <int... R>
+SumLevels pick_sum_levels(int rows, std::integer_sequence<int, R...>) {
+    static constexpr SumLevels all[] = {sum_levels<R + 1>...};
+    return all[rows - 1];
+}
+
+struct RankedValues {
+    const xq_ranked_sum& call;
+    RankedReader states;
+    const int n;
+    float* weights;  // [rows, n] times the gains
+    float* levels;   // [n, 64] of a run, times `LEVEL_UNIT`
+    static constexpr float LEVEL_UNIT = 65536.0f * 32767;
+
+    static size_t bytes(const xq_ranked_sum& c) {
+        return RankedReader::bytes(c.value) + sizeof(float) * c.value.block * ((size_t)c.rows + STRIP) + 2 * 64;
+    }
+    RankedValues(const xq_ranked_sum& c, Arena& arena) : call(c), states(c.value, arena), n(c.value.block) {
+        weights = arena.take<float>((size_t)c.rows * n);
+        levels = arena.take<float>((size_t)n * STRIP);
+    }
+
+    void unpack(const Run& run) const {
+        states.unpack(run);
+        const int16_t* each = states.levels(run.bits);
+        const Table table = load_table(each);
+        for (int t = 0; t < n; t++)
+            for (int i = 0; i < run.count; i += 16) {
+                const uint8_t* codes = states.codes + (size_t)t * STRIP + i;
+                float* out = levels + (size_t)t * STRIP + i;
+                if (run.bits <= 4)  // a word is moved to the upper half, lest its sign be lost
+                    store_floats(out, to_floats(shift_left32<16>(look_up(table, load_bytes(codes)))));
+                else
+                    for (int j = 0; j < 16; j++) out[j] = 65536.0f * each[codes[j]];
+            }
+    }
+
+    void add_run(const Run& run, float* out) const {
+        unpack(run);
+        for (int r = 0; r < call.rows; r += MAX_ROWS) {
+            const int rows = std::min(call.rows - r, MAX_ROWS);
+            float found[MAX_ROWS * STRIP];
+            pick_sum_levels(rows, std::make_integer_sequence<int, MAX_ROWS>())(levels, run.count, n,
+                                                                              weights + (size_t)r * n, found);
+            for (int i = 0; i < run.count; i++) {
+                const int channel = states.ranks.order[run.first + i];
+                const float size = states.ranks.sizes[channel] * (call.value.reach[run.bits - 1] / LEVEL_UNIT);
+                for (int j = 0; j < rows; j++) out[(size_t)(r + j) * states.C + channel] += found[j * STRIP + i] * size;
+            }
+        }
+    }
+
+    // Adds to `out` [rows, C].
+    void add(int b, int column, float* out) {
+        const size_t tokens = (size_t)call.columns * n;
+        const uint8_t* packed = states.open(call.table[(size_t)b * call.table_stride + column]);
+        for (int r = 0; r < call.rows; r++) {
+            const float* given = call.weights + ((size_t)b * call.rows + r) * tokens + (size_t)column * n;
+            for (int t = 0; t < n; t++) weights[(size_t)r * n + t] = given[t] * states.gains[t];
+        }
+        each_run(call.value, packed, [&](const Run& run) { add_run(run, out); });
+    }
+};
+
+// 1: not enough memory.
+inline int sum_ranked(const xq_ranked_sum& call) {
+    const int threads = std::max(call.threads, 1), parts = std::max(std::min(threads, call.columns), 1);
+    const size_t state = (size_t)call.rows * call.value.channels, all = state * call.batch;
+    static thread_local Arena shared;
+    if (!shared.reserve(sizeof(float) * all * parts + 64)) return 1;
+    float* sums = shared.take<float>(all * parts);
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
+    {
+        static thread_local Arena arena;
+        const bool ready = arena.reserve(RankedValues::bytes(call));
+        failed += !ready;
+#pragma omp for schedule(static) collapse(2)
+        for (int b = 0; b < call.batch; b++)
+            for (int part = 0; part < parts; part++) {
+                if (!ready) continue;
+                float* out = sums + part * all + b * state;
+                std::fill(out, out + state, 0.0f);
+                const int last = (int)((int64_t)(part + 1) * call.columns / parts);
+                for (int j = (int)((int64_t)part * call.columns / parts); j < last; j++) {
+                    arena.next = arena.base;
+                    RankedValues(call, arena).add(b, j, out);
+                }
+            }
+    }
+    if (failed) return 1;
+    std::copy(sums, sums + all, call.out);
+    for (int part = 1; part < parts; part++)
+        for (size_t i = 0; i < all; i++) call.out[i] += sums[part * all + i];
+    return 0;
+}
 
 }  // namespace

@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "arena.h"
+#include "workspace.h"
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Scores of queries with keys that are products of packed states: K^T = W X^T, a block and head at a time.
 // Included once for each instruction set.
 #pragma once
-#include "values.h"
+#include "packed_values.h"
 
 namespace {
 

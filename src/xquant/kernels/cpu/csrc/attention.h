@@ -5,8 +5,8 @@
 
 #include <atomic>
 
-#include "keys.h"
-#include "values.h"
+#include "packed_keys.h"
+#include "packed_values.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <algorithm>
 
-#include "arena.h"
+#include "workspace.h"
 #include "elements.h"
 
 namespace {

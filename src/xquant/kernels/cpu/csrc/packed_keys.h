@@ -1,6 +1,6 @@
 // Scores of a few queries with packed keys, a block at a time. Included once for each instruction set.
 #pragma once
-#include "side.h"
+#include "operand.h"
 
 namespace {
 

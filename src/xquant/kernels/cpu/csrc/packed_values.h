@@ -1,7 +1,7 @@
 // Sums of packed values by weights, a block at a time. Included once for each instruction set.
 #pragma once
-#include "side.h"
-#include "softmax.h"
+#include "operand.h"
+#include "online_softmax.h"
 
 namespace {
 

@@ -1,13 +1,11 @@
 // The functions of one instruction set; PATH is its name.
 #pragma once
 #include "tiles.h"
-#include "attend.h"
+#include "attention.h"
 #include "rebuild.h"
-#include "seal.h"
-#include "decode.h"
+#include "sealing.h"
+#include "ranked_sealing.h"
 #include "ranked.h"
-#include "ranked_seal.h"
-#include "ranked_attend.h"
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
