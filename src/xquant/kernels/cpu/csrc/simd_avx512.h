@@ -1,6 +1,11 @@
 // Sixteen 32-bit lanes with AVX-512 (F, BW, VL, VNNI). The same names as in simd_avx2.h.
 #pragma once
+// GCC 12 takes the undefined registers inside its own AVX-512 intrinsics for mistakes of their callers.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 #include <cstdint>
 #include <cstring>
