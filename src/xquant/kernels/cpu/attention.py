@@ -44,7 +44,7 @@ class PackedAttention:
             self._constant.append(offset)
             call.key.offset = native.address(offset, torch.float32, keys.channels)
 
-    def _describe(self, side: native.Side, segment: Segment, block: int) -> list[Tensor]:
+    def _describe(self, side: native.Operand, segment: Segment, block: int) -> list[Tensor]:
         quantizer: Any = segment.quantizer
         side.bits = quantizer.bits
         side.per_token = quantizer.per == "token"
@@ -56,7 +56,7 @@ class PackedAttention:
         kept = [levels]
         ranges = quantizer.offline_ranges()
         if ranges is not None:
-            side.fixed = 1
+            side.offline = 1
             scale, zero = (t.contiguous() for t in ranges)
             found = [[native.address(t, torch.float16, segment.channels)] for t in (scale, zero)]
             addresses = torch.tensor(found, dtype=torch.int64)
@@ -129,7 +129,7 @@ class PackedAttention:
             strides = [s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True)]
             call.mask_batch, _, call.mask_query, call.mask_token = strides
         if angles is not None:
-            call.turn = angles.turn.data_ptr()
+            call.rope_table = angles.turn.data_ptr()
             call.start_cos, call.start_sin = (t.data_ptr() for t in angles.start)
         count = 0
         if before:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 WEIGHT_LIMIT = 8191
-"""As in cpu/ranked_attend.h."""
+"""As in csrc/ranked.h."""
 RUN = 32
 """Channels of a head whose weights are zipped with those of another state at a time."""
 
@@ -57,14 +57,14 @@ def _widened(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % RUN)).contiguous()
 
 
-def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
+def _describe(side: native.RankedOperand, layer: "CompressedLayer") -> list[Tensor]:
     """Sets what does not change; returns what is pointed to."""
     (segment,) = layer.codec.segments
     quantizer: Any = segment.quantizer
     (sizes, zero), (levels, reach) = size_table(), level_words()
     side.usual = native.address(quantizer.usual, torch.int16, segment.channels)
     side.sizes = sizes[zero:].data_ptr()
-    side.levels, side.reach = levels.data_ptr(), reach.data_ptr()
+    side.levels, side.highest_level = levels.data_ptr(), reach.data_ptr()
     side.counts[:] = quantizer.counts
     side.block, side.channels = layer.stream.block, segment.channels
     return [quantizer.usual, sizes, levels, reach]
@@ -86,10 +86,10 @@ class RankedKeys(KeyScores):
         self._constant = [*_describe(call.key, layer), weights, unit, mean]
         channels, width = call.key.channels, mean.shape[1]
         call.weights = native.address(weights, torch.int16, channels, heads, width)
-        call.unit = native.address(unit, torch.float32, channels)
+        call.weight_scale = native.address(unit, torch.float32, channels)
         call.mean = native.address(mean, torch.float32, heads, width)
         call.kv_heads, call.width = heads, width
-        call.turned = codec.view.rotary_size // 2
+        call.rotary_pairs = codec.view.rotary_size // 2
 
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
         """As `KeyProduct.scores`."""
@@ -99,7 +99,7 @@ class RankedKeys(KeyScores):
         cos, sin = (at_columns(t.float(), columns, 1) for t in angles)
         if cos.stride(2) != 1 or cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
-        self._call.angle_token = cos.stride(1)
+        self._call.rope_token = cos.stride(1)
         return self._scores(query, table, cos, sin)
 
 

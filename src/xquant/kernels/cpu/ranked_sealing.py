@@ -23,8 +23,8 @@ def encode(path: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> 
     borders, _ = border_table()
     call.borders = borders.data_ptr()
     if excluded is not None:
-        call.hidden = native.address(excluded, torch.bool, *x.shape[:2])
-    native.pack_or_unpack(f"rank_{path}", call)
+        call.excluded = native.address(excluded, torch.bool, *x.shape[:2])
+    native.pack_or_unpack(f"ranked_encode_{path}", call)
     return packed
 
 
@@ -34,7 +34,9 @@ def decode(path: str, quantizer: Ranked, packed: Packed, out: Tensor) -> None:
     Raises:
         ValueError: tensors that do not fit each other.
     """
-    native.pack_or_unpack(f"ranked_{path}", _described(quantizer, out, packed, level_table()))
+    native.pack_or_unpack(
+        f"ranked_decode_{path}", _described(quantizer, out, packed, level_table())
+    )
 
 
 def _sizes(quantizer: Ranked, tokens: int, channels: int) -> dict[str, int]:
@@ -46,8 +48,10 @@ def _sizes(quantizer: Ranked, tokens: int, channels: int) -> dict[str, int]:
     }
 
 
-def _described(quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor) -> native.Ranked:
-    call = native.Ranked()
+def _described(
+    quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor
+) -> native.RankedBlocks:
+    call = native.RankedBlocks()
     blocks, tokens, channels = rows.shape
     field_sizes = _sizes(quantizer, tokens, channels)
     for name, size in field_sizes.items():

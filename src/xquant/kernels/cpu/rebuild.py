@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from ...store.stream import Stream
 
 ROWS = 8
-"""As BUILT_ROWS in cpu/rebuild.h."""
+"""As BUILT_ROWS in csrc/rebuild.h."""
 PAIRED = [0, 2, 1, 3]
-"""The order of the channels of a quad in registers (cpu/tiles.h)."""
+"""The order of the channels of a quad in registers (csrc/tiles.h)."""
 
 
 def unfit(codec: Rematerialized, block: int) -> str:
@@ -52,7 +52,7 @@ def arranged(weights: Tensor, group: int) -> Tensor:
 class Blocks:
     """Keeps a side of the C interface pointed to the blocks of one segment."""
 
-    def __init__(self, stream: "Stream", number: int, side: native.Side) -> None:
+    def __init__(self, stream: "Stream", number: int, side: native.Operand) -> None:
         self._stream, self._number, self._side = stream, number, side
         self._version = -1
 
@@ -89,7 +89,7 @@ class KeyScores:
         call.batch, call.columns = table.shape
         scores = torch.empty(batch, heads, rows, call.columns * self._layer.stream.block)
         call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.cos, call.sin, call.angle_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
+        call.cos, call.sin, call.rope_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
         call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
         call.threads = torch.get_num_threads()
         if self._function(ctypes.byref(call)):
@@ -101,8 +101,8 @@ class KeyProduct(KeyScores):
     """The native side of one layer's key projection."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        call = native.Rebuild()
-        super().__init__(layer, f"xq_rebuild_{path}", call)
+        call = native.RebuildScores()
+        super().__init__(layer, f"xq_rebuild_scores_{path}", call)
         codec, view = layer.codec, layer.codec.view
         assert isinstance(codec, Rematerialized)
         quantizer: Any = codec.segments[0].quantizer
@@ -110,7 +110,7 @@ class KeyProduct(KeyScores):
         group = call.key.group = quantizer.tile.head
         call.block, call.channels = layer.stream.block, codec.segments[0].channels
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
-        call.turned = view.rotary_size // 2
+        call.rotary_pairs = view.rotary_size // 2
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = self._prepare(
                 codec.key_weight.float(), group, quantizer.per == "channel"
@@ -119,7 +119,7 @@ class KeyProduct(KeyScores):
         bias = view.key_bias
         bias = torch.zeros(0) if bias is None else bias.float().contiguous()
         self._constant = [weights, unit, column, totals, bias]
-        call.weights, call.unit, call.column, call.totals = (
+        call.weights, call.weight_scale, call.channel_scale, call.weight_sums = (
             t.data_ptr() for t in self._constant[:4]
         )
         call.bias = bias.data_ptr() if len(bias) else None
@@ -141,7 +141,7 @@ class KeyProduct(KeyScores):
         """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
         ``table`` ``[B, c]``, whose tokens are in ``columns`` ``[c * n]``."""
         cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
-        self._call.angle_channel = cos.stride(1)
+        self._call.rope_channel = cos.stride(1)
         return self._scores(query.contiguous(), table, cos, sin)
 
 
@@ -187,8 +187,8 @@ class ValueSum(PackedSum):
     """The same of affine codes per token; no weight may be below 0."""
 
     def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        call = native.Sum()
-        super().__init__(layer, f"xq_sum_{path}", call)
+        call = native.RebuildSum()
+        super().__init__(layer, f"xq_rebuild_sum_{path}", call)
         segment = layer.codec.segments[-1]
         quantizer: Any = segment.quantizer
         call.value.bits, call.value.per_token = quantizer.bits, True

@@ -74,12 +74,12 @@ def _encode_affine(path: str, quantizer: Affine, x: Tensor, excluded: Tensor | N
     codes = torch.empty(len(x), *codes_shape, dtype=torch.uint8)
     scale, zero = (torch.empty(len(x), *ranges_shape, dtype=torch.float16) for _ in range(2))
     packed: Packed = {"codes": codes, "scale": scale, "zero": zero}
-    _call("seal", path, quantizer, x, packed, excluded)
+    _call("affine_encode", path, quantizer, x, packed, excluded)
     return packed
 
 
 def _decode_affine(path: str, quantizer: Affine, packed: Packed, out: Tensor) -> None:
-    _call("decode", path, quantizer, out, packed, None)
+    _call("affine_decode", path, quantizer, out, packed, None)
 
 
 def _head(quantizer: Affine, tokens: int) -> int:
@@ -108,7 +108,7 @@ def _shapes(quantizer: Affine, tokens: int, channels: int) -> tuple[list[int], l
 def _call(
     what: str, path: str, quantizer: Affine, rows: Tensor, packed: Packed, hidden: Tensor | None
 ) -> None:
-    call = native.Blocks()
+    call = native.AffineBlocks()
     blocks, tokens, channels = rows.shape
     codes, ranges = _shapes(quantizer, tokens, channels)
     call.codes = native.address(dense(packed, "codes"), torch.uint8, blocks, *codes)
@@ -116,7 +116,7 @@ def _call(
         setattr(call, name, native.address(dense(packed, name), torch.float16, blocks, *ranges))
     call.rows = rows.data_ptr()
     if hidden is not None:
-        call.hidden = native.address(hidden, torch.bool, blocks, tokens)
+        call.excluded = native.address(hidden, torch.bool, blocks, tokens)
     call.block_stride, call.token_stride, _ = rows.stride()
     call.blocks, call.tokens, call.channels = blocks, tokens, channels
     call.dtype, call.bits = native.DTYPES[rows.dtype], quantizer.bits
@@ -126,7 +126,7 @@ def _call(
     call.channel_lanes = quantizer.tile is not None and quantizer.tile.lanes == "channels"
     call.threads = torch.get_num_threads()
     call.zero_shift = quantizer.eta * (2**quantizer.bits - 1)
-    call.scale_share = 1 - 2 * quantizer.eta
+    call.scale_factor = 1 - 2 * quantizer.eta
     native.pack_or_unpack(f"{what}_{path}", call)
 
 

@@ -1,4 +1,6 @@
-// The functions of one instruction set; PATH is its name.
+// The functions of one instruction set. avx2.cpp and avx512.cpp define ISA, include its vectors (simd_*.h), then
+// this file: so the same code is compiled once for each. All of it is in anonymous namespaces, or the linker would
+// keep one of two functions of the same name, and might run AVX-512 where there is none.
 #pragma once
 #include "tiles.h"
 #include "attention.h"
@@ -9,10 +11,14 @@
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
+#define XQ_EXPORT(name) extern "C" __attribute__((visibility("default"))) int XQ_JOIN(name, ISA)
+#define XQ_FUNCTION(name, structure) \
+    XQ_EXPORT(xq_##name##_)(const structure* call) { return name(*call); }
 
 namespace {
 
-// Reads all the bytes (a multiple of 256) and gives something that depends on each.
+// Reads all the bytes (a multiple of 256) and returns a number that depends on each. Python times it, to measure
+// the bandwidth of memory.
 inline int read_all(const uint8_t* bytes, int64_t size, int threads) {
     int found = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : found)
@@ -31,39 +37,15 @@ inline int read_all(const uint8_t* bytes, int64_t size, int threads) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_attend_, PATH)(const xq_attend* call) { return attend(*call); }
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_read_, PATH)(const void* bytes, int64_t size,
-                                                                            int threads) {
+XQ_FUNCTION(attend, xq_attend)
+XQ_EXPORT(xq_read_)(const void* bytes, int64_t size, int threads) {
     return read_all((const uint8_t*)bytes, size, threads);
 }
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rebuild_, PATH)(const xq_rebuild* call) {
-    return rebuild(*call);
-}
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_sum_, PATH)(const xq_sum* call) {
-    return sum_values(*call);
-}
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_seal_, PATH)(const xq_blocks* call) { return seal(*call); }
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_decode_, PATH)(const xq_blocks* call) {
-    return decode(*call);
-}
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_rank_, PATH)(const xq_ranked* call) {
-    return seal_ranked(*call);
-}
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_, PATH)(const xq_ranked* call) {
-    return decode_ranked(*call);
-}
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_scores_, PATH)(const xq_ranked_scores* call) {
-    return score_ranked(*call);
-}
-
-extern "C" __attribute__((visibility("default"))) int XQ_JOIN(xq_ranked_sum_, PATH)(const xq_ranked_sum* call) {
-    return sum_ranked(*call);
-}
+XQ_FUNCTION(rebuild_scores, xq_rebuild_scores)
+XQ_FUNCTION(rebuild_sum, xq_rebuild_sum)
+XQ_FUNCTION(affine_encode, xq_affine_blocks)
+XQ_FUNCTION(affine_decode, xq_affine_blocks)
+XQ_FUNCTION(ranked_encode, xq_ranked_blocks)
+XQ_FUNCTION(ranked_decode, xq_ranked_blocks)
+XQ_FUNCTION(ranked_scores, xq_ranked_scores)
+XQ_FUNCTION(ranked_sum, xq_ranked_sum)

@@ -11,9 +11,9 @@ namespace {
 // Ranges of one block: element (token, channel) decodes to code * scale + zero (+ offset).
 struct Ranges {
     const uint16_t *scale, *zero;
-    Ranges(const xq_side& side, int64_t id)
-        : scale(at_address<uint16_t>(side.scale[side.fixed ? 0 : id])),
-          zero(at_address<uint16_t>(side.zero[side.fixed ? 0 : id])) {}
+    Ranges(const xq_operand& side, int64_t id)
+        : scale(at_address<uint16_t>(side.scale[side.offline ? 0 : id])),
+          zero(at_address<uint16_t>(side.zero[side.offline ? 0 : id])) {}
 };
 
 // A block of one sequence and its key/value head.
@@ -55,12 +55,12 @@ struct Scratch {
 // The keys or the values of one sequence and key/value head.
 struct Side : Scratch {
     const xq_attend& call;
-    const xq_side& side;
+    const xq_operand& side;
     const int b, g;
     const int D, n, rows;
     int16_t table16[16] = {};  // levels, where there are some, times `most`
 
-    Side(const xq_attend& c, const xq_side& side, float most, int b, int g, const Scratch& scratch)
+    Side(const xq_attend& c, const xq_operand& side, float most, int b, int g, const Scratch& scratch)
         : Scratch(scratch), call(c), side(side), b(b), g(g), D(c.head_size), n(c.block),
           rows(c.group_heads * c.queries) {
         if (side.levels)
@@ -73,7 +73,7 @@ struct Side : Scratch {
 
     // Asks for the ranges of a block that is wanted next; its codes are asked for as others are read.
     void prefetch_ranges(Spot next) const {
-        if (side.fixed) return;
+        if (side.offline) return;
         const size_t count = side.per_token ? n : D;
         const size_t at = side.per_token ? (size_t)(next.head * D / side.group) * n : (size_t)next.head * D;
         for (uint64_t address : {side.scale[next.id], side.zero[next.id]})

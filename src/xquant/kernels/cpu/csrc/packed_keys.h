@@ -15,7 +15,7 @@ struct TurnPlaces {
 
     static size_t bytes(const xq_attend& c) { return sizeof(Place) * c.head_size + 64; }
     TurnPlaces(const xq_attend& c, Arena& arena) {
-        if (!c.key.outlier_count || !c.turn) return;
+        if (!c.key.outlier_count || !c.rope_table) return;
         const int D = c.head_size, half = D / 2, units = D / 32;
         of = arena.take<Place>(D);
         for (int i = 0; i < D; i++) {
@@ -63,7 +63,7 @@ struct Keys : Side {
 
     // R(-p) q: what a key turned by r positions is to be dotted with, for a block that starts at p.
     void turn_back(int column) {
-        if (!call.turn) {
+        if (!call.rope_table) {
             turned = query;
             return;
         }
@@ -181,7 +181,7 @@ struct Keys : Side {
     template <bool PER_TOKEN, bool TURN>
     void to_keys(Words* tile, int tile_index) {
         const int units = D / 32, group = side.group, first = g * D / group;
-        const int16_t* table = TURN ? call.turn + (size_t)tile_index * D * 16 : nullptr;
+        const int16_t* table = TURN ? call.rope_table + (size_t)tile_index * D * 16 : nullptr;
         for (int r = 0; r < units; r++, tile += 16)
             for (int k = 0; k < 4; k++) {
                 const int quad = r + k * units;
@@ -236,11 +236,11 @@ struct Keys : Side {
                 steps[i] = to_weights(folded, D, highest(top), most, weights + i * 4, count);
                 bias[i] = 0;
             }
-            if (!side.per_token && !side.levels && call.turn) {
+            if (!side.per_token && !side.levels && call.rope_table) {
                 const DotTurned dot = pick_dot_turned(side.bits, count);
                 for (int t = from; t < to; t += 16 * TILES)
                     dot(codes + t / 16 * tile_bytes(D, side.bits), D,
-                        {scale16, zero16, call.turn + (size_t)(t / 16) * D * 16}, weights, steps,
+                        {scale16, zero16, call.rope_table + (size_t)(t / 16) * D * 16}, weights, steps,
                         scores + (size_t)r * n + t, n, r ? 0 : ahead);
                 continue;
             }
@@ -252,9 +252,9 @@ struct Keys : Side {
                     unpack_tile(codes + index * tile_bytes(D, side.bits), D, table, tile, r ? 0 : ahead);
                     if (side.per_token) {
                         fix_tokens(scale, zero, index * 16);
-                        call.turn ? to_keys<true, true>(tile, index) : to_keys<true, false>(tile, index);
+                        call.rope_table ? to_keys<true, true>(tile, index) : to_keys<true, false>(tile, index);
                     } else {
-                        call.turn ? to_keys<false, true>(tile, index) : to_keys<false, false>(tile, index);
+                        call.rope_table ? to_keys<false, true>(tile, index) : to_keys<false, false>(tile, index);
                     }
                 }
                 dot(words, D, weights, steps, bias, scores + (size_t)r * n + t, n);
@@ -266,9 +266,9 @@ struct Keys : Side {
         each_outlier(id, [&](int t, int c, float excess) {
             const float *here = turned + c, *there = here;
             float cos = excess, sin = 0;
-            if (call.turn) {
+            if (call.rope_table) {
                 const TurnPlaces::Place place = turns.of[c];
-                const int16_t* pair = call.turn + (size_t)(t / 16) * D * 16 + place.at + t % 16 * 2;
+                const int16_t* pair = call.rope_table + (size_t)(t / 16) * D * 16 + place.at + t % 16 * 2;
                 there = turned + place.partner;
                 cos = excess * (1 / 32767.0f) * pair[0];
                 sin = excess * place.sine * pair[32];
@@ -286,11 +286,11 @@ struct Keys : Side {
         const ptrdiff_t ahead = (ptrdiff_t)(codes_at(next) - codes_at({id, g}));
         std::memset(scores, 0, sizeof(float) * (size_t)rows * n);
         const int channels = call.kv_heads * D;
-        const bool fold = !side.per_token && !side.levels && !call.turn;
+        const bool fold = !side.per_token && !side.levels && !call.rope_table;
         if (side.per_token) {
             score_expanded(codes, ranges.scale, ranges.zero, 0, n, ahead);
         } else {
-            const int group = side.fixed ? n : side.group;
+            const int group = side.offline ? n : side.group;
             for (int from = 0, i = 0; from < n; from += group, i++) {
                 const uint16_t* scale = ranges.scale + (size_t)i * channels + g * D;
                 const uint16_t* zero = ranges.zero + (size_t)i * channels + g * D;

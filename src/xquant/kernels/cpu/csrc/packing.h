@@ -7,9 +7,6 @@
 
 namespace {
 
-// What became of blocks.
-enum { DONE = 0, FOUND_NAN = 1, NO_MEMORY = 2 };
-
 constexpr float HALF_MAX = 65504;
 constexpr int STRIP = 64;
 

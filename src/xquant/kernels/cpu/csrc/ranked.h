@@ -21,7 +21,7 @@ struct Run {
 
 // Calls `work` with all runs of a block, none of which crosses a border of groups.
 template <class F>
-void each_run(const xq_ranks& side, const uint8_t* packed, F work) {
+void each_run(const xq_ranked_operand& side, const uint8_t* packed, F work) {
     int first = 0;
     for (int bits = 8; bits >= 1; bits--) {
         const int count = side.counts[bits - 1];
@@ -36,17 +36,17 @@ void each_run(const xq_ranks& side, const uint8_t* packed, F work) {
 
 // What both halves of attention do with a block of one side.
 struct RankedReader {
-    const xq_ranks& side;
+    const xq_ranked_operand& side;
     const int n, C;
     int coded = 0;
     Ranking ranks;
     uint8_t* codes;  // [n + 8, 64] of a run
     float* gains;    // [n]
 
-    static size_t bytes(const xq_ranks& side) {
+    static size_t bytes(const xq_ranked_operand& side) {
         return Ranking::bytes(side.channels) + (size_t)(side.block + 8) * STRIP + sizeof(float) * side.block + 2 * 64;
     }
-    RankedReader(const xq_ranks& side, Arena& arena) : side(side), n(side.block), C(side.channels), ranks(C, arena) {
+    RankedReader(const xq_ranked_operand& side, Arena& arena) : side(side), n(side.block), C(side.channels), ranks(C, arena) {
         codes = arena.take<uint8_t>((size_t)(n + 8) * STRIP);
         gains = arena.take<float>(n);
         for (int count : side.counts) coded += count;
@@ -75,7 +75,7 @@ struct RankedKeys {
     int16_t* panel;    // [width / 32, 32 pairs of columns, 32, 2] weights of a group
     float* keys;       // [n, width]
 
-    static int groups_of(const xq_ranks& side) {
+    static int groups_of(const xq_ranked_operand& side) {
         int coded = 0;
         for (int count : side.counts) coded += count;
         return (coded + STRIP - 1) / STRIP;
@@ -105,7 +105,7 @@ struct RankedKeys {
                 while (!left) left = call.key.counts[--bits - 1];
                 left--;
                 const int channel = order[group * STRIP + i];
-                highest[i] = call.key.reach[bits - 1] * states.ranks.sizes[channel] * call.unit[channel];
+                highest[i] = call.key.highest_level[bits - 1] * states.ranks.sizes[channel] * call.weight_scale[channel];
                 top = std::max(top, highest[i]);
                 total += highest[i];
             }
@@ -187,8 +187,8 @@ struct RankedKeys {
     // Keys of a head from the products: gain, mean and RoPE, whose pairs are channels c and c + turned.
     void finish(int head, const float* cos, const float* sin) const {
         const float* mean = call.mean + (size_t)head * width;
-        const int turned = call.turned;
-        for (int t = 0; t < n; t++, cos += call.angle_token, sin += call.angle_token) {
+        const int turned = call.rotary_pairs;
+        for (int t = 0; t < n; t++, cos += call.rope_token, sin += call.rope_token) {
             float* key = keys + (size_t)t * width;
             const Floats gain = broadcast_float(states.gains[t]);
             for (int d = 0; d < width; d += 16) store_floats(key + d, fma(load_floats(key + d), gain, load_floats(mean + d)));
@@ -224,7 +224,7 @@ struct RankedKeys {
         fix_columns();
         each_run(call.key, packed, [this](const Run& run) { fill(run); });
         const size_t tokens = (size_t)call.columns * n, at = (size_t)column * n;
-        const size_t angles = (size_t)b * call.angle_batch + at * call.angle_token;
+        const size_t angles = (size_t)b * call.rope_batch + at * call.rope_token;
         for (int head = 0; head < call.kv_heads; head++) {
             if (!groups) std::fill(keys, keys + (size_t)n * width, 0.0f);
             for (int group = 0; group < groups; group++) multiply(group, take_weights(group, head));
@@ -236,7 +236,7 @@ struct RankedKeys {
 };
 
 // 1: not enough memory.
-inline int score_ranked(const xq_ranked_scores& call) {
+inline int ranked_scores(const xq_ranked_scores& call) {
     int failed = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
     {
@@ -320,7 +320,7 @@ struct RankedValues {
                                                                               weights + (size_t)r * n, found);
             for (int i = 0; i < run.count; i++) {
                 const int channel = states.ranks.order[run.first + i];
-                const float size = states.ranks.sizes[channel] * (call.value.reach[run.bits - 1] / LEVEL_UNIT);
+                const float size = states.ranks.sizes[channel] * (call.value.highest_level[run.bits - 1] / LEVEL_UNIT);
                 for (int j = 0; j < rows; j++) out[(size_t)(r + j) * states.C + channel] += found[j * STRIP + i] * size;
             }
         }
@@ -339,7 +339,7 @@ struct RankedValues {
 };
 
 // 1: not enough memory.
-inline int sum_ranked(const xq_ranked_sum& call) {
+inline int ranked_sum(const xq_ranked_sum& call) {
     const int threads = std::max(call.threads, 1), parts = std::max(std::min(threads, call.columns), 1);
     const size_t state = (size_t)call.rows * call.value.channels, all = state * call.batch;
     static thread_local Arena shared;

@@ -10,10 +10,10 @@ namespace {
 
 class RankedDecoding {
   public:
-    static size_t bytes(const xq_ranked& call) {
+    static size_t bytes(const xq_ranked_blocks& call) {
         return Ranking::bytes(call.channels) + (size_t)call.tokens * call.channels + 64;
     }
-    RankedDecoding(const xq_ranked& call, Arena& arena) : call(call), ranks(call.channels, arena) {
+    RankedDecoding(const xq_ranked_blocks& call, Arena& arena) : call(call), ranks(call.channels, arena) {
         codes = arena.take<uint8_t>((size_t)call.tokens * call.channels);
     }
 
@@ -39,7 +39,7 @@ class RankedDecoding {
     }
 
   private:
-    const xq_ranked& call;
+    const xq_ranked_blocks& call;
     Ranking ranks;
     uint8_t* codes;  // [tokens, count] of one width
 
@@ -87,7 +87,7 @@ class RankedDecoding {
 
 // Works on every block. 2: not enough memory, 1: there was NaN.
 template <class Work>
-int each_ranked(const xq_ranked& call) {
+int each_ranked(const xq_ranked_blocks& call) {
     int failed = 0, nan = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed, nan)
     {
@@ -101,18 +101,18 @@ int each_ranked(const xq_ranked& call) {
             nan += !Work(call, arena).run(number);
         }
     }
-    return failed ? NO_MEMORY : nan ? FOUND_NAN : DONE;
+    return failed ? XQ_NO_MEMORY : nan ? XQ_FOUND_NAN : XQ_DONE;
 }
 
-inline int decode_ranked(const xq_ranked& call) { return each_ranked<RankedDecoding>(call); }
+inline int ranked_decode(const xq_ranked_blocks& call) { return each_ranked<RankedDecoding>(call); }
 
 class RankedSealing {
   public:
-    static size_t bytes(const xq_ranked& call) {
+    static size_t bytes(const xq_ranked_blocks& call) {
         const size_t C = call.channels, n = call.tokens;
         return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C + 16) + n * C + std::max(n, C) + 7 * 64;
     }
-    RankedSealing(const xq_ranked& call, Arena& arena)
+    RankedSealing(const xq_ranked_blocks& call, Arena& arena)
         : call(call), C(call.channels), n(call.tokens), ranks(C, arena) {
         even = arena.take<float>((size_t)n * C);
         halves = arena.take<float>((size_t)(n + 1) / 2 * C);
@@ -124,7 +124,7 @@ class RankedSealing {
 
     // False: there was NaN.
     bool run(int number) {
-        hidden = call.hidden ? call.hidden + (size_t)number * n : nullptr;
+        hidden = call.excluded ? call.excluded + (size_t)number * n : nullptr;
         for (int t = 0; t < n; t++) {
             const float* x = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
             float* to = even + (size_t)t * C;
@@ -146,7 +146,7 @@ class RankedSealing {
 
   private:
     static constexpr int LOWEST = -200;  // steps below the first border
-    const xq_ranked& call;
+    const xq_ranked_blocks& call;
     const int C, n;
     Ranking ranks;
     const uint8_t* hidden;  // [n], null: none
@@ -267,6 +267,6 @@ class RankedSealing {
     }
 };
 
-inline int seal_ranked(const xq_ranked& call) { return each_ranked<RankedSealing>(call); }
+inline int ranked_encode(const xq_ranked_blocks& call) { return each_ranked<RankedSealing>(call); }
 
 }  // namespace

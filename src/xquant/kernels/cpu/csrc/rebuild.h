@@ -14,19 +14,19 @@ DotCodes pick_product(int bits, std::integer_sequence<int, B...>) {
 }
 
 struct Rebuild {
-    const xq_rebuild& call;
+    const xq_rebuild_scores& call;
     const int D, n, C, K, ranges;  // K: channels of a range, or all
     const DotCodes dot;
     float* keys;              // [D, n]
     int16_t* weights;         // [K / 4, BUILT_ROWS, 4]
     int16_t *scale16, *zero16;  // [C], in the order of weights
 
-    static int summed(const xq_rebuild& c) { return c.key.per_token ? c.key.group : c.channels; }
-    static size_t bytes(const xq_rebuild& c) {
+    static int summed(const xq_rebuild_scores& c) { return c.key.per_token ? c.key.group : c.channels; }
+    static size_t bytes(const xq_rebuild_scores& c) {
         return 4 * ((size_t)c.head_size * c.block + c.channels * 2) + 2 * (size_t)BUILT_ROWS * summed(c) + 4 * 64;
     }
 
-    Rebuild(const xq_rebuild& c, Arena& arena)
+    Rebuild(const xq_rebuild_scores& c, Arena& arena)
         : call(c), D(c.head_size), n(c.block), C(c.channels), K(summed(c)), ranges(c.channels / K),
           dot(pick_product(c.key.bits, std::make_integer_sequence<int, 8>())) {
         keys = arena.take<float>((size_t)D * n);
@@ -39,12 +39,12 @@ struct Rebuild {
     float in_order(const uint16_t* x, float most, int16_t* out) const {
         Floats top = broadcast_float(0);
         for (int c = 0; c < C; c += 16)
-            top = maximum(top, absolute(load_halves(x + c) * load_floats(call.column + c)));
+            top = maximum(top, absolute(load_halves(x + c) * load_floats(call.channel_scale + c)));
         const float step = highest(top) / most;
         const Floats inverse = to_units(step);
         QuadPlaces places{C / 32, 1};
         for (int c = 0; c < C; c += 16)
-            places.store(to_nearest(load_halves(x + c) * load_floats(call.column + c) * inverse), out);
+            places.store(to_nearest(load_halves(x + c) * load_floats(call.channel_scale + c) * inverse), out);
         return step;
     }
 
@@ -65,7 +65,7 @@ struct Rebuild {
             alignas(64) int32_t halves[16];
             store(halves, base);
             for (int i = 0; i < BUILT_ROWS; i++) {
-                const float unit = call.unit[g * D + d + i] * 32768;
+                const float unit = call.weight_scale[g * D + d + i] * 32768;
                 steps[i] = unit * step;
                 bias[i] = unit * base_step * (halves[2 * i] + halves[2 * i + 1]);
                 if (call.bias) bias[i] += call.bias[g * D + d + i];
@@ -95,13 +95,13 @@ struct Rebuild {
                 for (int j = 0; j < ranges; j++) {
                     alignas(64) float part[BUILT_ROWS * 16 * TILES] = {};
                     dot(codes + j * all + t / 16 * tile_bytes(K, call.key.bits), K,
-                        call.weights + (size_t)first * C + (size_t)j * BUILT_ROWS * K, call.unit + first, none, part,
+                        call.weights + (size_t)first * C + (size_t)j * BUILT_ROWS * K, call.weight_scale + first, none, part,
                         16 * TILES, 0);
                     for (int k = 0; k < TILES; k++) {
                         const size_t at = (size_t)j * n + t + k * 16;
                         const Floats scale = load_halves(found.scale + at), zero = load_halves(found.zero + at);
                         for (int i = 0; i < BUILT_ROWS; i++) {
-                            const Floats total = broadcast_float(call.totals[(size_t)(first + i) * ranges + j]);
+                            const Floats total = broadcast_float(call.weight_sums[(size_t)(first + i) * ranges + j]);
                             const Floats sum = fma(load_floats(part + (i * TILES + k) * 16), scale, sums[i][k]);
                             sums[i][k] = fma(zero, total, sum);
                         }
@@ -115,9 +115,9 @@ struct Rebuild {
 
     // RoPE: channels c and c + turned, by the angles [turned, tokens] of the block.
     void turn(const float* cos, const float* sin, size_t tokens) {
-        for (int c = 0; c < call.turned; c++)
+        for (int c = 0; c < call.rotary_pairs; c++)
             for (int t = 0; t < n; t += 16) {
-                float *a = keys + (size_t)c * n + t, *b = a + (size_t)call.turned * n;
+                float *a = keys + (size_t)c * n + t, *b = a + (size_t)call.rotary_pairs * n;
                 const Floats x = load_floats(a), y = load_floats(b);
                 const Floats u = load_floats(cos + c * tokens + t), v = load_floats(sin + c * tokens + t);
                 store_floats(a, x * u - y * v);
@@ -143,15 +143,15 @@ struct Rebuild {
         const Ranges found(call.key, id);
         const auto* codes = at_address<uint8_t>(call.key.codes[id]);
         call.key.per_token ? build_by_token(found, codes, g) : build_by_channel(found, codes, g);
-        const size_t angles = (size_t)b * call.angle_batch + at;
-        turn(call.cos + angles, call.sin + angles, call.angle_channel);
+        const size_t angles = (size_t)b * call.rope_batch + at;
+        turn(call.cos + angles, call.sin + angles, call.rope_channel);
         const size_t head = (size_t)b * call.kv_heads + g;
         score(call.query + head * call.rows * D, call.scores + head * call.rows * tokens + at, tokens);
     }
 };
 
 // 1: not enough memory.
-inline int rebuild(const xq_rebuild& call) {
+inline int rebuild_scores(const xq_rebuild_scores& call) {
     int failed = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
     {
@@ -171,7 +171,7 @@ inline int rebuild(const xq_rebuild& call) {
 }
 
 // Sums of values [T, channels] by given weights. 1: not enough memory.
-inline int sum_values(const xq_sum& given) {
+inline int rebuild_sum(const xq_rebuild_sum& given) {
     xq_attend call = {};
     call.value = given.value;
     call.block = given.block;

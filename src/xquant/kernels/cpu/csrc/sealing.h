@@ -9,13 +9,13 @@ namespace {
 // Where things are in a block. Numbers of its ranges are at hand in tables of floats [ranges][width]: by
 // token where ranges are of channels, by channel where they are of tokens.
 struct Layout {
-    const xq_blocks& call;
+    const xq_affine_blocks& call;
     int across, ranges, width;  // width: `across` rounded up to 16
     int strips, length;
     size_t strip_bytes, block_bytes;  // packed; strip_bytes: from a strip to the next
     int32_t* first;  // entry of a table of each token, or of each 16 channels; -1: several ranges meet there
 
-    explicit Layout(const xq_blocks& call)
+    explicit Layout(const xq_affine_blocks& call)
         : call(call), across(call.per_token ? call.tokens : call.channels) {
         const int along = call.per_token ? call.channels : call.tokens;
         ranges = (along + call.group - 1) / call.group;
@@ -78,7 +78,7 @@ struct Layout {
 // One block at work, `number` of all, with two tables of its own.
 struct Block {
     const Layout& layout;
-    const xq_blocks& call;
+    const xq_affine_blocks& call;
     int64_t number;
     float *zeros, *scales;
 };
@@ -86,12 +86,12 @@ struct Block {
 // Works on all blocks: first on the ranges of a block, part by part, then on its strips. Few blocks at a time,
 // so that the second pass finds the rows in the cache; threads share a single block as they share many.
 template <class Work>
-int work(const xq_blocks& call) {
+int work(const xq_affine_blocks& call) {
     static thread_local Arena shared;
     Layout layout(call);
     const int threads = layout.threads(), wave = std::min(threads, call.blocks);
     const size_t table = layout.table();
-    if (!shared.reserve(sizeof(float) * 2 * wave * table + sizeof(int32_t) * layout.firsts() + 64)) return NO_MEMORY;
+    if (!shared.reserve(sizeof(float) * 2 * wave * table + sizeof(int32_t) * layout.firsts() + 64)) return XQ_NO_MEMORY;
     float* tables = shared.take<float>(2 * wave * table);
     layout.set_firsts(shared.take<int32_t>(layout.firsts()));
     int failed = 0, nan = 0;
@@ -115,11 +115,11 @@ int work(const xq_blocks& call) {
                     if (ready) block(i).do_strip(strip, arena.base);
         }
     }
-    return failed ? NO_MEMORY : nan ? FOUND_NAN : DONE;
+    return failed ? XQ_NO_MEMORY : nan ? XQ_FOUND_NAN : XQ_DONE;
 }
 
 template <template <int> class Work>
-int work(const xq_blocks& call) {
+int work(const xq_affine_blocks& call) {
     switch (call.dtype) {
         case XQ_FLOAT32: return work<Work<XQ_FLOAT32>>(call);
         case XQ_BFLOAT16: return work<Work<XQ_BFLOAT16>>(call);
@@ -131,7 +131,7 @@ template <int DTYPE>
 struct Sealing : Block {
     Floats levels() const { return broadcast_float((float)((1 << call.bits) - 1)); }
     bool hidden(int t) const {
-        return !call.per_token && call.hidden && call.hidden[number * call.tokens + t];
+        return !call.per_token && call.excluded && call.excluded[number * call.tokens + t];
     }
 
     // Ranges of all tokens for 64 channels, or of all channels for 16 tokens. True: there was NaN.
@@ -209,7 +209,7 @@ struct Sealing : Block {
         store_floats(scales + range * layout.width + at, load_floats(divisor));
         if (call.zero_shift != 0) {  // codes do not depend on it
             store_halves(zero_halves, zero + broadcast_float(call.zero_shift) * scale);
-            store_halves(scale_halves, broadcast_float(call.scale_share) * scale);
+            store_halves(scale_halves, broadcast_float(call.scale_factor) * scale);
         }
         const int64_t to = layout.stored(number, range, at);
         for (int i = 0; i < count; i++) {
@@ -260,7 +260,7 @@ struct Sealing : Block {
     }
 };
 
-inline int seal(const xq_blocks& call) { return work<Sealing>(call); }
+inline int affine_encode(const xq_affine_blocks& call) { return work<Sealing>(call); }
 
 template <int DTYPE>
 struct Decoding : Block {
@@ -314,6 +314,6 @@ struct Decoding : Block {
     }
 };
 
-inline int decode(const xq_blocks& call) { return work<Decoding>(call); }
+inline int affine_decode(const xq_affine_blocks& call) { return work<Decoding>(call); }
 
 }  // namespace
