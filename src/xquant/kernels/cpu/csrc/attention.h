@@ -15,10 +15,10 @@ struct Task {
     const xq_attend& call;
     const int b, g;
     const int D, n, rows;
-    Running running;
+    OnlineSoftmax softmax;
     Scratch scratch;
-    Keys keys;
-    Values values;
+    PackedKeys keys;
+    PackedValues values;
     float* exact_scores;  // [rows, most exact tokens]
     float *row, *copy;    // [D]
 
@@ -29,16 +29,24 @@ struct Task {
     }
     static size_t bytes(const xq_attend& c) {
         const size_t rows = c.group_heads * c.queries;
-        return Scratch::bytes(c) + Keys::bytes(c) + Values::bytes(c) + 4 * (rows * most_exact(c) + 2 * c.head_size) +
-               3 * 64;
+        return Scratch::bytes(c) + PackedKeys::bytes(c) + PackedValues::bytes(c) +
+               4 * (rows * most_exact(c) + 2 * c.head_size) + 3 * 64;
     }
 
-    Task(const xq_attend& c, int b, int g, Arena& arena, Running running, const TurnPlaces& turns)
-        : call(c), b(b), g(g), D(c.head_size), n(c.block), rows(c.group_heads * c.queries), running(running),
-          scratch(c, arena), keys(c, b, g, scratch, turns, arena), values(c, b, g, scratch, running, arena) {
-        exact_scores = arena.take<float>((size_t)rows * most_exact(c));
-        row = arena.take<float>(D);
-        copy = arena.take<float>(D);
+    Task(const xq_attend& c, int b, int g, Workspace& workspace, OnlineSoftmax softmax, const RopePlaces& rope_places)
+        : call(c),
+          b(b),
+          g(g),
+          D(c.head_size),
+          n(c.block),
+          rows(c.group_heads * c.queries),
+          softmax(softmax),
+          scratch(c, workspace),
+          keys(c, b, g, scratch, rope_places, workspace),
+          values(c, b, g, scratch, softmax, workspace) {
+        exact_scores = workspace.take<float>((size_t)rows * most_exact(c));
+        row = workspace.take<float>(D);
+        copy = workspace.take<float>(D);
     }
 
     void mask_scores(int start, int valid) {
@@ -52,10 +60,10 @@ struct Task {
             }
             for (int t = valid; t < n; t++) s[t] = -INFINITY;
             for (int e = 0; e < call.exact_count; e++) {  // sinks stand in a block, but are kept as they are
-                const xq_exact& kept = call.exact[e];
-                if (!kept.column) continue;
-                for (int i = 0; i < kept.count; i++) {
-                    const int t = kept.column[(size_t)b * kept.count + i] - start;
+                const xq_exact& exact = call.exact[e];
+                if (!exact.column) continue;
+                for (int i = 0; i < exact.count; i++) {
+                    const int t = exact.column[(size_t)b * exact.count + i] - start;
                     if (t >= 0 && t < valid) s[t] = -INFINITY;
                 }
             }
@@ -63,40 +71,40 @@ struct Task {
     }
 
     // `after`: where this thread goes on.
-    void attend_blocks(int first, int last, Spot after) {
+    void attend_blocks(int first, int last, HeadBlock after) {
         int start = 0;
         for (int j = 0; j < first; j++) start += call.lengths[j];
         const int64_t* ids = call.table + (size_t)b * call.columns;
         for (int j = first; j < last && start < call.limit; start += call.lengths[j++]) {
             const int64_t id = ids[j];
-            const Spot next = j + 1 < last ? Spot{ids[j + 1], g} : after;
+            const HeadBlock next = j + 1 < last ? HeadBlock{ids[j + 1], g} : after;
             keys.prefetch_ranges(next);
             values.prefetch_ranges(next);
-            keys.turn_back(j);
+            keys.rotate_query(j);
             keys.score(id, next);
             mask_scores(start, std::min(call.lengths[j], call.limit - start));
-            if (!running.weigh(scratch.scores, n)) continue;
+            if (!softmax.update(scratch.scores, n)) continue;
             values.add(id, next);
         }
     }
 
-    void attend_exact(const xq_exact& kept) {
-        if (kept.count == 0) return;
+    void attend_exact(const xq_exact& exact) {
+        if (exact.count == 0) return;
         const int half = D / 2;
         float* s = exact_scores;
-        for (int t = 0; t < kept.count; t++) {
-            const int64_t at = b * kept.batch_stride + t * kept.token_stride + g * kept.head_stride;
-            get_row(kept.key, kept.dtype, at, D, row);
-            if (kept.cos) {
-                const float* cos = kept.cos + ((size_t)b * kept.count + t) * half;
-                const float* sin = kept.sin + ((size_t)b * kept.count + t) * half;
+        for (int t = 0; t < exact.count; t++) {
+            const int64_t at = b * exact.batch_stride + t * exact.token_stride + g * exact.head_stride;
+            load_row(exact.key, exact.dtype, at, D, row);
+            if (exact.cos) {
+                const float* cos = exact.cos + ((size_t)b * exact.count + t) * half;
+                const float* sin = exact.sin + ((size_t)b * exact.count + t) * half;
                 std::memcpy(copy, row, sizeof(float) * D);
                 for (int j = 0; j < half; j++) {
                     row[j] = copy[j] * cos[j] - copy[j + half] * sin[j];
                     row[j + half] = copy[j + half] * cos[j] + copy[j] * sin[j];
                 }
             }
-            const int column = kept.column ? kept.column[(size_t)b * kept.count + t] : kept.start + t;
+            const int column = exact.column ? exact.column[(size_t)b * exact.count + t] : exact.start + t;
             for (int r = 0; r < rows; r++) {
                 const float* q = keys.query + (size_t)r * D;
                 Floats dot = broadcast_float(0);
@@ -104,21 +112,21 @@ struct Task {
                 float x = sum(dot);
                 if (call.softcap > 0) soft_cap(&x, 1, call.softcap);
                 const int index = r % call.queries;
-                if (column < 0 || (kept.column && column >= call.limit) || (kept.causal && !call.mask && index < t))
+                if (column < 0 || (exact.column && column >= call.limit) || (exact.causal && !call.mask && index < t))
                     x = -INFINITY;
                 else if (call.mask)
                     x += mask_at(call.mask, call.mask_dtype,
                                  b * call.mask_batch + index * call.mask_query + column * call.mask_token);
-                s[(size_t)r * kept.count + t] = x;
+                s[(size_t)r * exact.count + t] = x;
             }
         }
-        if (!running.weigh(s, kept.count)) return;
-        for (int t = 0; t < kept.count; t++) {
-            const int64_t at = b * kept.batch_stride + t * kept.token_stride + g * kept.head_stride;
-            get_row(kept.value, kept.dtype, at, D, row);
+        if (!softmax.update(s, exact.count)) return;
+        for (int t = 0; t < exact.count; t++) {
+            const int64_t at = b * exact.batch_stride + t * exact.token_stride + g * exact.head_stride;
+            load_row(exact.value, exact.dtype, at, D, row);
             for (int r = 0; r < rows; r++) {
-                const float p = s[(size_t)r * kept.count + t];
-                float* to = running.sums + (size_t)r * D;
+                const float p = s[(size_t)r * exact.count + t];
+                float* to = softmax.sums + (size_t)r * D;
                 Floats weight = broadcast_float(p);
                 for (int c = 0; c < D; c += 16)
                     store_floats(to + c, fma(weight, load_floats(row + c), load_floats(to + c)));
@@ -134,54 +142,56 @@ inline int attend(const xq_attend& call) {
     const int heads = call.batch * call.kv_heads;
     const int threads = std::max(call.threads, 1);
     // More parts than threads, so that none waits long for the last.
-    int parts = std::max(1, std::min(call.columns / 2, (16 * threads + heads - 1) / heads));
-    const int each = std::max(1, (call.columns + parts - 1) / std::max(parts, 1));
-    parts = call.columns ? (call.columns + each - 1) / each : 0;
-    const int slots = parts + 1;  // the last is for the exact tokens
-    const size_t state = Running::floats(rows, D);
-    static thread_local Arena shared;
-    if (!shared.reserve(sizeof(float) * state * slots * heads + 64 + TurnPlaces::bytes(call))) return 1;
-    float* states = shared.take<float>(state * slots * heads);
-    const TurnPlaces turns(call, shared);
+    int splits = std::max(1, std::min(call.columns / 2, (16 * threads + heads - 1) / heads));
+    const int blocks_per_split = std::max(1, (call.columns + splits - 1) / std::max(splits, 1));
+    splits = call.columns ? (call.columns + blocks_per_split - 1) / blocks_per_split : 0;
+    const int tasks_per_head = splits + 1;  // the last is for the exact tokens
+    const size_t state_size = OnlineSoftmax::floats(rows, D);
+    static thread_local Workspace shared;
+    if (!shared.reserve(sizeof(float) * state_size * tasks_per_head * heads + 64 + RopePlaces::bytes(call))) return 1;
+    float* states = shared.take<float>(state_size * tasks_per_head * heads);
+    const RopePlaces rope_places(call, shared);
     int failed = 0;
-    const int tasks = heads * slots;
+    const int tasks = heads * tasks_per_head;
     std::atomic<int> taken{0};
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
-        static thread_local Arena arena;
-        const bool ready = arena.reserve(Task::bytes(call));
+        static thread_local Workspace workspace;
+        const bool ready = workspace.reserve(Task::bytes(call));
         failed += !ready;
         // Threads take tasks one ahead, to know which codes they will want.
         for (int task = ready ? taken++ : tasks, next; task < tasks; task = next) {
             next = taken++;
-            arena.next = arena.base;
-            const int head = task / slots, part = task % slots;
-            Running running(states + (size_t)task * state, rows, D);
-            running.clear();
-            Task work(call, head / call.kv_heads, head % call.kv_heads, arena, running, turns);
-            if (part == parts) {
+            workspace.next = workspace.base;
+            const int head = task / tasks_per_head, split = task % tasks_per_head;
+            OnlineSoftmax softmax(states + (size_t)task * state_size, rows, D);
+            softmax.clear();
+            Task work(call, head / call.kv_heads, head % call.kv_heads, workspace, softmax, rope_places);
+            if (split == splits) {
                 for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);
                 continue;
             }
-            const int last = std::min((part + 1) * each, call.columns);
-            Spot after = {call.table[(size_t)work.b * call.columns + last - 1], work.g};
-            if (next < tasks && next % slots < parts)
-                after = {call.table[(size_t)(next / slots / call.kv_heads) * call.columns + next % slots * each],
-                         next / slots % call.kv_heads};
-            work.attend_blocks(part * each, last, after);
+            const int last = std::min((split + 1) * blocks_per_split, call.columns);
+            HeadBlock after = {call.table[(size_t)work.b * call.columns + last - 1], work.g};
+            if (next < tasks && next % tasks_per_head < splits)
+                after = {call.table[(size_t)(next / tasks_per_head / call.kv_heads) * call.columns +
+                                    next % tasks_per_head * blocks_per_split],
+                         next / tasks_per_head % call.kv_heads};
+            work.attend_blocks(split * blocks_per_split, last, after);
         }
     }
     if (failed) return 1;
     for (int head = 0; head < heads; head++) {
-        Running all(states + (size_t)head * slots * state, rows, D);
-        for (int part = 1; part < slots; part++)
-            all.merge(Running(states + ((size_t)head * slots + part) * state, rows, D));
+        OnlineSoftmax all(states + (size_t)head * tasks_per_head * state_size, rows, D);
+        for (int split = 1; split < tasks_per_head; split++)
+            all.combine(OnlineSoftmax(states + ((size_t)head * tasks_per_head + split) * state_size, rows, D));
         const int b = head / call.kv_heads, g = head % call.kv_heads;
         for (int r = 0; r < rows; r++) {
             const int h = g * call.group_heads + r / call.queries;
             const int64_t at = b * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
-            const float inverse = all.total[r] > 0 ? 1 / all.total[r] : 0;
-            for (int c = 0; c < D; c++) put(call.out, call.dtype, at + c, all.sums[(size_t)r * D + c] * inverse);
+            const float inverse = all.running_sum[r] > 0 ? 1 / all.running_sum[r] : 0;
+            for (int c = 0; c < D; c++)
+                store_element(call.out, call.dtype, at + c, all.sums[(size_t)r * D + c] * inverse);
         }
     }
     return 0;

@@ -6,9 +6,9 @@ namespace {
 
 inline size_t element_bytes(int dtype) { return dtype == XQ_FLOAT32 ? 4 : dtype == XQ_BOOL ? 1 : 2; }
 
-inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline float fp16_to_float(uint16_t h) { return _cvtsh_ss(h); }
 
-inline float get(const void* p, int dtype, int64_t i) {
+inline float load_element(const void* p, int dtype, int64_t i) {
     switch (dtype) {
         case XQ_FLOAT32: return ((const float*)p)[i];
         case XQ_BFLOAT16: {
@@ -17,11 +17,11 @@ inline float get(const void* p, int dtype, int64_t i) {
             std::memcpy(&f, &bits, 4);
             return f;
         }
-        default: return half_to_float(((const uint16_t*)p)[i]);
+        default: return fp16_to_float(((const uint16_t*)p)[i]);
     }
 }
 
-inline void put(void* p, int dtype, int64_t i, float f) {
+inline void store_element(void* p, int dtype, int64_t i, float f) {
     switch (dtype) {
         case XQ_FLOAT32: ((float*)p)[i] = f; break;
         case XQ_BFLOAT16: {
@@ -35,13 +35,13 @@ inline void put(void* p, int dtype, int64_t i, float f) {
     }
 }
 
-inline void get_row(const void* p, int dtype, int64_t start, int count, float* out) {
+inline void load_row(const void* p, int dtype, int64_t start, int count, float* out) {
     if (dtype == XQ_FLOAT32) {
         std::memcpy(out, (const float*)p + start, sizeof(float) * count);
     } else if (dtype == XQ_BFLOAT16) {
-        for (int i = 0; i < count; i++) out[i] = get(p, XQ_BFLOAT16, start + i);
+        for (int i = 0; i < count; i++) out[i] = load_element(p, XQ_BFLOAT16, start + i);
     } else {
-        for (int i = 0; i < count; i++) out[i] = get(p, XQ_FLOAT16, start + i);
+        for (int i = 0; i < count; i++) out[i] = load_element(p, XQ_FLOAT16, start + i);
     }
 }
 
@@ -53,7 +53,7 @@ inline const T* at_address(uint64_t address) {
 // What a mask adds to a score.
 inline float mask_at(const void* mask, int dtype, int64_t i) {
     if (dtype == XQ_BOOL) return ((const uint8_t*)mask)[i] ? 0 : -INFINITY;
-    float added = get(mask, dtype, i);
+    float added = load_element(mask, dtype, i);
     return added < -1e30f || (dtype == XQ_FLOAT16 && added < -6e4f) ? -INFINITY : added;
 }
 

@@ -24,46 +24,46 @@ inline float highest_of(const float* x, int count) {
 }
 
 // What has been attended to so far: the output of every row is sums[row] / total[row].
-struct Running {
+struct OnlineSoftmax {
     int rows, width;
-    float *top, *total;  // [rows], as all of these with room for whole vectors
-    float* latest;       // the highest of the last weights
-    float* keep;         // what the last weights made of those before
-    float* sums;         // [rows, width]
+    float *running_max, *running_sum;  // [rows], as all of these with room for whole vectors
+    float* largest_weight;             // the highest of the last weights
+    float* rescale;                    // what the last weights made of those before
+    float* sums;                       // [rows, width]
 
     static size_t padded(int rows) { return (rows + 15) / 16 * 16; }
     static size_t floats(int rows, int width) { return 4 * padded(rows) + (size_t)(rows * width + 15) / 16 * 16; }
-    Running(float* memory, int rows, int width) : rows(rows), width(width) {
+    OnlineSoftmax(float* memory, int rows, int width) : rows(rows), width(width) {
         const size_t step = padded(rows);
-        top = memory;
-        total = top + step;
-        latest = total + step;
-        keep = latest + step;
-        sums = keep + step;
+        running_max = memory;
+        running_sum = running_max + step;
+        largest_weight = running_sum + step;
+        rescale = largest_weight + step;
+        sums = rescale + step;
     }
 
     void clear() {
-        std::fill(top, top + padded(rows), -INFINITY);
-        std::memset(total, 0, sizeof(float) * (floats(rows, width) - padded(rows)));
+        std::fill(running_max, running_max + padded(rows), -INFINITY);
+        std::memset(running_sum, 0, sizeof(float) * (floats(rows, width) - padded(rows)));
     }
 
     // Turns scores [rows, count] to weights, relative to the new maximum of every row. False: all are masked.
-    bool weigh(float* scores, int count) {
-        std::fill(latest + rows, latest + padded(rows), -INFINITY);
-        for (int r = 0; r < rows; r++) latest[r] = highest_of(scores + (size_t)r * count, count);
-        if (highest_of(latest, rows) == -INFINITY) return false;
+    bool update(float* scores, int count) {
+        std::fill(largest_weight + rows, largest_weight + padded(rows), -INFINITY);
+        for (int r = 0; r < rows; r++) largest_weight[r] = highest_of(scores + (size_t)r * count, count);
+        if (highest_of(largest_weight, rows) == -INFINITY) return false;
         for (int r = 0; r < rows; r += 16) {
-            const Floats before = load_floats(top + r), here = load_floats(latest + r);
+            const Floats before = load_floats(running_max + r), here = load_floats(largest_weight + r);
             const Floats now = maximum(before, here);
             // A row that has seen nothing yet gets no weights at all.
             const Floats base = maximum(now, broadcast_float(-1e30f));
-            store_floats(keep + r, exponential(before - base));
-            store_floats(latest + r, exponential(here - base));
-            store_floats(top + r, now);
+            store_floats(rescale + r, exponential(before - base));
+            store_floats(largest_weight + r, exponential(here - base));
+            store_floats(running_max + r, now);
         }
         for (int r = 0; r < rows; r++) {
             float* s = scores + (size_t)r * count;
-            const float base = std::max(top[r], -1e30f);
+            const float base = std::max(running_max[r], -1e30f);
             const Floats shift = broadcast_float(base);
             Floats added = broadcast_float(0);
             int i = 0;
@@ -74,23 +74,23 @@ struct Running {
             }
             float rest = 0;
             for (; i < count; i++) rest += s[i] = std::exp(s[i] - base);
-            total[r] = total[r] * keep[r] + sum(added) + rest;
-            if (keep[r] == 1) continue;
+            running_sum[r] = running_sum[r] * rescale[r] + sum(added) + rest;
+            if (rescale[r] == 1) continue;
             float* row = sums + (size_t)r * width;
-            for (int c = 0; c < width; c++) row[c] *= keep[r];
+            for (int c = 0; c < width; c++) row[c] *= rescale[r];
         }
         return true;
     }
 
     // Adds what another has attended to.
-    void merge(const Running& other) {
+    void combine(const OnlineSoftmax& other) {
         for (int n = 0; n < rows; n++) {
-            if (other.top[n] == -INFINITY) continue;
-            float now = std::fmax(top[n], other.top[n]);
-            float mine = top[n] == -INFINITY ? 0 : std::exp(top[n] - now);
-            float theirs = std::exp(other.top[n] - now);
-            top[n] = now;
-            total[n] = total[n] * mine + other.total[n] * theirs;
+            if (other.running_max[n] == -INFINITY) continue;
+            float now = std::fmax(running_max[n], other.running_max[n]);
+            float mine = running_max[n] == -INFINITY ? 0 : std::exp(running_max[n] - now);
+            float theirs = std::exp(other.running_max[n] - now);
+            running_max[n] = now;
+            running_sum[n] = running_sum[n] * mine + other.running_sum[n] * theirs;
             for (int c = 0; c < width; c++) {
                 size_t at = (size_t)n * width + c;
                 sums[at] = sums[at] * mine + other.sums[at] * theirs;

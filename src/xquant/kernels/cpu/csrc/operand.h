@@ -11,13 +11,13 @@ namespace {
 // Ranges of one block: element (token, channel) decodes to code * scale + zero (+ offset).
 struct Ranges {
     const uint16_t *scale, *zero;
-    Ranges(const xq_operand& side, int64_t id)
-        : scale(at_address<uint16_t>(side.scale[side.offline ? 0 : id])),
-          zero(at_address<uint16_t>(side.zero[side.offline ? 0 : id])) {}
+    Ranges(const xq_operand& operand, int64_t id)
+        : scale(at_address<uint16_t>(operand.scale[operand.offline ? 0 : id])),
+          zero(at_address<uint16_t>(operand.zero[operand.offline ? 0 : id])) {}
 };
 
 // A block of one sequence and its key/value head.
-struct Spot {
+struct HeadBlock {
     int64_t id;
     int head;
 };
@@ -27,56 +27,62 @@ struct Scratch {
     float* scores;                        // [rows, n], then the weights of values
     int16_t* weights;                     // [MAX_ROWS, max(D, n)], of integer dot products
     float *steps, *bias;                  // [MAX_ROWS]
-    Words* words;                         // [TILES, max(D, n) / 2]
+    Words* int16_tiles;                   // [TILES, max(D, n) / 2]
     int32_t *outlier_token, *outlier_at;  // of a block
 
     static size_t most(const xq_attend& c) { return std::max(c.head_size, c.block); }
-    static size_t outlier_room(const xq_attend& c) {
+    static size_t outlier_capacity(const xq_attend& c) {
         if (!c.key.outlier_count && !c.value.outlier_count) return 0;
         return (size_t)c.block * c.kv_heads * c.head_size + 32;
     }
     static size_t bytes(const xq_attend& c) {
         const size_t rows = c.group_heads * c.queries, m = most(c);
-        return 4 * (rows * c.block + 2 * MAX_ROWS + 2 * outlier_room(c)) + 2 * MAX_ROWS * m +
+        return 4 * (rows * c.block + 2 * MAX_ROWS + 2 * outlier_capacity(c)) + 2 * MAX_ROWS * m +
                sizeof(Words) * (TILES * m / 2) + 7 * 64;
     }
 
-    Scratch(const xq_attend& c, Arena& arena) {
-        scores = arena.take<float>((size_t)c.group_heads * c.queries * c.block);
-        weights = arena.take<int16_t>(MAX_ROWS * most(c));
-        steps = arena.take<float>(MAX_ROWS);
-        bias = arena.take<float>(MAX_ROWS);
-        words = arena.take<Words>(TILES * most(c) / 2);
-        outlier_token = arena.take<int32_t>(outlier_room(c));
-        outlier_at = arena.take<int32_t>(outlier_room(c));
+    Scratch(const xq_attend& c, Workspace& workspace) {
+        scores = workspace.take<float>((size_t)c.group_heads * c.queries * c.block);
+        weights = workspace.take<int16_t>(MAX_ROWS * most(c));
+        steps = workspace.take<float>(MAX_ROWS);
+        bias = workspace.take<float>(MAX_ROWS);
+        int16_tiles = workspace.take<Words>(TILES * most(c) / 2);
+        outlier_token = workspace.take<int32_t>(outlier_capacity(c));
+        outlier_at = workspace.take<int32_t>(outlier_capacity(c));
     }
 };
 
 // The keys or the values of one sequence and key/value head.
-struct Side : Scratch {
+struct PackedOperand : Scratch {
     const xq_attend& call;
-    const xq_operand& side;
+    const xq_operand& operand;
     const int b, g;
     const int D, n, rows;
     int16_t table16[16] = {};  // levels, where there are some, times `most`
 
-    Side(const xq_attend& c, const xq_operand& side, float most, int b, int g, const Scratch& scratch)
-        : Scratch(scratch), call(c), side(side), b(b), g(g), D(c.head_size), n(c.block),
+    PackedOperand(const xq_attend& c, const xq_operand& operand, float most, int b, int g, const Scratch& scratch)
+        : Scratch(scratch),
+          call(c),
+          operand(operand),
+          b(b),
+          g(g),
+          D(c.head_size),
+          n(c.block),
           rows(c.group_heads * c.queries) {
-        if (side.levels)
-            for (int i = 0; i < 1 << side.bits; i++) table16[i] = (int16_t)std::lrintf(side.levels[i] * most);
+        if (operand.levels)
+            for (int i = 0; i < 1 << operand.bits; i++) table16[i] = (int16_t)std::lrintf(operand.levels[i] * most);
     }
 
-    uint64_t codes_at(Spot spot) const {
-        return side.codes[spot.id] + (uint64_t)spot.head * n * D * side.bits / 8;
+    uint64_t codes_at(HeadBlock at) const {
+        return operand.codes[at.id] + (uint64_t)at.head * n * D * operand.bits / 8;
     }
 
     // Asks for the ranges of a block that is wanted next; its codes are asked for as others are read.
-    void prefetch_ranges(Spot next) const {
-        if (side.offline) return;
-        const size_t count = side.per_token ? n : D;
-        const size_t at = side.per_token ? (size_t)(next.head * D / side.group) * n : (size_t)next.head * D;
-        for (uint64_t address : {side.scale[next.id], side.zero[next.id]})
+    void prefetch_ranges(HeadBlock next) const {
+        if (operand.offline) return;
+        const size_t count = operand.per_token ? n : D;
+        const size_t at = operand.per_token ? (size_t)(next.head * D / operand.group) * n : (size_t)next.head * D;
+        for (uint64_t address : {operand.scale[next.id], operand.zero[next.id]})
             for (size_t i = 0; i < count; i += 32) prefetch(at_address<uint16_t>(address) + at + i);
     }
 
@@ -84,13 +90,13 @@ struct Side : Scratch {
     // of this head that are kept apart. Without branches that depend on where they are.
     template <class Found>
     void each_outlier(int64_t id, Found found) const {
-        const auto* excess = at_address<uint16_t>(side.outlier_excess[id]);
-        const auto* channel = at_address<uint16_t>(side.outlier_channel[id]);
-        const auto* count8 = at_address<uint8_t>(side.outlier_count[id]);
-        const auto* count16 = at_address<uint16_t>(side.outlier_count[id]);
+        const auto* residual = at_address<uint16_t>(operand.outlier_excess[id]);
+        const auto* channel = at_address<uint16_t>(operand.outlier_channel[id]);
+        const auto* count8 = at_address<uint8_t>(operand.outlier_count[id]);
+        const auto* count16 = at_address<uint16_t>(operand.outlier_count[id]);
         int total = 0;
         for (int t = 0; t < n; t++) {
-            const int count = side.count_bytes == 1 ? count8[t] : count16[t];
+            const int count = operand.count_bytes == 1 ? count8[t] : count16[t];
             for (int i = 0; i < count; i += 16)  // the next token writes over what is too much
                 store(outlier_token + total + i, broadcast(t));
             total += count;
@@ -98,7 +104,7 @@ struct Side : Scratch {
         const int first = g * D, listed = list_between(channel, total, first, D, outlier_at);
         for (int i = 0; i < listed; i++) {
             const int at = outlier_at[i];
-            found(outlier_token[at], channel[at] - first, half_to_float(excess[at]));
+            found(outlier_token[at], channel[at] - first, fp16_to_float(residual[at]));
         }
     }
 };

@@ -6,7 +6,7 @@ namespace {
 
 // Where the angle of each channel of a head is in the table of turns, for keys that are kept apart. The same
 // for all tasks of a call.
-struct TurnPlaces {
+struct RopePlaces {
     struct Place {
         int32_t at, partner;  // in the table, at a tile's first token; the other channel of the pair
         float sine;           // 1 or -1, over the unit of the table
@@ -14,10 +14,10 @@ struct TurnPlaces {
     Place* of = nullptr;  // [D]
 
     static size_t bytes(const xq_attend& c) { return sizeof(Place) * c.head_size + 64; }
-    TurnPlaces(const xq_attend& c, Arena& arena) {
+    RopePlaces(const xq_attend& c, Workspace& workspace) {
         if (!c.key.outlier_count || !c.rope_table) return;
         const int D = c.head_size, half = D / 2, units = D / 32;
-        of = arena.take<Place>(D);
+        of = workspace.take<Place>(D);
         for (int i = 0; i < D; i++) {
             const int j = i % half, e = j % 4, q = j / 4;
             of[i] = {((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2, i < half ? i + half : i - half,
@@ -27,27 +27,28 @@ struct TurnPlaces {
 };
 
 // The keys of a task.
-struct Keys : Side {
-    const TurnPlaces& turns;
+struct PackedKeys : PackedOperand {
+    const RopePlaces& rope_places;
     float* query;               // [rows, D] times the scaling
-    float* turned;              // [rows, D] turned back to the start of a block
-    float* folded;              // [MAX_ROWS, D]
+    float* rotated_query;       // [rows, D] turned back to the start of a block
+    float* scaled_query;        // [MAX_ROWS, D]
     int32_t *scale16, *zero16;  // [D / 2], or [ranges of a token, 16]
-    float* pair_scale;          // [D / 2]
+    float* pair_step;           // [D / 2]
 
     static size_t bytes(const xq_attend& c) {
         const size_t rows = c.group_heads * c.queries, D = c.head_size;
         return 4 * (2 * rows * D + MAX_ROWS * D + 2 * 16 * D + D / 2) + 6 * 64;
     }
 
-    Keys(const xq_attend& c, int b, int g, const Scratch& scratch, const TurnPlaces& turns, Arena& arena)
-        : Side(c, c.key, 32767, b, g, scratch), turns(turns) {
-        query = arena.take<float>((size_t)rows * D);
-        turned = arena.take<float>((size_t)rows * D);
-        folded = arena.take<float>(MAX_ROWS * D);
-        scale16 = arena.take<int32_t>(16 * D);
-        zero16 = arena.take<int32_t>(16 * D);
-        pair_scale = arena.take<float>(D / 2);
+    PackedKeys(const xq_attend& c, int b, int g, const Scratch& scratch, const RopePlaces& rope_places,
+               Workspace& workspace)
+        : PackedOperand(c, c.key, 32767, b, g, scratch), rope_places(rope_places) {
+        query = workspace.take<float>((size_t)rows * D);
+        rotated_query = workspace.take<float>((size_t)rows * D);
+        scaled_query = workspace.take<float>(MAX_ROWS * D);
+        scale16 = workspace.take<int32_t>(16 * D);
+        zero16 = workspace.take<int32_t>(16 * D);
+        pair_step = workspace.take<float>(D / 2);
         load_query();
     }
 
@@ -55,16 +56,16 @@ struct Keys : Side {
         const xq_attend& c = call;
         for (int h = 0; h < c.group_heads; h++)
             for (int q = 0; q < c.queries; q++)
-                get_row(c.query, c.dtype,
-                        b * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
-                        query + (size_t)(h * c.queries + q) * D);
+                load_row(c.query, c.dtype,
+                         b * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
+                         query + (size_t)(h * c.queries + q) * D);
         for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
     }
 
     // R(-p) q: what a key turned by r positions is to be dotted with, for a block that starts at p.
-    void turn_back(int column) {
+    void rotate_query(int column) {
         if (!call.rope_table) {
-            turned = query;
+            rotated_query = query;
             return;
         }
         const int half = D / 2;
@@ -72,7 +73,7 @@ struct Keys : Side {
         const float* sin = call.start_sin + ((size_t)b * call.columns + column) * half;
         for (int r = 0; r < rows; r++) {
             const float* q = query + (size_t)r * D;
-            float* t = turned + (size_t)r * D;
+            float* t = rotated_query + (size_t)r * D;
             for (int j = 0; j < half; j++) {
                 t[j] = q[j] * cos[j] + q[j + half] * sin[j];
                 t[j + half] = q[j + half] * cos[j] - q[j] * sin[j];
@@ -81,95 +82,95 @@ struct Keys : Side {
     }
 
     // Scale folded into the query: integer dot products on the codes themselves.
-    void score_folded(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
-                      ptrdiff_t ahead) {
-        const float* offset = side.offset ? side.offset + g * D : nullptr;
-        const float most = highest_weight(D, (float)((1 << side.bits) - 1));
+    void score_codes(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
+                     ptrdiff_t ahead) {
+        const float* offset = operand.offset ? operand.offset + g * D : nullptr;
+        const float most = highest_weight(D, (float)((1 << operand.bits) - 1));
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
             Floats top[MAX_ROWS], constant[MAX_ROWS];
             for (int i = 0; i < count; i++) top[i] = constant[i] = broadcast_float(0);
             for (int c = 0; c < D; c += 16) {
-                const Floats step = load_halves(scale + c);
-                Floats base = load_halves(zero + c);
+                const Floats step = load_fp16(scale + c);
+                Floats base = load_fp16(zero + c);
                 if (offset) base = base + load_floats(offset + c);
                 for (int i = 0; i < count; i++) {
-                    const Floats x = load_floats(turned + (size_t)(r + i) * D + c), scaled = x * step;
+                    const Floats x = load_floats(rotated_query + (size_t)(r + i) * D + c), scaled = x * step;
                     top[i] = maximum(top[i], absolute(scaled));
                     constant[i] = fma(x, base, constant[i]);
-                    store_floats(folded + i * D + c, scaled);
+                    store_floats(scaled_query + i * D + c, scaled);
                 }
             }
             for (int i = 0; i < count; i++) {
                 bias[i] = sum(constant[i]);
-                steps[i] = to_weights(folded + i * D, D, highest(top[i]), most, weights + i * 4, count);
+                steps[i] = quantize_row(scaled_query + i * D, D, highest(top[i]), most, weights + i * 4, count);
             }
-            const DotCodes dot = pick_dot_codes<TILES>(side.bits, count);
+            const DotCodes dot = pick_dot_codes<TILES>(operand.bits, count);
             for (int t = from; t < to; t += 16 * TILES)
-                dot(codes + t / 16 * tile_bytes(D, side.bits), D, weights, steps, bias,
-                    scores + (size_t)r * n + t, n, r ? 0 : ahead);
+                dot(codes + t / 16 * tile_bytes(D, operand.bits), D, weights, steps, bias, scores + (size_t)r * n + t,
+                    n, r ? 0 : ahead);
         }
     }
 
     // A scale times 2^bits must fit too.
     float key_limit() const {
-        return side.levels ? KEY_LIMIT : std::min(KEY_LIMIT, 16383 * (1 - 1.0f / (1 << side.bits)));
+        return operand.levels ? KEY_LIMIT : std::min(KEY_LIMIT, 16383 * (1 - 1.0f / (1 << operand.bits)));
     }
 
-    void largest(Floats scale, Floats zero, Floats& reach) const {
-        if (side.levels) {  // levels are in [-1, 1]
+    void raise_reach(Floats scale, Floats zero, Floats& reach) const {
+        if (operand.levels) {  // levels are in [-1, 1]
             reach = maximum(reach, absolute(zero) + scale);
         } else {
-            Floats end = fma(scale, broadcast_float((float)((1 << side.bits) - 1)), zero);
+            Floats end = fma(scale, broadcast_float((float)((1 << operand.bits) - 1)), zero);
             reach = maximum(reach, maximum(absolute(zero), absolute(end)));
         }
     }
 
     // int16 scale and zero of every channel; the two channels of a rotation share a unit.
-    void fix_channels(const uint16_t* scale, const uint16_t* zero) {
-        const float* offset = side.offset ? side.offset + g * D : nullptr;
-        const float per_level = side.levels ? 32768.0f / 32767 : (float)(1 << side.bits);
+    void quantize_channel_ranges(const uint16_t* scale, const uint16_t* zero) {
+        const float* offset = operand.offset ? operand.offset + g * D : nullptr;
+        const float per_level = operand.levels ? 32768.0f / 32767 : (float)(1 << operand.bits);
         const int half = D / 2;
         const Floats limit = broadcast_float(key_limit()), level = broadcast_float(per_level);
-        const QuadPlaces low{D / 32, 1, 0, 0}, high{D / 32, 1, 0, 4};  // quads of half a head are 4 apart
-        QuadPlaces places[2][2] = {{low, low}, {high, high}};
+        const QuadWriter low{D / 32, 1, 0, 0}, high{D / 32, 1, 0, 4};  // quads of half a head are 4 apart
+        QuadWriter places[2][2] = {{low, low}, {high, high}};
         for (int c = 0; c < half; c += 16) {
             Floats reach = broadcast_float(1e-20f), s[2], z[2];
-            for (int part = 0; part < 2; part++) {
-                s[part] = load_halves(scale + c + part * half);
-                z[part] = load_halves(zero + c + part * half);
-                if (offset) z[part] = z[part] + load_floats(offset + c + part * half);
-                largest(s[part], z[part], reach);
+            for (int upper = 0; upper < 2; upper++) {
+                s[upper] = load_fp16(scale + c + upper * half);
+                z[upper] = load_fp16(zero + c + upper * half);
+                if (offset) z[upper] = z[upper] + load_floats(offset + c + upper * half);
+                raise_reach(s[upper], z[upper], reach);
             }
             const Floats unit = limit / reach;
-            store_floats(pair_scale + c, reach / limit);
-            for (int part = 0; part < 2; part++) {
+            store_floats(pair_step + c, reach / limit);
+            for (int upper = 0; upper < 2; upper++) {
                 // 2^15 where a range of 1 bit is symmetric
                 const Floats most = broadcast_float(32767);
-                places[part][0].store(to_nearest(minimum(s[part] * unit * level, most)), (int16_t*)scale16);
-                places[part][1].store(to_nearest(z[part] * unit), (int16_t*)zero16);
+                places[upper][0].store(to_nearest(minimum(s[upper] * unit * level, most)), (int16_t*)scale16);
+                places[upper][1].store(to_nearest(z[upper] * unit), (int16_t*)zero16);
             }
         }
     }
 
     // The same for ranges per token: one unit, vectors over the 16 tokens of a tile for each range.
-    void unit_of_tokens(const uint16_t* scale, const uint16_t* zero) {
+    void set_token_step(const uint16_t* scale, const uint16_t* zero) {
         float reach = 1e-20f;
         for (int t = 0; t < n; t++)
-            for (int j = g * D / side.group; j <= (g * D + D - 1) / side.group; j++) {
-                float s = half_to_float(scale[j * n + t]), z = half_to_float(zero[j * n + t]);
-                float end = side.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << side.bits) - 1));
+            for (int j = g * D / operand.group; j <= (g * D + D - 1) / operand.group; j++) {
+                float s = fp16_to_float(scale[j * n + t]), z = fp16_to_float(zero[j * n + t]);
+                float end = operand.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << operand.bits) - 1));
                 reach = std::fmax(reach, std::fmax(std::fabs(z), end));
             }
-        for (int j = 0; j < D / 2; j++) pair_scale[j] = reach / key_limit();
+        for (int j = 0; j < D / 2; j++) pair_step[j] = reach / key_limit();
     }
-    void fix_tokens(const uint16_t* scale, const uint16_t* zero, int t) {
-        const float per_level = side.levels ? 32768.0f / 32767 : (float)(1 << side.bits);
-        const int first = g * D / side.group, last = (g * D + D - 1) / side.group;
+    void quantize_token_ranges(const uint16_t* scale, const uint16_t* zero, int t) {
+        const float per_level = operand.levels ? 32768.0f / 32767 : (float)(1 << operand.bits);
+        const int first = g * D / operand.group, last = (g * D + D - 1) / operand.group;
         for (int j = first; j <= last; j++)
             for (int lane = 0; lane < 16; lane++) {
-                float s = half_to_float(scale[j * n + t + lane]) / pair_scale[0] * per_level;
-                float z = half_to_float(zero[j * n + t + lane]) / pair_scale[0];
+                float s = fp16_to_float(scale[j * n + t + lane]) / pair_step[0] * per_level;
+                float z = fp16_to_float(zero[j * n + t + lane]) / pair_step[0];
                 uint32_t s16 = (uint16_t)(int16_t)std::lrintf(std::fmin(s, 32767.0f));
                 uint32_t z16 = (uint16_t)(int16_t)std::lrintf(z);
                 scale16[(j - first) * 16 + lane] = (int32_t)(s16 | s16 << 16);
@@ -178,10 +179,10 @@ struct Keys : Side {
     }
 
     // Levels [D / 2] of one tile to keys, turned by 0, 1, ... positions where the call asks for it.
-    template <bool PER_TOKEN, bool TURN>
-    void to_keys(Words* tile, int tile_index) {
-        const int units = D / 32, group = side.group, first = g * D / group;
-        const int16_t* table = TURN ? call.rope_table + (size_t)tile_index * D * 16 : nullptr;
+    template <bool PER_TOKEN, bool ROTATE>
+    void decode_keys(Words* tile, int tile_index) {
+        const int units = D / 32, group = operand.group, first = g * D / group;
+        const int16_t* table = ROTATE ? call.rope_table + (size_t)tile_index * D * 16 : nullptr;
         for (int r = 0; r < units; r++, tile += 16)
             for (int k = 0; k < 4; k++) {
                 const int quad = r + k * units;
@@ -197,13 +198,13 @@ struct Keys : Side {
                         scale_a = broadcast(scale16[r * 16 + a]), zero_a = broadcast(zero16[r * 16 + a]);
                         scale_b = broadcast(scale16[r * 16 + b]), zero_b = broadcast(zero16[r * 16 + b]);
                     }
-                    Words low = add16(times(tile[a], scale_a), zero_a);
-                    Words high = add16(times(tile[b], scale_b), zero_b);
-                    if (TURN) {
+                    Words low = add16(multiply_q15(tile[a], scale_a), zero_a);
+                    Words high = add16(multiply_q15(tile[b], scale_b), zero_b);
+                    if (ROTATE) {
                         Words cos = load(table), sin = load(table + 32);
                         table += 64;
-                        tile[a] = sub16(times(low, cos), times(high, sin));
-                        tile[b] = add16(times(high, cos), times(low, sin));
+                        tile[a] = sub16(multiply_q15(low, cos), multiply_q15(high, sin));
+                        tile[b] = add16(multiply_q15(high, cos), multiply_q15(low, sin));
                     } else {
                         tile[a] = low;
                         tile[b] = high;
@@ -213,65 +214,66 @@ struct Keys : Side {
     }
 
     // Keys as int16, a few tiles at a time, then dotted with the query.
-    void score_expanded(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
-                        ptrdiff_t ahead) {
-        if (side.per_token)
-            unit_of_tokens(scale, zero);
+    void score_int16(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
+                     ptrdiff_t ahead) {
+        if (operand.per_token)
+            set_token_step(scale, zero);
         else
-            fix_channels(scale, zero);
+            quantize_channel_ranges(scale, zero);
         Table table = load_table(table16);
-        const Expand unpack_tile = pick_expand(side.bits, side.levels != nullptr);
+        const CodesToInt16 to_int16 = pick_codes_to_int16(operand.bits, operand.levels != nullptr);
         const int half = D / 2;
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
             for (int i = 0; i < count; i++) {
-                const float* q = turned + (size_t)(r + i) * D;
+                const float* q = rotated_query + (size_t)(r + i) * D;
                 Floats top = broadcast_float(0);
                 for (int c = 0; c < D; c += 16) {
-                    Floats x = load_floats(q + c) * load_floats(pair_scale + (c < half ? c : c - half));
+                    Floats x = load_floats(q + c) * load_floats(pair_step + (c < half ? c : c - half));
                     top = maximum(top, absolute(x));
-                    store_floats(folded + c, x);
+                    store_floats(scaled_query + c, x);
                 }
-                const float most = highest_word_weight(TURNED_LIMIT);
-                steps[i] = to_weights(folded, D, highest(top), most, weights + i * 4, count);
+                const float most = highest_int16_weight(ROTATED_LIMIT);
+                steps[i] = quantize_row(scaled_query, D, highest(top), most, weights + i * 4, count);
                 bias[i] = 0;
             }
-            if (!side.per_token && !side.levels && call.rope_table) {
-                const DotTurned dot = pick_dot_turned(side.bits, count);
+            if (!operand.per_token && !operand.levels && call.rope_table) {
+                const DotRotated dot = pick_dot_rotated(operand.bits, count);
                 for (int t = from; t < to; t += 16 * TILES)
-                    dot(codes + t / 16 * tile_bytes(D, side.bits), D,
+                    dot(codes + t / 16 * tile_bytes(D, operand.bits), D,
                         {scale16, zero16, call.rope_table + (size_t)(t / 16) * D * 16}, weights, steps,
                         scores + (size_t)r * n + t, n, r ? 0 : ahead);
                 continue;
             }
-            const DotWords dot = pick_dot_words<TILES>(count);
+            const DotInt16 dot = pick_dot_int16<TILES>(count);
             for (int t = from; t < to; t += 16 * TILES) {
                 for (int k = 0; k < TILES; k++) {
-                    Words* tile = words + (size_t)k * half;
+                    Words* tile = int16_tiles + (size_t)k * half;
                     const int index = t / 16 + k;
-                    unpack_tile(codes + index * tile_bytes(D, side.bits), D, table, tile, r ? 0 : ahead);
-                    if (side.per_token) {
-                        fix_tokens(scale, zero, index * 16);
-                        call.rope_table ? to_keys<true, true>(tile, index) : to_keys<true, false>(tile, index);
+                    to_int16(codes + index * tile_bytes(D, operand.bits), D, table, tile, r ? 0 : ahead);
+                    if (operand.per_token) {
+                        quantize_token_ranges(scale, zero, index * 16);
+                        call.rope_table ? decode_keys<true, true>(tile, index) : decode_keys<true, false>(tile, index);
                     } else {
-                        call.rope_table ? to_keys<false, true>(tile, index) : to_keys<false, false>(tile, index);
+                        call.rope_table ? decode_keys<false, true>(tile, index)
+                                        : decode_keys<false, false>(tile, index);
                     }
                 }
-                dot(words, D, weights, steps, bias, scores + (size_t)r * n + t, n);
+                dot(int16_tiles, D, weights, steps, bias, scores + (size_t)r * n + t, n);
             }
         }
     }
 
     void score_outliers(int64_t id) {
-        each_outlier(id, [&](int t, int c, float excess) {
-            const float *here = turned + c, *there = here;
-            float cos = excess, sin = 0;
+        each_outlier(id, [&](int t, int c, float residual) {
+            const float *here = rotated_query + c, *there = here;
+            float cos = residual, sin = 0;
             if (call.rope_table) {
-                const TurnPlaces::Place place = turns.of[c];
+                const RopePlaces::Place place = rope_places.of[c];
                 const int16_t* pair = call.rope_table + (size_t)(t / 16) * D * 16 + place.at + t % 16 * 2;
-                there = turned + place.partner;
-                cos = excess * (1 / 32767.0f) * pair[0];
-                sin = excess * place.sine * pair[32];
+                there = rotated_query + place.partner;
+                cos = residual * (1 / 32767.0f) * pair[0];
+                sin = residual * place.sine * pair[32];
             }
             float* score = scores + t;
 #pragma GCC unroll 4
@@ -280,26 +282,26 @@ struct Keys : Side {
     }
 
     // `next`: the spot whose codes are to be in the CPU's cache when it is their turn.
-    void score(int64_t id, Spot next) {
-        const Ranges ranges(side, id);
+    void score(int64_t id, HeadBlock next) {
+        const Ranges ranges(operand, id);
         const auto* codes = at_address<uint8_t>(codes_at({id, g}));
         const ptrdiff_t ahead = (ptrdiff_t)(codes_at(next) - codes_at({id, g}));
         std::memset(scores, 0, sizeof(float) * (size_t)rows * n);
         const int channels = call.kv_heads * D;
-        const bool fold = !side.per_token && !side.levels && !call.rope_table;
-        if (side.per_token) {
-            score_expanded(codes, ranges.scale, ranges.zero, 0, n, ahead);
+        const bool fold = !operand.per_token && !operand.levels && !call.rope_table;
+        if (operand.per_token) {
+            score_int16(codes, ranges.scale, ranges.zero, 0, n, ahead);
         } else {
-            const int group = side.offline ? n : side.group;
+            const int group = operand.offline ? n : operand.group;
             for (int from = 0, i = 0; from < n; from += group, i++) {
                 const uint16_t* scale = ranges.scale + (size_t)i * channels + g * D;
                 const uint16_t* zero = ranges.zero + (size_t)i * channels + g * D;
                 const int to = std::min(from + group, n);
-                fold ? score_folded(codes, scale, zero, from, to, ahead)
-                     : score_expanded(codes, scale, zero, from, to, ahead);
+                fold ? score_codes(codes, scale, zero, from, to, ahead)
+                     : score_int16(codes, scale, zero, from, to, ahead);
             }
         }
-        if (side.outlier_count) score_outliers(id);
+        if (operand.outlier_count) score_outliers(id);
     }
 };
 

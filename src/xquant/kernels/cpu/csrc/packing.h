@@ -7,39 +7,39 @@
 
 namespace {
 
-constexpr float HALF_MAX = 65504;
+constexpr float FP16_MAX = 65504;
 constexpr int STRIP = 64;
 
 template <int DTYPE>
 inline Floats load_as(const void* p, int64_t i) {
     if constexpr (DTYPE == XQ_FLOAT32) return load_floats((const float*)p + i);
-    if constexpr (DTYPE == XQ_BFLOAT16) return load_brains((const uint16_t*)p + i);
-    if constexpr (DTYPE == XQ_FLOAT16) return load_halves((const uint16_t*)p + i);
+    if constexpr (DTYPE == XQ_BFLOAT16) return load_bf16((const uint16_t*)p + i);
+    if constexpr (DTYPE == XQ_FLOAT16) return load_fp16((const uint16_t*)p + i);
 }
 // The first repeated, where there are fewer than 16.
 template <int DTYPE>
 inline Floats load_as(const void* p, int64_t i, int count) {
     if (count >= 16) return load_as<DTYPE>(p, i);
     alignas(64) float x[16];
-    for (int j = 0; j < 16; j++) x[j] = get(p, DTYPE, i + (j < count ? j : 0));
+    for (int j = 0; j < 16; j++) x[j] = load_element(p, DTYPE, i + (j < count ? j : 0));
     return load_floats(x);
 }
 template <int DTYPE>
 inline void store_as(void* p, int64_t i, Floats a, int count) {
     if (count >= 16) {
         if constexpr (DTYPE == XQ_FLOAT32) store_floats((float*)p + i, a);
-        if constexpr (DTYPE == XQ_BFLOAT16) store_brains((uint16_t*)p + i, a);
-        if constexpr (DTYPE == XQ_FLOAT16) store_halves((uint16_t*)p + i, a);
+        if constexpr (DTYPE == XQ_BFLOAT16) store_bf16((uint16_t*)p + i, a);
+        if constexpr (DTYPE == XQ_FLOAT16) store_fp16((uint16_t*)p + i, a);
         return;
     }
     alignas(64) float x[16];
     store_floats(x, a);
-    for (int j = 0; j < count; j++) put(p, DTYPE, i + j, x[j]);
+    for (int j = 0; j < count; j++) store_element(p, DTYPE, i + j, x[j]);
 }
 
 // NaN stays: both instructions give their second operand where one is NaN.
-inline Floats within_halves(Floats x) {
-    return minimum(broadcast_float(HALF_MAX), maximum(broadcast_float(-HALF_MAX), x));
+inline Floats clamp_to_fp16(Floats x) {
+    return minimum(broadcast_float(FP16_MAX), maximum(broadcast_float(-FP16_MAX), x));
 }
 
 // Codes of a strip to its planes: row i of a plane of w bits holds rows i + j * rows, j < 8 / w. Rows from
@@ -51,7 +51,7 @@ void pack_strip(const uint8_t* codes, int length, uint8_t* out, ptrdiff_t stride
     const Words mask = broadcast16((int16_t)(((1 << WIDTH) - 1) * 0x0101));
     for (int i = 0; i < rows; i++, out += stride) {
         Words byte = zero_words();
-        repeat<8 / WIDTH>([&](auto j) {
+        unroll<8 / WIDTH>([&](auto j) {
             const Words code = load(codes + (size_t)(i + j * rows) * STRIP);
             byte = byte | shift_left16<j * WIDTH>(shift_right16<SHIFT>(code) & mask);
         });
@@ -81,7 +81,7 @@ void unpack_strip(const uint8_t* packed, int length, uint8_t* codes, ptrdiff_t s
             std::memcpy(bytes, packed, width);
             byte = load(bytes);
         }
-        repeat<8 / WIDTH>([&](auto j) {
+        unroll<8 / WIDTH>([&](auto j) {
             uint8_t* at = codes + (size_t)(i + j * rows) * STRIP;
             Words code = shift_left16<SHIFT>(shift_right16<j * WIDTH>(byte) & mask);
             if (SHIFT > 0) code = code | load(at);

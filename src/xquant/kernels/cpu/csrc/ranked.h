@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int WEIGHT_LIMIT = 8191;  // of the weights of keys (ranked_products.py)
-constexpr int PITCH = STRIP + 32;   // of a token in a group; vectors are written whole
+constexpr int WEIGHT_LIMIT = 8191;        // of the weights of keys (ranked_products.py)
+constexpr int GROUP_STRIDE = STRIP + 32;  // of a token in a group; vectors are written whole
 
 // Some channels of a block that follow each other in order and have as many bits.
 struct Run {
@@ -21,81 +21,82 @@ struct Run {
 
 // Calls `work` with all runs of a block, none of which crosses a border of groups.
 template <class F>
-void each_run(const xq_ranked_operand& side, const uint8_t* packed, F work) {
+void for_each_run(const xq_ranked_operand& operand, const uint8_t* packed, F work) {
     int first = 0;
     for (int bits = 8; bits >= 1; bits--) {
-        const int count = side.counts[bits - 1];
+        const int count = operand.counts[bits - 1];
         for (int at = 0, next; at < count; at = next) {
             next = std::min(count, at + STRIP - (first + at) % STRIP);
             work(Run{first + at, next - at, bits, packed + at, count});
         }
-        packed += (size_t)side.block * bits / 8 * count;
+        packed += (size_t)operand.block * bits / 8 * count;
         first += count;
     }
 }
 
 // What both halves of attention do with a block of one side.
 struct RankedReader {
-    const xq_ranked_operand& side;
+    const xq_ranked_operand& operand;
     const int n, C;
     int coded = 0;
     Ranking ranks;
     uint8_t* codes;  // [n + 8, 64] of a run
     float* gains;    // [n]
 
-    static size_t bytes(const xq_ranked_operand& side) {
-        return Ranking::bytes(side.channels) + (size_t)(side.block + 8) * STRIP + sizeof(float) * side.block + 2 * 64;
+    static size_t bytes(const xq_ranked_operand& operand) {
+        return Ranking::bytes(operand.channels) + (size_t)(operand.block + 8) * STRIP + sizeof(float) * operand.block +
+               2 * 64;
     }
-    RankedReader(const xq_ranked_operand& side, Arena& arena) : side(side), n(side.block), C(side.channels), ranks(C, arena) {
-        codes = arena.take<uint8_t>((size_t)(n + 8) * STRIP);
-        gains = arena.take<float>(n);
-        for (int count : side.counts) coded += count;
+    RankedReader(const xq_ranked_operand& operand, Workspace& workspace)
+        : operand(operand), n(operand.block), C(operand.channels), ranks(C, workspace) {
+        codes = workspace.take<uint8_t>((size_t)(n + 8) * STRIP);
+        gains = workspace.take<float>(n);
+        for (int count : operand.counts) coded += count;
     }
 
     // Reads the scales and gains; returns the codes.
     const uint8_t* open(int64_t id) {
-        ranks.read(at_address<uint8_t>(side.scale[id]), side.usual, side.sizes);
-        const auto* packed = at_address<uint8_t>(side.gain[id]);
-        for (int t = 0; t < n; t++) gains[t] = size_of(side.sizes, nibble(packed, n, t) - EVEN_GAIN);
-        return at_address<uint8_t>(side.codes[id]);
+        ranks.read(at_address<uint8_t>(operand.scale[id]), operand.usual, operand.sizes);
+        const auto* packed = at_address<uint8_t>(operand.gain[id]);
+        for (int t = 0; t < n; t++) gains[t] = size_of(operand.sizes, nibble_at(packed, n, t) - UNIT_GAIN_PLACE);
+        return at_address<uint8_t>(operand.codes[id]);
     }
-    const int16_t* levels(int bits) const { return side.levels + ((1 << bits) - 2); }
-    void unpack(const Run& run) const {
-        pick_unpack_strip(run.bits)(run.packed, n, codes, run.stride, run.count);
-    }
+    const int16_t* levels(int bits) const { return operand.levels + ((1 << bits) - 2); }
+    void unpack(const Run& run) const { pick_unpack_strip(run.bits)(run.packed, n, codes, run.stride, run.count); }
 };
 
 struct RankedKeys {
     const xq_ranked_scores& call;
     RankedReader states;
     const int n, width, groups;
-    int16_t* columns;  // [groups, n, PITCH]
-    int16_t* steps;    // [groups * 64 + 64] of a level in a column
-    float* units;      // [groups]
-    int16_t* panel;    // [width / 32, 32 pairs of columns, 32, 2] weights of a group
-    float* keys;       // [n, width]
+    int16_t* columns;     // [groups, n, PITCH]
+    int16_t* column_max;  // [groups * 64 + 64] of a level in a column
+    float* group_step;    // [groups]
+    int16_t* panel;       // [width / 32, 32 pairs of columns, 32, 2] weights of a group
+    float* keys;          // [n, width]
 
-    static int groups_of(const xq_ranked_operand& side) {
+    static int groups_of(const xq_ranked_operand& operand) {
         int coded = 0;
-        for (int count : side.counts) coded += count;
+        for (int count : operand.counts) coded += count;
         return (coded + STRIP - 1) / STRIP;
     }
     static size_t bytes(const xq_ranked_scores& c) {
         const size_t groups = groups_of(c.key), n = c.key.block;
-        return RankedReader::bytes(c.key) + 2 * (groups * n * PITCH + (groups + 1) * STRIP + (size_t)STRIP * c.width) +
+        return RankedReader::bytes(c.key) +
+               2 * (groups * n * GROUP_STRIDE + (groups + 1) * STRIP + (size_t)STRIP * c.width) +
                4 * (groups + n * c.width) + 5 * 64;
     }
-    RankedKeys(const xq_ranked_scores& c, Arena& arena)
-        : call(c), states(c.key, arena), n(c.key.block), width(c.width), groups(groups_of(c.key)) {
-        columns = arena.take<int16_t>((size_t)groups * n * PITCH);
-        steps = arena.take<int16_t>((size_t)(groups + 1) * STRIP);
-        units = arena.take<float>(groups);
-        panel = arena.take<int16_t>((size_t)STRIP * width);
-        keys = arena.take<float>((size_t)n * width);
+    RankedKeys(const xq_ranked_scores& c, Workspace& workspace)
+        : call(c), states(c.key, workspace), n(c.key.block), width(c.width), groups(groups_of(c.key)) {
+        columns = workspace.take<int16_t>((size_t)groups * n * GROUP_STRIDE);
+        column_max = workspace.take<int16_t>((size_t)(groups + 1) * STRIP);
+        group_step = workspace.take<float>(groups);
+        panel = workspace.take<int16_t>((size_t)STRIP * width);
+        keys = workspace.take<float>((size_t)n * width);
     }
 
     // The highest of every column in whole steps of its group: as high as sums of 32 bits allow.
-    void fix_columns() const {
+    void set_column_ranges() const {
         const int* order = states.ranks.order;
         int bits = 8, left = call.key.counts[7];
         for (int group = 0; group < groups; group++) {
@@ -105,24 +106,25 @@ struct RankedKeys {
                 while (!left) left = call.key.counts[--bits - 1];
                 left--;
                 const int channel = order[group * STRIP + i];
-                highest[i] = call.key.highest_level[bits - 1] * states.ranks.sizes[channel] * call.weight_scale[channel];
+                highest[i] =
+                    call.key.highest_level[bits - 1] * states.ranks.sizes[channel] * call.weight_scale[channel];
                 top = std::max(top, highest[i]);
                 total += highest[i];
             }
             // Numbers are rounded up by 1 at most.
             const float most = (float)(INT32_MAX / WEIGHT_LIMIT - STRIP) * 0.999f;
-            units[group] = std::max({total / most, top / 32767, 1e-30f});
+            group_step[group] = std::max({total / most, top / 32767, 1e-30f});
             for (int i = 0; i < STRIP; i++)
-                steps[group * STRIP + i] = i < count ? (int16_t)std::lrintf(highest[i] / units[group]) : 0;
+                column_max[group * STRIP + i] = i < count ? (int16_t)std::lrintf(highest[i] / group_step[group]) : 0;
         }
     }
 
-    void fill(const Run& run) const {
+    void decode_run(const Run& run) const {
         states.unpack(run);
-        const int16_t *levels = states.levels(run.bits), *step = steps + run.first;
-        int16_t* out = columns + (size_t)(run.first / STRIP) * n * PITCH + run.first % STRIP;
+        const int16_t *levels = states.levels(run.bits), *step = column_max + run.first;
+        int16_t* out = columns + (size_t)(run.first / STRIP) * n * GROUP_STRIDE + run.first % STRIP;
         const Table table = load_table(levels);
-        for (int t = 0; t < n; t++, out += PITCH) {
+        for (int t = 0; t < n; t++, out += GROUP_STRIDE) {
             const uint8_t* row = states.codes + (size_t)t * STRIP;
             for (int i = 0; i < run.count; i += 32) {
                 Words level;
@@ -133,13 +135,13 @@ struct RankedKeys {
                     for (int j = 0; j < 32; j++) each[j] = levels[row[i + j]];
                     level = load(each);
                 }
-                store(out + i, times(level, load(step + i)));
+                store(out + i, multiply_q15(level, load(step + i)));
             }
         }
     }
 
     // The weights of a group's columns for a head, pairs of columns beside each other.
-    int take_weights(int group, int head) const {
+    int gather_weights(int group, int head) const {
         const int first = group * STRIP, count = std::min(STRIP, states.coded - first), pairs = (count + 1) / 2;
         const size_t row = (size_t)call.kv_heads * width;
         for (int p = 0; p < pairs; p++) {
@@ -157,12 +159,12 @@ struct RankedKeys {
     }
 
     // Adds the products of a group's columns with its weights to the keys.
-    void multiply(int group, int pairs) const {
-        const Floats unit = broadcast_float(units[group]);
+    void multiply_group(int group, int pairs) const {
+        const Floats unit = broadcast_float(group_step[group]);
         for (int d = 0; d < width; d += 16 * TILES) {
             const int16_t* weights = panel + (size_t)d / 32 * pairs * 64 + d % 32 * 2;
             for (int t = 0; t < n; t += MAX_ROWS) {
-                const int16_t* left = columns + ((size_t)group * n + t) * PITCH;
+                const int16_t* left = columns + ((size_t)group * n + t) * GROUP_STRIDE;
                 Words sums[MAX_ROWS][TILES];
                 for (int i = 0; i < MAX_ROWS; i++)
                     for (int k = 0; k < TILES; k++) sums[i][k] = zero_words();
@@ -170,7 +172,7 @@ struct RankedKeys {
                     Words weight[TILES];
                     for (int k = 0; k < TILES; k++) weight[k] = load(weights + (size_t)p * 64 + k * 32);
                     for (int i = 0; i < MAX_ROWS; i++) {
-                        const Words state = broadcast(pair_at(left, i * (PITCH / 2) + p));
+                        const Words state = broadcast(pair_at(left, i * (GROUP_STRIDE / 2) + p));
                         for (int k = 0; k < TILES; k++) sums[i][k] = dot16(sums[i][k], weight[k], state);
                     }
                 }
@@ -185,24 +187,25 @@ struct RankedKeys {
     }
 
     // Keys of a head from the products: gain, mean and RoPE, whose pairs are channels c and c + turned.
-    void finish(int head, const float* cos, const float* sin) const {
+    void finish_keys(int head, const float* cos, const float* sin) const {
         const float* mean = call.mean + (size_t)head * width;
-        const int turned = call.rotary_pairs;
+        const int rotary_pairs = call.rotary_pairs;
         for (int t = 0; t < n; t++, cos += call.rope_token, sin += call.rope_token) {
             float* key = keys + (size_t)t * width;
             const Floats gain = broadcast_float(states.gains[t]);
-            for (int d = 0; d < width; d += 16) store_floats(key + d, fma(load_floats(key + d), gain, load_floats(mean + d)));
+            for (int d = 0; d < width; d += 16)
+                store_floats(key + d, fma(load_floats(key + d), gain, load_floats(mean + d)));
             int d = 0;
-            for (; d + 16 <= turned; d += 16) {
-                const Floats x = load_floats(key + d), y = load_floats(key + d + turned);
+            for (; d + 16 <= rotary_pairs; d += 16) {
+                const Floats x = load_floats(key + d), y = load_floats(key + d + rotary_pairs);
                 const Floats u = load_floats(cos + d), v = load_floats(sin + d);
                 store_floats(key + d, x * u - y * v);
-                store_floats(key + d + turned, fma(y, u, x * v));
+                store_floats(key + d + rotary_pairs, fma(y, u, x * v));
             }
-            for (; d < turned; d++) {
-                const float x = key[d], y = key[d + turned];
+            for (; d < rotary_pairs; d++) {
+                const float x = key[d], y = key[d + rotary_pairs];
                 key[d] = x * cos[d] - y * sin[d];
-                key[d + turned] = y * cos[d] + x * sin[d];
+                key[d + rotary_pairs] = y * cos[d] + x * sin[d];
             }
         }
     }
@@ -221,14 +224,14 @@ struct RankedKeys {
 
     void run(int b, int column) {
         const uint8_t* packed = states.open(call.table[(size_t)b * call.table_stride + column]);
-        fix_columns();
-        each_run(call.key, packed, [this](const Run& run) { fill(run); });
+        set_column_ranges();
+        for_each_run(call.key, packed, [this](const Run& run) { decode_run(run); });
         const size_t tokens = (size_t)call.columns * n, at = (size_t)column * n;
         const size_t angles = (size_t)b * call.rope_batch + at * call.rope_token;
         for (int head = 0; head < call.kv_heads; head++) {
             if (!groups) std::fill(keys, keys + (size_t)n * width, 0.0f);
-            for (int group = 0; group < groups; group++) multiply(group, take_weights(group, head));
-            finish(head, call.cos + angles, call.sin + angles);
+            for (int group = 0; group < groups; group++) multiply_group(group, gather_weights(group, head));
+            finish_keys(head, call.cos + angles, call.sin + angles);
             const size_t from = ((size_t)b * call.kv_heads + head) * call.rows;
             score(call.query + from * width, call.scores + from * tokens + at, tokens);
         }
@@ -240,15 +243,15 @@ inline int ranked_scores(const xq_ranked_scores& call) {
     int failed = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
     {
-        static thread_local Arena arena;
-        const bool ready = arena.reserve(RankedKeys::bytes(call));
+        static thread_local Workspace workspace;
+        const bool ready = workspace.reserve(RankedKeys::bytes(call));
         failed += !ready;
 #pragma omp for schedule(dynamic) collapse(2)
         for (int b = 0; b < call.batch; b++)
             for (int column = 0; column < call.columns; column++) {
                 if (!ready) continue;
-                arena.next = arena.base;
-                RankedKeys(call, arena).run(b, column);
+                workspace.next = workspace.base;
+                RankedKeys(call, workspace).run(b, column);
             }
     }
     return failed != 0;
@@ -286,14 +289,14 @@ struct RankedValues {
     const int n;
     float* weights;  // [rows, n] times the gains
     float* levels;   // [n, 64] of a run, times `LEVEL_UNIT`
-    static constexpr float LEVEL_UNIT = 65536.0f * 32767;
+    static constexpr float LEVEL_SCALE = 65536.0f * 32767;
 
     static size_t bytes(const xq_ranked_sum& c) {
         return RankedReader::bytes(c.value) + sizeof(float) * c.value.block * ((size_t)c.rows + STRIP) + 2 * 64;
     }
-    RankedValues(const xq_ranked_sum& c, Arena& arena) : call(c), states(c.value, arena), n(c.value.block) {
-        weights = arena.take<float>((size_t)c.rows * n);
-        levels = arena.take<float>((size_t)n * STRIP);
+    RankedValues(const xq_ranked_sum& c, Workspace& workspace) : call(c), states(c.value, workspace), n(c.value.block) {
+        weights = workspace.take<float>((size_t)c.rows * n);
+        levels = workspace.take<float>((size_t)n * STRIP);
     }
 
     void unpack(const Run& run) const {
@@ -317,10 +320,10 @@ struct RankedValues {
             const int rows = std::min(call.rows - r, MAX_ROWS);
             float found[MAX_ROWS * STRIP];
             pick_sum_levels(rows, std::make_integer_sequence<int, MAX_ROWS>())(levels, run.count, n,
-                                                                              weights + (size_t)r * n, found);
+                                                                               weights + (size_t)r * n, found);
             for (int i = 0; i < run.count; i++) {
                 const int channel = states.ranks.order[run.first + i];
-                const float size = states.ranks.sizes[channel] * (call.value.highest_level[run.bits - 1] / LEVEL_UNIT);
+                const float size = states.ranks.sizes[channel] * (call.value.highest_level[run.bits - 1] / LEVEL_SCALE);
                 for (int j = 0; j < rows; j++) out[(size_t)(r + j) * states.C + channel] += found[j * STRIP + i] * size;
             }
         }
@@ -334,40 +337,40 @@ struct RankedValues {
             const float* given = call.weights + ((size_t)b * call.rows + r) * tokens + (size_t)column * n;
             for (int t = 0; t < n; t++) weights[(size_t)r * n + t] = given[t] * states.gains[t];
         }
-        each_run(call.value, packed, [&](const Run& run) { add_run(run, out); });
+        for_each_run(call.value, packed, [&](const Run& run) { add_run(run, out); });
     }
 };
 
 // 1: not enough memory.
 inline int ranked_sum(const xq_ranked_sum& call) {
-    const int threads = std::max(call.threads, 1), parts = std::max(std::min(threads, call.columns), 1);
-    const size_t state = (size_t)call.rows * call.value.channels, all = state * call.batch;
-    static thread_local Arena shared;
-    if (!shared.reserve(sizeof(float) * all * parts + 64)) return 1;
-    float* sums = shared.take<float>(all * parts);
+    const int threads = std::max(call.threads, 1), splits = std::max(std::min(threads, call.columns), 1);
+    const size_t state_size = (size_t)call.rows * call.value.channels, all = state_size * call.batch;
+    static thread_local Workspace shared;
+    if (!shared.reserve(sizeof(float) * all * splits + 64)) return 1;
+    float* sums = shared.take<float>(all * splits);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
     {
-        static thread_local Arena arena;
-        const bool ready = arena.reserve(RankedValues::bytes(call));
+        static thread_local Workspace workspace;
+        const bool ready = workspace.reserve(RankedValues::bytes(call));
         failed += !ready;
 #pragma omp for schedule(static) collapse(2)
         for (int b = 0; b < call.batch; b++)
-            for (int part = 0; part < parts; part++) {
+            for (int split = 0; split < splits; split++) {
                 if (!ready) continue;
-                float* out = sums + part * all + b * state;
-                std::fill(out, out + state, 0.0f);
-                const int last = (int)((int64_t)(part + 1) * call.columns / parts);
-                for (int j = (int)((int64_t)part * call.columns / parts); j < last; j++) {
-                    arena.next = arena.base;
-                    RankedValues(call, arena).add(b, j, out);
+                float* out = sums + split * all + b * state_size;
+                std::fill(out, out + state_size, 0.0f);
+                const int last = (int)((int64_t)(split + 1) * call.columns / splits);
+                for (int j = (int)((int64_t)split * call.columns / splits); j < last; j++) {
+                    workspace.next = workspace.base;
+                    RankedValues(call, workspace).add(b, j, out);
                 }
             }
     }
     if (failed) return 1;
     std::copy(sums, sums + all, call.out);
-    for (int part = 1; part < parts; part++)
-        for (size_t i = 0; i < all; i++) call.out[i] += sums[part * all + i];
+    for (int split = 1; split < splits; split++)
+        for (size_t i = 0; i < all; i++) call.out[i] += sums[split * all + i];
     return 0;
 }
 

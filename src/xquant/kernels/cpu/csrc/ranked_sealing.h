@@ -13,8 +13,8 @@ class RankedDecoding {
     static size_t bytes(const xq_ranked_blocks& call) {
         return Ranking::bytes(call.channels) + (size_t)call.tokens * call.channels + 64;
     }
-    RankedDecoding(const xq_ranked_blocks& call, Arena& arena) : call(call), ranks(call.channels, arena) {
-        codes = arena.take<uint8_t>((size_t)call.tokens * call.channels);
+    RankedDecoding(const xq_ranked_blocks& call, Workspace& workspace) : call(call), ranks(call.channels, workspace) {
+        codes = workspace.take<uint8_t>((size_t)call.tokens * call.channels);
     }
 
     bool run(int number) {
@@ -30,7 +30,8 @@ class RankedDecoding {
             if (!count) continue;
             packed = unpack(packed, bits, count);
             for (int t = 0; t < call.tokens; t++)
-                write(number, t, first, count, tables[bits], size_of(call.sizes, nibble(gains, call.tokens, t) - EVEN_GAIN));
+                write(number, t, first, count, tables[bits],
+                      size_of(call.sizes, nibble_at(gains, call.tokens, t) - UNIT_GAIN_PLACE));
             first += count;
         }
         for (int t = 0; t < call.tokens; t++)
@@ -81,62 +82,63 @@ class RankedDecoding {
         if (call.dtype == XQ_FLOAT32)
             ((float*)call.rows)[at] = x;
         else
-            ::put(call.rows, call.dtype, at, x);
+            store_element(call.rows, call.dtype, at, x);
     }
 };
 
 // Works on every block. 2: not enough memory, 1: there was NaN.
 template <class Work>
-int each_ranked(const xq_ranked_blocks& call) {
+int for_each_ranked_block(const xq_ranked_blocks& call) {
     int failed = 0, nan = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed, nan)
     {
-        static thread_local Arena arena;
-        const bool ready = arena.reserve(Work::bytes(call));
+        static thread_local Workspace workspace;
+        const bool ready = workspace.reserve(Work::bytes(call));
         failed += !ready;
 #pragma omp for schedule(static)
         for (int number = 0; number < call.blocks; number++) {
             if (!ready) continue;
-            arena.next = arena.base;
-            nan += !Work(call, arena).run(number);
+            workspace.next = workspace.base;
+            nan += !Work(call, workspace).run(number);
         }
     }
     return failed ? XQ_NO_MEMORY : nan ? XQ_FOUND_NAN : XQ_DONE;
 }
 
-inline int ranked_decode(const xq_ranked_blocks& call) { return each_ranked<RankedDecoding>(call); }
+inline int ranked_decode(const xq_ranked_blocks& call) { return for_each_ranked_block<RankedDecoding>(call); }
 
-class RankedSealing {
+class RankedEncoding {
   public:
     static size_t bytes(const xq_ranked_blocks& call) {
         const size_t C = call.channels, n = call.tokens;
-        return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C + 16) + n * C + std::max(n, C) + 7 * 64;
+        return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C + 16) + n * C +
+               std::max(n, C) + 7 * 64;
     }
-    RankedSealing(const xq_ranked_blocks& call, Arena& arena)
-        : call(call), C(call.channels), n(call.tokens), ranks(C, arena) {
-        even = arena.take<float>((size_t)n * C);
-        halves = arena.take<float>((size_t)(n + 1) / 2 * C);
-        variance = arena.take<float>(C);
-        row = arena.take<float>(C + 16);
-        places = arena.take<uint8_t>(std::max(n, C));
-        codes = arena.take<uint8_t>((size_t)n * C);
+    RankedEncoding(const xq_ranked_blocks& call, Workspace& workspace)
+        : call(call), C(call.channels), n(call.tokens), ranks(C, workspace) {
+        scaled = workspace.take<float>((size_t)n * C);
+        partial_sums = workspace.take<float>((size_t)(n + 1) / 2 * C);
+        variance = workspace.take<float>(C);
+        row = workspace.take<float>(C + 16);
+        places = workspace.take<uint8_t>(std::max(n, C));
+        codes = workspace.take<uint8_t>((size_t)n * C);
     }
 
     // False: there was NaN.
     bool run(int number) {
-        hidden = call.excluded ? call.excluded + (size_t)number * n : nullptr;
+        excluded = call.excluded ? call.excluded + (size_t)number * n : nullptr;
         for (int t = 0; t < n; t++) {
             const float* x = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
-            float* to = even + (size_t)t * C;
+            float* to = scaled + (size_t)t * C;
             // NaN stays
-            for (int c = 0; c < C; c++) to[c] = x[c] < -HALF_MAX ? -HALF_MAX : x[c] > HALF_MAX ? HALF_MAX : x[c];
+            for (int c = 0; c < C; c++) to[c] = x[c] < -FP16_MAX ? -FP16_MAX : x[c] > FP16_MAX ? FP16_MAX : x[c];
         }
         measure_channels();
         for (int t = 0; t < n; t++)
-            if (!take_gain(t)) return false;
+            if (!divide_by_gain(t)) return false;
         pack_places(n, call.gain + (size_t)number * ((n + 1) / 2));
         measure_channels();
-        for (int c = 0; c < C; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + SIDE_STEPS);
+        for (int c = 0; c < C; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + USUAL_PLACE);
         uint8_t* scale = call.scale + (size_t)number * ((C + 1) / 2);
         pack_places(C, scale);
         ranks.read(scale, call.usual, call.sizes);
@@ -149,13 +151,13 @@ class RankedSealing {
     const xq_ranked_blocks& call;
     const int C, n;
     Ranking ranks;
-    const uint8_t* hidden;  // [n], null: none
-    float* even;      // [n, C] rows, from when gains are known on divided by them
-    float* halves;    // [ceil(n / 2), C]
-    float* variance;  // [C]
-    float* row;       // [C], and room for whole vectors
-    uint8_t* places;  // [max(n, C)], before they are packed
-    uint8_t* codes;   // [n, count] of one width
+    const uint8_t* excluded;  // [n], null: none
+    float* scaled;            // [n, C] rows, from when gains are known on divided by them
+    float* partial_sums;      // [ceil(n / 2), C]
+    float* variance;          // [C]
+    float* row;               // [C], and room for whole vectors
+    uint8_t* places;          // [max(n, C)], before they are packed
+    uint8_t* codes;           // [n, count] of one width
 
     static uint8_t place(int steps) { return (uint8_t)std::min(std::max(steps, 0), 15); }
 
@@ -167,13 +169,13 @@ class RankedSealing {
     }
 
     void measure_channels() const {
-        auto seen = [this](int t) { return t < n && !(hidden && hidden[t]); };
+        auto seen = [this](int t) { return t < n && !(excluded && excluded[t]); };
         int count = 0;
         for (int t = 0; t < n; t++) count += seen(t);
         const int half = (n + 1) / 2;
         for (int t = 0; t < half; t++) {
-            const float *a = even + (size_t)t * C, *b = a + (size_t)half * C;
-            float* to = halves + (size_t)t * C;
+            const float *a = scaled + (size_t)t * C, *b = a + (size_t)half * C;
+            float* to = partial_sums + (size_t)t * C;
             if (seen(t) && seen(t + half))
                 for (int c = 0; c < C; c++) to[c] = a[c] * a[c] + b[c] * b[c];
             else if (seen(t) || seen(t + half))
@@ -182,23 +184,23 @@ class RankedSealing {
                 std::fill(to, to + C, 0.0f);
         }
         for (int rows = half; rows > 1; rows = (rows + 1) / 2)
-            add(halves, halves + (size_t)(rows + 1) / 2 * C, (size_t)rows / 2 * C);
+            add(partial_sums, partial_sums + (size_t)(rows + 1) / 2 * C, (size_t)rows / 2 * C);
         const float divisor = (float)std::max(count, 1);
-        for (int c = 0; c < C; c++) variance[c] = std::max(halves[c] / divisor, FLT_MIN);
+        for (int c = 0; c < C; c++) variance[c] = std::max(partial_sums[c] / divisor, FLT_MIN);
     }
     static void add(float* __restrict x, const float* __restrict y, size_t count) {
         for (size_t i = 0; i < count; i++) x[i] += y[i];
     }
 
     // False: there is NaN in the token.
-    bool take_gain(int t) const {
-        float* x = even + (size_t)t * C;
+    bool divide_by_gain(int t) const {
+        float* x = scaled + (size_t)t * C;
         for (int c = 0; c < C; c++) row[c] = x[c] * x[c] / variance[c];
         for (int count = C; count > 1; count = (count + 1) / 2) add(row, row + (count + 1) / 2, count / 2);
         const float loud = row[0] / (float)C;
         if (loud != loud) return false;
-        places[t] = place(steps_of(loud) + EVEN_GAIN);
-        const float gain = size_of(call.sizes, places[t] - EVEN_GAIN);
+        places[t] = place(steps_of(loud) + UNIT_GAIN_PLACE);
+        const float gain = size_of(call.sizes, places[t] - UNIT_GAIN_PLACE);
         for (int c = 0; c < C; c++) x[c] /= gain;
         return true;
     }
@@ -217,7 +219,7 @@ class RankedSealing {
             // Between the levels of 1 bit is one edge, before those of b bits are 2^b - b - 1.
             const float* edges = call.levels + ((1 << bits) - bits - 1);
             for (int t = 0; t < n; t++) {
-                const float* x = even + (size_t)t * C;
+                const float* x = scaled + (size_t)t * C;
                 for (int i = 0; i < count; i++) {
                     const int channel = ranks.order[first + i];
                     row[i] = x[channel] / ranks.sizes[channel];
@@ -267,6 +269,6 @@ class RankedSealing {
     }
 };
 
-inline int ranked_encode(const xq_ranked_blocks& call) { return each_ranked<RankedSealing>(call); }
+inline int ranked_encode(const xq_ranked_blocks& call) { return for_each_ranked_block<RankedEncoding>(call); }
 
 }  // namespace

@@ -6,12 +6,12 @@
 
 namespace {
 
-constexpr int SIDE_STEPS = 10;  // the place of a channel's usual scale
-constexpr int EVEN_GAIN = 8;    // the place of a gain of 1
-constexpr int FARTHEST = 400;   // steps in the table of sizes, either way
+constexpr int USUAL_PLACE = 10;     // the place of a channel's usual scale
+constexpr int UNIT_GAIN_PLACE = 8;  // the place of a gain of 1
+constexpr int FARTHEST = 400;       // steps in the table of sizes, either way
 
 // Entry i of `count` numbers of 4 bits: byte i has i below and i + half above.
-inline int nibble(const uint8_t* packed, int count, int i) {
+inline int nibble_at(const uint8_t* packed, int count, int i) {
     const int half = (count + 1) / 2;
     return i < half ? packed[i] & 15 : packed[i - half] >> 4;
 }
@@ -25,16 +25,16 @@ class Ranking {
     float* sizes;  // [C] of the channels, in their own order
 
     static size_t bytes(int channels) { return 4 * (sizeof(int) * (size_t)channels + 64); }
-    Ranking(int channels, Arena& arena) : channels(channels) {
-        order = arena.take<int>(channels);
-        sizes = arena.take<float>(channels);
-        keys = arena.take<int>(channels);
-        spare = arena.take<int>(channels);
+    Ranking(int channels, Workspace& workspace) : channels(channels) {
+        order = workspace.take<int>(channels);
+        sizes = workspace.take<float>(channels);
+        keys = workspace.take<int>(channels);
+        spare = workspace.take<int>(channels);
     }
 
     void read(const uint8_t* places, const int16_t* usual, const float* table) {
         for (int c = 0; c < channels; c++) {
-            const int power = nibble(places, channels, c) + usual[c] - SIDE_STEPS;
+            const int power = nibble_at(places, channels, c) + usual[c] - USUAL_PLACE;
             sizes[c] = size_of(table, power);
             keys[c] = HIGHEST - power;
             spare[c] = c;

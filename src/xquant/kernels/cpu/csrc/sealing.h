@@ -8,14 +8,14 @@ namespace {
 
 // Where things are in a block. Numbers of its ranges are at hand in tables of floats [ranges][width]: by
 // token where ranges are of channels, by channel where they are of tokens.
-struct Layout {
+struct BlockLayout {
     const xq_affine_blocks& call;
     int across, ranges, width;  // width: `across` rounded up to 16
     int strips, length;
     size_t strip_bytes, block_bytes;  // packed; strip_bytes: from a strip to the next
-    int32_t* first;  // entry of a table of each token, or of each 16 channels; -1: several ranges meet there
+    int32_t* entry_at;  // entry of a table of each token, or of each 16 channels; -1: several ranges meet there
 
-    explicit Layout(const xq_affine_blocks& call)
+    explicit BlockLayout(const xq_affine_blocks& call)
         : call(call), across(call.per_token ? call.tokens : call.channels) {
         const int along = call.per_token ? call.channels : call.tokens;
         ranges = (along + call.group - 1) / call.group;
@@ -36,13 +36,13 @@ struct Layout {
         }
     }
 
-    int firsts() const { return call.per_token ? (call.channels + 15) / 16 : call.tokens; }
-    void set_firsts(int32_t* at) {
-        first = at;
-        for (int i = 0; i < firsts(); i++) {
+    int entry_count() const { return call.per_token ? (call.channels + 15) / 16 : call.tokens; }
+    void set_entries(int32_t* at) {
+        entry_at = at;
+        for (int i = 0; i < entry_count(); i++) {
             const int from = call.per_token ? i * 16 : i;
             const int last = call.per_token ? std::min(from + 15, call.channels - 1) : i;
-            first[i] = from / call.group == last / call.group ? from / call.group * width : -1;
+            entry_at[i] = from / call.group == last / call.group ? from / call.group * width : -1;
         }
     }
     size_t table() const { return (size_t)ranges * width; }
@@ -50,15 +50,13 @@ struct Layout {
 
     // Entries of a table for channels c to c + 15 of a token.
     Floats entries(const float* table, int t, int c) const {
-        if (!call.per_token) return load_floats(table + first[t] + c);
-        if (first[c / 16] >= 0) return broadcast_float(table[first[c / 16] + t]);
+        if (!call.per_token) return load_floats(table + entry_at[t] + c);
+        if (entry_at[c / 16] >= 0) return broadcast_float(table[entry_at[c / 16] + t]);
         alignas(64) float each[16];
         for (int i = 0; i < 16; i++) each[i] = table[std::min((c + i) / call.group, ranges - 1) * width + t];
         return load_floats(each);
     }
-    int64_t element(int64_t block, int t, int c) const {
-        return block * call.block_stride + t * call.token_stride + c;
-    }
+    int64_t element(int64_t block, int t, int c) const { return block * call.block_stride + t * call.token_stride + c; }
     // Of a range among the stored: next to tiles all tokens of a range follow each other.
     bool by_range() const { return !call.per_token || call.head; }
     int64_t stored(int64_t block, int range, int at) const {
@@ -76,8 +74,8 @@ struct Layout {
 };
 
 // One block at work, `number` of all, with two tables of its own.
-struct Block {
-    const Layout& layout;
+struct BlockTask {
+    const BlockLayout& layout;
     const xq_affine_blocks& call;
     int64_t number;
     float *zeros, *scales;
@@ -86,72 +84,73 @@ struct Block {
 // Works on all blocks: first on the ranges of a block, part by part, then on its strips. Few blocks at a time,
 // so that the second pass finds the rows in the cache; threads share a single block as they share many.
 template <class Work>
-int work(const xq_affine_blocks& call) {
-    static thread_local Arena shared;
-    Layout layout(call);
+int for_each_block(const xq_affine_blocks& call) {
+    static thread_local Workspace shared;
+    BlockLayout layout(call);
     const int threads = layout.threads(), wave = std::min(threads, call.blocks);
     const size_t table = layout.table();
-    if (!shared.reserve(sizeof(float) * 2 * wave * table + sizeof(int32_t) * layout.firsts() + 64)) return XQ_NO_MEMORY;
+    if (!shared.reserve(sizeof(float) * 2 * wave * table + sizeof(int32_t) * layout.entry_count() + 64))
+        return XQ_NO_MEMORY;
     float* tables = shared.take<float>(2 * wave * table);
-    layout.set_firsts(shared.take<int32_t>(layout.firsts()));
+    layout.set_entries(shared.take<int32_t>(layout.entry_count()));
     int failed = 0, nan = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed, nan)
     {
-        static thread_local Arena arena;
-        const bool ready = arena.reserve(layout.scratch());
+        static thread_local Workspace workspace;
+        const bool ready = workspace.reserve(layout.scratch());
         failed += !ready;
         for (int from = 0; from < call.blocks; from += wave) {
-            const int count = std::min(wave, call.blocks - from), parts = Work::range_parts(layout);
+            const int count = std::min(wave, call.blocks - from), jobs = Work::range_jobs(layout);
             auto block = [&](int i) {
                 float* zeros = tables + 2 * i * table;
                 return Work{{layout, call, from + i, zeros, zeros + table}};
             };
 #pragma omp for schedule(static) collapse(2)
             for (int i = 0; i < count; i++)
-                for (int part = 0; part < parts; part++) nan += block(i).do_ranges(part);
+                for (int job = 0; job < jobs; job++) nan += block(i).set_ranges(job);
 #pragma omp for schedule(static) collapse(2)
             for (int i = 0; i < count; i++)
                 for (int strip = 0; strip < layout.strips; strip++)
-                    if (ready) block(i).do_strip(strip, arena.base);
+                    if (ready) block(i).convert_strip(strip, workspace.base);
         }
     }
     return failed ? XQ_NO_MEMORY : nan ? XQ_FOUND_NAN : XQ_DONE;
 }
 
 template <template <int> class Work>
-int work(const xq_affine_blocks& call) {
+int for_each_block(const xq_affine_blocks& call) {
     switch (call.dtype) {
-        case XQ_FLOAT32: return work<Work<XQ_FLOAT32>>(call);
-        case XQ_BFLOAT16: return work<Work<XQ_BFLOAT16>>(call);
-        default: return work<Work<XQ_FLOAT16>>(call);
+        case XQ_FLOAT32: return for_each_block<Work<XQ_FLOAT32>>(call);
+        case XQ_BFLOAT16: return for_each_block<Work<XQ_BFLOAT16>>(call);
+        default: return for_each_block<Work<XQ_FLOAT16>>(call);
     }
 }
 
 template <int DTYPE>
-struct Sealing : Block {
+struct AffineEncoding : BlockTask {
     Floats levels() const { return broadcast_float((float)((1 << call.bits) - 1)); }
-    bool hidden(int t) const {
+    bool is_excluded(int t) const {
         return !call.per_token && call.excluded && call.excluded[number * call.tokens + t];
     }
 
     // Ranges of all tokens for 64 channels, or of all channels for 16 tokens. True: there was NaN.
-    static int range_parts(const Layout& layout) {
+    static int range_jobs(const BlockLayout& layout) {
         const int strips = (layout.call.channels + STRIP - 1) / STRIP;
         return layout.call.per_token ? layout.width / 16 : layout.ranges * strips;
     }
-    bool do_ranges(int part) const {
-        Floats poison = broadcast_float(0);
+    bool set_ranges(int job) const {
+        Floats nan_probe = broadcast_float(0);
         if (call.per_token) {
-            for (int range = 0; range < layout.ranges; range++) of_channels(range, part * 16, poison);
+            for (int range = 0; range < layout.ranges; range++) range_of_channels(range, job * 16, nan_probe);
         } else {
             const int strips = (call.channels + STRIP - 1) / STRIP;
-            of_tokens(part / strips, part % strips * STRIP, poison);
+            range_of_tokens(job / strips, job % strips * STRIP, nan_probe);
         }
-        const float nothing = sum(poison);
+        const float nothing = sum(nan_probe);
         return nothing != nothing;
     }
 
-    void of_channels(int range, int t, Floats& poison) const {
+    void range_of_channels(int range, int t, Floats& nan_probe) const {
         alignas(64) float low[16] = {}, high[16] = {};
         const int count = std::min(16, call.tokens - t);
         const int start = range * call.group, stop = std::min(start + call.group, call.channels);
@@ -160,73 +159,74 @@ struct Sealing : Block {
             for (int c = start; c < stop; c += 16) {
                 // The last 16 of a range may be met twice.
                 const int from = stop - start >= 16 ? std::min(c, stop - 16) : c;
-                see(load_as<DTYPE>(call.rows, layout.element(number, t + i, from), stop - from), least, most, poison);
+                widen(load_as<DTYPE>(call.rows, layout.element(number, t + i, from), stop - from), least, most,
+                      nan_probe);
             }
             low[i] = lowest(least);
             high[i] = highest(most);
         }
-        finish(load_floats(low), load_floats(high), range, t, count);
+        store_range(load_floats(low), load_floats(high), range, t, count);
     }
 
-    void of_tokens(int range, int c, Floats& poison) const {
+    void range_of_tokens(int range, int c, Floats& nan_probe) const {
         Floats low[4], high[4];
         const int start = range * call.group, stop = std::min(start + call.group, call.tokens);
         const int lanes = std::min(STRIP, call.channels - c);
         for (int j = 0; j < 4; j++) low[j] = broadcast_float(INFINITY), high[j] = broadcast_float(-INFINITY);
         for (int t = start; t < stop; t++) {
-            if (hidden(t)) continue;
+            if (is_excluded(t)) continue;
             for (int j = 0; j < 4 && j * 16 < lanes; j++)
-                see(load_as<DTYPE>(call.rows, layout.element(number, t, c + j * 16), lanes - j * 16), low[j], high[j],
-                    poison);
+                widen(load_as<DTYPE>(call.rows, layout.element(number, t, c + j * 16), lanes - j * 16), low[j], high[j],
+                      nan_probe);
         }
         for (int j = 0; j < 4 && j * 16 < lanes; j++)
-            finish(low[j], high[j], range, c + j * 16, std::min(16, lanes - j * 16));
+            store_range(low[j], high[j], range, c + j * 16, std::min(16, lanes - j * 16));
     }
 
     // Poison becomes NaN once it meets NaN, and stays 0 until then.
-    static void see(Floats x, Floats& low, Floats& high, Floats& poison) {
-        x = within_halves(x);
+    static void widen(Floats x, Floats& low, Floats& high, Floats& nan_probe) {
+        x = clamp_to_fp16(x);
         low = minimum(low, x);
         high = maximum(high, x);
-        poison = fma(x, broadcast_float(0), poison);
+        nan_probe = fma(x, broadcast_float(0), nan_probe);
     }
 
     // Scale and zero of `count` ranges that are neighbours in the tables, from their ends.
-    void finish(Floats low, Floats high, int range, int at, int count) const {
-        alignas(64) uint16_t zero_halves[16], scale_halves[16];
+    void store_range(Floats low, Floats high, int range, int at, int count) const {
+        alignas(64) uint16_t zero_fp16[16], scale_fp16[16];
         alignas(64) float divisor[16];
         const Floats none = low;  // where all is hidden the lowest is above the highest, and both become 0
         low = zero_below(low, high, none);
         high = zero_below(high, high, none);
-        store_halves(zero_halves, low);
-        Floats zero = load_halves(zero_halves);
+        store_fp16(zero_fp16, low);
+        Floats zero = load_fp16(zero_fp16);
         Floats scale = maximum(high - zero, broadcast_float(0)) / levels();
-        store_halves(scale_halves, minimum(scale, broadcast_float(HALF_MAX)));
-        scale = load_halves(scale_halves);
+        store_fp16(scale_fp16, minimum(scale, broadcast_float(FP16_MAX)));
+        scale = load_fp16(scale_fp16);
         store_floats(divisor, scale);
         for (int i = 0; i < 16; i++) divisor[i] = divisor[i] == 0 ? INFINITY : divisor[i];  // code 0
         store_floats(zeros + range * layout.width + at, zero);
         store_floats(scales + range * layout.width + at, load_floats(divisor));
         if (call.zero_shift != 0) {  // codes do not depend on it
-            store_halves(zero_halves, zero + broadcast_float(call.zero_shift) * scale);
-            store_halves(scale_halves, broadcast_float(call.scale_factor) * scale);
+            store_fp16(zero_fp16, zero + broadcast_float(call.zero_shift) * scale);
+            store_fp16(scale_fp16, broadcast_float(call.scale_factor) * scale);
         }
         const int64_t to = layout.stored(number, range, at);
         for (int i = 0; i < count; i++) {
-            call.zero[to + i * layout.stored_step()] = zero_halves[i];
-            call.scale[to + i * layout.stored_step()] = scale_halves[i];
+            call.zero[to + i * layout.stored_step()] = zero_fp16[i];
+            call.scale[to + i * layout.stored_step()] = scale_fp16[i];
         }
     }
 
     // Codes of channels c to c + 15 of a token; only `count` are there.
     Words codes(int t, int c, int count) const {
         Floats x = broadcast_float(0);
-        if (!hidden(t)) x = within_halves(load_as<DTYPE>(call.rows, layout.element(number, t, c), count));
+        if (!is_excluded(t)) x = clamp_to_fp16(load_as<DTYPE>(call.rows, layout.element(number, t, c), count));
         x = (x - layout.entries(zeros, t, c)) / layout.entries(scales, t, c);
         return to_nearest(minimum(maximum(x, broadcast_float(0)), levels()));
     }
 
-    void do_strip(int strip, uint8_t* scratch) const {
+    void convert_strip(int strip, uint8_t* scratch) const {
         std::memset(scratch + (size_t)layout.length * STRIP, 0, 7 * STRIP);
         quantize(strip, scratch);
         pick_pack_strip(call.bits)(scratch, layout.length, layout.packed(number, strip), layout.stride(),
@@ -253,30 +253,29 @@ struct Sealing : Block {
                 for (int k = 0; k < call.head; k += 16) {
                     uint8_t bytes[16];
                     store_bytes(bytes, codes(t + lane, c + k, 16));
-                    for (int i = 0; i < 4; i++)
-                        std::memcpy(scratch + (k / 4 + i) * STRIP + lane * 4, bytes + i * 4, 4);
+                    for (int i = 0; i < 4; i++) std::memcpy(scratch + (k / 4 + i) * STRIP + lane * 4, bytes + i * 4, 4);
                 }
         }
     }
 };
 
-inline int affine_encode(const xq_affine_blocks& call) { return work<Sealing>(call); }
+inline int affine_encode(const xq_affine_blocks& call) { return for_each_block<AffineEncoding>(call); }
 
 template <int DTYPE>
-struct Decoding : Block {
-    static int range_parts(const Layout& layout) { return layout.ranges; }
-    bool do_ranges(int range) const {
+struct AffineDecoding : BlockTask {
+    static int range_jobs(const BlockLayout& layout) { return layout.ranges; }
+    bool set_ranges(int range) const {
         const int64_t from = layout.stored(number, range, 0);
         const ptrdiff_t step = layout.stored_step();
         float *zero = zeros + range * layout.width, *scale = scales + range * layout.width;
         for (int i = 0; i < layout.across; i++) {
-            zero[i] = half_to_float(call.zero[from + i * step]);
-            scale[i] = half_to_float(call.scale[from + i * step]);
+            zero[i] = fp16_to_float(call.zero[from + i * step]);
+            scale[i] = fp16_to_float(call.scale[from + i * step]);
         }
         return false;
     }
 
-    void do_strip(int strip, uint8_t* scratch) const {
+    void convert_strip(int strip, uint8_t* scratch) const {
         pick_unpack_strip(call.bits)(layout.packed(number, strip), layout.length, scratch, layout.stride(),
                                      layout.bytes_of(strip));
         restore(strip, scratch);
@@ -285,7 +284,7 @@ struct Decoding : Block {
     void put(int t, int c, Words codes, int count) const {
         Floats x = to_floats(codes) * layout.entries(scales, t, c) + layout.entries(zeros, t, c);
         // The top code of a rounded-up scale may lie past fp16.
-        if (DTYPE == XQ_FLOAT16) x = within_halves(x);
+        if (DTYPE == XQ_FLOAT16) x = clamp_to_fp16(x);
         store_as<DTYPE>(call.rows, layout.element(number, t, c), x, count);
     }
 
@@ -314,6 +313,6 @@ struct Decoding : Block {
     }
 };
 
-inline int affine_decode(const xq_affine_blocks& call) { return work<Decoding>(call); }
+inline int affine_decode(const xq_affine_blocks& call) { return for_each_block<AffineDecoding>(call); }
 
 }  // namespace

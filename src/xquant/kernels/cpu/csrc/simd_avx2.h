@@ -65,7 +65,7 @@ inline Words add16(Words a, Words b) {
 inline Words sub16(Words a, Words b) {
     return {_mm256_sub_epi16(a.lo, b.lo), _mm256_sub_epi16(a.hi, b.hi)};
 }
-inline Words times(Words a, Words b) {
+inline Words multiply_q15(Words a, Words b) {
     return {_mm256_mulhrs_epi16(a.lo, b.lo), _mm256_mulhrs_epi16(a.hi, b.hi)};
 }
 inline Words dot16(Words sum, Words a, Words b) {
@@ -148,7 +148,7 @@ inline float lowest(Floats a) {
 }
 inline Floats to_floats(Words a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline Words to_nearest(Floats a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
-inline Floats load_halves(const uint16_t* p) {
+inline Floats load_fp16(const uint16_t* p) {
     auto q = (const __m128i*)p;
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
@@ -156,26 +156,26 @@ inline Floats zero_below(Floats a, Floats x, Floats least) {
     return {_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, least.lo, _CMP_GE_OQ)),
             _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, least.hi, _CMP_GE_OQ))};
 }
-inline void store_halves(uint16_t* p, Floats a) {
+inline void store_fp16(uint16_t* p, Floats a) {
     auto q = (__m128i*)p;
     _mm_storeu_si128(q, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     _mm_storeu_si128(q + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-inline __m256 brains_half(__m128i a) {
+inline __m256 widen_bf16(__m128i a) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16));
 }
-inline Floats load_brains(const uint16_t* p) {
+inline Floats load_bf16(const uint16_t* p) {
     auto q = (const __m128i*)p;
-    return {brains_half(_mm_loadu_si128(q)), brains_half(_mm_loadu_si128(q + 1))};
+    return {widen_bf16(_mm_loadu_si128(q)), widen_bf16(_mm_loadu_si128(q + 1))};
 }
-inline __m256i to_brains(__m256 a) {
+inline __m256i to_bf16(__m256 a) {
     __m256i bits = _mm256_castps_si256(a);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     bits = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
     return _mm256_srli_epi32(bits, 16);
 }
-inline void store_brains(uint16_t* p, Floats a) {
-    __m256i both = _mm256_packus_epi32(to_brains(a.lo), to_brains(a.hi));  // lo0 hi0 lo1 hi1
+inline void store_bf16(uint16_t* p, Floats a) {
+    __m256i both = _mm256_packus_epi32(to_bf16(a.lo), to_bf16(a.hi));  // lo0 hi0 lo1 hi1
     _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xD8));
 }
 inline Words load_bytes(const uint8_t* p) {

@@ -49,7 +49,7 @@ inline Words shift_left32(Words a) { return {_mm512_slli_epi32(a.v, N)}; }
 inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Words sub16(Words a, Words b) { return {_mm512_sub_epi16(a.v, b.v)}; }
 // round(a * b / 2^15)
-inline Words times(Words a, Words b) { return {_mm512_mulhrs_epi16(a.v, b.v)}; }
+inline Words multiply_q15(Words a, Words b) { return {_mm512_mulhrs_epi16(a.v, b.v)}; }
 // sum + a0 * b0 + a1 * b1 in every 32-bit lane
 inline Words dot16(Words sum, Words a, Words b) {
     return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
@@ -83,22 +83,22 @@ inline float highest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float lowest(Floats a) { return _mm512_reduce_min_ps(a.v); }
 inline Floats to_floats(Words a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Words to_nearest(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
-inline Floats load_halves(const uint16_t* p) {
+inline Floats load_fp16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
 // a where x is at least `least`, 0 elsewhere
 inline Floats zero_below(Floats a, Floats x, Floats least) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), a.v)};
 }
-inline void store_halves(uint16_t* p, Floats a) {
+inline void store_fp16(uint16_t* p, Floats a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 // bfloat16; numbers are rounded to nearest, ties to even
-inline Floats load_brains(const uint16_t* p) {
+inline Floats load_bf16(const uint16_t* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-inline void store_brains(uint16_t* p, Floats a) {
+inline void store_bf16(uint16_t* p, Floats a) {
     __m512i bits = _mm512_castps_si512(a.v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     bits = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);

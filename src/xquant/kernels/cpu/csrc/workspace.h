@@ -6,10 +6,10 @@ namespace {
 
 // Scratch memory of a thread, 64-byte aligned. It is kept between calls, or every call would begin with
 // page faults.
-struct Arena {
+struct Workspace {
     uint8_t *base = nullptr, *next = nullptr;
     size_t size = 0;
-    ~Arena() { std::free(base); }
+    ~Workspace() { std::free(base); }
 
     // Empties it and makes room. False: there is not so much memory.
     bool reserve(size_t wanted) {
