@@ -1,13 +1,20 @@
-// Scores to probabilities, a block of tokens at a time, with running maxima and sums.
+// Online softmax: attention weights from the scores of some tokens at a time. Of every row, a query head times a
+// query, it keeps the running maximum m, the running sum l and the weighted sum o of values. Scores s of more tokens
+// change them to
+//
+//     m' = max(m, max s),   p = exp(s - m'),   l' = l exp(m - m') + sum p,   o' = o exp(m - m') + p V
+//
+// and after the last the output is o / l, which is softmax(s) V over all tokens. So nothing grows with the context,
+// and states of different tokens can be combined. The callers add p V.
 #pragma once
 
 namespace {
 
-// e^x for x <= 0, relative error below 4e-6; 0 far below, and for -infinity.
+// exp(x) for x <= 0, with a relative error below 4e-6. It is 0 far below 0, and at -infinity.
 inline Floats exponential(Floats x) {
     const Floats y = maximum(x * broadcast_float(1.44269504f), broadcast_float(-200));
     const Floats whole = round_to_whole(y), f = y - whole;
-    // 2^f = sum of (f ln 2)^i / i!
+    // 2^f is the sum of (f ln 2)^i / i!, up to i = 5.
     const float factors[] = {1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 0.240226507f, 0.693147181f, 1.0f};
     Floats sum = broadcast_float(factors[0]);
     for (int i = 1; i < 6; i++) sum = fma(sum, f, broadcast_float(factors[i]));
@@ -23,13 +30,13 @@ inline float highest_of(const float* x, int count) {
     return found;
 }
 
-// What has been attended to so far: the output of every row is sums[row] / total[row].
+// The state of `rows` rows after some tokens. It does not own its memory.
 struct OnlineSoftmax {
     int rows, width;
-    float *running_max, *running_sum;  // [rows], as all of these with room for whole vectors
-    float* largest_weight;             // the highest of the last weights
-    float* rescale;                    // what the last weights made of those before
-    float* sums;                       // [rows, width]
+    float *running_max, *running_sum;  // [rows] m and l; these four arrays are padded to whole vectors
+    float* largest_weight;             // [rows] the highest p of the last update
+    float* rescale;                    // [rows] exp(m - m') of the last update
+    float* sums;                       // [rows, width] o
 
     static size_t padded(int rows) { return (rows + 15) / 16 * 16; }
     static size_t floats(int rows, int width) { return 4 * padded(rows) + (size_t)(rows * width + 15) / 16 * 16; }
@@ -47,7 +54,8 @@ struct OnlineSoftmax {
         std::memset(running_sum, 0, sizeof(float) * (floats(rows, width) - padded(rows)));
     }
 
-    // Turns scores [rows, count] to weights, relative to the new maximum of every row. False: all are masked.
+    // Turns scores [rows, count] into weights p, and updates all but p V. False: all scores are masked, and
+    // scores, m, l and o stay as they are.
     bool update(float* scores, int count) {
         std::fill(largest_weight + rows, largest_weight + padded(rows), -INFINITY);
         for (int r = 0; r < rows; r++) largest_weight[r] = highest_of(scores + (size_t)r * count, count);
@@ -55,7 +63,7 @@ struct OnlineSoftmax {
         for (int r = 0; r < rows; r += 16) {
             const Floats before = load_floats(running_max + r), here = load_floats(largest_weight + r);
             const Floats now = maximum(before, here);
-            // A row that has seen nothing yet gets no weights at all.
+            // Where a row is masked so far, this makes its weights 0 and not NaN.
             const Floats base = maximum(now, broadcast_float(-1e30f));
             store_floats(rescale + r, exponential(before - base));
             store_floats(largest_weight + r, exponential(here - base));
@@ -82,7 +90,7 @@ struct OnlineSoftmax {
         return true;
     }
 
-    // Adds what another has attended to.
+    // Adds the state of other tokens.
     void combine(const OnlineSoftmax& other) {
         for (int n = 0; n < rows; n++) {
             if (other.running_max[n] == -INFINITY) continue;

@@ -1,14 +1,18 @@
-// Packed keys or values as attention reads them: where the parts of a block are, and what is kept apart.
-// Included once for each instruction set.
+// The packed keys or values of one sequence and key/value head, as attention reads them block by block: where codes
+// and ranges are, outliers, and memory that keys and values share. An element is
+//
+//     code * scale + zero + offset (affine)   or   level[code] * scale + zero + offset (codebook),
+//
+// plus its residual if it is an outlier: what `quant.Affine.decode` and `quant.Codebook.decode` give.
 #pragma once
 #include <algorithm>
 
-#include "workspace.h"
 #include "elements.h"
+#include "workspace.h"
 
 namespace {
 
-// Ranges of one block: element (token, channel) decodes to code * scale + zero (+ offset).
+// The ranges of one block, fp16.
 struct Ranges {
     const uint16_t *scale, *zero;
     Ranges(const xq_operand& operand, int64_t id)
@@ -16,19 +20,19 @@ struct Ranges {
           zero(at_address<uint16_t>(operand.zero[operand.offline ? 0 : id])) {}
 };
 
-// A block of one sequence and its key/value head.
+// A block, and one of its key/value heads.
 struct HeadBlock {
     int64_t id;
     int head;
 };
 
-// Memory of a task that keys and values use in turn.
+// Memory that the keys and the values of a task use one after the other.
 struct Scratch {
     float* scores;                        // [rows, n], then the weights of values
-    int16_t* weights;                     // [MAX_ROWS, max(D, n)], of integer dot products
+    int16_t* weights;                     // [MAX_ROWS, max(D, n)] of integer dot products
     float *steps, *bias;                  // [MAX_ROWS]
-    Words* int16_tiles;                   // [TILES, max(D, n) / 2]
-    int32_t *outlier_token, *outlier_at;  // of a block
+    Words* int16_tiles;                   // [TILES, max(D, n) / 2] decoded to int16
+    int32_t *outlier_token, *outlier_at;  // of a block's outliers: the token of each, and which are of the head
 
     static size_t most(const xq_attend& c) { return std::max(c.head_size, c.block); }
     static size_t outlier_capacity(const xq_attend& c) {
@@ -52,13 +56,13 @@ struct Scratch {
     }
 };
 
-// The keys or the values of one sequence and key/value head.
+// What packed keys and packed values have in common.
 struct PackedOperand : Scratch {
     const xq_attend& call;
     const xq_operand& operand;
     const int b, g;
     const int D, n, rows;
-    int16_t table16[16] = {};  // levels, where there are some, times `most`
+    int16_t table16[16] = {};  // levels of a codebook times `most`
 
     PackedOperand(const xq_attend& c, const xq_operand& operand, float most, int b, int g, const Scratch& scratch)
         : Scratch(scratch),
@@ -77,7 +81,7 @@ struct PackedOperand : Scratch {
         return operand.codes[at.id] + (uint64_t)at.head * n * D * operand.bits / 8;
     }
 
-    // Asks for the ranges of a block that is wanted next; its codes are asked for as others are read.
+    // Fetches the ranges of the next block into the CPU's cache. Its codes are fetched while those of a block are read.
     void prefetch_ranges(HeadBlock next) const {
         if (operand.offline) return;
         const size_t count = operand.per_token ? n : D;
@@ -86,8 +90,8 @@ struct PackedOperand : Scratch {
             for (size_t i = 0; i < count; i += 32) prefetch(at_address<uint16_t>(address) + at + i);
     }
 
-    // Calls found(token, channel of the head, what the element is more than its code says) for the elements
-    // of this head that are kept apart. Without branches that depend on where they are.
+    // Calls found(token, channel of the head, residual) for the outliers of this head. It lists them first, without a
+    // branch that depends on where they are.
     template <class Found>
     void each_outlier(int64_t id, Found found) const {
         const auto* residual = at_address<uint16_t>(operand.outlier_excess[id]);
@@ -97,7 +101,7 @@ struct PackedOperand : Scratch {
         int total = 0;
         for (int t = 0; t < n; t++) {
             const int count = operand.count_bytes == 1 ? count8[t] : count16[t];
-            for (int i = 0; i < count; i += 16)  // the next token writes over what is too much
+            for (int i = 0; i < count; i += 16)  // the next token overwrites what is beyond `count`
                 store(outlier_token + total + i, broadcast(t));
             total += count;
         }

@@ -1,15 +1,27 @@
-// Scores of a few queries with packed keys, a block at a time. Included once for each instruction set.
+// Scores of a few queries with one block of packed keys, score[t] = scaling * q . k_t. Keys are never written out.
+//
+// - Keys after RoPE, affine codes, ranges per channel: scales and zeros are folded into the query,
+//       q . k_t = sum_c (q_c scale_c) code[t, c] + sum_c q_c zero_c,
+//   so the first sum is an integer dot product with the codes themselves, and the second is one number a query.
+// - All others: codes become int16 keys, a few tiles at a time, with one step for the two channels of a rotation, and
+//   the query takes the steps. Keys before RoPE are rotated in the same go. A key at position p + r of a block that
+//   starts at p is R(p) R(r) k, so q . R(p) R(r) k = (R(-p) q) . (R(r) k): the query is rotated once a block, and R(r)
+//   is a small table for all blocks, heads and layers.
+// - An outlier adds the product of the query and its residual, rotated alike.
+//
+// It equals q K^T over the keys that `CompressedLayer` decodes and transformers' sdpa reads, to a relative error below
+// 1e-3 of the output.
 #pragma once
 #include "operand.h"
 
 namespace {
 
-// Where the angle of each channel of a head is in the table of turns, for keys that are kept apart. The same
-// for all tasks of a call.
+// Where the rope table has the angle of each channel of a head, for outliers. The same for all tasks of a call.
 struct RopePlaces {
     struct Place {
-        int32_t at, partner;  // in the table, at a tile's first token; the other channel of the pair
-        float sine;           // 1 or -1, over the unit of the table
+        int32_t at;       // in the part of the table for a tile, at the tile's first token
+        int32_t partner;  // the other channel that the rotation mixes with this one
+        float sine;       // sign of its sine, over 32767, which is 1 in the table
     };
     Place* of = nullptr;  // [D]
 
@@ -26,14 +38,14 @@ struct RopePlaces {
     }
 };
 
-// The keys of a task.
+// The keys of a task: one sequence and key/value head.
 struct PackedKeys : PackedOperand {
     const RopePlaces& rope_places;
-    float* query;               // [rows, D] times the scaling
-    float* rotated_query;       // [rows, D] turned back to the start of a block
-    float* scaled_query;        // [MAX_ROWS, D]
-    int32_t *scale16, *zero16;  // [D / 2], or [ranges of a token, 16]
-    float* pair_step;           // [D / 2]
+    float* query;               // [rows, D] times `scaling`
+    float* rotated_query;       // [rows, D] R(-p) query; without RoPE the query itself
+    float* scaled_query;        // [MAX_ROWS, D] times scales, or times steps
+    int32_t *scale16, *zero16;  // int16 pairs: [D / 2] by channel, or [ranges of the head, 16] by token
+    float* pair_step;           // [D / 2] the step of int16 keys, of channels c and c + D / 2
 
     static size_t bytes(const xq_attend& c) {
         const size_t rows = c.group_heads * c.queries, D = c.head_size;
@@ -62,7 +74,7 @@ struct PackedKeys : PackedOperand {
         for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
     }
 
-    // R(-p) q: what a key turned by r positions is to be dotted with, for a block that starts at p.
+    // Sets rotated_query to R(-p) q for the block in this column of the table, which starts at position p.
     void rotate_query(int column) {
         if (!call.rope_table) {
             rotated_query = query;
@@ -81,7 +93,7 @@ struct PackedKeys : PackedOperand {
         }
     }
 
-    // Scale folded into the query: integer dot products on the codes themselves.
+    // Integer dot products with the codes of tokens `from` to `to - 1`, which have one range a channel.
     void score_codes(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
                      ptrdiff_t ahead) {
         const float* offset = operand.offset ? operand.offset + g * D : nullptr;
@@ -112,7 +124,7 @@ struct PackedKeys : PackedOperand {
         }
     }
 
-    // A scale times 2^bits must fit too.
+    // The highest int16 of a key. An affine scale times 2^bits must fit into an int16 too.
     float key_limit() const {
         return operand.levels ? KEY_LIMIT : std::min(KEY_LIMIT, 16383 * (1 - 1.0f / (1 << operand.bits)));
     }
@@ -126,7 +138,8 @@ struct PackedKeys : PackedOperand {
         }
     }
 
-    // int16 scale and zero of every channel; the two channels of a rotation share a unit.
+    // Rounds scale and zero of every channel to int16. The two channels of a rotation share a step, or they could not
+    // be added.
     void quantize_channel_ranges(const uint16_t* scale, const uint16_t* zero) {
         const float* offset = operand.offset ? operand.offset + g * D : nullptr;
         const float per_level = operand.levels ? 32768.0f / 32767 : (float)(1 << operand.bits);
@@ -145,7 +158,7 @@ struct PackedKeys : PackedOperand {
             const Floats unit = limit / reach;
             store_floats(pair_step + c, reach / limit);
             for (int upper = 0; upper < 2; upper++) {
-                // 2^15 where a range of 1 bit is symmetric
+                // It would be 2^15 where a range of 1 bit is symmetric.
                 const Floats most = broadcast_float(32767);
                 places[upper][0].store(to_nearest(minimum(s[upper] * unit * level, most)), (int16_t*)scale16);
                 places[upper][1].store(to_nearest(z[upper] * unit), (int16_t*)zero16);
@@ -153,7 +166,8 @@ struct PackedKeys : PackedOperand {
         }
     }
 
-    // The same for ranges per token: one unit, vectors over the 16 tokens of a tile for each range.
+    // The same for ranges per token: one step for all channels of a block, then scales and zeros of the 16 tokens of a
+    // tile, a vector for each range.
     void set_token_step(const uint16_t* scale, const uint16_t* zero) {
         float reach = 1e-20f;
         for (int t = 0; t < n; t++)
@@ -178,7 +192,7 @@ struct PackedKeys : PackedOperand {
             }
     }
 
-    // Levels [D / 2] of one tile to keys, turned by 0, 1, ... positions where the call asks for it.
+    // Makes int16 keys of the int16 codes [D / 2] of one tile, in place; with ROTATE, keys R(r) k.
     template <bool PER_TOKEN, bool ROTATE>
     void decode_keys(Words* tile, int tile_index) {
         const int units = D / 32, group = operand.group, first = g * D / group;
@@ -213,7 +227,7 @@ struct PackedKeys : PackedOperand {
             }
     }
 
-    // Keys as int16, a few tiles at a time, then dotted with the query.
+    // Dot products with int16 keys of tokens `from` to `to - 1`, a few tiles at a time.
     void score_int16(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
                      ptrdiff_t ahead) {
         if (operand.per_token)
@@ -281,7 +295,7 @@ struct PackedKeys : PackedOperand {
         });
     }
 
-    // `next`: the spot whose codes are to be in the CPU's cache when it is their turn.
+    // Writes `scores` [rows, n] of a block. `next`: the one whose codes are fetched into the CPU's cache meanwhile.
     void score(int64_t id, HeadBlock next) {
         const Ranges ranges(operand, id);
         const auto* codes = at_address<uint8_t>(codes_at({id, g}));

@@ -1,14 +1,21 @@
-// Sums of packed values by weights, a block at a time. Included once for each instruction set.
+// Adds the weighted values of one packed block to the sums of an online softmax: o[c] += sum_t p_t v[t, c].
+//
+//     ranges per token:    sum_t (p_t scale_t) code[t, c] + sum_t p_t zero_t
+//     ranges per channel:  scale_c sum_t p_t code[t, c] + zero_c sum_t p_t
+//
+// The sums over codes are integer dot products with weights that are rounded to int16, p_t scale_t or p_t; the others
+// are one number a range or a query. An outlier adds p_t times its residual. It equals p V over the values that
+// `CompressedLayer` decodes, to a relative error below 1e-3 of the output.
 #pragma once
-#include "operand.h"
 #include "online_softmax.h"
+#include "operand.h"
 
 namespace {
 
-// The values of a task: weights are in `scores`, sums in `running`.
+// The values of a task. `scores` holds the weights p, and `softmax` the sums.
 struct PackedValues : PackedOperand {
     const OnlineSoftmax softmax;
-    float* token_scale;  // [2, n]
+    float* token_scale;  // [2, n] scales and zeros of one range of every token
 
     static size_t bytes(const xq_attend& c) { return sizeof(float) * 2 * c.block + 64; }
 
@@ -17,8 +24,8 @@ struct PackedValues : PackedOperand {
         token_scale = workspace.take<float>(2 * (size_t)n);
     }
 
-    // Weights of a block for values, of row i of `count`: probabilities times `scale` (null: 1), none above
-    // `top`. The bias is their sum with `zero` (null: 0) in place of the scale.
+    // Rounds the weights of row i of `count`: p times `scale` (null: 1), none of which is above `top`. Its bias is the
+    // sum of p times `zero` (null: 0).
     void quantize_weights(const float* p, const float* scale, const float* zero, float top, int i, int count) {
         const float most =
             operand.levels ? highest_int16_weight(VALUE_LIMIT) : highest_weight(n, (float)((1 << operand.bits) - 1));
@@ -36,7 +43,7 @@ struct PackedValues : PackedOperand {
         steps[i] = operand.levels ? step / VALUE_LIMIT : step;
     }
 
-    // Adds the codes of `tiles` tiles of channels, weighted, and the bias, to `out`.
+    // Adds weighted codes of `tiles` tiles of channels, and the bias, to `out`.
     void add_tiles(const uint8_t* codes, int tiles, int count, float* out, size_t stride, ptrdiff_t ahead) {
         if (operand.levels) {
             const CodesToInt16 to_int16 = pick_codes_to_int16(operand.bits, true);
@@ -51,13 +58,13 @@ struct PackedValues : PackedOperand {
         }
     }
 
-    // Ranges per token [ranges, n]: their scale is folded into the probabilities.
+    // Ranges per token [ranges, n]. Weights are rounded anew where the next range begins.
     void add_by_token(const uint8_t* codes, const Ranges& ranges, int r, int count, ptrdiff_t ahead) {
         float *scale = token_scale, *zero = token_scale + n;
         int prepared = -1;
         for (int c = 0; c < D;) {
             const int j = (g * D + c) / operand.group;
-            // Some ranges end inside a head, and some heads inside a range.
+            // A range may end inside a head, and a head inside a range.
             const int end = c + 16 * TILES;
             const int tiles = end <= D && (g * D + end - 1) / operand.group == j ? TILES : 1;
             if (j != prepared) {
@@ -80,7 +87,7 @@ struct PackedValues : PackedOperand {
         }
     }
 
-    // One range per channel and block: applied to the sums.
+    // Ranges per channel, one a block.
     void add_by_channel(const uint8_t* codes, const Ranges& ranges, int r, int count, ptrdiff_t ahead) {
         float totals[MAX_ROWS];
         alignas(64) float partial[MAX_ROWS * 16 * TILES];

@@ -1,49 +1,17 @@
-// Blocks [n, C] between rows of floats and packed codes: what sealing and decoding share.
+// Packs codes of 1 to 8 bits into bytes, and unpacks them: `quant.pack.pack` and `unpack`, bit for bit.
 //
-// Codes are packed in strips, matrices [length][64] packed along their length. Where codes are in tiles a
-// strip is a tile, [K / 4][16][4]; in rows it is 64 channels of all tokens.
+// The unit is a strip, a matrix of codes [length][64] that is packed along its length, so that 64 codes are handled
+// at a time. A tile of codes, [K / 4][16][4], is one strip; where codes are in rows, a strip is 64 channels of all
+// tokens. A width is a sum of planes of 8, 4, 2 and 1 bits (docs/format.md): 3 bits are planes of 1 and 2 bits.
 #pragma once
 #include "elements.h"
 
 namespace {
 
-constexpr float FP16_MAX = 65504;
 constexpr int STRIP = 64;
 
-template <int DTYPE>
-inline Floats load_as(const void* p, int64_t i) {
-    if constexpr (DTYPE == XQ_FLOAT32) return load_floats((const float*)p + i);
-    if constexpr (DTYPE == XQ_BFLOAT16) return load_bf16((const uint16_t*)p + i);
-    if constexpr (DTYPE == XQ_FLOAT16) return load_fp16((const uint16_t*)p + i);
-}
-// The first repeated, where there are fewer than 16.
-template <int DTYPE>
-inline Floats load_as(const void* p, int64_t i, int count) {
-    if (count >= 16) return load_as<DTYPE>(p, i);
-    alignas(64) float x[16];
-    for (int j = 0; j < 16; j++) x[j] = load_element(p, DTYPE, i + (j < count ? j : 0));
-    return load_floats(x);
-}
-template <int DTYPE>
-inline void store_as(void* p, int64_t i, Floats a, int count) {
-    if (count >= 16) {
-        if constexpr (DTYPE == XQ_FLOAT32) store_floats((float*)p + i, a);
-        if constexpr (DTYPE == XQ_BFLOAT16) store_bf16((uint16_t*)p + i, a);
-        if constexpr (DTYPE == XQ_FLOAT16) store_fp16((uint16_t*)p + i, a);
-        return;
-    }
-    alignas(64) float x[16];
-    store_floats(x, a);
-    for (int j = 0; j < count; j++) store_element(p, DTYPE, i + j, x[j]);
-}
-
-// NaN stays: both instructions give their second operand where one is NaN.
-inline Floats clamp_to_fp16(Floats x) {
-    return minimum(broadcast_float(FP16_MAX), maximum(broadcast_float(-FP16_MAX), x));
-}
-
-// Codes of a strip to its planes: row i of a plane of w bits holds rows i + j * rows, j < 8 / w. Rows from
-// `length` on, up to 7, are zeros. `width` bytes of a row are written, and rows are `stride` apart.
+// Writes the planes of a strip: byte row i of a plane of w bits holds rows i + j * rows of the codes, j < 8 / w.
+// `codes` has up to 7 rows of zeros from `length` on. A row of bytes is `width` wide, and rows are `stride` apart.
 template <int BITS, int SHIFT = 0>
 void pack_strip(const uint8_t* codes, int length, uint8_t* out, ptrdiff_t stride, int width) {
     constexpr int WIDTH = lowest_plane(BITS);
@@ -66,7 +34,7 @@ void pack_strip(const uint8_t* codes, int length, uint8_t* out, ptrdiff_t stride
     if constexpr (BITS > WIDTH) pack_strip<BITS - WIDTH, SHIFT + WIDTH>(codes, length, out, stride, width);
 }
 
-// The inverse; up to 7 rows from `length` on are written too.
+// The inverse of pack_strip. It writes up to 7 rows of `codes` past `length`.
 template <int BITS, int SHIFT = 0>
 void unpack_strip(const uint8_t* packed, int length, uint8_t* codes, ptrdiff_t stride, int width) {
     constexpr int WIDTH = lowest_plane(BITS);

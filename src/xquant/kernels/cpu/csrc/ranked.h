@@ -1,25 +1,29 @@
-// Attention on ranked codes: scores of queries with keys that are products of packed states, and sums of the
-// states, a block at a time. Channels without bits are left out. Included once for each instruction set.
+// Attention over ranked codes of states x[t, c] = level[code] * scale_c * gain_t, of which keys are products:
 //
-// Keys are integer products. Columns of states are the coded channels in the order of their scales, in groups of
-// 64; a group has one unit, so that the quiet ones are not lost beside the loud ones, and its sums are whole numbers.
+//     k[t] = gain_t sum_c (W_c scale_c) level[code[t, c]] + mean, rotated by RoPE;   score[t] = scaling q . k[t]
+//     sum_t w_t x[t, c] = scale_c sum_t (w_t gain_t) level[code[t, c]]
+//
+// Channels that have no bits are left out of both. The product of keys is one of int16 states and int16 weights.
+// States are in the order of their scales, in groups of 64 columns. Columns of a group are of like size and share one
+// step, as fine as sums of 32 bits allow, so that small ones are not lost beside large ones. The sums over tokens are
+// in fp32. Both equal those of `quant.ranked.Ranked.decode`, times the weight of keys, to a relative error below 1e-3.
 #pragma once
 #include "packing.h"
 #include "ranking.h"
 
 namespace {
 
-constexpr int WEIGHT_LIMIT = 8191;        // of the weights of keys (ranked_products.py)
-constexpr int GROUP_STRIDE = STRIP + 32;  // of a token in a group; vectors are written whole
+constexpr int WEIGHT_LIMIT = 8191;        // the highest weight, as in kernels/cpu/ranked.py
+constexpr int GROUP_STRIDE = STRIP + 32;  // from token to token in a group; vectors are written whole
 
-// Some channels of a block that follow each other in order and have as many bits.
+// Channels of a block that follow each other in order, have codes of one width and belong to one group.
 struct Run {
     int first, count, bits;
     const uint8_t* packed;
-    int stride;  // between its rows
+    int stride;  // bytes from row to row
 };
 
-// Calls `work` with all runs of a block, none of which crosses a border of groups.
+// Calls `work` with every run of a block.
 template <class F>
 void for_each_run(const xq_ranked_operand& operand, const uint8_t* packed, F work) {
     int first = 0;
@@ -34,7 +38,7 @@ void for_each_run(const xq_ranked_operand& operand, const uint8_t* packed, F wor
     }
 }
 
-// What both halves of attention do with a block of one side.
+// Reads a block of ranked codes, for scores and for sums.
 struct RankedReader {
     const xq_ranked_operand& operand;
     const int n, C;
@@ -54,7 +58,7 @@ struct RankedReader {
         for (int count : operand.counts) coded += count;
     }
 
-    // Reads the scales and gains; returns the codes.
+    // Reads scales and gains of a block and sorts its channels. Returns its codes.
     const uint8_t* open(int64_t id) {
         ranks.read(at_address<uint8_t>(operand.scale[id]), operand.usual, operand.sizes);
         const auto* packed = at_address<uint8_t>(operand.gain[id]);
@@ -65,12 +69,13 @@ struct RankedReader {
     void unpack(const Run& run) const { pick_unpack_strip(run.bits)(run.packed, n, codes, run.stride, run.count); }
 };
 
+// The keys of one block, head by head.
 struct RankedKeys {
     const xq_ranked_scores& call;
     RankedReader states;
     const int n, width, groups;
-    int16_t* columns;     // [groups, n, PITCH]
-    int16_t* column_max;  // [groups * 64 + 64] of a level in a column
+    int16_t* states16;    // [groups, n, GROUP_STRIDE] in steps of the group
+    int16_t* column_max;  // [groups * 64 + 64] of the highest level of a column, in steps of the group
     float* group_step;    // [groups]
     int16_t* panel;       // [width / 32, 32 pairs of columns, 32, 2] weights of a group
     float* keys;          // [n, width]
@@ -88,14 +93,14 @@ struct RankedKeys {
     }
     RankedKeys(const xq_ranked_scores& c, Workspace& workspace)
         : call(c), states(c.key, workspace), n(c.key.block), width(c.width), groups(groups_of(c.key)) {
-        columns = workspace.take<int16_t>((size_t)groups * n * GROUP_STRIDE);
+        states16 = workspace.take<int16_t>((size_t)groups * n * GROUP_STRIDE);
         column_max = workspace.take<int16_t>((size_t)(groups + 1) * STRIP);
         group_step = workspace.take<float>(groups);
         panel = workspace.take<int16_t>((size_t)STRIP * width);
         keys = workspace.take<float>((size_t)n * width);
     }
 
-    // The highest of every column in whole steps of its group: as high as sums of 32 bits allow.
+    // Chooses the step of every group, and what the highest level of a column is in steps.
     void set_column_ranges() const {
         const int* order = states.ranks.order;
         int bits = 8, left = call.key.counts[7];
@@ -111,7 +116,7 @@ struct RankedKeys {
                 top = std::max(top, highest[i]);
                 total += highest[i];
             }
-            // Numbers are rounded up by 1 at most.
+            // Rounding adds at most 1 to each of the 64.
             const float most = (float)(INT32_MAX / WEIGHT_LIMIT - STRIP) * 0.999f;
             group_step[group] = std::max({total / most, top / 32767, 1e-30f});
             for (int i = 0; i < STRIP; i++)
@@ -122,7 +127,7 @@ struct RankedKeys {
     void decode_run(const Run& run) const {
         states.unpack(run);
         const int16_t *levels = states.levels(run.bits), *step = column_max + run.first;
-        int16_t* out = columns + (size_t)(run.first / STRIP) * n * GROUP_STRIDE + run.first % STRIP;
+        int16_t* out = states16 + (size_t)(run.first / STRIP) * n * GROUP_STRIDE + run.first % STRIP;
         const Table table = load_table(levels);
         for (int t = 0; t < n; t++, out += GROUP_STRIDE) {
             const uint8_t* row = states.codes + (size_t)t * STRIP;
@@ -140,7 +145,7 @@ struct RankedKeys {
         }
     }
 
-    // The weights of a group's columns for a head, pairs of columns beside each other.
+    // Gathers a head's weights of the columns of a group, two columns beside each other. Returns the pairs.
     int gather_weights(int group, int head) const {
         const int first = group * STRIP, count = std::min(STRIP, states.coded - first), pairs = (count + 1) / 2;
         const size_t row = (size_t)call.kv_heads * width;
@@ -158,13 +163,13 @@ struct RankedKeys {
         return pairs;
     }
 
-    // Adds the products of a group's columns with its weights to the keys.
+    // Adds the product of a group's states and its gathered weights to the keys.
     void multiply_group(int group, int pairs) const {
-        const Floats unit = broadcast_float(group_step[group]);
+        const Floats step = broadcast_float(group_step[group]);
         for (int d = 0; d < width; d += 16 * TILES) {
             const int16_t* weights = panel + (size_t)d / 32 * pairs * 64 + d % 32 * 2;
             for (int t = 0; t < n; t += MAX_ROWS) {
-                const int16_t* left = columns + ((size_t)group * n + t) * GROUP_STRIDE;
+                const int16_t* left = states16 + ((size_t)group * n + t) * GROUP_STRIDE;
                 Words sums[MAX_ROWS][TILES];
                 for (int i = 0; i < MAX_ROWS; i++)
                     for (int k = 0; k < TILES; k++) sums[i][k] = zero_words();
@@ -179,14 +184,14 @@ struct RankedKeys {
                 for (int i = 0; i < MAX_ROWS; i++)
                     for (int k = 0; k < TILES; k++) {
                         float* key = keys + (size_t)(t + i) * width + d + k * 16;
-                        const Floats sum = to_floats(sums[i][k]) * unit;
+                        const Floats sum = to_floats(sums[i][k]) * step;
                         store_floats(key, group ? load_floats(key) + sum : sum);
                     }
             }
         }
     }
 
-    // Keys of a head from the products: gain, mean and RoPE, whose pairs are channels c and c + turned.
+    // Applies gain, mean and RoPE to the keys of a head. cos and sin are at the block's first token.
     void finish_keys(int head, const float* cos, const float* sin) const {
         const float* mean = call.mean + (size_t)head * width;
         const int rotary_pairs = call.rotary_pairs;
@@ -238,7 +243,7 @@ struct RankedKeys {
     }
 };
 
-// 1: not enough memory.
+// xq_ranked_scores.
 inline int ranked_scores(const xq_ranked_scores& call) {
     int failed = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
@@ -257,7 +262,7 @@ inline int ranked_scores(const xq_ranked_scores& call) {
     return failed != 0;
 }
 
-// Sums of the levels of a run, 16 TILES channels and ROWS rows of weights at a time.
+// Sums the levels of a run by ROWS rows of weights, 16 TILES channels at a time.
 template <int ROWS>
 void sum_levels(const float* levels, int count, int n, const float* weights, float* out) {
     for (int c = 0; c < count; c += 16 * TILES) {
@@ -283,12 +288,13 @@ SumLevels pick_sum_levels(int rows, std::integer_sequence<int, R...>) {
     return all[rows - 1];
 }
 
+// The weighted sums of one block.
 struct RankedValues {
     const xq_ranked_sum& call;
     RankedReader states;
     const int n;
     float* weights;  // [rows, n] times the gains
-    float* levels;   // [n, 64] of a run, times `LEVEL_UNIT`
+    float* levels;   // [n, 64] of a run, times LEVEL_SCALE
     static constexpr float LEVEL_SCALE = 65536.0f * 32767;
 
     static size_t bytes(const xq_ranked_sum& c) {
@@ -307,7 +313,7 @@ struct RankedValues {
             for (int i = 0; i < run.count; i += 16) {
                 const uint8_t* codes = states.codes + (size_t)t * STRIP + i;
                 float* out = levels + (size_t)t * STRIP + i;
-                if (run.bits <= 4)  // a word is moved to the upper half, lest its sign be lost
+                if (run.bits <= 4)  // moved to the upper half of a lane, which keeps the sign
                     store_floats(out, to_floats(shift_left32<16>(look_up(table, load_bytes(codes)))));
                 else
                     for (int j = 0; j < 16; j++) out[j] = 65536.0f * each[codes[j]];
@@ -329,7 +335,7 @@ struct RankedValues {
         }
     }
 
-    // Adds to `out` [rows, C].
+    // Adds the block in this column of the table to `out` [rows, C].
     void add(int b, int column, float* out) {
         const size_t tokens = (size_t)call.columns * n;
         const uint8_t* packed = states.open(call.table[(size_t)b * call.table_stride + column]);
@@ -341,7 +347,7 @@ struct RankedValues {
     }
 };
 
-// 1: not enough memory.
+// xq_ranked_sum. Every split of the blocks has sums of its own, which are added at the end.
 inline int ranked_sum(const xq_ranked_sum& call) {
     const int threads = std::max(call.threads, 1), splits = std::max(std::min(threads, call.columns), 1);
     const size_t state_size = (size_t)call.rows * call.value.channels, all = state_size * call.batch;

@@ -1,5 +1,10 @@
-// Rows to ranked codes: gains, scales, their order and the codes in one go, bit for bit what quant/ranked.py makes
-// of them. Sums are taken in its order: the second half is added to the first until one is left.
+// Rows to packed ranked codes and back: x[t, c] = level[code] * scale_c * gain_t. Scales and gains are powers of
+// 2^(1/3), kept as 4 bits. A token's gain is the one nearest to the root mean square of its channels, each over its own
+// root mean square in the block; a channel's scale the one nearest to its root mean square after that. The channels
+// with the largest scales get the widest codes (ranking.h), those after the last width get none and decode to 0.
+//
+// Encoding equals `quant.ranked.Ranked.encode` and decoding `Ranked.decode`, bit for bit. So sums are taken in its
+// order: the second half is added to the first until one is left.
 #pragma once
 #include <cfloat>
 
@@ -8,6 +13,7 @@
 
 namespace {
 
+// Decodes one block.
 class RankedDecoding {
   public:
     static size_t bytes(const xq_ranked_blocks& call) {
@@ -21,7 +27,7 @@ class RankedDecoding {
         rank(number);
         const uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
         const uint8_t* gains = call.gain + (size_t)number * ((call.tokens + 1) / 2);
-        const float* levels = call.levels + 2;  // those of 2 bits follow those of 1 bit, and so on
+        const float* levels = call.levels + 2;  // of 2 bits, after those of 1 bit
         const float* tables[9] = {nullptr, call.levels};
         for (int bits = 2; bits <= 8; levels += (size_t)1 << bits++) tables[bits] = levels;
         int first = 0;
@@ -48,7 +54,7 @@ class RankedDecoding {
         ranks.read(call.scale + (size_t)number * ((call.channels + 1) / 2), call.usual, call.sizes);
     }
 
-    // The codes of `count` channels; returns where the next run begins.
+    // Unpacks the codes of `count` channels. Returns where the next width begins.
     const uint8_t* unpack(const uint8_t* packed, int bits, int count) {
         int shift = 0;
         for (int width = 8; width >= 1; width /= 2) {
@@ -86,7 +92,7 @@ class RankedDecoding {
     }
 };
 
-// Works on every block. 2: not enough memory, 1: there was NaN.
+// Runs Work on every block.
 template <class Work>
 int for_each_ranked_block(const xq_ranked_blocks& call) {
     int failed = 0, nan = 0;
@@ -105,8 +111,10 @@ int for_each_ranked_block(const xq_ranked_blocks& call) {
     return failed ? XQ_NO_MEMORY : nan ? XQ_FOUND_NAN : XQ_DONE;
 }
 
+// xq_ranked_decode.
 inline int ranked_decode(const xq_ranked_blocks& call) { return for_each_ranked_block<RankedDecoding>(call); }
 
+// Encodes one block.
 class RankedEncoding {
   public:
     static size_t bytes(const xq_ranked_blocks& call) {
@@ -130,7 +138,7 @@ class RankedEncoding {
         for (int t = 0; t < n; t++) {
             const float* x = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
             float* to = scaled + (size_t)t * C;
-            // NaN stays
+            // NaN stays NaN.
             for (int c = 0; c < C; c++) to[c] = x[c] < -FP16_MAX ? -FP16_MAX : x[c] > FP16_MAX ? FP16_MAX : x[c];
         }
         measure_channels();
@@ -147,16 +155,16 @@ class RankedEncoding {
     }
 
   private:
-    static constexpr int LOWEST = -200;  // steps below the first border
+    static constexpr int LOWEST = -200;  // steps of a variance below the first border
     const xq_ranked_blocks& call;
     const int C, n;
     Ranking ranks;
     const uint8_t* excluded;  // [n], null: none
-    float* scaled;            // [n, C] rows, from when gains are known on divided by them
+    float* scaled;            // [n, C] the rows, divided by their gains once these are known
     float* partial_sums;      // [ceil(n / 2), C]
-    float* variance;          // [C]
-    float* row;               // [C], and room for whole vectors
-    uint8_t* places;          // [max(n, C)], before they are packed
+    float* variance;          // [C] mean squares
+    float* row;               // [C], with 16 elements more for whole vectors
+    uint8_t* places;          // [max(n, C)] scales or gains before they are packed
     uint8_t* codes;           // [n, count] of one width
 
     static uint8_t place(int steps) { return (uint8_t)std::min(std::max(steps, 0), 15); }
@@ -192,14 +200,14 @@ class RankedEncoding {
         for (size_t i = 0; i < count; i++) x[i] += y[i];
     }
 
-    // False: there is NaN in the token.
+    // Finds the gain of a token and divides by it. False: there is NaN in the token.
     bool divide_by_gain(int t) const {
         float* x = scaled + (size_t)t * C;
         for (int c = 0; c < C; c++) row[c] = x[c] * x[c] / variance[c];
         for (int count = C; count > 1; count = (count + 1) / 2) add(row, row + (count + 1) / 2, count / 2);
-        const float loud = row[0] / (float)C;
-        if (loud != loud) return false;
-        places[t] = place(steps_of(loud) + UNIT_GAIN_PLACE);
+        const float mean_square = row[0] / (float)C;
+        if (mean_square != mean_square) return false;
+        places[t] = place(steps_of(mean_square) + UNIT_GAIN_PLACE);
         const float gain = size_of(call.sizes, places[t] - UNIT_GAIN_PLACE);
         for (int c = 0; c < C; c++) x[c] /= gain;
         return true;
@@ -216,7 +224,7 @@ class RankedEncoding {
         for (int bits = 8; bits >= 1; bits--) {
             const int count = call.counts[bits - 1];
             if (!count) continue;
-            // Between the levels of 1 bit is one edge, before those of b bits are 2^b - b - 1.
+            // Levels of b bits have 2^b - 1 edges between them, and 2^b - b - 1 edges of fewer bits come before.
             const float* edges = call.levels + ((1 << bits) - bits - 1);
             for (int t = 0; t < n; t++) {
                 const float* x = scaled + (size_t)t * C;
@@ -234,7 +242,7 @@ class RankedEncoding {
         }
     }
 
-    // How many edges are below each x, of which 15 more can be read.
+    // Counts the edges below each x. It reads up to 15 elements of x past `count`.
     static void count_below(const float* edges, int edge_count, const float* x, int count, uint8_t* out) {
         for (int i = 0; i < count; i += 16) {
             alignas(64) int32_t found[16] = {};
@@ -269,6 +277,7 @@ class RankedEncoding {
     }
 };
 
+// xq_ranked_encode.
 inline int ranked_encode(const xq_ranked_blocks& call) { return for_each_ranked_block<RankedEncoding>(call); }
 
 }  // namespace

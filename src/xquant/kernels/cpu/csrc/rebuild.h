@@ -1,11 +1,22 @@
-// Scores of queries with keys that are products of packed states: K^T = W X^T, a block and head at a time.
-// Included once for each instruction set.
+// Attention over packed states X that keys and values are products of, without either being written out for the
+// whole context. A block and head at a time, keys K = X W^T + b are rebuilt, rotated by RoPE and scored in the CPU's
+// cache. Values are never rebuilt: p (X W) = (p X) W, so what is packed is summed, and torch multiplies the sum by W.
+//
+// K is an integer product of codes and int16 weights. With x[t, c] = code * scale + zero:
+//
+//     ranges per channel:  k[t, d] = sum_c (W[d, c] scale_c) code[t, c] + sum_c W[d, c] zero_c
+//     ranges per token:    k[t, d] = sum over ranges j of (scale_tj sum_c W[d, c] code[t, c] + zero_tj sum_c W[d, c])
+//
+// with c in range j. The scores equal those of the keys that `methods.xquant.Rematerialized.keys` makes of decoded
+// states, the sums those of the decoded states, to a relative error below 1e-3 of the output.
 #pragma once
 #include "packed_values.h"
 
 namespace {
 
-constexpr int BUILT_ROWS = 8;  // channels of a key that share unpacked codes: a vector of quads of their weights
+// Channels of a key that share unpacked codes: quads of weights of 8 channels fill a vector. kernels/cpu/rebuild.py
+// lays the weights out so.
+constexpr int BUILT_ROWS = 8;
 
 template <int... B>
 DotCodes pick_dot_rebuilt(int bits, std::integer_sequence<int, B...>) {
@@ -13,12 +24,13 @@ DotCodes pick_dot_rebuilt(int bits, std::integer_sequence<int, B...>) {
     return all[bits - 1];
 }
 
+// The keys of one block and head.
 struct RebuiltKeys {
     const xq_rebuild_scores& call;
-    const int D, n, C, K, ranges;  // K: channels of a range, or all
+    const int D, n, C, K, ranges;  // K: channels that one product sums over, a range or all
     const DotCodes dot;
     float* keys;                // [D, n]
-    int16_t* weights;           // [K / 4, BUILT_ROWS, 4]
+    int16_t* weights;           // [K / 4, BUILT_ROWS, 4] times scales of the block
     int16_t *scale16, *zero16;  // [C], in the order of weights
 
     static int summed(const xq_rebuild_scores& c) { return c.key.per_token ? c.key.group : c.channels; }
@@ -40,7 +52,8 @@ struct RebuiltKeys {
         zero16 = workspace.take<int16_t>(C);
     }
 
-    // x [C] of a block as int16 up to `most`, quads in the order of weights. Returns the step between them.
+    // Rounds scales or zeros [C] of a block, times the weights' channel scales, to int16 up to `most`, in the order of
+    // the weights. Returns the step.
     float quantize_ranges(const uint16_t* x, float most, int16_t* out) const {
         Floats top = broadcast_float(0);
         for (int c = 0; c < C; c += 16)
@@ -53,7 +66,7 @@ struct RebuiltKeys {
         return step;
     }
 
-    // Ranges per channel: the scale goes into the weights, which are those of one block then.
+    // Ranges per channel: weights are multiplied by the scales anew for each block.
     void build_by_channel(const Ranges& found, const uint8_t* codes, int g) {
         const float most = highest_weight(C, (float)((1 << call.key.bits) - 1));
         const float step = quantize_ranges(found.scale, most, scale16),
@@ -71,15 +84,15 @@ struct RebuiltKeys {
             alignas(64) int32_t halves[16];
             store(halves, base);
             for (int i = 0; i < BUILT_ROWS; i++) {
-                const float unit = call.weight_scale[g * D + d + i] * 32768;
-                steps[i] = unit * step;
-                bias[i] = unit * base_step * (halves[2 * i] + halves[2 * i + 1]);
+                const float row_scale = call.weight_scale[g * D + d + i] * 32768;
+                steps[i] = row_scale * step;
+                bias[i] = row_scale * base_step * (halves[2 * i] + halves[2 * i + 1]);
                 if (call.bias) bias[i] += call.bias[g * D + d + i];
             }
             for (int t = 0; t < n; t += 16 * TILES) {
                 for (int i = 0; i < BUILT_ROWS; i++) std::memset(keys + (size_t)(d + i) * n + t, 0, 64 * TILES);
                 const uint8_t* tile = codes + t / 16 * tile_bytes(K, call.key.bits);
-                // What it asks for as it goes are the weights of the next channels.
+                // The codes are in the cache already: it is the weights of the next channels that are fetched.
                 const size_t asked = (size_t)(t / 16) * tile_bytes(K, call.key.bits), row = (size_t)BUILT_ROWS * C * 2;
                 const bool more = d + BUILT_ROWS < D && asked < row;
                 dot(tile, K, weights, steps, bias, keys + (size_t)d * n + t, n,
@@ -88,7 +101,7 @@ struct RebuiltKeys {
         }
     }
 
-    // Ranges per token: a product for each, scaled by the lanes.
+    // Ranges per token: one product for each range, which the lanes scale.
     void build_by_token(const Ranges& found, const uint8_t* codes, int g) {
         const float none[BUILT_ROWS] = {};
         const size_t all = (size_t)n * K * call.key.bits / 8;
@@ -119,7 +132,7 @@ struct RebuiltKeys {
         }
     }
 
-    // RoPE: channels c and c + turned, by the angles [turned, tokens] of the block.
+    // RoPE of channels c and c + rotary_pairs; cos and sin are [rotary_pairs, tokens], at the block's first token.
     void rotate(const float* cos, const float* sin, size_t tokens) {
         for (int c = 0; c < call.rotary_pairs; c++)
             for (int t = 0; t < n; t += 16) {
@@ -157,7 +170,7 @@ struct RebuiltKeys {
     }
 };
 
-// 1: not enough memory.
+// xq_rebuild_scores.
 inline int rebuild_scores(const xq_rebuild_scores& call) {
     int failed = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
@@ -177,7 +190,7 @@ inline int rebuild_scores(const xq_rebuild_scores& call) {
     return failed != 0;
 }
 
-// Sums of values [T, channels] by given weights. 1: not enough memory.
+// xq_rebuild_sum: the values of an attention with one key/value head of all channels, whose weights are given.
 inline int rebuild_sum(const xq_rebuild_sum& given) {
     xq_attend call = {};
     call.value = given.value;

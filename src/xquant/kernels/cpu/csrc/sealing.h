@@ -1,19 +1,29 @@
-// Rows to affine codes: ranges, codes, tiles and planes in one go, bit for bit what quant/affine.py and
-// quant/pack.py make of them (but for the sign of a zero, which they leave to the order of their sums).
+// Rows to packed affine codes and back. Over a range of a token or of a channel,
+//
+//     zero = min x,   scale = (max x - zero) / (2^bits - 1),   code = round((x - zero) / scale),
+//
+// with zero and scale rounded to fp16 before the codes are computed. Ranges, codes, tiles and planes of a block are
+// made while it is in the cache. It equals `quant.affine.quantize`, `quant.pack.Tile.arrange` and
+// `quant.pack.pack`, bit for bit but for the sign of a zero, which depends on the order in which a minimum is found.
+//
+// Decoding is code * scale + zero in fp32, as `quant.affine.dequantize`. The product of a code and an fp16 scale is
+// exact in fp32, so this rounds once, as torch does whether or not it fuses the two.
 #pragma once
 #include "packing.h"
 #include "workspace.h"
 
 namespace {
 
-// Where things are in a block. Numbers of its ranges are at hand in tables of floats [ranges][width]: by
-// token where ranges are of channels, by channel where they are of tokens.
+// Where things are in a block. Scales and zeros of its ranges are in tables of floats [ranges][width]: an entry of a
+// row is for a token where ranges are of channels, and for a channel where they are of tokens.
 struct BlockLayout {
     const xq_affine_blocks& call;
-    int across, ranges, width;  // width: `across` rounded up to 16
-    int strips, length;
-    size_t strip_bytes, block_bytes;  // packed; strip_bytes: from a strip to the next
-    int32_t* entry_at;  // entry of a table of each token, or of each 16 channels; -1: several ranges meet there
+    int across;          // tokens, or channels: each has `ranges` ranges
+    int ranges, width;   // width: `across` rounded up to 16
+    int strips, length;  // of a strip: [length][64]
+    size_t strip_bytes;  // from a packed strip to the next
+    size_t block_bytes;  // packed
+    int32_t* entry_at;   // where the range of a token, or of 16 channels, begins in a table; -1: several ranges
 
     explicit BlockLayout(const xq_affine_blocks& call)
         : call(call), across(call.per_token ? call.tokens : call.channels) {
@@ -48,7 +58,7 @@ struct BlockLayout {
     size_t table() const { return (size_t)ranges * width; }
     size_t scratch() const { return (size_t)(length + 8) * STRIP; }
 
-    // Entries of a table for channels c to c + 15 of a token.
+    // The entries of a table for channels c to c + 15 of a token.
     Floats entries(const float* table, int t, int c) const {
         if (!call.per_token) return load_floats(table + entry_at[t] + c);
         if (entry_at[c / 16] >= 0) return broadcast_float(table[entry_at[c / 16] + t]);
@@ -57,7 +67,8 @@ struct BlockLayout {
         return load_floats(each);
     }
     int64_t element(int64_t block, int t, int c) const { return block * call.block_stride + t * call.token_stride + c; }
-    // Of a range among the stored: next to tiles all tokens of a range follow each other.
+    // Where scale and zero are stored. Ranges of channels lie range by range where codes are in tiles, and token by
+    // token where they are in rows.
     bool by_range() const { return !call.per_token || call.head; }
     int64_t stored(int64_t block, int range, int at) const {
         return block * ranges * across + (by_range() ? (int64_t)range * across + at : (int64_t)at * ranges + range);
@@ -67,13 +78,13 @@ struct BlockLayout {
     uint8_t* packed(int64_t block, int strip) const { return call.codes + block * block_bytes + strip * strip_bytes; }
     ptrdiff_t stride() const { return call.head ? STRIP : call.channels; }
     int bytes_of(int strip) const { return call.head ? STRIP : std::min(STRIP, call.channels - strip * STRIP); }
-    // Little work is not worth waking threads for.
+    // Small blocks are not worth waking threads for.
     int threads() const {
         return (int64_t)call.blocks * call.tokens * call.channels < 32768 ? 1 : std::max(call.threads, 1);
     }
 };
 
-// One block at work, `number` of all, with two tables of its own.
+// One block that is worked on, `number` of all, with two tables of its own.
 struct BlockTask {
     const BlockLayout& layout;
     const xq_affine_blocks& call;
@@ -81,8 +92,8 @@ struct BlockTask {
     float *zeros, *scales;
 };
 
-// Works on all blocks: first on the ranges of a block, part by part, then on its strips. Few blocks at a time,
-// so that the second pass finds the rows in the cache; threads share a single block as they share many.
+// Runs Work on all blocks: first on the ranges of a block, in jobs, then on its strips. It takes as many blocks at a
+// time as there are threads, so that the second pass finds the rows in the cache. Threads share a single block too.
 template <class Work>
 int for_each_block(const xq_affine_blocks& call) {
     static thread_local Workspace shared;
@@ -126,6 +137,7 @@ int for_each_block(const xq_affine_blocks& call) {
     }
 }
 
+// Encodes one block of rows of DTYPE.
 template <int DTYPE>
 struct AffineEncoding : BlockTask {
     Floats levels() const { return broadcast_float((float)((1 << call.bits) - 1)); }
@@ -133,7 +145,7 @@ struct AffineEncoding : BlockTask {
         return !call.per_token && call.excluded && call.excluded[number * call.tokens + t];
     }
 
-    // Ranges of all tokens for 64 channels, or of all channels for 16 tokens. True: there was NaN.
+    // A job is one range of tokens for 64 channels, or all ranges of channels for 16 tokens. True: there was NaN.
     static int range_jobs(const BlockLayout& layout) {
         const int strips = (layout.call.channels + STRIP - 1) / STRIP;
         return layout.call.per_token ? layout.width / 16 : layout.ranges * strips;
@@ -157,7 +169,7 @@ struct AffineEncoding : BlockTask {
         for (int i = 0; i < count; i++) {
             Floats least = broadcast_float(INFINITY), most = broadcast_float(-INFINITY);
             for (int c = start; c < stop; c += 16) {
-                // The last 16 of a range may be met twice.
+                // The last 16 elements of a range may be read twice.
                 const int from = stop - start >= 16 ? std::min(c, stop - 16) : c;
                 widen(load_as<DTYPE>(call.rows, layout.element(number, t + i, from), stop - from), least, most,
                       nan_probe);
@@ -183,7 +195,7 @@ struct AffineEncoding : BlockTask {
             store_range(low[j], high[j], range, c + j * 16, std::min(16, lanes - j * 16));
     }
 
-    // Poison becomes NaN once it meets NaN, and stays 0 until then.
+    // Widens a range by x. `nan_probe` is 0 until x is NaN, and NaN from then on.
     static void widen(Floats x, Floats& low, Floats& high, Floats& nan_probe) {
         x = clamp_to_fp16(x);
         low = minimum(low, x);
@@ -191,11 +203,11 @@ struct AffineEncoding : BlockTask {
         nan_probe = fma(x, broadcast_float(0), nan_probe);
     }
 
-    // Scale and zero of `count` ranges that are neighbours in the tables, from their ends.
+    // Computes and stores scale and zero of `count` ranges that follow each other in the tables, from `at` on.
     void store_range(Floats low, Floats high, int range, int at, int count) const {
         alignas(64) uint16_t zero_fp16[16], scale_fp16[16];
         alignas(64) float divisor[16];
-        const Floats none = low;  // where all is hidden the lowest is above the highest, and both become 0
+        const Floats none = low;  // where all is excluded, low is above high, and both become 0
         low = zero_below(low, high, none);
         high = zero_below(high, high, none);
         store_fp16(zero_fp16, low);
@@ -204,7 +216,7 @@ struct AffineEncoding : BlockTask {
         store_fp16(scale_fp16, minimum(scale, broadcast_float(FP16_MAX)));
         scale = load_fp16(scale_fp16);
         store_floats(divisor, scale);
-        for (int i = 0; i < 16; i++) divisor[i] = divisor[i] == 0 ? INFINITY : divisor[i];  // code 0
+        for (int i = 0; i < 16; i++) divisor[i] = divisor[i] == 0 ? INFINITY : divisor[i];  // then all codes are 0
         store_floats(zeros + range * layout.width + at, zero);
         store_floats(scales + range * layout.width + at, load_floats(divisor));
         if (call.zero_shift != 0) {  // codes do not depend on it
@@ -218,7 +230,7 @@ struct AffineEncoding : BlockTask {
         }
     }
 
-    // Codes of channels c to c + 15 of a token; only `count` are there.
+    // The codes of channels c to c + 15 of a token, of which `count` exist.
     Words codes(int t, int c, int count) const {
         Floats x = broadcast_float(0);
         if (!is_excluded(t)) x = clamp_to_fp16(load_as<DTYPE>(call.rows, layout.element(number, t, c), count));
@@ -233,7 +245,7 @@ struct AffineEncoding : BlockTask {
                                    layout.bytes_of(strip));
     }
 
-    // Puts the codes of a strip to `scratch` [length][64].
+    // Writes the codes of a strip to `scratch` [length][64].
     void quantize(int strip, uint8_t* scratch) const {
         if (!call.head) {
             const int c = strip * STRIP, lanes = std::min(STRIP, call.channels - c);
@@ -259,8 +271,10 @@ struct AffineEncoding : BlockTask {
     }
 };
 
+// xq_affine_encode.
 inline int affine_encode(const xq_affine_blocks& call) { return for_each_block<AffineEncoding>(call); }
 
+// Decodes one block into rows of DTYPE.
 template <int DTYPE>
 struct AffineDecoding : BlockTask {
     static int range_jobs(const BlockLayout& layout) { return layout.ranges; }
@@ -283,12 +297,12 @@ struct AffineDecoding : BlockTask {
 
     void put(int t, int c, Words codes, int count) const {
         Floats x = to_floats(codes) * layout.entries(scales, t, c) + layout.entries(zeros, t, c);
-        // The top code of a rounded-up scale may lie past fp16.
+        // With a scale that was rounded up, the highest code may decode to more than fp16 holds.
         if (DTYPE == XQ_FLOAT16) x = clamp_to_fp16(x);
         store_as<DTYPE>(call.rows, layout.element(number, t, c), x, count);
     }
 
-    // The inverse of Sealing::quantize.
+    // The inverse of AffineEncoding::quantize.
     void restore(int strip, const uint8_t* scratch) const {
         if (!call.head) {
             const int c = strip * STRIP, lanes = std::min(STRIP, call.channels - c);
@@ -313,6 +327,7 @@ struct AffineDecoding : BlockTask {
     }
 };
 
+// xq_affine_decode.
 inline int affine_decode(const xq_affine_blocks& call) { return for_each_block<AffineDecoding>(call); }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Sixteen 32-bit lanes as two registers of AVX2 (with FMA and F16C). The same names as in simd_avx512.h.
+// Vectors of sixteen 32-bit lanes as two registers of AVX2 (with FMA and F16C). simd_avx512.h has the same names and
+// says what they do.
 #pragma once
 #include <immintrin.h>
 
@@ -74,7 +75,7 @@ inline Words dot16(Words sum, Words a, Words b) {
 }
 
 struct Table {
-    __m256i low, high;  // bytes of the 16 entries, twice
+    __m256i low, high;  // the low and the high bytes of the 16 entries, each twice
 };
 inline Table load_table(const int16_t* entries) {
     alignas(16) uint8_t low[16], high[16];
@@ -86,7 +87,7 @@ inline Table load_table(const int16_t* entries) {
             _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)high))};
 }
 inline __m256i look_up_half(Table table, __m256i codes) {
-    __m256i low = _mm256_shuffle_epi8(table.low, codes);  // byte 0 where the odd bytes are masked
+    __m256i low = _mm256_shuffle_epi8(table.low, codes);  // of the even bytes; odd bytes are 0 and look up entry 0
     __m256i high = _mm256_shuffle_epi8(table.high, codes);
     low = _mm256_and_si256(low, _mm256_set1_epi16(255));
     return _mm256_or_si256(low, _mm256_slli_epi16(high, 8));
