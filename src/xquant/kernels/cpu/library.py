@@ -1,4 +1,8 @@
-"""The native library: where it is, what this CPU can run of it, and its C interface (cpu/xquant.h)."""
+"""The native library: where it is, what this CPU can run of it, and its C interface (``csrc/xquant.h``).
+
+A structure here is the one there of the same name: `RankedSum` is ``xq_ranked_sum``. None has attributes
+beside its fields: a name that is not a field is an error, and not a value that the library never sees.
+"""
 
 import ctypes
 import os
@@ -19,6 +23,7 @@ _FOUND_NAN = 1  # XQ_FOUND_NAN
 
 
 class Operand(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scale", "zero")),
         *((f"outlier_{name}", c_void_p) for name in ("count", "excess", "channel")),
@@ -29,6 +34,7 @@ class Operand(Structure):
 
 
 class Exact(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("key", "value", "cos", "sin", "column")),
         *((f"{name}_stride", c_int64) for name in ("batch", "token", "head")),
@@ -37,6 +43,7 @@ class Exact(Structure):
 
 
 class Attend(Structure):
+    __slots__ = ()
     _fields_ = [
         ("key", Operand),
         ("value", Operand),
@@ -58,6 +65,7 @@ class Attend(Structure):
 
 
 class AffineBlocks(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("rows", "excluded", "codes", "scale", "zero")),
         *((name, c_int64) for name in ("block_stride", "token_stride")),
@@ -69,6 +77,7 @@ class AffineBlocks(Structure):
 
 
 class RankedBlocks(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("rows", "excluded", "scale", "gain", "codes", "usual")),
         *((name, c_void_p) for name in ("sizes", "levels", "borders")),
@@ -82,6 +91,7 @@ class RankedBlocks(Structure):
 
 
 class RebuildScores(Structure):
+    __slots__ = ()
     _fields_ = [
         ("key", Operand),
         *((name, c_void_p) for name in ("table", "weights", "weight_scale", "channel_scale")),
@@ -94,6 +104,7 @@ class RebuildScores(Structure):
 
 
 class RebuildSum(Structure):
+    __slots__ = ()
     _fields_ = [
         ("value", Operand),
         *((name, c_void_p) for name in ("table", "weights", "out")),
@@ -103,6 +114,7 @@ class RebuildSum(Structure):
 
 
 class RankedOperand(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scale", "gain")),
         *((name, c_void_p) for name in ("usual", "sizes", "levels", "highest_level")),
@@ -112,6 +124,7 @@ class RankedOperand(Structure):
 
 
 class RankedScores(Structure):
+    __slots__ = ()
     _fields_ = [
         ("key", RankedOperand),
         *((name, c_void_p) for name in ("table", "weights", "weight_scale", "mean")),
@@ -123,6 +136,7 @@ class RankedScores(Structure):
 
 
 class RankedSum(Structure):
+    __slots__ = ()
     _fields_ = [
         ("value", RankedOperand),
         *((name, c_void_p) for name in ("table", "weights", "out")),

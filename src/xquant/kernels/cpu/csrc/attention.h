@@ -155,7 +155,8 @@ inline int attend(const xq_attend& call) {
     const int tasks_per_head = splits + 1;  // the last has the exact tokens
     const size_t state_size = OnlineSoftmax::floats(rows, D);
     static thread_local Workspace shared;
-    if (!shared.reserve(sizeof(float) * state_size * tasks_per_head * heads + 64 + RopePlaces::bytes(call))) return 1;
+    if (!shared.reserve(sizeof(float) * state_size * tasks_per_head * heads + 64 + RopePlaces::bytes(call)))
+        return XQ_NO_MEMORY;
     float* states = shared.take<float>(state_size * tasks_per_head * heads);
     const RopePlaces rope_places(call, shared);
     int failed = 0;
@@ -187,7 +188,7 @@ inline int attend(const xq_attend& call) {
             work.attend_blocks(split * blocks_per_split, last, after);
         }
     }
-    if (failed) return 1;
+    if (failed) return XQ_NO_MEMORY;
     for (int head = 0; head < heads; head++) {
         OnlineSoftmax all(states + (size_t)head * tasks_per_head * state_size, rows, D);
         for (int split = 1; split < tasks_per_head; split++)
@@ -201,7 +202,7 @@ inline int attend(const xq_attend& call) {
                 store_element(call.out, call.dtype, at + c, all.sums[(size_t)r * D + c] * inverse);
         }
     }
-    return 0;
+    return XQ_DONE;
 }
 
 }  // namespace

@@ -259,7 +259,7 @@ inline int ranked_scores(const xq_ranked_scores& call) {
                 RankedKeys(call, workspace).run(b, column);
             }
     }
-    return failed != 0;
+    return failed ? XQ_NO_MEMORY : XQ_DONE;
 }
 
 // Sums the levels of a run by ROWS rows of weights, 16 TILES channels at a time.
@@ -352,7 +352,7 @@ inline int ranked_sum(const xq_ranked_sum& call) {
     const int threads = std::max(call.threads, 1), splits = std::max(std::min(threads, call.columns), 1);
     const size_t state_size = (size_t)call.rows * call.value.channels, all = state_size * call.batch;
     static thread_local Workspace shared;
-    if (!shared.reserve(sizeof(float) * all * splits + 64)) return 1;
+    if (!shared.reserve(sizeof(float) * all * splits + 64)) return XQ_NO_MEMORY;
     float* sums = shared.take<float>(all * splits);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
@@ -373,11 +373,11 @@ inline int ranked_sum(const xq_ranked_sum& call) {
                 }
             }
     }
-    if (failed) return 1;
+    if (failed) return XQ_NO_MEMORY;
     std::copy(sums, sums + all, call.out);
     for (int split = 1; split < splits; split++)
         for (size_t i = 0; i < all; i++) call.out[i] += sums[split * all + i];
-    return 0;
+    return XQ_DONE;
 }
 
 }  // namespace

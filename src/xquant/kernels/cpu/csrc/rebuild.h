@@ -187,7 +187,7 @@ inline int rebuild_scores(const xq_rebuild_scores& call) {
                     RebuiltKeys(call, workspace).run(b, column, g);
                 }
     }
-    return failed != 0;
+    return failed ? XQ_NO_MEMORY : XQ_DONE;
 }
 
 // xq_rebuild_sum: the values of an attention with one key/value head of all channels, whose weights are given.
@@ -201,7 +201,7 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
     const int threads = std::max(given.threads, 1), splits = std::min(threads, given.columns), n = given.block;
     const size_t state_size = OnlineSoftmax::floats(given.rows, given.channels), tokens = (size_t)given.columns * n;
     static thread_local Workspace shared;
-    if (!shared.reserve(sizeof(float) * state_size * splits * given.batch)) return 1;
+    if (!shared.reserve(sizeof(float) * state_size * splits * given.batch)) return XQ_NO_MEMORY;
     float* states = shared.take<float>(state_size * splits * given.batch);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : failed)
@@ -229,7 +229,7 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
                 }
             }
     }
-    if (failed) return 1;
+    if (failed) return XQ_NO_MEMORY;
     for (int b = 0; b < given.batch; b++)
         for (int r = 0; r < given.rows; r++) {
             float* out = given.out + ((size_t)b * given.rows + r) * given.channels;
@@ -240,7 +240,7 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
                 for (int c = 0; c < given.channels; c++) out[c] = split ? out[c] + sums[c] : sums[c];
             }
         }
-    return 0;
+    return XQ_DONE;
 }
 
 }  // namespace
