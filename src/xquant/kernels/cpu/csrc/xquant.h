@@ -1,7 +1,8 @@
 // The C interface of the native kernels. kernels/cpu/library.py mirrors it name by name.
 //
-// A function is called `xq_<name>_<isa>` and takes one structure. Pointers are to the memory of torch tensors:
-// a function allocates nothing for its caller and keeps no pointer after it returns.
+// A function is called `xq_<name>_<isa>` and takes one structure. Pointers are to the memory of torch tensors: a
+// function allocates nothing for its caller and keeps no pointer after it returns. Beside these, `xq_read_<isa>`
+// (isa.h), `xq_isas`, `xq_<name>_size` and `xq_rope_table` (native.cpp) take plain arguments.
 //
 // Letters: B sequences, H query heads, G key/value heads, D head size, C channels of a packed row, n tokens of a
 // block. A sequence's blocks are the columns of the block table; a block is an id, its index among the addresses.
@@ -18,7 +19,7 @@ enum { XQ_DONE = 0, XQ_FOUND_NAN = 1, XQ_NO_MEMORY = 2 };
 typedef struct {
     const uint64_t *codes;
     const uint64_t *scale, *zero;  // fp16
-    // Outliers: how many a token has, and for each what it is more than its code decodes to (fp16), and its channel
+    // Outliers: how many a token has, and for each its residual (fp16) and its channel
     const uint64_t *outlier_count, *outlier_excess, *outlier_channel;  // null: none
     const float *levels;  // [2^bits] of a codebook; null: affine codes
     const float *offset;  // [G * D] added to what is decoded; null: nothing
