@@ -88,7 +88,7 @@ def _works(
     model: Any, spec: str, calibration: Calibration, context: int
 ) -> dict[str, Callable[[], Any]]:
     works: dict[str, Callable[[], Any]] = {}
-    for kernel in (*native.paths(), "folded"):
+    for kernel in (*native.isas(), "folded"):
         torch.manual_seed(1)
         cache = KVCache(model, spec, calibration=calibration, kernel=kernel)
         fill(cache, context, 1)

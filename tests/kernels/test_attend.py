@@ -14,7 +14,7 @@ from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
 from xquant.kernels.torch import folded
 
-PATHS = (*native.paths(), "folded")
+PATHS = (*native.isas(), "folded")
 
 PER_BITS = [
     f"kivi-{bits}bit:group={group}{rope}"

@@ -9,13 +9,13 @@ from xquant import KVCache
 from xquant.kernels.cpu import library as native
 
 MODEL = {"head_dim": 32, "hidden_size": 128}
-needs_native = pytest.mark.skipif(not native.paths(), reason="no native library")
+needs_native = pytest.mark.skipif(not native.isas(), reason="no native library")
 
 
 @needs_native
 def test_the_best_that_fits_is_chosen() -> None:
     cache = KVCache(tiny("llama", **MODEL), "kivi-4bit:group=32")
-    assert cache.report().kernel == native.paths()[0]
+    assert cache.report().kernel == native.isas()[0]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_plain_torch_reads_what_the_native_kernels_do_not(
 def test_ranked_codes_are_read_natively_in_blocks_of_any_size() -> None:
     model = tiny("llama", head_dim=24, hidden_size=128)
     for spec in ("tc-2bit", "tc-2bit:group=8", "tc-3bit:group=40,basis=head"):
-        assert make_cache(model, spec).report().kernel == native.paths()[0]
+        assert make_cache(model, spec).report().kernel == native.isas()[0]
     cache = make_cache(model, "tc-2bit:group=32", kernel="folded")
     assert cache.report().kernel == "folded (asked for)"
     kernel = make_cache(model, "tc-cl-2bit:group=32").report().kernel
@@ -91,7 +91,7 @@ def test_a_kernel_that_is_none_is_refused() -> None:
 
 def test_without_the_library_plain_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(native, "paths", lambda: ())
+    monkeypatch.setattr(native, "isas", lambda: ())
     model = tiny("llama", **MODEL)
     for spec, kernel in (
         ("kivi-4bit:group=32", "folded"),

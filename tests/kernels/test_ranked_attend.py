@@ -16,7 +16,7 @@ from xquant.models.base import rotate
 from xquant.quant import Ragged
 from xquant.quant.ranked import Ranked
 
-PATHS = native.paths()
+PATHS = native.isas()
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
 paths = st.sampled_from(PATHS or ("none",))
 specs = st.builds(

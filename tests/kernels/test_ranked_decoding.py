@@ -13,7 +13,7 @@ from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 from xquant.store.packer import Packer
 
-PATHS = native.paths()
+PATHS = native.isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
 

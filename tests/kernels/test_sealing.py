@@ -20,7 +20,7 @@ from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
 from xquant.store.packer import TORCH
 
-PATHS = native.paths()
+PATHS = native.isas()
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 paths = st.sampled_from(PATHS or ("none",))

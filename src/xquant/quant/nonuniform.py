@@ -148,7 +148,7 @@ class Codebook(Grouped):
         return replace(
             super().operand(tokens, channels),
             levels=self.levels,
-            fixed=self.offline_ranges(),
+            offline=self.offline_ranges(),
             count_bytes=count_dtype(channels).itemsize if self.sparse else 0,
         )
 

@@ -22,7 +22,7 @@ class Operand:
     tile: Tile | None
     levels: Tensor | None = None
     """fp16 ``[2**bits]``."""
-    fixed: tuple[Tensor, Tensor] | None = None
+    offline: tuple[Tensor, Tensor] | None = None
     """Scale and zero, fp16 ``[C]``, of all blocks, where they are not stored with each."""
     count_bytes: int = 0
     """Of the number of a token's outliers; 0 where there are none."""

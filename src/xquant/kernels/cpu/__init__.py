@@ -26,7 +26,7 @@ class Native(Backend):
 
     @property
     def packer(self) -> Packer:
-        return NativePacker(self.name) if self.name in library.paths() else TORCH
+        return NativePacker(self.name) if self.name in library.isas() else TORCH
 
     def unfit(self, codec: LayerCodec, block: int) -> str:
         if codec.rematerialized is None:
@@ -38,9 +38,9 @@ class Native(Backend):
     def missing(self, codec: LayerCodec) -> str:
         if library.library() is None:
             return "installed without the native library"
-        if not library.paths():
+        if not library.isas():
             return "this CPU has neither AVX2 nor AVX-512 VNNI"
-        return "" if self.name in library.paths() else f"this CPU has not all of {self.name}"
+        return "" if self.name in library.isas() else f"this CPU has not all of {self.name}"
 
     def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
         if layer.codec.rematerialized is None:
@@ -54,10 +54,10 @@ def _is_ranked(codec: LayerCodec, block: int) -> bool:
     return isinstance(codec.segments[0].operand(block), RankedOperand)
 
 
-BACKENDS = {isa: Native(isa) for isa in library.PATHS}
+BACKENDS = {isa: Native(isa) for isa in library.ISAS}
 """By instruction set, best first."""
 
 
 def best() -> Native:
     """The backend for the best instruction set of this machine; where there is none, one that says so."""
-    return BACKENDS[next(iter(library.paths()), next(iter(BACKENDS)))]
+    return BACKENDS[next(iter(library.isas()), next(iter(BACKENDS)))]

@@ -1,4 +1,4 @@
-"""Attention over packed keys and values by the native library: csrc/attend.h.
+"""Attention over packed keys and values by the native library: csrc/attention.h.
 
 ``softmax(Q K^T) V`` with keys and values read from their codes, a block and head at a time, by an online
 softmax; tail, sinks and the newest tokens are read as they are. It equals attention over
@@ -53,7 +53,7 @@ def _unfit_operand(operand: Operand, role: str, block: int) -> str:
     return "" if fits else f"ranges of {size} {'tokens' if tokens else 'channels'} for {role}s"
 
 
-def describe(side: native.Side, operand: Operand) -> list[Tensor]:
+def describe(side: native.Operand, operand: Operand) -> list[Tensor]:
     """Set what does not change of a packed operand. Returns what is pointed to."""
     side.bits, side.per_token, side.group = operand.bits, operand.per_token, operand.group
     side.count_bytes = operand.count_bytes
@@ -61,10 +61,10 @@ def describe(side: native.Side, operand: Operand) -> list[Tensor]:
         return []
     levels = operand.levels.float().contiguous()
     side.levels = native.address(levels, torch.float32, 2**operand.bits)
-    if operand.fixed is None:
+    if operand.offline is None:
         return [levels]
-    side.fixed = 1
-    scale, zero = (t.contiguous() for t in operand.fixed)
+    side.offline = 1
+    scale, zero = (t.contiguous() for t in operand.offline)
     found = [[native.address(t, torch.float16, operand.channels)] for t in (scale, zero)]
     addresses = torch.tensor(found, dtype=torch.int64)
     side.scale, side.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
@@ -73,20 +73,20 @@ def describe(side: native.Side, operand: Operand) -> list[Tensor]:
 
 def rope_table(within: Within) -> Tensor:
     """The angles of the places of a block as the library takes them, made once."""
-    if "native" not in within.prepared:
-        within.prepared["native"] = native.turn_table(*within.angles)
-    table: Tensor = within.prepared["native"]
+    if "cpu" not in within.prepared:
+        within.prepared["cpu"] = native.rope_table(*within.angles)
+    table: Tensor = within.prepared["cpu"]
     return table
 
 
 class NativeAttention(LayerAttention):
     """Attends over one layer."""
 
-    def __init__(self, layer: "CompressedLayer", path: str, rope: RopeTable) -> None:
+    def __init__(self, layer: "CompressedLayer", isa: str, rope: RopeTable) -> None:
         self._layer, self._rope = layer, rope
         library = native.library()
         assert library is not None
-        self._function = getattr(library, f"xq_attend_{path}")
+        self._function = getattr(library, f"xq_attend_{isa}")
         self._addresses = BlockAddresses(layer.stream)
         view, block = layer.codec.view, layer.stream.block
         self._call = call = native.Attend()
@@ -152,7 +152,7 @@ class NativeAttention(LayerAttention):
             strides = [s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True)]
             to.mask_batch, _, to.mask_query, to.mask_token = strides
         if angles is not None:
-            to.turn = rope_table(angles.within).data_ptr()
+            to.rope_table = rope_table(angles.within).data_ptr()
             to.start_cos, to.start_sin = (t.data_ptr() for t in angles.start)
         count = 0
         if before:

@@ -1,4 +1,8 @@
-"""The native library: where it is, what this CPU can run of it, and its C interface (cpu/xquant.h)."""
+"""The native library: where it is, what this CPU can run of it, and its C interface (``csrc/xquant.h``).
+
+A structure here is the one there of the same name: `RankedSum` is ``xq_ranked_sum``. None has attributes
+beside its fields: a name that is not a field is an error, and not a value that the library never sees.
+"""
 
 import ctypes
 import os
@@ -10,25 +14,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PATHS = {"avx512": 2, "avx2": 1}
-"""Instruction sets, best first, with their bits in ``xq_paths``."""
+ISAS = {"avx512": 2, "avx2": 1}
+"""Instruction sets, best first, with their bits in ``xq_isas``."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 _FILE = "libxquant_kernels.so"
-_FOUND_NAN = 1  # as in cpu/packing.h
+_FOUND_NAN = 1  # XQ_FOUND_NAN
 
 
-class Side(Structure):
+class Operand(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scale", "zero")),
         *((f"outlier_{name}", c_void_p) for name in ("count", "excess", "channel")),
         *((name, c_void_p) for name in ("levels", "offset")),
-        *((name, c_int32) for name in ("bits", "per_token", "group", "fixed")),
+        *((name, c_int32) for name in ("bits", "per_token", "group", "offline")),
         *((name, c_int32) for name in ("count_bytes", "unused")),
     ]
 
 
 class Exact(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("key", "value", "cos", "sin", "column")),
         *((f"{name}_stride", c_int64) for name in ("batch", "token", "head")),
@@ -37,13 +43,14 @@ class Exact(Structure):
 
 
 class Attend(Structure):
+    __slots__ = ()
     _fields_ = [
-        ("key", Side),
-        ("value", Side),
+        ("key", Operand),
+        ("value", Operand),
         *((name, c_void_p) for name in ("table", "lengths")),
         *((name, c_int32) for name in ("batch", "columns", "limit", "block")),
         *((name, c_int32) for name in ("kv_heads", "head_size", "group_heads", "queries")),
-        *((name, c_void_p) for name in ("turn", "start_cos", "start_sin", "query", "out")),
+        *((name, c_void_p) for name in ("rope_table", "start_cos", "start_sin", "query", "out")),
         *((f"query_{name}", c_int64) for name in ("batch", "head", "token")),
         *((f"out_{name}", c_int64) for name in ("batch", "token", "head")),
         *((name, c_int32) for name in ("dtype", "mask_dtype")),
@@ -57,20 +64,22 @@ class Attend(Structure):
     ]
 
 
-class Blocks(Structure):
+class AffineBlocks(Structure):
+    __slots__ = ()
     _fields_ = [
-        *((name, c_void_p) for name in ("rows", "hidden", "codes", "scale", "zero")),
+        *((name, c_void_p) for name in ("rows", "excluded", "codes", "scale", "zero")),
         *((name, c_int64) for name in ("block_stride", "token_stride")),
         *((name, c_int32) for name in ("blocks", "tokens", "channels", "dtype")),
         *((name, c_int32) for name in ("bits", "per_token", "group")),
         *((name, c_int32) for name in ("head", "channel_lanes", "threads")),
-        *((name, c_float) for name in ("zero_shift", "scale_share")),
+        *((name, c_float) for name in ("zero_shift", "scale_factor")),
     ]
 
 
-class Ranked(Structure):
+class RankedBlocks(Structure):
+    __slots__ = ()
     _fields_ = [
-        *((name, c_void_p) for name in ("rows", "hidden", "scale", "gain", "codes", "usual")),
+        *((name, c_void_p) for name in ("rows", "excluded", "scale", "gain", "codes", "usual")),
         *((name, c_void_p) for name in ("sizes", "levels", "borders")),
         *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
         ("counts", c_int32 * 8),
@@ -81,50 +90,55 @@ class Ranked(Structure):
     ]
 
 
-class Rebuild(Structure):
+class RebuildScores(Structure):
+    __slots__ = ()
     _fields_ = [
-        ("key", Side),
-        *((name, c_void_p) for name in ("table", "weights", "unit", "column", "totals", "bias")),
-        *((name, c_void_p) for name in ("cos", "sin", "query", "scores")),
-        *((name, c_int64) for name in ("table_stride", "angle_batch", "angle_channel")),
+        ("key", Operand),
+        *((name, c_void_p) for name in ("table", "weights", "weight_scale", "channel_scale")),
+        *((name, c_void_p) for name in ("weight_sums", "bias", "cos", "sin", "query", "scores")),
+        *((name, c_int64) for name in ("table_stride", "rope_batch", "rope_channel")),
         *((name, c_int32) for name in ("batch", "columns", "block", "channels")),
-        *((name, c_int32) for name in ("kv_heads", "head_size", "rows", "turned")),
+        *((name, c_int32) for name in ("kv_heads", "head_size", "rows", "rotary_pairs")),
         *((name, c_int32) for name in ("threads", "unused")),
     ]
 
 
-class Sum(Structure):
+class RebuildSum(Structure):
+    __slots__ = ()
     _fields_ = [
-        ("value", Side),
+        ("value", Operand),
         *((name, c_void_p) for name in ("table", "weights", "out")),
         ("table_stride", c_int64),
         *((name, c_int32) for name in ("batch", "columns", "block", "channels", "rows", "threads")),
     ]
 
 
-class Ranks(Structure):
+class RankedOperand(Structure):
+    __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scale", "gain")),
-        *((name, c_void_p) for name in ("usual", "sizes", "levels", "reach")),
+        *((name, c_void_p) for name in ("usual", "sizes", "levels", "highest_level")),
         ("counts", c_int32 * 8),
         *((name, c_int32) for name in ("block", "channels")),
     ]
 
 
 class RankedScores(Structure):
+    __slots__ = ()
     _fields_ = [
-        ("key", Ranks),
-        *((name, c_void_p) for name in ("table", "weights", "unit", "mean")),
+        ("key", RankedOperand),
+        *((name, c_void_p) for name in ("table", "weights", "weight_scale", "mean")),
         *((name, c_void_p) for name in ("cos", "sin", "query", "scores")),
-        *((name, c_int64) for name in ("table_stride", "angle_batch", "angle_token")),
+        *((name, c_int64) for name in ("table_stride", "rope_batch", "rope_token")),
         *((name, c_int32) for name in ("batch", "columns", "kv_heads", "width")),
-        *((name, c_int32) for name in ("rows", "turned", "threads", "unused")),
+        *((name, c_int32) for name in ("rows", "rotary_pairs", "threads", "unused")),
     ]
 
 
 class RankedSum(Structure):
+    __slots__ = ()
     _fields_ = [
-        ("value", Ranks),
+        ("value", RankedOperand),
         *((name, c_void_p) for name in ("table", "weights", "out")),
         ("table_stride", c_int64),
         *((name, c_int32) for name in ("batch", "columns", "rows", "threads")),
@@ -132,9 +146,15 @@ class RankedSum(Structure):
 
 
 CALLS = {
-    **{"attend": Attend, "rebuild": Rebuild, "sum": Sum},
-    **{"seal": Blocks, "decode": Blocks, "rank": Ranked, "ranked": Ranked},
-    **{"ranked_scores": RankedScores, "ranked_sum": RankedSum},
+    "attend": Attend,
+    "affine_encode": AffineBlocks,
+    "affine_decode": AffineBlocks,
+    "ranked_encode": RankedBlocks,
+    "ranked_decode": RankedBlocks,
+    "rebuild_scores": RebuildScores,
+    "rebuild_sum": RebuildSum,
+    "ranked_scores": RankedScores,
+    "ranked_sum": RankedSum,
 }
 """The functions of an instruction set, and what each is called with."""
 
@@ -160,21 +180,21 @@ def library() -> ctypes.CDLL | None:
         measure = getattr(found, f"xq_{name}_size", None)
         if measure is None or measure() != ctypes.sizeof(size):
             raise ImportError(f"{file} is of another version of xquant: install again")
-    for path in PATHS:
+    for isa in ISAS:
         for name, structure in CALLS.items():
-            getattr(found, f"xq_{name}_{path}").argtypes = [POINTER(structure)]
-        getattr(found, f"xq_read_{path}").argtypes = [c_void_p, c_int64, c_int32]
-    found.xq_turn.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
-    found.xq_turn.restype = None
+            getattr(found, f"xq_{name}_{isa}").argtypes = [POINTER(structure)]
+        getattr(found, f"xq_read_{isa}").argtypes = [c_void_p, c_int64, c_int32]
+    found.xq_rope_table.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
+    found.xq_rope_table.restype = None
     return found
 
 
 @cache
-def paths() -> tuple[str, ...]:
+def isas() -> tuple[str, ...]:
     """The instruction sets that this machine can run, best first."""
     native = library()
-    supported = 0 if native is None else native.xq_paths()
-    return tuple(path for path, bit in PATHS.items() if supported & bit)
+    supported = 0 if native is None else native.xq_isas()
+    return tuple(isa for isa, bit in ISAS.items() if supported & bit)
 
 
 def address(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
@@ -207,13 +227,13 @@ def pack_or_unpack(function: str, call: Structure) -> None:
         raise MemoryError("not enough memory to pack or unpack blocks")
 
 
-def turn_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """What ``xq_turn`` makes of cos and sin ``[n, D/2]`` (fp32): int16 ``[n * D * 2]``."""
+def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """What ``xq_rope_table`` makes of cos and sin ``[n, D/2]`` (fp32): int16 ``[n * D * 2]``."""
     native = library()
     assert native is not None
     cos, sin = cos.contiguous(), sin.contiguous()
     table = torch.empty(cos.numel() * 2, dtype=torch.int16)
-    native.xq_turn(cos.data_ptr(), sin.data_ptr(), *cos.shape, table.data_ptr())
+    native.xq_rope_table(cos.data_ptr(), sin.data_ptr(), *cos.shape, table.data_ptr())
     return table
 
 
@@ -221,9 +241,9 @@ def reader() -> Callable[[Tensor], int] | None:
     """A function that reads all of a tensor as fast as it can, to measure bandwidth; None without the
     library."""
     native = library()
-    if native is None or not paths():
+    if native is None or not isas():
         return None
-    read = getattr(native, f"xq_read_{paths()[0]}")
+    read = getattr(native, f"xq_read_{isas()[0]}")
 
     def all_of(tensor: Tensor) -> int:
         found: int = read(tensor.data_ptr(), tensor.nbytes, torch.get_num_threads())

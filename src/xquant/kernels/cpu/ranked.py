@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 WEIGHT_LIMIT = 8191
-"""As in cpu/ranked_attend.h."""
+"""As in csrc/ranked.h."""
 RUN = 32
 """Channels of a head whose weights are zipped with those of another state at a time."""
 
@@ -61,7 +61,7 @@ def _widened(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % RUN)).contiguous()
 
 
-def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
+def _describe(side: native.RankedOperand, layer: "CompressedLayer") -> list[Tensor]:
     """Sets what does not change; returns what is pointed to."""
     (segment,) = layer.codec.segments
     operand = segment.operand(layer.stream.block)
@@ -69,7 +69,7 @@ def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
     (sizes, zero), (levels, reach) = size_table(), level_words()
     side.usual = native.address(operand.usual, torch.int16, segment.channels)
     side.sizes = sizes[zero:].data_ptr()
-    side.levels, side.reach = levels.data_ptr(), reach.data_ptr()
+    side.levels, side.highest_level = levels.data_ptr(), reach.data_ptr()
     side.counts[:] = operand.counts
     side.block, side.channels = layer.stream.block, segment.channels
     return [operand.usual, sizes, levels, reach]
@@ -78,9 +78,9 @@ def _describe(side: native.Ranks, layer: "CompressedLayer") -> list[Tensor]:
 class RankedKeys(KeyScores):
     """The native side of one layer's keys."""
 
-    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
         call = native.RankedScores()
-        super().__init__(layer, f"xq_ranked_scores_{path}", call)
+        super().__init__(layer, f"xq_ranked_scores_{isa}", call)
         codec = layer.codec.rematerialized
         assert codec is not None and codec.key_bias is not None
         heads = codec.view.kv_heads
@@ -91,10 +91,10 @@ class RankedKeys(KeyScores):
         self._constant = [*_describe(call.key, layer), weights, unit, mean]
         channels, width = call.key.channels, mean.shape[1]
         call.weights = native.address(weights, torch.int16, channels, heads, width)
-        call.unit = native.address(unit, torch.float32, channels)
+        call.weight_scale = native.address(unit, torch.float32, channels)
         call.mean = native.address(mean, torch.float32, heads, width)
         call.kv_heads, call.width = heads, width
-        call.turned = codec.view.rotary_size // 2
+        call.rotary_pairs = codec.view.rotary_size // 2
 
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
         query = _widened(query)
@@ -103,19 +103,19 @@ class RankedKeys(KeyScores):
         cos, sin = (at_columns(t.float(), columns, 1) for t in angles)
         if cos.stride(2) != 1 or cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
-        self._call.angle_token = cos.stride(1)
+        self._call.rope_token = cos.stride(1)
         return self._scores(query, table, cos, sin)
 
 
 class RankedSum(PackedSum):
     """Sums of the ranked codes that one layer's values come from."""
 
-    def __init__(self, layer: "CompressedLayer", path: str) -> None:
+    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
         call = native.RankedSum()
-        super().__init__(layer, f"xq_ranked_sum_{path}", call)
+        super().__init__(layer, f"xq_ranked_sum_{isa}", call)
         self._constant = _describe(call.value, layer)
 
 
-def ranked_attention(layer: "CompressedLayer", path: str) -> NativeRebuilding:
+def ranked_attention(layer: "CompressedLayer", isa: str) -> NativeRebuilding:
     """What attends over a layer of ranked codes."""
-    return NativeRebuilding(layer, RankedKeys(layer, path), RankedSum(layer, path))
+    return NativeRebuilding(layer, RankedKeys(layer, isa), RankedSum(layer, isa))

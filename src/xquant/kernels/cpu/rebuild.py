@@ -86,7 +86,7 @@ class KeyScores:
         call.batch, call.columns = table.shape
         scores = torch.empty(batch, heads, rows, call.columns * self._layer.stream.block)
         call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.cos, call.sin, call.angle_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
+        call.cos, call.sin, call.rope_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
         call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
         call.threads = torch.get_num_threads()
         if self._function(ctypes.byref(call)):
@@ -97,9 +97,9 @@ class KeyScores:
 class KeyProduct(KeyScores):
     """The native side of one layer's key projection."""
 
-    def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        call = native.Rebuild()
-        super().__init__(layer, f"xq_rebuild_{path}", call)
+    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
+        call = native.RebuildScores()
+        super().__init__(layer, f"xq_rebuild_scores_{isa}", call)
         codec, view = layer.codec.rematerialized, layer.codec.view
         operand = layer.codec.segments[0].operand(layer.stream.block)
         assert codec is not None and isinstance(operand, Operand) and operand.tile is not None
@@ -107,7 +107,7 @@ class KeyProduct(KeyScores):
         group = call.key.group = operand.tile.head
         call.block, call.channels = layer.stream.block, operand.channels
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
-        call.turned = view.rotary_size // 2
+        call.rotary_pairs = view.rotary_size // 2
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = self._prepare(
                 codec.key_weight.float(), group, not operand.per_token
@@ -116,7 +116,7 @@ class KeyProduct(KeyScores):
         bias = view.key_bias
         bias = torch.zeros(0) if bias is None else bias.float().contiguous()
         self._constant = [weights, unit, column, totals, bias]
-        call.weights, call.unit, call.column, call.totals = (
+        call.weights, call.weight_scale, call.channel_scale, call.weight_sums = (
             t.data_ptr() for t in self._constant[:4]
         )
         call.bias = bias.data_ptr() if len(bias) else None
@@ -141,7 +141,7 @@ class KeyProduct(KeyScores):
 
     def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
         cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
-        self._call.angle_channel = cos.stride(1)
+        self._call.rope_channel = cos.stride(1)
         return self._scores(query.contiguous(), table, cos, sin)
 
 
@@ -178,9 +178,9 @@ class PackedSum:
 class ValueSum(PackedSum):
     """The same of affine codes per token; no weight may be below 0."""
 
-    def __init__(self, layer: "CompressedLayer", path: str) -> None:
-        call = native.Sum()
-        super().__init__(layer, f"xq_sum_{path}", call)
+    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
+        call = native.RebuildSum()
+        super().__init__(layer, f"xq_rebuild_sum_{isa}", call)
         operand = layer.codec.segments[-1].operand(layer.stream.block)
         assert isinstance(operand, Operand)
         call.value.bits, call.value.per_token, call.value.group = operand.bits, True, operand.group
@@ -231,10 +231,10 @@ class NativeRebuilding(RebuildingAttention):
         return sums.view(*weights.shape[:-1], -1)
 
 
-def rebuilding_attention(layer: "CompressedLayer", path: str) -> NativeRebuilding:
+def rebuilding_attention(layer: "CompressedLayer", isa: str) -> NativeRebuilding:
     """What attends over a layer of affine codes."""
-    sums = ValueSum(layer, path) if ValueSum.fits(layer) else None
-    return NativeRebuilding(layer, KeyProduct(layer, path), sums)
+    sums = ValueSum(layer, isa) if ValueSum.fits(layer) else None
+    return NativeRebuilding(layer, KeyProduct(layer, isa), sums)
 
 
 def in_tile_order(weights: Tensor, group: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Blocks packed and unpacked by the native library, in one go: csrc/seal.h, decode.h and ranked_seal.h.
+"""Blocks packed and unpacked by the native library, in one go: csrc/sealing.h and ranked_sealing.h.
 
 It equals `Affine` and `Ranked` in torch, bit for bit but for the sign of a zero, which torch leaves to the
 order in which it looks for the lowest.
@@ -20,11 +20,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NativePacker(Packer):
-    """Packs with the library's functions for the instruction set ``path``; what they do not know, with
+    """Packs with the library's functions for the instruction set ``isa``; what they do not know, with
     torch."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, isa: str) -> None:
+        self._isa = isa
 
     def pack(self, quantizer: Quantizer, x: Tensor, excluded: Tensor | None) -> Packed:
         own = _KNOWN.get(type(quantizer)) if _within_reach(x) else None
@@ -32,7 +32,7 @@ class NativePacker(Packer):
             return super().pack(quantizer, x, excluded)
         rows = x if x.stride(-1) == 1 else x.contiguous()
         hidden = None if excluded is None else excluded.contiguous()
-        found: Packed = own[0](self._path, quantizer, rows, hidden)
+        found: Packed = own[0](self._isa, quantizer, rows, hidden)
         return found
 
     def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
@@ -40,27 +40,27 @@ class NativePacker(Packer):
         if own is None or out.stride(-1) != 1:
             return super().unpack(quantizer, packed, out)
         fields = {name: dense(packed, name).contiguous() for name in packed}
-        own[1](self._path, quantizer, fields, out)
+        own[1](self._isa, quantizer, fields, out)
 
 
 def _within_reach(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in _FLOATS and rows.numel() > 0
 
 
-def pack_affine(path: str, quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
+def pack_affine(isa: str, quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
     """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous.
 
     Raises:
         ValueError: NaN in a token that sets a range.
     """
     packed = _empty(quantizer, x)
-    _call("seal", path, quantizer, x, packed, excluded)
+    _call("affine_encode", isa, quantizer, x, packed, excluded)
     return packed
 
 
-def unpack_affine(path: str, quantizer: Affine, packed: Packed, out: Tensor) -> None:
+def unpack_affine(isa: str, quantizer: Affine, packed: Packed, out: Tensor) -> None:
     """Into ``out`` ``[N, n, C]``, contiguous in ``C``, from contiguous fields."""
-    _call("decode", path, quantizer, out, packed, None)
+    _call("affine_decode", isa, quantizer, out, packed, None)
 
 
 def _empty(quantizer: Quantizer, x: Tensor) -> Packed:
@@ -82,12 +82,12 @@ def _point(call: ctypes.Structure, quantizer: Quantizer, rows: Tensor, packed: P
 
 
 def _call(
-    what: str, path: str, quantizer: Affine, rows: Tensor, packed: Packed, hidden: Tensor | None
+    what: str, isa: str, quantizer: Affine, rows: Tensor, packed: Packed, hidden: Tensor | None
 ) -> None:
-    call = native.Blocks()
+    call = native.AffineBlocks()
     _point(call, quantizer, rows, packed)
     if hidden is not None:
-        call.hidden = native.address(hidden, torch.bool, *rows.shape[:2])
+        call.excluded = native.address(hidden, torch.bool, *rows.shape[:2])
     operand = quantizer.operand(*rows.shape[1:])
     call.bits, call.per_token, call.group = operand.bits, operand.per_token, operand.group
     tile = operand.tile
@@ -95,11 +95,11 @@ def _call(
         call.head = tile.head if tile.fits(rows.shape[1]) else 0
         call.channel_lanes = tile.lanes == "channels"
     call.zero_shift = quantizer.eta * (2**quantizer.bits - 1)
-    call.scale_share = 1 - 2 * quantizer.eta
-    native.pack_or_unpack(f"{what}_{path}", call)
+    call.scale_factor = 1 - 2 * quantizer.eta
+    native.pack_or_unpack(f"{what}_{isa}", call)
 
 
-def pack_ranked(path: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
+def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
     """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous.
 
     Raises:
@@ -110,22 +110,26 @@ def pack_ranked(path: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None
     borders, _ = border_table()
     call.borders = borders.data_ptr()
     if excluded is not None:
-        call.hidden = native.address(excluded, torch.bool, *x.shape[:2])
-    native.pack_or_unpack(f"rank_{path}", call)
+        call.excluded = native.address(excluded, torch.bool, *x.shape[:2])
+    native.pack_or_unpack(f"ranked_encode_{isa}", call)
     return packed
 
 
-def unpack_ranked(path: str, quantizer: Ranked, packed: Packed, out: Tensor) -> None:
+def unpack_ranked(isa: str, quantizer: Ranked, packed: Packed, out: Tensor) -> None:
     """Into ``out`` ``[N, n, C]``, contiguous in ``C``, from contiguous fields.
 
     Raises:
         ValueError: tensors that do not fit each other.
     """
-    native.pack_or_unpack(f"ranked_{path}", _ranked_call(quantizer, out, packed, level_table()))
+    native.pack_or_unpack(
+        f"ranked_decode_{isa}", _ranked_call(quantizer, out, packed, level_table())
+    )
 
 
-def _ranked_call(quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor) -> native.Ranked:
-    call = native.Ranked()
+def _ranked_call(
+    quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor
+) -> native.RankedBlocks:
+    call = native.RankedBlocks()
     _point(call, quantizer, rows, packed)
     sizes, zero = size_table()
     call.usual = native.address(quantizer.usual, torch.int16, rows.shape[2])

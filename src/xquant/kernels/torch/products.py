@@ -61,10 +61,10 @@ class PackedProduct:
             numbers = levels.index_select(0, codes.flatten().int()).view(codes.shape)
         else:
             numbers = codes.float()
-        if operand.fixed is None:
+        if operand.offline is None:
             ranges = self._quantizer.unpack_ranges(packed, self._block)
         else:
-            ranges = [t.to(codes.device).expand(batch, 1, -1) for t in operand.fixed]
+            ranges = [t.to(codes.device).expand(batch, 1, -1) for t in operand.offline]
         scale, zero = (self._runs(t.float()).unflatten(0, (batch, -1)) for t in ranges)
         return numbers.unflatten(0, (batch, -1)), scale, zero
 

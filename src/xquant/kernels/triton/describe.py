@@ -40,7 +40,7 @@ def side(segment: Segment, block: int, head: int, device: torch.device) -> Side:
     """Of heads of ``head`` channels in blocks of ``block`` tokens."""
     operand = segment.operand(block)
     assert isinstance(operand, Operand)
-    group, levels, fixed = operand.group, operand.levels, operand.fixed
+    group, levels, fixed = operand.group, operand.levels, operand.offline
     if fixed is not None:
         span = CHANNEL
     elif operand.per_token:

@@ -1,3 +1,3 @@
-#define PATH avx2
+#define ISA avx2
 #include "simd_avx2.h"
-#include "path.h"
+#include "isa.h"

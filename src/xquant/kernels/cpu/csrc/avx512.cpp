@@ -1,3 +1,3 @@
-#define PATH avx512
+#define ISA avx512
 #include "simd_avx512.h"
-#include "path.h"
+#include "isa.h"

@@ -1,4 +1,5 @@
-// What does not depend on the instruction set: which of them this CPU has, and tables.
+// What does not depend on the instruction set: which of them this CPU has, the sizes of the structures of the
+// interface, and the table of RoPE.
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -9,30 +10,32 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 F, BW, VL and VNNI.
-int xq_paths() {
+int xq_isas() {
     __builtin_cpu_init();
-    int paths = 0;
+    int isas = 0;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-        paths |= 1;
-    if (paths && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        isas |= 1;
+    if (isas && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
-        paths |= 2;
-    return paths;
+        isas |= 2;
+    return isas;
 }
 
+// Of the structure that each function takes: Python compares them with its own before it calls.
 size_t xq_attend_size() { return sizeof(xq_attend); }
-size_t xq_seal_size() { return sizeof(xq_blocks); }
-size_t xq_decode_size() { return sizeof(xq_blocks); }
-size_t xq_rank_size() { return sizeof(xq_ranked); }
-size_t xq_ranked_size() { return sizeof(xq_ranked); }
-size_t xq_rebuild_size() { return sizeof(xq_rebuild); }
-size_t xq_sum_size() { return sizeof(xq_sum); }
+size_t xq_affine_encode_size() { return sizeof(xq_affine_blocks); }
+size_t xq_affine_decode_size() { return sizeof(xq_affine_blocks); }
+size_t xq_ranked_encode_size() { return sizeof(xq_ranked_blocks); }
+size_t xq_ranked_decode_size() { return sizeof(xq_ranked_blocks); }
+size_t xq_rebuild_scores_size() { return sizeof(xq_rebuild_scores); }
+size_t xq_rebuild_sum_size() { return sizeof(xq_rebuild_sum); }
 size_t xq_ranked_scores_size() { return sizeof(xq_ranked_scores); }
 size_t xq_ranked_sum_size() { return sizeof(xq_ranked_sum); }
 
-// Tables of a rotation by 0 .. block - 1 positions: cos and sin [block, half] to int16
-// [block / 16][half / 4][2][cos, sin][16][2], quads in the order of tiles of keys (tiles.h).
-void xq_turn(const float* cos, const float* sin, int block, int half, int16_t* out) {
+// The table of rotations R(0) .. R(block - 1) for keys in tiles: cos and sin [block, half] as int16 (1 is 32767)
+// [block / 16][half / 4][2][cos, sin][16][2]. The 16 are the tokens of a tile; quads of channels and the elements
+// within a quad are in the order in which tiles.h unpacks them.
+void xq_rope_table(const float* cos, const float* sin, int block, int half, int16_t* out) {
     for (int t = 0; t < block; t++)
         for (int j = 0; j < half; j++) {
             int e = j % 4, units = half / 16;

@@ -1,40 +1,42 @@
-// The order of the channels of a block of ranked codes: by falling scale, of equal ones the first first.
+// The order of the channels of a block of ranked codes: by falling scale, of equal scales the lower channel first,
+// as `quant.ranked.Ranked` sorts them. Scales are powers of 2^(1/3), so the order is that of whole numbers, and two
+// counting sorts find it in linear time.
 #pragma once
 #include <algorithm>
 
-#include "arena.h"
+#include "workspace.h"
 
 namespace {
 
-constexpr int SIDE_STEPS = 10;  // the place of a channel's usual scale
-constexpr int EVEN_GAIN = 8;    // the place of a gain of 1
-constexpr int FARTHEST = 400;   // steps in the table of sizes, either way
+constexpr int USUAL_PLACE = 10;     // a channel's usual scale has this of the places 0 to 15
+constexpr int UNIT_GAIN_PLACE = 8;  // a gain of 1 has this of the places 0 to 15
+constexpr int FARTHEST = 400;       // steps from 0 to each end of the table of sizes
 
-// Entry i of `count` numbers of 4 bits: byte i has i below and i + half above.
-inline int nibble(const uint8_t* packed, int count, int i) {
+// Entry i of `count` packed numbers of 4 bits: byte i has number i in its low bits and number i + half above.
+inline int nibble_at(const uint8_t* packed, int count, int i) {
     const int half = (count + 1) / 2;
     return i < half ? packed[i] & 15 : packed[i - half] >> 4;
 }
 
-// The number of so many steps, of a table around 0 steps.
+// 2^(steps / 3), from a table that points to the entry of 0 steps.
 inline float size_of(const float* sizes, int steps) { return sizes[std::min(std::max(steps, -FARTHEST), FARTHEST)]; }
 
 class Ranking {
   public:
     int* order;    // [C] channels
-    float* sizes;  // [C] of the channels, in their own order
+    float* sizes;  // [C] scales, by channel
 
     static size_t bytes(int channels) { return 4 * (sizeof(int) * (size_t)channels + 64); }
-    Ranking(int channels, Arena& arena) : channels(channels) {
-        order = arena.take<int>(channels);
-        sizes = arena.take<float>(channels);
-        keys = arena.take<int>(channels);
-        spare = arena.take<int>(channels);
+    Ranking(int channels, Workspace& workspace) : channels(channels) {
+        order = workspace.take<int>(channels);
+        sizes = workspace.take<float>(channels);
+        keys = workspace.take<int>(channels);
+        spare = workspace.take<int>(channels);
     }
 
     void read(const uint8_t* places, const int16_t* usual, const float* table) {
         for (int c = 0; c < channels; c++) {
-            const int power = nibble(places, channels, c) + usual[c] - SIDE_STEPS;
+            const int power = nibble_at(places, channels, c) + usual[c] - USUAL_PLACE;
             sizes[c] = size_of(table, power);
             keys[c] = HIGHEST - power;
             spare[c] = c;
@@ -45,11 +47,11 @@ class Ranking {
     }
 
   private:
-    static constexpr int HIGHEST = 1 << 16, DIGIT = 9;  // keys are positive and have two digits
+    static constexpr int HIGHEST = 1 << 16, DIGIT = 9;  // keys are positive and have two digits of 9 bits
     const int channels;
     int *keys, *spare;
 
-    // By one digit; numbers of the same digit stay in order.
+    // Sorts channels by one digit of their keys. Those with the same digit keep their order.
     void sort(int shift, const int* from, int* to) const {
         int next[1 << DIGIT] = {};
         for (int c = 0; c < channels; c++) next[digit(c, shift)]++;

@@ -1,4 +1,5 @@
-// Sixteen 32-bit lanes as two registers of AVX2 (with FMA and F16C). The same names as in simd_avx512.h.
+// Vectors of sixteen 32-bit lanes as two registers of AVX2 (with FMA and F16C). simd_avx512.h has the same names and
+// says what they do.
 #pragma once
 #include <immintrin.h>
 
@@ -65,7 +66,7 @@ inline Words add16(Words a, Words b) {
 inline Words sub16(Words a, Words b) {
     return {_mm256_sub_epi16(a.lo, b.lo), _mm256_sub_epi16(a.hi, b.hi)};
 }
-inline Words times(Words a, Words b) {
+inline Words multiply_q15(Words a, Words b) {
     return {_mm256_mulhrs_epi16(a.lo, b.lo), _mm256_mulhrs_epi16(a.hi, b.hi)};
 }
 inline Words dot16(Words sum, Words a, Words b) {
@@ -74,7 +75,7 @@ inline Words dot16(Words sum, Words a, Words b) {
 }
 
 struct Table {
-    __m256i low, high;  // bytes of the 16 entries, twice
+    __m256i low, high;  // the low and the high bytes of the 16 entries, each twice
 };
 inline Table load_table(const int16_t* entries) {
     alignas(16) uint8_t low[16], high[16];
@@ -86,7 +87,7 @@ inline Table load_table(const int16_t* entries) {
             _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)high))};
 }
 inline __m256i look_up_half(Table table, __m256i codes) {
-    __m256i low = _mm256_shuffle_epi8(table.low, codes);  // byte 0 where the odd bytes are masked
+    __m256i low = _mm256_shuffle_epi8(table.low, codes);  // of the even bytes; odd bytes are 0 and look up entry 0
     __m256i high = _mm256_shuffle_epi8(table.high, codes);
     low = _mm256_and_si256(low, _mm256_set1_epi16(255));
     return _mm256_or_si256(low, _mm256_slli_epi16(high, 8));
@@ -148,7 +149,7 @@ inline float lowest(Floats a) {
 }
 inline Floats to_floats(Words a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
 inline Words to_nearest(Floats a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
-inline Floats load_halves(const uint16_t* p) {
+inline Floats load_fp16(const uint16_t* p) {
     auto q = (const __m128i*)p;
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
@@ -156,26 +157,26 @@ inline Floats zero_below(Floats a, Floats x, Floats least) {
     return {_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, least.lo, _CMP_GE_OQ)),
             _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, least.hi, _CMP_GE_OQ))};
 }
-inline void store_halves(uint16_t* p, Floats a) {
+inline void store_fp16(uint16_t* p, Floats a) {
     auto q = (__m128i*)p;
     _mm_storeu_si128(q, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     _mm_storeu_si128(q + 1, _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-inline __m256 brains_half(__m128i a) {
+inline __m256 widen_bf16(__m128i a) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16));
 }
-inline Floats load_brains(const uint16_t* p) {
+inline Floats load_bf16(const uint16_t* p) {
     auto q = (const __m128i*)p;
-    return {brains_half(_mm_loadu_si128(q)), brains_half(_mm_loadu_si128(q + 1))};
+    return {widen_bf16(_mm_loadu_si128(q)), widen_bf16(_mm_loadu_si128(q + 1))};
 }
-inline __m256i to_brains(__m256 a) {
+inline __m256i to_bf16(__m256 a) {
     __m256i bits = _mm256_castps_si256(a);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     bits = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
     return _mm256_srli_epi32(bits, 16);
 }
-inline void store_brains(uint16_t* p, Floats a) {
-    __m256i both = _mm256_packus_epi32(to_brains(a.lo), to_brains(a.hi));  // lo0 hi0 lo1 hi1
+inline void store_bf16(uint16_t* p, Floats a) {
+    __m256i both = _mm256_packus_epi32(to_bf16(a.lo), to_bf16(a.hi));  // lo0 hi0 lo1 hi1
     _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xD8));
 }
 inline Words load_bytes(const uint8_t* p) {

@@ -1,13 +1,18 @@
-// Sixteen 32-bit lanes with AVX-512 (F, BW, VL, VNNI). The same names as in simd_avx2.h.
+// Vectors of sixteen 32-bit lanes with AVX-512 (F, BW, VL, VNNI). simd_avx2.h has the same names, without the comments.
 #pragma once
+// GCC 12 takes the undefined registers inside its own AVX-512 intrinsics for mistakes of their callers.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 #include <cstdint>
 #include <cstring>
 
 namespace {
 
-constexpr int TILES = 2;     // tiles of 16 lanes that share a broadcast weight
+constexpr int TILES = 2;  // tiles of 16 lanes that share a broadcast weight
 #ifndef XQ_MAX_ROWS
 #define XQ_MAX_ROWS 8
 #endif
@@ -25,7 +30,7 @@ inline void store(void* p, Words a) { _mm512_storeu_si512(p, a.v); }
 inline Words zero_words() { return {_mm512_setzero_si512()}; }
 inline Words broadcast(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Words broadcast16(int16_t x) { return {_mm512_set1_epi16(x)}; }
-// four int16, again and again
+// Four int16, repeated.
 inline Words broadcast_quad(const int16_t* p) {
     int64_t quad;
     std::memcpy(&quad, p, 8);
@@ -43,14 +48,14 @@ template <int N>
 inline Words shift_left32(Words a) { return {_mm512_slli_epi32(a.v, N)}; }
 inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Words sub16(Words a, Words b) { return {_mm512_sub_epi16(a.v, b.v)}; }
-// round(a * b / 2^15)
-inline Words times(Words a, Words b) { return {_mm512_mulhrs_epi16(a.v, b.v)}; }
-// sum + a0 * b0 + a1 * b1 in every 32-bit lane
+// round(a * b / 2^15) of int16: the product of two numbers of which 2^15 is 1.
+inline Words multiply_q15(Words a, Words b) { return {_mm512_mulhrs_epi16(a.v, b.v)}; }
+// sum + a0 * b0 + a1 * b1 in every 32-bit lane, of the two int16 of a lane.
 inline Words dot16(Words sum, Words a, Words b) {
     return {_mm512_dpwssd_epi32(sum.v, a.v, b.v)};
 }
 
-// Entry of a table of 16 int16 for every word, which is 0 to 15.
+// A table of 16 int16, to look up an entry for every word of 0 to 15.
 struct Table {
     __m512i v;
 };
@@ -78,51 +83,51 @@ inline float highest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float lowest(Floats a) { return _mm512_reduce_min_ps(a.v); }
 inline Floats to_floats(Words a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Words to_nearest(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
-inline Floats load_halves(const uint16_t* p) {
+inline Floats load_fp16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
 }
-// a where x is at least `least`, 0 elsewhere
+// a where x is at least `least`, 0 elsewhere.
 inline Floats zero_below(Floats a, Floats x, Floats least) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, least.v, _CMP_GE_OQ), a.v)};
 }
-inline void store_halves(uint16_t* p, Floats a) {
+inline void store_fp16(uint16_t* p, Floats a) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
-// bfloat16; numbers are rounded to nearest, ties to even
-inline Floats load_brains(const uint16_t* p) {
+// bf16. Storing rounds to nearest, ties to even.
+inline Floats load_bf16(const uint16_t* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-inline void store_brains(uint16_t* p, Floats a) {
+inline void store_bf16(uint16_t* p, Floats a) {
     __m512i bits = _mm512_castps_si512(a.v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     bits = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
 }
-// 16 bytes, and the low bytes of the 32-bit lanes
+// 16 bytes, one a 32-bit lane.
 inline Words load_bytes(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
 }
-// 32 bytes as 16-bit words
+// 32 bytes as 16-bit words.
 inline Words load_bytes16(const uint8_t* p) {
     return {_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p))};
 }
-// 16-bit words of a and b by turns, of the low and of the high half of every 128 bits
+// 16-bit words of a and b alternately, from the low and from the high half of every 128 bits.
 inline Words zip_low16(Words a, Words b) { return {_mm512_unpacklo_epi16(a.v, b.v)}; }
 inline Words zip_high16(Words a, Words b) { return {_mm512_unpackhi_epi16(a.v, b.v)}; }
-// 4 times 4 bytes, `stride` apart
+// Four times 4 bytes, `stride` apart, one byte a 32-bit lane.
 inline Words load_quads(const uint8_t* p, ptrdiff_t stride) {
     int32_t quads[4];
     for (int i = 0; i < 4; i++) std::memcpy(quads + i, p + i * stride, 4);
     return {_mm512_cvtepu8_epi32(_mm_setr_epi32(quads[0], quads[1], quads[2], quads[3]))};
 }
 inline void store_bytes(uint8_t* p, Words a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v)); }
-// Low halves of the 32-bit lanes, whose quads 0 1 2 3 are stored in the order 0 2 1 3.
+// The low halves of the 32-bit lanes as int16. Lanes 0 1 2 3 of every four are stored in the order 0 2 1 3.
 inline void store_paired16(int16_t* p, Words a) {
     __m512i paired = _mm512_shuffle_epi32(a.v, (_MM_PERM_ENUM)0xD8);
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(paired));
 }
-// The numbers i < count with first <= x[i] < first + size, in order; writes up to 16 past the last.
+// Lists the i < count with first <= x[i] < first + size, in order. It writes up to 16 entries past the last.
 inline int list_between(const uint16_t* x, int count, int first, int size, int32_t* out) {
     int listed = 0, i = 0;
     __m512i at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -141,7 +146,7 @@ inline int list_between(const uint16_t* x, int count, int first, int size, int32
     return listed;
 }
 inline Floats round_to_whole(Floats a) { return {_mm512_roundscale_ps(a.v, 8)}; }
-// a * 2^n for whole n <= 127; below 2^-126 it may be 0
+// a * 2^n for whole n <= 127. Results below 2^-126 may be 0.
 inline Floats times_power_of_two(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 
 }  // namespace

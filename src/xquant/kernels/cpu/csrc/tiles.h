@@ -1,10 +1,13 @@
-// Tiles of codes: unpacking, and integer dot products with them. Included once for each instruction set.
+// Integer dot products with tiles of packed codes, which are unpacked in registers: for 16 lanes,
+// out[lane] += bias + step * sum over K of code[lane, k] * weight[k].
 //
-// A tile holds, for 16 lanes, K codes to be summed over: for keys the lanes are tokens and K is the head
-// size, for values the lanes are channels and K the tokens of the block. In memory it is [K / 4][16][4],
-// packed in planes along K / 4 (docs/format.md). In registers a quad of codes of every lane is two Words:
-// elements 0 and 2, then 1 and 3. Quads are taken in the order in which they come out of the planes: with
-// U = K / 32 units, quad r + k U is number 8 r + k. What they are dotted with is kept in that order too.
+// A tile holds K codes for each of 16 lanes: for keys the lanes are tokens and K is the head size, for values the
+// lanes are channels and K the tokens of the block. So both halves of attention are this one product, and no
+// code moves to another lane. Weights are floats that were rounded to int16, with one step a row.
+//
+// In memory a tile is [K / 4][16][4], packed in planes along K / 4 (docs/format.md, `quant.pack.Tile`). In registers
+// the four codes of a quad are two Words: elements 0 and 2, then 1 and 3. Quads are taken in the order in which they
+// come out of the planes: with U = K / 32 units, quad r + k U is number 8 r + k. Weights are kept in that order.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,17 +16,17 @@
 namespace {
 
 template <int... I, class F>
-inline __attribute__((always_inline)) void each(std::integer_sequence<int, I...>, F f) {
+inline __attribute__((always_inline)) void unroll_each(std::integer_sequence<int, I...>, F f) {
     (f(std::integral_constant<int, I>()), ...);
 }
 template <int N, class F>
-inline __attribute__((always_inline)) void repeat(F f) {
-    each(std::make_integer_sequence<int, N>(), f);
+inline __attribute__((always_inline)) void unroll(F f) {
+    unroll_each(std::make_integer_sequence<int, N>(), f);
 }
 
 constexpr int lowest_plane(int bits) { return bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1; }
 
-// Words of element pair `odd` of quad r + k * units. `units` = K / 32.
+// Codes of quad r + k * units: of its elements 0 and 2, or with `odd` 1 and 3. `units` = K / 32.
 template <int BITS>
 inline __attribute__((always_inline)) Words unpack(const uint8_t* codes, int units, int r, int k, int odd) {
     constexpr int WIDTH = lowest_plane(BITS), REST = BITS - WIDTH;
@@ -34,7 +37,7 @@ inline __attribute__((always_inline)) Words unpack(const uint8_t* codes, int uni
         Words moved = SHIFT == 0 ? row : shift_right16<SHIFT>(row);
         return SHIFT + WIDTH == 16 ? moved : moved & broadcast16((1 << WIDTH) - 1);
     };
-    // All arguments are known after unrolling: one case remains.
+    // After unrolling the compiler knows all arguments, and one case remains.
     switch (k / WIDTH * WIDTH + odd * 8) {
         case 0: code = field(std::integral_constant<int, 0>()); break;
         case 1: code = field(std::integral_constant<int, 1>()); break;
@@ -60,11 +63,12 @@ inline __attribute__((always_inline)) Words unpack(const uint8_t* codes, int uni
 
 inline size_t tile_bytes(int k, int bits) { return (size_t)k * bits * 2; }
 
-// Where the quads of x [K] go among the weights [K / 4][rows][4] of a dot product, from the first on.
-struct QuadPlaces {
+// Writes x [K], 16 elements at a time, into one row of the weights [K / 4][rows][4] of a dot product, in the order
+// of the quads.
+struct QuadWriter {
     const int units, rows;
     int r = 0, k = 0;
-    // Puts the next 16 elements to the weights of a row.
+    // `out`: where the weights of the row begin.
     void store(Words a, int16_t* out) {
         alignas(32) int64_t quads[4];
         store_paired16((int16_t*)quads, a);
@@ -80,19 +84,20 @@ struct QuadPlaces {
     }
 };
 
-// The highest weight, so that sums of `count` weights times values up to `bound` stay within 32 bits.
+// The highest int16 weight with which sums of `count` products stay within 32 bits; `bound` is the other factor's
+// highest value.
 inline float highest_weight(int count, float bound) {
     return std::min(32767.0f, 2147483647.0f * 0.99f / (bound * count));
 }
 
-// What x is to be multiplied by, so that `top` of it becomes the highest weight.
-inline Floats to_units(float step) { return broadcast_float(step > 1e-30f ? 1 / step : 0); }
+// What a float is multiplied by to count it in steps. With a step below 1e-30 all is 0.
+inline Floats inverse_of(float step) { return broadcast_float(step > 1e-30f ? 1 / step : 0); }
 
-// x [K], none of which is above `top`, as the weights of one row. Returns the step between them.
-inline float to_weights(const float* x, int k_size, float top, float most, int16_t* out, int rows) {
+// Rounds x [K] to the weights of one row, up to `most`. `top` is the highest absolute value of x. Returns the step.
+inline float quantize_row(const float* x, int k_size, float top, float most, int16_t* out, int rows) {
     const float step = top / most;
-    const Floats inverse = to_units(step);
-    QuadPlaces places{k_size / 32, rows};
+    const Floats inverse = inverse_of(step);
+    QuadWriter places{k_size / 32, rows};
     for (int i = 0; i < k_size; i += 16) places.store(to_nearest(load_floats(x + i) * inverse), out);
     return step;
 }
@@ -105,12 +110,12 @@ inline int32_t pair_at(const int16_t* x, int i) {
 
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
-inline void add_to(float* out, Words sum, float step) {
+inline void add_scaled(float* out, Words sum, float step) {
     store_floats(out, fma(to_floats(sum), broadcast_float(step), load_floats(out)));
 }
 
-// Adds bias[row] + steps[row] * (sum over K of codes * weights[row]) to out[row][lane], for T tiles that
-// follow each other. `ahead`: distance to the codes that are wanted next.
+// Adds bias[row] + steps[row] * (sum over K of code * weight[row]) to out[row][lane], for T tiles that follow each
+// other. `ahead`: the distance to the codes that are needed next, which are fetched into the CPU's cache.
 template <int BITS, int ROWS, int T>
 void dot_codes(const uint8_t* codes, int k_size, const int16_t* weights, const float* steps, const float* bias,
                float* out, size_t out_stride, ptrdiff_t ahead) {
@@ -121,10 +126,9 @@ void dot_codes(const uint8_t* codes, int k_size, const int16_t* weights, const f
         for (int t = 0; t < T; t++) acc[n][t] = zero_words();
     for (int r = 0; r < units; r++, weights += 8 * ROWS * 4) {
         for (int t = 0; t < T; t++)
-            for (int line = 0; line < BITS; line++)
-                prefetch(codes + t * tile + (size_t)(r * BITS + line) * 64 + ahead);
-        repeat<8>([&](auto k) {
-            repeat<2>([&](auto odd) {
+            for (int line = 0; line < BITS; line++) prefetch(codes + t * tile + (size_t)(r * BITS + line) * 64 + ahead);
+        unroll<8>([&](auto k) {
+            unroll<2>([&](auto odd) {
                 Words code[T];
                 for (int t = 0; t < T; t++) code[t] = unpack<BITS>(codes + t * tile, units, r, k, odd);
                 for (int n = 0; n < ROWS; n++) {
@@ -138,21 +142,21 @@ void dot_codes(const uint8_t* codes, int k_size, const int16_t* weights, const f
         for (int t = 0; t < T; t++) {
             float* to = out + n * out_stride + t * 16;
             store_floats(to, load_floats(to) + broadcast_float(bias[n]));
-            add_to(to, acc[n][t], steps[n]);
+            add_scaled(to, acc[n][t], steps[n]);
         }
 }
 
-// What a code becomes: itself moved up to 15 bits, or an entry of a table.
+// How a code becomes an int16: moved up until 15 bits are full (affine), or looked up in a table (codebook).
 enum { SHIFTED, LOOKED_UP };
 
-// Codes of one tile as int16, Words [K / 2].
+// Writes the codes of one tile as int16, Words [K / 2].
 template <int BITS, int FORM>
-void expand(const uint8_t* codes, int k_size, Table table, Words* out, ptrdiff_t ahead) {
+void codes_to_int16(const uint8_t* codes, int k_size, Table table, Words* out, ptrdiff_t ahead) {
     const int units = k_size / 32;
     for (int r = 0; r < units; r++) {
         for (int line = 0; line < BITS; line++) prefetch(codes + (size_t)(r * BITS + line) * 64 + ahead);
-        repeat<8>([&](auto k) {
-            repeat<2>([&](auto odd) {
+        unroll<8>([&](auto k) {
+            unroll<2>([&](auto odd) {
                 Words code = unpack<BITS>(codes, units, r, k, odd);
                 if constexpr (FORM == LOOKED_UP)
                     code = look_up(table, code);
@@ -164,15 +168,15 @@ void expand(const uint8_t* codes, int k_size, Table table, Words* out, ptrdiff_t
     }
 }
 
-// The largest int16 that dot_words and dot_turned may meet in keys (turned: the root of 2 times what they were),
-// and in values. 16 products are summed before they are made floats, so what one factor has in bits, the
-// other lacks: these are where their rounding errors are about equal.
-constexpr float KEY_LIMIT = 13000, TURNED_LIMIT = 18400, VALUE_LIMIT = 8191;
-inline float highest_word_weight(float limit) { return highest_weight(16, limit); }
+// The highest int16 in keys, in keys after RoPE (a rotation can make them larger by the root of 2), and in values, for
+// dot_int16 and dot_rotated. They sum 16 products in 32 bits before they go on in floats, so a bit more for one factor
+// is a bit less for the other. At these limits the rounding errors of both are about equal.
+constexpr float KEY_LIMIT = 13000, ROTATED_LIMIT = 18400, VALUE_LIMIT = 8191;
+inline float highest_int16_weight(float limit) { return highest_weight(16, limit); }
 
-// As dot_codes with int16 in place of codes, [T][K / 2].
+// As dot_codes, with int16 that codes_to_int16 made, [T][K / 2], in place of codes.
 template <int ROWS, int T>
-void dot_words(const Words* words, int k_size, const int16_t* weights, const float* steps, const float* bias,
+void dot_int16(const Words* words, int k_size, const int16_t* weights, const float* steps, const float* bias,
                float* out, size_t out_stride) {
     for (int n = 0; n < ROWS; n++)
         for (int t = 0; t < T; t++) {
@@ -182,11 +186,11 @@ void dot_words(const Words* words, int k_size, const int16_t* weights, const flo
     const int units = k_size / 32;
     for (int r = 0; r < units; r++, weights += 8 * ROWS * 4) {
         Words acc[ROWS][T];
-        repeat<8>([&](auto k) {
+        unroll<8>([&](auto k) {
             if (k % 4 == 0)
                 for (int n = 0; n < ROWS; n++)
                     for (int t = 0; t < T; t++) acc[n][t] = zero_words();
-            repeat<2>([&](auto odd) {
+            unroll<2>([&](auto odd) {
                 Words word[T];
                 for (int t = 0; t < T; t++) word[t] = words[(size_t)t * (k_size / 2) + (r * 8 + k) * 2 + odd];
                 for (int n = 0; n < ROWS; n++) {
@@ -196,36 +200,36 @@ void dot_words(const Words* words, int k_size, const int16_t* weights, const flo
             });
             if (k % 4 == 3)
                 for (int n = 0; n < ROWS; n++)
-                    for (int t = 0; t < T; t++) add_to(out + n * out_stride + t * 16, acc[n][t], steps[n]);
+                    for (int t = 0; t < T; t++) add_scaled(out + n * out_stride + t * 16, acc[n][t], steps[n]);
         });
     }
 }
 
-// int16 scale and zero of every channel, as pairs in the order of the tiles, and what turns keys by the
-// positions of their tile: [K / 8][2][cos, sin][16][2], null not to turn them.
-struct Turning {
+// How codes become rotated keys: an int16 scale and zero of every channel, as pairs in the order of the quads, and the
+// part of the rope table (xq_rope_table) for the positions of a tile, [K / 8][2][cos, sin][16][2].
+struct KeyDecoding {
     const int32_t *scale, *zero;  // [K / 2]
     const int16_t* table;
 };
 
-// dot_words of affine codes that are made keys on the way, two channels of a rotation at a time.
+// dot_int16 of keys before RoPE: decodes and rotates affine codes in registers, the two channels of a rotation at a
+// time.
 template <int BITS, int ROWS, int T>
-void dot_turned(const uint8_t* codes, int k_size, Turning turning, const int16_t* weights, const float* steps,
-                float* out, size_t out_stride, ptrdiff_t ahead) {
+void dot_rotated(const uint8_t* codes, int k_size, KeyDecoding decoding, const int16_t* weights, const float* steps,
+                 float* out, size_t out_stride, ptrdiff_t ahead) {
     const int units = k_size / 32;
     const size_t tile = tile_bytes(k_size, BITS), table_size = (size_t)k_size * 16;
-    const int16_t* table = turning.table;
+    const int16_t* table = decoding.table;
     for (int r = 0; r < units; r++, weights += 8 * ROWS * 4, table += 8 * 64) {
         for (int t = 0; t < T; t++)
-            for (int line = 0; line < BITS; line++)
-                prefetch(codes + t * tile + (size_t)(r * BITS + line) * 64 + ahead);
-        const int32_t *scale = turning.scale + r * 16, *zero = turning.zero + r * 16;
+            for (int line = 0; line < BITS; line++) prefetch(codes + t * tile + (size_t)(r * BITS + line) * 64 + ahead);
+        const int32_t *scale = decoding.scale + r * 16, *zero = decoding.zero + r * 16;
         Words acc[ROWS][T];
-        repeat<4>([&](auto k) {
+        unroll<4>([&](auto k) {
             if (k % 2 == 0)
                 for (int n = 0; n < ROWS; n++)
                     for (int t = 0; t < T; t++) acc[n][t] = zero_words();
-            repeat<2>([&](auto odd) {
+            unroll<2>([&](auto odd) {
                 constexpr int at = k * 2 + odd;
                 const Words scale_a = broadcast(scale[at]), scale_b = broadcast(scale[at + 8]);
                 const Words zero_a = broadcast(zero[at]), zero_b = broadcast(zero[at + 8]);
@@ -233,34 +237,32 @@ void dot_turned(const uint8_t* codes, int k_size, Turning turning, const int16_t
                 for (int t = 0; t < T; t++) {
                     Words low = shift_left16<15 - BITS>(unpack<BITS>(codes + t * tile, units, r, k, odd));
                     Words high = shift_left16<15 - BITS>(unpack<BITS>(codes + t * tile, units, r, k + 4, odd));
-                    low = add16(times(low, scale_a), zero_a);
-                    high = add16(times(high, scale_b), zero_b);
-                    const int16_t* turn = table + t * table_size + at * 64;
-                    const Words cos = load(turn), sin = load(turn + 32);
-                    a[t] = sub16(times(low, cos), times(high, sin));
-                    b[t] = add16(times(high, cos), times(low, sin));
+                    low = add16(multiply_q15(low, scale_a), zero_a);
+                    high = add16(multiply_q15(high, scale_b), zero_b);
+                    const int16_t* rotation = table + t * table_size + at * 64;
+                    const Words cos = load(rotation), sin = load(rotation + 32);
+                    a[t] = sub16(multiply_q15(low, cos), multiply_q15(high, sin));
+                    b[t] = add16(multiply_q15(high, cos), multiply_q15(low, sin));
                 }
                 for (int n = 0; n < ROWS; n++) {
                     const Words weight_a = broadcast(pair_at(weights, (k * ROWS + n) * 2 + odd));
                     const Words weight_b = broadcast(pair_at(weights, ((k + 4) * ROWS + n) * 2 + odd));
-                    for (int t = 0; t < T; t++)
-                        acc[n][t] = dot16(dot16(acc[n][t], a[t], weight_a), b[t], weight_b);
+                    for (int t = 0; t < T; t++) acc[n][t] = dot16(dot16(acc[n][t], a[t], weight_a), b[t], weight_b);
                 }
             });
             if (k % 2 == 1)
                 for (int n = 0; n < ROWS; n++)
-                    for (int t = 0; t < T; t++) add_to(out + n * out_stride + t * 16, acc[n][t], steps[n]);
+                    for (int t = 0; t < T; t++) add_scaled(out + n * out_stride + t * 16, acc[n][t], steps[n]);
         });
     }
 }
 
-using DotCodes = void (*)(const uint8_t*, int, const int16_t*, const float*, const float*, float*, size_t,
-                          ptrdiff_t);
-using DotTurned = void (*)(const uint8_t*, int, Turning, const int16_t*, const float*, float*, size_t, ptrdiff_t);
-using DotWords = void (*)(const Words*, int, const int16_t*, const float*, const float*, float*, size_t);
-using Expand = void (*)(const uint8_t*, int, Table, Words*, ptrdiff_t);
+using DotCodes = void (*)(const uint8_t*, int, const int16_t*, const float*, const float*, float*, size_t, ptrdiff_t);
+using DotRotated = void (*)(const uint8_t*, int, KeyDecoding, const int16_t*, const float*, float*, size_t, ptrdiff_t);
+using DotInt16 = void (*)(const Words*, int, const int16_t*, const float*, const float*, float*, size_t);
+using CodesToInt16 = void (*)(const uint8_t*, int, Table, Words*, ptrdiff_t);
 
-// Entry N of a sequence is for N % MAX_ROWS + 1 rows of N / MAX_ROWS + 1 bits.
+// These choose an instance by width and number of rows. Entry N is for N / MAX_ROWS + 1 bits, N % MAX_ROWS + 1 rows.
 template <int T, int... N>
 DotCodes pick_dot_codes(int bits, int rows, std::integer_sequence<int, N...>) {
     static constexpr DotCodes all[] = {dot_codes<N / MAX_ROWS + 1, N % MAX_ROWS + 1, T>...};
@@ -271,34 +273,34 @@ DotCodes pick_dot_codes(int bits, int rows) {
     return pick_dot_codes<T>(bits, rows, std::make_integer_sequence<int, 8 * MAX_ROWS>());
 }
 template <int... N>
-DotTurned pick_dot_turned(int bits, int rows, std::integer_sequence<int, N...>) {
-    static constexpr DotTurned all[] = {dot_turned<N / MAX_ROWS + 1, N % MAX_ROWS + 1, TILES>...};
+DotRotated pick_dot_rotated(int bits, int rows, std::integer_sequence<int, N...>) {
+    static constexpr DotRotated all[] = {dot_rotated<N / MAX_ROWS + 1, N % MAX_ROWS + 1, TILES>...};
     return all[(bits - 1) * MAX_ROWS + rows - 1];
 }
-inline DotTurned pick_dot_turned(int bits, int rows) {
-    return pick_dot_turned(bits, rows, std::make_integer_sequence<int, 8 * MAX_ROWS>());
+inline DotRotated pick_dot_rotated(int bits, int rows) {
+    return pick_dot_rotated(bits, rows, std::make_integer_sequence<int, 8 * MAX_ROWS>());
 }
 template <int T, int... N>
-DotWords pick_dot_words(int rows, std::integer_sequence<int, N...>) {
-    static constexpr DotWords all[] = {dot_words<N + 1, T>...};
+DotInt16 pick_dot_int16(int rows, std::integer_sequence<int, N...>) {
+    static constexpr DotInt16 all[] = {dot_int16<N + 1, T>...};
     return all[rows - 1];
 }
 template <int T>
-DotWords pick_dot_words(int rows) {
-    return pick_dot_words<T>(rows, std::make_integer_sequence<int, MAX_ROWS>());
+DotInt16 pick_dot_int16(int rows) {
+    return pick_dot_int16<T>(rows, std::make_integer_sequence<int, MAX_ROWS>());
 }
 template <int... B>
-Expand pick_shifted(int bits, std::integer_sequence<int, B...>) {
-    static constexpr Expand all[] = {expand<B + 1, SHIFTED>...};
+CodesToInt16 pick_shifted(int bits, std::integer_sequence<int, B...>) {
+    static constexpr CodesToInt16 all[] = {codes_to_int16<B + 1, SHIFTED>...};
     return all[bits - 1];
 }
 template <int... B>
-Expand pick_looked_up(int bits, std::integer_sequence<int, B...>) {
-    static constexpr Expand all[] = {expand<B + 1, LOOKED_UP>...};
+CodesToInt16 pick_looked_up(int bits, std::integer_sequence<int, B...>) {
+    static constexpr CodesToInt16 all[] = {codes_to_int16<B + 1, LOOKED_UP>...};
     return all[bits - 1];
 }
-// Tables have 16 entries: codes that are looked up have at most 4 bits.
-inline Expand pick_expand(int bits, bool looked_up) {
+// A table has 16 entries, so codes that are looked up have at most 4 bits.
+inline CodesToInt16 pick_codes_to_int16(int bits, bool looked_up) {
     return looked_up ? pick_looked_up(bits, std::make_integer_sequence<int, 4>())
                      : pick_shifted(bits, std::make_integer_sequence<int, 8>());
 }

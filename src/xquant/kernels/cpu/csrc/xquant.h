@@ -1,155 +1,168 @@
-// The C interface of the kernels. Pointers are to memory of torch tensors; nothing is allocated for the
-// caller and nothing is kept. Mirrored by xquant/kernels/native.py.
+// The C interface of the native kernels. kernels/cpu/library.py mirrors it name by name.
+//
+// A function is called `xq_<name>_<isa>` and takes one structure. Pointers are to the memory of torch tensors: a
+// function allocates nothing for its caller and keeps no pointer after it returns. Beside these, `xq_read_<isa>`
+// (isa.h), `xq_isas`, `xq_<name>_size` and `xq_rope_table` (native.cpp) take plain arguments.
+//
+// Letters: B sequences, H query heads, G key/value heads, D head size, C channels of a packed row, n tokens of a
+// block. A sequence's blocks are the columns of the block table; a block is an id, its index among the addresses.
 #pragma once
 #include <stdint.h>
 
 enum { XQ_FLOAT32 = 0, XQ_BFLOAT16 = 1, XQ_FLOAT16 = 2, XQ_BOOL = 3 };
 
-// Keys or values of one layer, packed in tiles (docs/format.md). Addresses are one a block of the pool.
+// What a function returns.
+enum { XQ_DONE = 0, XQ_FOUND_NAN = 1, XQ_NO_MEMORY = 2 };
+
+// The packed keys or values of one layer, in tiles (docs/format.md): element = code * scale + zero, or with a
+// codebook level[code] * scale + zero. Each array of addresses has one address a block.
 typedef struct {
     const uint64_t *codes;
     const uint64_t *scale, *zero;  // fp16
+    // Outliers: how many a token has, and for each its residual (fp16) and its channel
     const uint64_t *outlier_count, *outlier_excess, *outlier_channel;  // null: none
-    const float *levels;           // [2^bits], null: affine codes
-    const float *offset;           // [G * D] added to what is decoded, null: nothing
+    const float *levels;  // [2^bits] of a codebook; null: affine codes
+    const float *offset;  // [G * D] added to what is decoded; null: nothing
     int32_t bits;
-    int32_t per_token;  // 1: ranges of `group` channels of a token; 0: of `group` tokens of a channel
+    int32_t per_token;    // 1: ranges of `group` channels of a token; 0: of `group` tokens of a channel
     int32_t group;
-    int32_t fixed;        // 1: the ranges of all blocks are the ones at scale[0] and zero[0]
-    int32_t count_bytes;  // of an entry of outlier_count
+    int32_t offline;      // 1: all blocks have the ranges at scale[0] and zero[0], which calibration found
+    int32_t count_bytes;  // of one outlier_count
     int32_t unused;
-} xq_side;
+} xq_operand;
 
-// Tokens kept as they are: rows [B, T, .] with keys and values [G * D] at the two pointers.
+// Tokens that are kept unquantized (sinks, tail, newest): rows [B, count, .] that hold keys and values [G * D].
 typedef struct {
     const void *key, *value;
-    const float *cos, *sin;  // [B, T, D / 2], null: keys are rotated already
-    const int32_t *column;   // [B, T] columns of the mask, -1: not there; null: `start` + t
+    const float *cos, *sin;  // [B, count, D / 2]; null: keys are rotated already
+    const int32_t *column;   // [B, count] the token's place in the sequence, -1: no such token; null: `start` + t
     int64_t batch_stride, token_stride, head_stride;  // elements
-    int32_t dtype, count, start, causal;  // causal: token t is seen by queries from t on
+    int32_t dtype, count, start;
+    int32_t causal;          // 1: token t is seen by queries from t on
 } xq_exact;
 
+// xq_attend: attention of a few queries over packed and exact tokens (attention.h).
 typedef struct {
-    xq_side key, value;
-    // where the blocks are
-    const int64_t *table;    // [B, columns]
-    const int32_t *lengths;  // [columns]
-    int32_t batch, columns, limit;  // limit: sealed tokens to attend to
-    int32_t block;                  // tokens of a block
-    // shape
+    xq_operand key, value;
+    const int64_t *table;    // [B, columns] ids of blocks
+    const int32_t *lengths;  // [columns] tokens of a block, n or less where the cache was cropped
+    int32_t batch, columns;
+    int32_t limit;           // packed tokens to attend to
+    int32_t block;           // n
     int32_t kv_heads, head_size, group_heads, queries;  // H = kv_heads * group_heads
-    // rotary embedding of packed keys, null: they are rotated already
-    const int16_t *turn;                   // by 0 .. block - 1 positions, see xq_turn
-    const float *start_cos, *start_sin;    // [B, columns, D / 2]
-    // query [B, H, queries, D] and output [B, queries, H, D], contiguous in D
-    const void *query;
-    void *out;
-    int64_t query_batch, query_head, query_token;
+    // RoPE of packed keys; null: they are rotated already
+    const int16_t *rope_table;           // R(0) .. R(n - 1), made by xq_rope_table
+    const float *start_cos, *start_sin;  // [B, columns, D / 2] R(p) of the position that a block starts at
+    const void *query;  // [B, H, queries, D], contiguous in D
+    void *out;          // [B, queries, H, D], contiguous in D
+    int64_t query_batch, query_head, query_token;  // strides in elements, as those below
     int64_t out_batch, out_token, out_head;
-    int32_t dtype, mask_dtype;
-    const void *mask;  // [B or 1, queries or 1, tokens], null: all
+    int32_t dtype, mask_dtype;  // of query and out; of the mask
+    const void *mask;   // [B or 1, queries or 1, tokens]; null: all is seen
     int64_t mask_batch, mask_query, mask_token;
-    float scaling, softcap;
-    xq_exact exact[3];  // sinks, tail, newest
+    float scaling, softcap;  // softcap 0: none
+    xq_exact exact[3];
     int32_t exact_count, threads;
 } xq_attend;
 
-// Blocks of affine codes, to be sealed or decoded (docs/format.md).
+// xq_affine_encode and xq_affine_decode: blocks of affine codes (sealing.h).
 typedef struct {
-    void *rows;             // [N, n, C], contiguous in C: read by sealing, written by decoding
-    const uint8_t *hidden;  // bools [N, n]: tokens that do not count in ranges of tokens; null: none
+    void *rows;               // [N, n, C], contiguous in C: encoding reads it, decoding writes it
+    const uint8_t *excluded;  // bools [N, n]: tokens that do not widen ranges of tokens; null: none
     uint8_t *codes;
-    uint16_t *scale, *zero;  // fp16
-    int64_t block_stride, token_stride;  // of rows, in elements
-    int32_t blocks, tokens, channels, dtype;  // N, n, C
+    uint16_t *scale, *zero;   // fp16
+    int64_t block_stride, token_stride;       // of rows, in elements
+    int32_t blocks, tokens, channels, dtype;  // N, n, C, of rows
     int32_t bits;
-    int32_t per_token;      // 1: ranges of `group` channels of a token; 0: of `group` tokens of a channel
+    int32_t per_token;        // as in xq_operand
     int32_t group;
-    int32_t head;           // channels of a head where codes are in tiles; 0: codes are in rows
-    int32_t channel_lanes;  // the lanes of a tile are 1: channels, 0: tokens
+    int32_t head;             // channels of a head where codes are in tiles; 0: codes are in rows
+    int32_t channel_lanes;    // lanes of a tile are 1: channels, 0: tokens
     int32_t threads;
-    float zero_shift, scale_share;  // eta * (2^bits - 1) and 1 - 2 eta; decoding does not read them
-} xq_blocks;
+    float zero_shift, scale_factor;  // eta * (2^bits - 1) and 1 - 2 eta (quant/affine.py); only encoding reads them
+} xq_affine_blocks;
 
-// Blocks of ranked codes, to be sealed or decoded (docs/format.md, ranked_seal.h, ranked.h).
+// xq_ranked_encode and xq_ranked_decode: blocks of ranked codes (ranked_sealing.h).
 typedef struct {
-    void *rows;             // [N, n, C], contiguous in C; sealing: fp32
-    const uint8_t *hidden;  // bools [N, n]: tokens that do not count in scales, null: none; only for sealing
-    uint8_t *scale, *gain;  // [N, ceil(C / 2)], [N, ceil(n / 2)]
-    uint8_t *codes;         // [N, code_bytes]
-    const int16_t *usual;   // [C]
-    const float *sizes;     // of 0 steps; those of -400 to 400 around it
-    const float *levels;    // of 1 bit, of 2 bits, ... of 8 bits, one after the other; sealing: the edges between
-    const float *borders;   // [400] between the variances of -200, -199, ... steps; only for sealing
+    void *rows;               // [N, n, C], contiguous in C; encoding wants fp32
+    const uint8_t *excluded;  // bools [N, n]: tokens that do not count in scales; null: none; only for encoding
+    uint8_t *scale, *gain;    // [N, ceil(C / 2)], [N, ceil(n / 2)]
+    uint8_t *codes;           // [N, code_bytes]
+    const int16_t *usual;     // [C] the logarithm of a channel's usual scale
+    const float *sizes;       // 2^(i / 3) at i = -400 .. 400
+    const float *levels;      // of 1 bit, of 2 bits, ... of 8 bits; encoding: the edges between them
+    const float *borders;     // [400] between the variances of -200, -199, ... steps; only for encoding
     int64_t block_stride, token_stride;  // of rows, in elements
     int64_t code_bytes;
-    int32_t counts[8];                   // channels with 1, 2, ... 8 bits
+    int32_t counts[8];        // channels with 1, 2, ... 8 bits
     int32_t blocks, tokens, channels, dtype, threads, unused;
-} xq_ranked;
+} xq_ranked_blocks;
 
-// Scores of queries with keys that are built of packed states [T, C] and turned (rebuild.h).
+// xq_rebuild_scores: scores of queries with keys that are rebuilt from packed states [T, C] (rebuild.h).
 typedef struct {
-    xq_side key;           // codes in tiles of all channels, or of each range of a token
+    xq_operand key;        // codes of states, in tiles of all channels or of those of one range of a token
     const int64_t *table;  // [B, columns]
-    // weights [G * D, C] of a key: int16 in the order of the tiles (rebuilt.py), times a unit [G * D], and
-    // where ranges are per channel times a column [C]
+    // The weight [G * D, C] of keys is weights * weight_scale [G * D] and, with ranges per channel,
+    // * channel_scale [C]. kernels/cpu/rebuild.py puts it in the order of the tiles.
     const int16_t *weights;
-    const float *unit, *column;
-    const float *totals;     // [G * D, ranges of a token]: sums of the weights of each, where ranges are per token
-    const float *bias;       // [G * D], null: 0
-    const float *cos, *sin;  // [B, turned, .]
-    const float *query;      // [B, G, rows, D]
-    float *scores;           // [B, G, rows, columns * block]
-    int64_t table_stride, angle_batch, angle_channel;  // elements
+    const float *weight_scale, *channel_scale;
+    const float *weight_sums;  // [G * D, ranges of a token] of the weight, over each range; with ranges per token
+    const float *bias;         // [G * D]; null: 0
+    const float *cos, *sin;    // [B, rotary_pairs, .] by channel
+    const float *query;        // [B, G, rows, D], scaled
+    float *scores;             // [B, G, rows, columns * n]
+    int64_t table_stride, rope_batch, rope_channel;  // of table, cos and sin, in elements
     int32_t batch, columns, block, channels;
-    int32_t kv_heads, head_size, rows, turned;  // turned: pairs of channels that RoPE turns
+    int32_t kv_heads, head_size, rows;
+    int32_t rotary_pairs;      // RoPE rotates channels c and c + rotary_pairs
     int32_t threads, unused;
-} xq_rebuild;
+} xq_rebuild_scores;
 
-// Sums of packed values by weights that are not negative (rebuild.h).
+// xq_rebuild_sum: sums of packed states by weights that are not negative (rebuild.h).
 typedef struct {
-    xq_side value;          // codes in tiles of all channels
-    const int64_t *table;   // [B, columns]
-    const float *weights;   // [B, rows, columns * block]
-    float *out;             // [B, rows, channels]
-    int64_t table_stride;   // elements
+    xq_operand value;      // codes in tiles of all channels
+    const int64_t *table;  // [B, columns]
+    const float *weights;  // [B, rows, columns * n]
+    float *out;            // [B, rows, C]
+    int64_t table_stride;  // elements
     int32_t batch, columns, block, channels, rows, threads;
-} xq_sum;
+} xq_rebuild_sum;
 
-// Ranked codes of one layer (docs/format.md, ranked.h). Addresses are one a block of the pool.
+// Ranked codes of one layer (docs/format.md): element = level[code] * scale * gain.
 typedef struct {
-    const uint64_t *codes, *scale, *gain;
-    const int16_t *usual;   // [C]
-    const float *sizes;     // of 0 steps; those of -400 to 400 around it
-    const int16_t *levels;  // of 1 bit, of 2 bits, ... of 8 bits, one after the other; 32767 is the highest of each
-    const float *reach;     // [8] what the highest is
-    int32_t counts[8];      // channels with 1, 2, ... 8 bits
+    const uint64_t *codes, *scale, *gain;  // one address a block
+    const int16_t *usual;         // as in xq_ranked_blocks
+    const float *sizes;
+    const int16_t *levels;        // of 1 bit, of 2 bits, ... of 8 bits; 32767 is the highest of each width
+    const float *highest_level;   // [8] what that is
+    int32_t counts[8];            // channels with 1, 2, ... 8 bits
     int32_t block, channels;
-} xq_ranks;
+} xq_ranked_operand;
 
-// Scores of queries with keys that are built of ranked states and turned (ranked_attend.h). A head has `width`
+// xq_ranked_scores: scores of queries with keys that are rebuilt from ranked states (ranked.h). A head has `width`
 // channels, D filled up with zeros to a multiple of 32.
 typedef struct {
-    xq_ranks key;
-    const int64_t *table;    // [B, columns]
-    const int16_t *weights;  // [C, G, width] of keys, each times the unit [C]; in runs of 32 zipped (ranked_products.py)
-    const float *unit;
-    const float *mean;       // [G, width], added to keys
-    const float *cos, *sin;  // [B, columns * block, .], the first `turned` of each
-    const float *query;      // [B, G, rows, width]
-    float *scores;           // [B, G, rows, columns * block]
-    int64_t table_stride, angle_batch, angle_token;  // elements
-    int32_t batch, columns, kv_heads, width;
-    int32_t rows, turned;  // turned: pairs of channels that RoPE turns
+    xq_ranked_operand key;
+    const int64_t *table;       // [B, columns]
+    // The weight of keys is weights [C, G, width] * weight_scale [C]. kernels/cpu/ranked.py orders its channels.
+    const int16_t *weights;
+    const float *weight_scale;
+    const float *mean;          // [G, width], added to keys
+    const float *cos, *sin;     // [B, columns * n, .], the first `rotary_pairs` of each
+    const float *query;         // [B, G, rows, width], scaled
+    float *scores;              // [B, G, rows, columns * n]
+    int64_t table_stride, rope_batch, rope_token;  // of table, cos and sin, in elements
+    int32_t batch, columns, kv_heads, width, rows;
+    int32_t rotary_pairs;       // RoPE rotates channels c and c + rotary_pairs
     int32_t threads, unused;
 } xq_ranked_scores;
 
-// Sums of ranked states by weights (ranked_attend.h).
+// xq_ranked_sum: sums of ranked states by weights (ranked.h).
 typedef struct {
-    xq_ranks value;
-    const int64_t *table;   // [B, columns]
-    const float *weights;   // [B, rows, columns * block]
-    float *out;             // [B, rows, C]
-    int64_t table_stride;   // elements
+    xq_ranked_operand value;
+    const int64_t *table;  // [B, columns]
+    const float *weights;  // [B, rows, columns * n]
+    float *out;            // [B, rows, C]
+    int64_t table_stride;  // elements
     int32_t batch, columns, rows, threads;
 } xq_ranked_sum;

@@ -1,17 +1,17 @@
-// Scratch memory. Included once for each instruction set.
+// Memory that the kernels work in: everything a thread needs for a task is taken from one allocation. A thread
+// keeps it between calls, since new memory would cost page faults at every call.
 #pragma once
 #include <cstdlib>
 
 namespace {
 
-// Scratch memory of a thread, 64-byte aligned. It is kept between calls, or every call would begin with
-// page faults.
-struct Arena {
+// Memory of one thread, handed out from the start on in pieces that are aligned to 64 bytes.
+struct Workspace {
     uint8_t *base = nullptr, *next = nullptr;
     size_t size = 0;
-    ~Arena() { std::free(base); }
+    ~Workspace() { std::free(base); }
 
-    // Empties it and makes room. False: there is not so much memory.
+    // Takes back all pieces and grows to at least `wanted` bytes. False: there is not enough memory.
     bool reserve(size_t wanted) {
         if (wanted > size) {
             std::free(base);

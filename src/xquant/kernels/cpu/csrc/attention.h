@@ -1,0 +1,208 @@
+// Attention of a few queries over one layer: out = softmax(scaling q K^T + mask) V, over packed tokens (packed_keys.h,
+// packed_values.h) and exact ones. Keys and values are never written out.
+//
+// The blocks of every sequence and key/value head are cut into splits, and each split is a task with an online softmax
+// of its own; exact tokens are one more task. Threads take tasks in order, then the states of a head are combined. So
+// one long sequence keeps all threads busy, as many short ones do. All query heads of a key/value head, and all
+// queries, share the codes once they are unpacked.
+//
+// It equals transformers' sdpa over the keys and values of `CompressedLayer.read`, to a relative error below 1e-3
+// (tests/kernels/test_attend.py).
+#pragma once
+#include <omp.h>
+
+#include <atomic>
+
+#include "packed_keys.h"
+#include "packed_values.h"
+
+namespace {
+
+// What one thread does at a time: one split of the blocks of a sequence and key/value head, or its exact tokens.
+struct Task {
+    const xq_attend& call;
+    const int b, g;
+    const int D, n, rows;
+    OnlineSoftmax softmax;
+    Scratch scratch;
+    PackedKeys keys;
+    PackedValues values;
+    float* exact_scores;  // [rows, most exact tokens of one kind]
+    float *row, *copy;    // [D] a key or value; a key before RoPE
+
+    static size_t most_exact(const xq_attend& c) {
+        int most = 0;
+        for (int e = 0; e < c.exact_count; e++) most = std::max(most, c.exact[e].count);
+        return most;
+    }
+    static size_t bytes(const xq_attend& c) {
+        const size_t rows = c.group_heads * c.queries;
+        return Scratch::bytes(c) + PackedKeys::bytes(c) + PackedValues::bytes(c) +
+               4 * (rows * most_exact(c) + 2 * c.head_size) + 3 * 64;
+    }
+
+    Task(const xq_attend& c, int b, int g, Workspace& workspace, OnlineSoftmax softmax, const RopePlaces& rope_places)
+        : call(c),
+          b(b),
+          g(g),
+          D(c.head_size),
+          n(c.block),
+          rows(c.group_heads * c.queries),
+          softmax(softmax),
+          scratch(c, workspace),
+          keys(c, b, g, scratch, rope_places, workspace),
+          values(c, b, g, scratch, softmax, workspace) {
+        exact_scores = workspace.take<float>((size_t)rows * most_exact(c));
+        row = workspace.take<float>(D);
+        copy = workspace.take<float>(D);
+    }
+
+    void mask_scores(int start, int valid) {
+        for (int r = 0; r < rows; r++) {
+            float* s = scratch.scores + (size_t)r * n;
+            if (call.softcap > 0) soft_cap(s, valid, call.softcap);
+            if (call.mask) {
+                const int64_t at = b * call.mask_batch + r % call.queries * call.mask_query;
+                for (int t = 0; t < valid; t++)
+                    s[t] += mask_at(call.mask, call.mask_dtype, at + (start + t) * call.mask_token);
+            }
+            for (int t = valid; t < n; t++) s[t] = -INFINITY;
+            for (int e = 0; e < call.exact_count; e++) {  // sinks are in a block too, but count as exact tokens
+                const xq_exact& exact = call.exact[e];
+                if (!exact.column) continue;
+                for (int i = 0; i < exact.count; i++) {
+                    const int t = exact.column[(size_t)b * exact.count + i] - start;
+                    if (t >= 0 && t < valid) s[t] = -INFINITY;
+                }
+            }
+        }
+    }
+
+    // `after`: the first block of the thread's next task.
+    void attend_blocks(int first, int last, HeadBlock after) {
+        int start = 0;
+        for (int j = 0; j < first; j++) start += call.lengths[j];
+        const int64_t* ids = call.table + (size_t)b * call.columns;
+        for (int j = first; j < last && start < call.limit; start += call.lengths[j++]) {
+            const int64_t id = ids[j];
+            const HeadBlock next = j + 1 < last ? HeadBlock{ids[j + 1], g} : after;
+            keys.prefetch_ranges(next);
+            values.prefetch_ranges(next);
+            keys.rotate_query(j);
+            keys.score(id, next);
+            mask_scores(start, std::min(call.lengths[j], call.limit - start));
+            if (!softmax.update(scratch.scores, n)) continue;
+            values.add(id, next);
+        }
+    }
+
+    void attend_exact(const xq_exact& exact) {
+        if (exact.count == 0) return;
+        const int half = D / 2;
+        float* s = exact_scores;
+        for (int t = 0; t < exact.count; t++) {
+            const int64_t at = b * exact.batch_stride + t * exact.token_stride + g * exact.head_stride;
+            load_row(exact.key, exact.dtype, at, D, row);
+            if (exact.cos) {
+                const float* cos = exact.cos + ((size_t)b * exact.count + t) * half;
+                const float* sin = exact.sin + ((size_t)b * exact.count + t) * half;
+                std::memcpy(copy, row, sizeof(float) * D);
+                for (int j = 0; j < half; j++) {
+                    row[j] = copy[j] * cos[j] - copy[j + half] * sin[j];
+                    row[j + half] = copy[j + half] * cos[j] + copy[j] * sin[j];
+                }
+            }
+            const int column = exact.column ? exact.column[(size_t)b * exact.count + t] : exact.start + t;
+            for (int r = 0; r < rows; r++) {
+                const float* q = keys.query + (size_t)r * D;
+                Floats dot = broadcast_float(0);
+                for (int c = 0; c < D; c += 16) dot = fma(load_floats(q + c), load_floats(row + c), dot);
+                float x = sum(dot);
+                if (call.softcap > 0) soft_cap(&x, 1, call.softcap);
+                const int index = r % call.queries;
+                if (column < 0 || (exact.column && column >= call.limit) || (exact.causal && !call.mask && index < t))
+                    x = -INFINITY;
+                else if (call.mask)
+                    x += mask_at(call.mask, call.mask_dtype,
+                                 b * call.mask_batch + index * call.mask_query + column * call.mask_token);
+                s[(size_t)r * exact.count + t] = x;
+            }
+        }
+        if (!softmax.update(s, exact.count)) return;
+        for (int t = 0; t < exact.count; t++) {
+            const int64_t at = b * exact.batch_stride + t * exact.token_stride + g * exact.head_stride;
+            load_row(exact.value, exact.dtype, at, D, row);
+            for (int r = 0; r < rows; r++) {
+                const float p = s[(size_t)r * exact.count + t];
+                float* to = softmax.sums + (size_t)r * D;
+                Floats weight = broadcast_float(p);
+                for (int c = 0; c < D; c += 16)
+                    store_floats(to + c, fma(weight, load_floats(row + c), load_floats(to + c)));
+            }
+        }
+    }
+};
+
+// xq_attend.
+inline int attend(const xq_attend& call) {
+    const int rows = call.group_heads * call.queries, D = call.head_size;
+    const int heads = call.batch * call.kv_heads;
+    const int threads = std::max(call.threads, 1);
+    // About 16 tasks for every thread, so that none waits long for the last.
+    int splits = std::max(1, std::min(call.columns / 2, (16 * threads + heads - 1) / heads));
+    const int blocks_per_split = std::max(1, (call.columns + splits - 1) / std::max(splits, 1));
+    splits = call.columns ? (call.columns + blocks_per_split - 1) / blocks_per_split : 0;
+    const int tasks_per_head = splits + 1;  // the last has the exact tokens
+    const size_t state_size = OnlineSoftmax::floats(rows, D);
+    static thread_local Workspace shared;
+    if (!shared.reserve(sizeof(float) * state_size * tasks_per_head * heads + 64 + RopePlaces::bytes(call)))
+        return XQ_NO_MEMORY;
+    float* states = shared.take<float>(state_size * tasks_per_head * heads);
+    const RopePlaces rope_places(call, shared);
+    int failed = 0;
+    const int tasks = heads * tasks_per_head;
+    std::atomic<int> taken{0};
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
+    {
+        static thread_local Workspace workspace;
+        const bool ready = workspace.reserve(Task::bytes(call));
+        failed += !ready;
+        // A thread takes its next task before it begins one, to know which codes to fetch.
+        for (int task = ready ? taken++ : tasks, next; task < tasks; task = next) {
+            next = taken++;
+            workspace.next = workspace.base;
+            const int head = task / tasks_per_head, split = task % tasks_per_head;
+            OnlineSoftmax softmax(states + (size_t)task * state_size, rows, D);
+            softmax.clear();
+            Task work(call, head / call.kv_heads, head % call.kv_heads, workspace, softmax, rope_places);
+            if (split == splits) {
+                for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);
+                continue;
+            }
+            const int last = std::min((split + 1) * blocks_per_split, call.columns);
+            HeadBlock after = {call.table[(size_t)work.b * call.columns + last - 1], work.g};
+            if (next < tasks && next % tasks_per_head < splits)
+                after = {call.table[(size_t)(next / tasks_per_head / call.kv_heads) * call.columns +
+                                    next % tasks_per_head * blocks_per_split],
+                         next / tasks_per_head % call.kv_heads};
+            work.attend_blocks(split * blocks_per_split, last, after);
+        }
+    }
+    if (failed) return XQ_NO_MEMORY;
+    for (int head = 0; head < heads; head++) {
+        OnlineSoftmax all(states + (size_t)head * tasks_per_head * state_size, rows, D);
+        for (int split = 1; split < tasks_per_head; split++)
+            all.combine(OnlineSoftmax(states + ((size_t)head * tasks_per_head + split) * state_size, rows, D));
+        const int b = head / call.kv_heads, g = head % call.kv_heads;
+        for (int r = 0; r < rows; r++) {
+            const int h = g * call.group_heads + r / call.queries;
+            const int64_t at = b * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
+            const float inverse = all.running_sum[r] > 0 ? 1 / all.running_sum[r] : 0;
+            for (int c = 0; c < D; c++)
+                store_element(call.out, call.dtype, at + c, all.sums[(size_t)r * D + c] * inverse);
+        }
+    }
+    return XQ_DONE;
+}
+
+}  // namespace

@@ -1,0 +1,116 @@
+// The packed keys or values of one sequence and key/value head, as attention reads them block by block: where codes
+// and ranges are, outliers, and memory that keys and values share. An element is
+//
+//     code * scale + zero + offset (affine)   or   level[code] * scale + zero + offset (codebook),
+//
+// plus its residual if it is an outlier: what `quant.Affine.decode` and `quant.Codebook.decode` give.
+#pragma once
+#include <algorithm>
+
+#include "elements.h"
+#include "workspace.h"
+
+namespace {
+
+// The ranges of one block, fp16.
+struct Ranges {
+    const uint16_t *scale, *zero;
+    Ranges(const xq_operand& operand, int64_t id)
+        : scale(at_address<uint16_t>(operand.scale[operand.offline ? 0 : id])),
+          zero(at_address<uint16_t>(operand.zero[operand.offline ? 0 : id])) {}
+};
+
+// A block, and one of its key/value heads.
+struct HeadBlock {
+    int64_t id;
+    int head;
+};
+
+// Memory that the keys and the values of a task use one after the other.
+struct Scratch {
+    float* scores;                        // [rows, n], then the weights of values
+    int16_t* weights;                     // [MAX_ROWS, max(D, n)] of integer dot products
+    float *steps, *bias;                  // [MAX_ROWS]
+    Words* int16_tiles;                   // [TILES, max(D, n) / 2] decoded to int16
+    int32_t *outlier_token, *outlier_at;  // of a block's outliers: the token of each, and which are of the head
+
+    static size_t most(const xq_attend& c) { return std::max(c.head_size, c.block); }
+    static size_t outlier_capacity(const xq_attend& c) {
+        if (!c.key.outlier_count && !c.value.outlier_count) return 0;
+        return (size_t)c.block * c.kv_heads * c.head_size + 32;
+    }
+    static size_t bytes(const xq_attend& c) {
+        const size_t rows = c.group_heads * c.queries, m = most(c);
+        return 4 * (rows * c.block + 2 * MAX_ROWS + 2 * outlier_capacity(c)) + 2 * MAX_ROWS * m +
+               sizeof(Words) * (TILES * m / 2) + 7 * 64;
+    }
+
+    Scratch(const xq_attend& c, Workspace& workspace) {
+        scores = workspace.take<float>((size_t)c.group_heads * c.queries * c.block);
+        weights = workspace.take<int16_t>(MAX_ROWS * most(c));
+        steps = workspace.take<float>(MAX_ROWS);
+        bias = workspace.take<float>(MAX_ROWS);
+        int16_tiles = workspace.take<Words>(TILES * most(c) / 2);
+        outlier_token = workspace.take<int32_t>(outlier_capacity(c));
+        outlier_at = workspace.take<int32_t>(outlier_capacity(c));
+    }
+};
+
+// What packed keys and packed values have in common.
+struct PackedOperand : Scratch {
+    const xq_attend& call;
+    const xq_operand& operand;
+    const int b, g;
+    const int D, n, rows;
+    int16_t table16[16] = {};  // levels of a codebook times `most`
+
+    PackedOperand(const xq_attend& c, const xq_operand& operand, float most, int b, int g, const Scratch& scratch)
+        : Scratch(scratch),
+          call(c),
+          operand(operand),
+          b(b),
+          g(g),
+          D(c.head_size),
+          n(c.block),
+          rows(c.group_heads * c.queries) {
+        if (operand.levels)
+            for (int i = 0; i < 1 << operand.bits; i++) table16[i] = (int16_t)std::lrintf(operand.levels[i] * most);
+    }
+
+    uint64_t codes_at(HeadBlock at) const {
+        return operand.codes[at.id] + (uint64_t)at.head * n * D * operand.bits / 8;
+    }
+
+    // Fetches the ranges of the next block into the CPU's cache. Its codes are fetched while those of a block are read.
+    void prefetch_ranges(HeadBlock next) const {
+        if (operand.offline) return;
+        const size_t count = operand.per_token ? n : D;
+        const size_t at = operand.per_token ? (size_t)(next.head * D / operand.group) * n : (size_t)next.head * D;
+        for (uint64_t address : {operand.scale[next.id], operand.zero[next.id]})
+            for (size_t i = 0; i < count; i += 32) prefetch(at_address<uint16_t>(address) + at + i);
+    }
+
+    // Calls found(token, channel of the head, residual) for the outliers of this head. It lists them first, without a
+    // branch that depends on where they are.
+    template <class Found>
+    void each_outlier(int64_t id, Found found) const {
+        const auto* residual = at_address<uint16_t>(operand.outlier_excess[id]);
+        const auto* channel = at_address<uint16_t>(operand.outlier_channel[id]);
+        const auto* count8 = at_address<uint8_t>(operand.outlier_count[id]);
+        const auto* count16 = at_address<uint16_t>(operand.outlier_count[id]);
+        int total = 0;
+        for (int t = 0; t < n; t++) {
+            const int count = operand.count_bytes == 1 ? count8[t] : count16[t];
+            for (int i = 0; i < count; i += 16)  // the next token overwrites what is beyond `count`
+                store(outlier_token + total + i, broadcast(t));
+            total += count;
+        }
+        const int first = g * D, listed = list_between(channel, total, first, D, outlier_at);
+        for (int i = 0; i < listed; i++) {
+            const int at = outlier_at[i];
+            found(outlier_token[at], channel[at] - first, fp16_to_float(residual[at]));
+        }
+    }
+};
+
+}  // namespace

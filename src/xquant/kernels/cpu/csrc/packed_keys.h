@@ -1,0 +1,322 @@
+// Scores of a few queries with one block of packed keys, score[t] = scaling * q . k_t. Keys are never written out.
+//
+// - Keys after RoPE, affine codes, ranges per channel: scales and zeros are folded into the query,
+//       q . k_t = sum_c (q_c scale_c) code[t, c] + sum_c q_c zero_c,
+//   so the first sum is an integer dot product with the codes themselves, and the second is one number a query.
+// - All others: codes become int16 keys, a few tiles at a time, with one step for the two channels of a rotation, and
+//   the query takes the steps. Keys before RoPE are rotated in the same go. A key at position p + r of a block that
+//   starts at p is R(p) R(r) k, so q . R(p) R(r) k = (R(-p) q) . (R(r) k): the query is rotated once a block, and R(r)
+//   is a small table for all blocks, heads and layers.
+// - An outlier adds the product of the query and its residual, rotated alike.
+//
+// It equals q K^T over the keys that `CompressedLayer` decodes and transformers' sdpa reads, to a relative error below
+// 1e-3 of the output.
+#pragma once
+#include "operand.h"
+
+namespace {
+
+// Where the rope table has the angle of each channel of a head, for outliers. The same for all tasks of a call.
+struct RopePlaces {
+    struct Place {
+        int32_t at;       // in the part of the table for a tile, at the tile's first token
+        int32_t partner;  // the other channel that the rotation mixes with this one
+        float sine;       // sign of its sine, over 32767, which is 1 in the table
+    };
+    Place* of = nullptr;  // [D]
+
+    static size_t bytes(const xq_attend& c) { return sizeof(Place) * c.head_size + 64; }
+    RopePlaces(const xq_attend& c, Workspace& workspace) {
+        if (!c.key.outlier_count || !c.rope_table) return;
+        const int D = c.head_size, half = D / 2, units = D / 32;
+        of = workspace.take<Place>(D);
+        for (int i = 0; i < D; i++) {
+            const int j = i % half, e = j % 4, q = j / 4;
+            of[i] = {((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2, i < half ? i + half : i - half,
+                     (i < half ? 1 : -1) / 32767.0f};
+        }
+    }
+};
+
+// The keys of a task: one sequence and key/value head.
+struct PackedKeys : PackedOperand {
+    const RopePlaces& rope_places;
+    float* query;               // [rows, D] times `scaling`
+    float* rotated_query;       // [rows, D] R(-p) query; without RoPE the query itself
+    float* scaled_query;        // [MAX_ROWS, D] times scales, or times steps
+    int32_t *scale16, *zero16;  // int16 pairs: [D / 2] by channel, or [ranges of the head, 16] by token
+    float* pair_step;           // [D / 2] the step of int16 keys, of channels c and c + D / 2
+
+    static size_t bytes(const xq_attend& c) {
+        const size_t rows = c.group_heads * c.queries, D = c.head_size;
+        return 4 * (2 * rows * D + MAX_ROWS * D + 2 * 16 * D + D / 2) + 6 * 64;
+    }
+
+    PackedKeys(const xq_attend& c, int b, int g, const Scratch& scratch, const RopePlaces& rope_places,
+               Workspace& workspace)
+        : PackedOperand(c, c.key, 32767, b, g, scratch), rope_places(rope_places) {
+        query = workspace.take<float>((size_t)rows * D);
+        rotated_query = workspace.take<float>((size_t)rows * D);
+        scaled_query = workspace.take<float>(MAX_ROWS * D);
+        scale16 = workspace.take<int32_t>(16 * D);
+        zero16 = workspace.take<int32_t>(16 * D);
+        pair_step = workspace.take<float>(D / 2);
+        load_query();
+    }
+
+    void load_query() {
+        const xq_attend& c = call;
+        for (int h = 0; h < c.group_heads; h++)
+            for (int q = 0; q < c.queries; q++)
+                load_row(c.query, c.dtype,
+                         b * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
+                         query + (size_t)(h * c.queries + q) * D);
+        for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
+    }
+
+    // Sets rotated_query to R(-p) q for the block in this column of the table, which starts at position p.
+    void rotate_query(int column) {
+        if (!call.rope_table) {
+            rotated_query = query;
+            return;
+        }
+        const int half = D / 2;
+        const float* cos = call.start_cos + ((size_t)b * call.columns + column) * half;
+        const float* sin = call.start_sin + ((size_t)b * call.columns + column) * half;
+        for (int r = 0; r < rows; r++) {
+            const float* q = query + (size_t)r * D;
+            float* t = rotated_query + (size_t)r * D;
+            for (int j = 0; j < half; j++) {
+                t[j] = q[j] * cos[j] + q[j + half] * sin[j];
+                t[j + half] = q[j + half] * cos[j] - q[j] * sin[j];
+            }
+        }
+    }
+
+    // Integer dot products with the codes of tokens `from` to `to - 1`, which have one range a channel.
+    void score_codes(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
+                     ptrdiff_t ahead) {
+        const float* offset = operand.offset ? operand.offset + g * D : nullptr;
+        const float most = highest_weight(D, (float)((1 << operand.bits) - 1));
+        for (int r = 0; r < rows; r += MAX_ROWS) {
+            const int count = std::min(rows - r, MAX_ROWS);
+            Floats top[MAX_ROWS], constant[MAX_ROWS];
+            for (int i = 0; i < count; i++) top[i] = constant[i] = broadcast_float(0);
+            for (int c = 0; c < D; c += 16) {
+                const Floats step = load_fp16(scale + c);
+                Floats base = load_fp16(zero + c);
+                if (offset) base = base + load_floats(offset + c);
+                for (int i = 0; i < count; i++) {
+                    const Floats x = load_floats(rotated_query + (size_t)(r + i) * D + c), scaled = x * step;
+                    top[i] = maximum(top[i], absolute(scaled));
+                    constant[i] = fma(x, base, constant[i]);
+                    store_floats(scaled_query + i * D + c, scaled);
+                }
+            }
+            for (int i = 0; i < count; i++) {
+                bias[i] = sum(constant[i]);
+                steps[i] = quantize_row(scaled_query + i * D, D, highest(top[i]), most, weights + i * 4, count);
+            }
+            const DotCodes dot = pick_dot_codes<TILES>(operand.bits, count);
+            for (int t = from; t < to; t += 16 * TILES)
+                dot(codes + t / 16 * tile_bytes(D, operand.bits), D, weights, steps, bias, scores + (size_t)r * n + t,
+                    n, r ? 0 : ahead);
+        }
+    }
+
+    // The highest int16 of a key. An affine scale times 2^bits must fit into an int16 too.
+    float key_limit() const {
+        return operand.levels ? KEY_LIMIT : std::min(KEY_LIMIT, 16383 * (1 - 1.0f / (1 << operand.bits)));
+    }
+
+    void raise_reach(Floats scale, Floats zero, Floats& reach) const {
+        if (operand.levels) {  // levels are in [-1, 1]
+            reach = maximum(reach, absolute(zero) + scale);
+        } else {
+            Floats end = fma(scale, broadcast_float((float)((1 << operand.bits) - 1)), zero);
+            reach = maximum(reach, maximum(absolute(zero), absolute(end)));
+        }
+    }
+
+    // Rounds scale and zero of every channel to int16. The two channels of a rotation share a step, or they could not
+    // be added.
+    void quantize_channel_ranges(const uint16_t* scale, const uint16_t* zero) {
+        const float* offset = operand.offset ? operand.offset + g * D : nullptr;
+        const float per_level = operand.levels ? 32768.0f / 32767 : (float)(1 << operand.bits);
+        const int half = D / 2;
+        const Floats limit = broadcast_float(key_limit()), level = broadcast_float(per_level);
+        const QuadWriter low{D / 32, 1, 0, 0}, high{D / 32, 1, 0, 4};  // quads of half a head are 4 apart
+        QuadWriter places[2][2] = {{low, low}, {high, high}};
+        for (int c = 0; c < half; c += 16) {
+            Floats reach = broadcast_float(1e-20f), s[2], z[2];
+            for (int upper = 0; upper < 2; upper++) {
+                s[upper] = load_fp16(scale + c + upper * half);
+                z[upper] = load_fp16(zero + c + upper * half);
+                if (offset) z[upper] = z[upper] + load_floats(offset + c + upper * half);
+                raise_reach(s[upper], z[upper], reach);
+            }
+            const Floats unit = limit / reach;
+            store_floats(pair_step + c, reach / limit);
+            for (int upper = 0; upper < 2; upper++) {
+                // It would be 2^15 where a range of 1 bit is symmetric.
+                const Floats most = broadcast_float(32767);
+                places[upper][0].store(to_nearest(minimum(s[upper] * unit * level, most)), (int16_t*)scale16);
+                places[upper][1].store(to_nearest(z[upper] * unit), (int16_t*)zero16);
+            }
+        }
+    }
+
+    // The same for ranges per token: one step for all channels of a block, then scales and zeros of the 16 tokens of a
+    // tile, a vector for each range.
+    void set_token_step(const uint16_t* scale, const uint16_t* zero) {
+        float reach = 1e-20f;
+        for (int t = 0; t < n; t++)
+            for (int j = g * D / operand.group; j <= (g * D + D - 1) / operand.group; j++) {
+                float s = fp16_to_float(scale[j * n + t]), z = fp16_to_float(zero[j * n + t]);
+                float end = operand.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << operand.bits) - 1));
+                reach = std::fmax(reach, std::fmax(std::fabs(z), end));
+            }
+        for (int j = 0; j < D / 2; j++) pair_step[j] = reach / key_limit();
+    }
+    void quantize_token_ranges(const uint16_t* scale, const uint16_t* zero, int t) {
+        const float per_level = operand.levels ? 32768.0f / 32767 : (float)(1 << operand.bits);
+        const int first = g * D / operand.group, last = (g * D + D - 1) / operand.group;
+        for (int j = first; j <= last; j++)
+            for (int lane = 0; lane < 16; lane++) {
+                float s = fp16_to_float(scale[j * n + t + lane]) / pair_step[0] * per_level;
+                float z = fp16_to_float(zero[j * n + t + lane]) / pair_step[0];
+                uint32_t s16 = (uint16_t)(int16_t)std::lrintf(std::fmin(s, 32767.0f));
+                uint32_t z16 = (uint16_t)(int16_t)std::lrintf(z);
+                scale16[(j - first) * 16 + lane] = (int32_t)(s16 | s16 << 16);
+                zero16[(j - first) * 16 + lane] = (int32_t)(z16 | z16 << 16);
+            }
+    }
+
+    // Makes int16 keys of the int16 codes [D / 2] of one tile, in place; with ROTATE, keys R(r) k.
+    template <bool PER_TOKEN, bool ROTATE>
+    void decode_keys(Words* tile, int tile_index) {
+        const int units = D / 32, group = operand.group, first = g * D / group;
+        const int16_t* table = ROTATE ? call.rope_table + (size_t)tile_index * D * 16 : nullptr;
+        for (int r = 0; r < units; r++, tile += 16)
+            for (int k = 0; k < 4; k++) {
+                const int quad = r + k * units;
+                for (int odd = 0; odd < 2; odd++) {
+                    const int a = k * 2 + odd, b = a + 8;  // channels half a head apart
+                    Words scale_a, scale_b, zero_a, zero_b;
+                    if (PER_TOKEN) {
+                        const int ga = (g * D + quad * 4) / group - first;
+                        const int gb = (g * D + D / 2 + quad * 4) / group - first;
+                        scale_a = load(scale16 + ga * 16), zero_a = load(zero16 + ga * 16);
+                        scale_b = load(scale16 + gb * 16), zero_b = load(zero16 + gb * 16);
+                    } else {
+                        scale_a = broadcast(scale16[r * 16 + a]), zero_a = broadcast(zero16[r * 16 + a]);
+                        scale_b = broadcast(scale16[r * 16 + b]), zero_b = broadcast(zero16[r * 16 + b]);
+                    }
+                    Words low = add16(multiply_q15(tile[a], scale_a), zero_a);
+                    Words high = add16(multiply_q15(tile[b], scale_b), zero_b);
+                    if (ROTATE) {
+                        Words cos = load(table), sin = load(table + 32);
+                        table += 64;
+                        tile[a] = sub16(multiply_q15(low, cos), multiply_q15(high, sin));
+                        tile[b] = add16(multiply_q15(high, cos), multiply_q15(low, sin));
+                    } else {
+                        tile[a] = low;
+                        tile[b] = high;
+                    }
+                }
+            }
+    }
+
+    // Dot products with int16 keys of tokens `from` to `to - 1`, a few tiles at a time.
+    void score_int16(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
+                     ptrdiff_t ahead) {
+        if (operand.per_token)
+            set_token_step(scale, zero);
+        else
+            quantize_channel_ranges(scale, zero);
+        Table table = load_table(table16);
+        const CodesToInt16 to_int16 = pick_codes_to_int16(operand.bits, operand.levels != nullptr);
+        const int half = D / 2;
+        for (int r = 0; r < rows; r += MAX_ROWS) {
+            const int count = std::min(rows - r, MAX_ROWS);
+            for (int i = 0; i < count; i++) {
+                const float* q = rotated_query + (size_t)(r + i) * D;
+                Floats top = broadcast_float(0);
+                for (int c = 0; c < D; c += 16) {
+                    Floats x = load_floats(q + c) * load_floats(pair_step + (c < half ? c : c - half));
+                    top = maximum(top, absolute(x));
+                    store_floats(scaled_query + c, x);
+                }
+                const float most = highest_int16_weight(ROTATED_LIMIT);
+                steps[i] = quantize_row(scaled_query, D, highest(top), most, weights + i * 4, count);
+                bias[i] = 0;
+            }
+            if (!operand.per_token && !operand.levels && call.rope_table) {
+                const DotRotated dot = pick_dot_rotated(operand.bits, count);
+                for (int t = from; t < to; t += 16 * TILES)
+                    dot(codes + t / 16 * tile_bytes(D, operand.bits), D,
+                        {scale16, zero16, call.rope_table + (size_t)(t / 16) * D * 16}, weights, steps,
+                        scores + (size_t)r * n + t, n, r ? 0 : ahead);
+                continue;
+            }
+            const DotInt16 dot = pick_dot_int16<TILES>(count);
+            for (int t = from; t < to; t += 16 * TILES) {
+                for (int k = 0; k < TILES; k++) {
+                    Words* tile = int16_tiles + (size_t)k * half;
+                    const int index = t / 16 + k;
+                    to_int16(codes + index * tile_bytes(D, operand.bits), D, table, tile, r ? 0 : ahead);
+                    if (operand.per_token) {
+                        quantize_token_ranges(scale, zero, index * 16);
+                        call.rope_table ? decode_keys<true, true>(tile, index) : decode_keys<true, false>(tile, index);
+                    } else {
+                        call.rope_table ? decode_keys<false, true>(tile, index)
+                                        : decode_keys<false, false>(tile, index);
+                    }
+                }
+                dot(int16_tiles, D, weights, steps, bias, scores + (size_t)r * n + t, n);
+            }
+        }
+    }
+
+    void score_outliers(int64_t id) {
+        each_outlier(id, [&](int t, int c, float residual) {
+            const float *here = rotated_query + c, *there = here;
+            float cos = residual, sin = 0;
+            if (call.rope_table) {
+                const RopePlaces::Place place = rope_places.of[c];
+                const int16_t* pair = call.rope_table + (size_t)(t / 16) * D * 16 + place.at + t % 16 * 2;
+                there = rotated_query + place.partner;
+                cos = residual * (1 / 32767.0f) * pair[0];
+                sin = residual * place.sine * pair[32];
+            }
+            float* score = scores + t;
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++, here += D, there += D, score += n) *score += *here * cos + *there * sin;
+        });
+    }
+
+    // Writes `scores` [rows, n] of a block. `next`: the one whose codes are fetched into the CPU's cache meanwhile.
+    void score(int64_t id, HeadBlock next) {
+        const Ranges ranges(operand, id);
+        const auto* codes = at_address<uint8_t>(codes_at({id, g}));
+        const ptrdiff_t ahead = (ptrdiff_t)(codes_at(next) - codes_at({id, g}));
+        std::memset(scores, 0, sizeof(float) * (size_t)rows * n);
+        const int channels = call.kv_heads * D;
+        const bool fold = !operand.per_token && !operand.levels && !call.rope_table;
+        if (operand.per_token) {
+            score_int16(codes, ranges.scale, ranges.zero, 0, n, ahead);
+        } else {
+            const int group = operand.offline ? n : operand.group;
+            for (int from = 0, i = 0; from < n; from += group, i++) {
+                const uint16_t* scale = ranges.scale + (size_t)i * channels + g * D;
+                const uint16_t* zero = ranges.zero + (size_t)i * channels + g * D;
+                const int to = std::min(from + group, n);
+                fold ? score_codes(codes, scale, zero, from, to, ahead)
+                     : score_int16(codes, scale, zero, from, to, ahead);
+            }
+        }
+        if (operand.outlier_count) score_outliers(id);
+    }
+};
+
+}  // namespace
