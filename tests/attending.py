@@ -12,7 +12,7 @@ from calibrated import calibration, make_cache
 from models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
-from xquant.methods import Seen
+from xquant.methods import AttentionInputs
 
 TOLERANCE = 1e-3
 DEVICE = torch.device(os.environ.get("XQUANT_TEST_DEVICE", "cpu"))
@@ -77,7 +77,7 @@ def filled(case: Case) -> KVCache:
             key = key.to(case.dtype)
             value = random(case.batch, case.kv_heads, count, case.head_size)
             x = random(case.batch, count, 8 * case.kv_heads * case.group_heads)
-            layer.append(Seen(x, x, key.transpose(1, 2).flatten(2), key, value))
+            layer.append(AttentionInputs(x, x, key.transpose(1, 2).flatten(2), key, value))
     return cache
 
 

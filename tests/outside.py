@@ -11,7 +11,7 @@ from torch import Tensor
 from xquant.calibrate.calibrator import Rows, Stage
 from xquant.calibrate.find import make_calibrator
 from xquant.calibration import Calibration, Expected
-from xquant.methods import LayerCodec, Method, Seen
+from xquant.methods import AttentionInputs, LayerCodec, Method
 from xquant.methods.cost import NOTHING, RebuildCost
 from xquant.models import AttentionView
 from xquant.quant import Packed, Quantizer, Segment
@@ -73,8 +73,8 @@ class TernaryCodec(LayerCodec):
         reaches = (None, None) if reach is None else reach
         self.segments = tuple(Segment(view.kv_width, Digits(digits, own)) for own in reaches)
 
-    def features(self, seen: Seen) -> Tensor:
-        return torch.cat([t.transpose(1, 2).flatten(2) for t in (seen.key, seen.value)], -1)
+    def features(self, inputs: AttentionInputs) -> Tensor:
+        return torch.cat([t.transpose(1, 2).flatten(2) for t in (inputs.key, inputs.value)], -1)
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = recalled.split(self.view.kv_width, -1)

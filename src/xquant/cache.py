@@ -16,7 +16,7 @@ from .calibration import Calibration
 from .convert import fill
 from .kernels.backend import MOST_QUERIES
 from .kernels.call import AttentionCall
-from .methods import LayerCodec, Method, Seen
+from .methods import AttentionInputs, LayerCodec, Method
 from .models import AttentionView
 from .report import Report, report_of
 from .seam.check import check_input, check_rope, check_states, places
@@ -187,10 +187,10 @@ class KVCache(Cache, ObservingCache):
             check_rope(self._family, given.rope, self.index)
 
     @torch.no_grad()
-    def _append(self, layer: CompressedLayer, seen: Seen) -> None:
+    def _append(self, layer: CompressedLayer, inputs: AttentionInputs) -> None:
         if layer.get_seq_length() == 0:
-            check_states(self._family, layer.codec, seen, self.index)
-        layer.append(seen, hold=seen.x.shape[1] <= MOST_QUERIES)
+            check_states(self._family, layer.codec, inputs, self.index)
+        layer.append(inputs, hold=inputs.x.shape[1] <= MOST_QUERIES)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -208,7 +208,7 @@ class KVCache(Cache, ObservingCache):
         if not isinstance(layer, CompressedLayer):
             own: States = layer.update(key_states, value_states, *args, **kwargs)
             return own
-        self._append(layer, self.attachment.seen(layer_idx, key_states, value_states))
+        self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))
         hands_over = self.attachment.hooks[layer_idx].hands_over
         banded = self._through_store and self.method.tail > 0
         if hands_over or (hands_over is None and banded):

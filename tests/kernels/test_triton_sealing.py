@@ -17,7 +17,7 @@ from kernels.test_sealing import not_torch
 from models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.triton import BACKEND, sealing
-from xquant.methods import Seen
+from xquant.methods import AttentionInputs
 from xquant.quant import Affine
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
@@ -131,7 +131,7 @@ def test_all_layers_are_sealed_at_once(
     for layer in cache.compressed:
         x, raw, states = (torch.randn(2, 32, n) for n in (128, 64, 64))
         heads = states.unflatten(-1, (2, 32)).transpose(1, 2)
-        layer.append(Seen(x, x, raw, heads, heads), hold=True)
+        layer.append(AttentionInputs(x, x, raw, heads, heads), hold=True)
     apart = copy.deepcopy(cache)
 
     class Counted:

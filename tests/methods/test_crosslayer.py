@@ -161,9 +161,9 @@ def test_odd_bounds_that_mix_nothing_are_allowed() -> None:
     KVCache(model, "crosslayer:kq=3,km=5")  # keys are not shared
     KVCache(model, "crosslayer:kq=5,km=3,vq=0,vm=1")
     assert parse_method("crosslayer:vq=0,vm=1").bounds(5)[3] == 1  # type: ignore[attr-defined]
-    # Sharing from layer 1 on: it borrows from layer 0, which holds its own codes anyway.
+    # Sharing from layer 1 on: it shared from layer 0, which holds its own codes anyway.
     cache = KVCache(model, "crosslayer:kq=0,vq=0,km=5,vm=1")
-    assert [layer.stream.segments[1].borrows for layer in cache.compressed] == [
+    assert [layer.stream.segments[1].shared for layer in cache.compressed] == [
         *(False, True, False, True, False)
     ]
 
@@ -171,6 +171,6 @@ def test_odd_bounds_that_mix_nothing_are_allowed() -> None:
 def test_a_span_that_is_not_whole_shares_nothing() -> None:
     cache = filled(tiny("llama"), "crosslayer:kq=0,vq=0,km=0,vm=0,tail=0,group=8")
     borrowing = [
-        [s.borrows for s in layer.stream.segments] == [True, True] for layer in cache.compressed
+        [s.shared for s in layer.stream.segments] == [True, True] for layer in cache.compressed
     ]
     assert borrowing == [False, True, False, True, False]

@@ -96,7 +96,7 @@ def test_parts_of_a_block_of_twelve_tokens_and_eight_channels(
 
 
 def test_segments_of_shared_codes_store_the_rest() -> None:
-    alone, sharing = (Segment(8, Affine(2, "token", 0), borrows) for borrows in (False, True))
+    alone, sharing = (Segment(8, Affine(2, "token", 0), shared) for shared in (False, True))
     assert list(alone.fields(12)) == ["codes", "scale", "zero"]
     assert list(sharing.fields(12)) == ["scale", "zero"]
     assert sharing.parts(12) == {"ranges": 12 * 4}

@@ -13,7 +13,7 @@ from calibrated import calibration
 from matrix import LOW
 from models import tiny
 from xquant import attach, parse_method
-from xquant.methods import Seen
+from xquant.methods import AttentionInputs
 from xquant.quant import Ragged
 from xquant.quant.pack import packed_rows
 from xquant.quant.quantizer import OUTLIER_NBYTES
@@ -35,7 +35,7 @@ def stack(model: Any, spec: str) -> tuple[list[CompressedLayer], TokenIndex]:
     return layers, index
 
 
-def states(layers: list[CompressedLayer]) -> list[Seen]:
+def states(layers: list[CompressedLayer]) -> list[AttentionInputs]:
     """What each layer is shown of all tokens: random, with an outlier channel."""
     generator = torch.Generator().manual_seed(3)
 
@@ -49,7 +49,9 @@ def states(layers: list[CompressedLayer]) -> list[Seen]:
         x[..., 1] *= 20
         heads = (BATCH, view.kv_heads, TOKENS, view.head_size)
         seen.append(
-            Seen(x, rows(*x.shape), rows(BATCH, TOKENS, view.kv_width), rows(*heads), rows(*heads))
+            AttentionInputs(
+                x, rows(*x.shape), rows(BATCH, TOKENS, view.kv_width), rows(*heads), rows(*heads)
+            )
         )
     return seen
 
@@ -57,7 +59,7 @@ def states(layers: list[CompressedLayer]) -> list[Seen]:
 def feed(
     layers: list[CompressedLayer],
     index: TokenIndex,
-    seen: list[Seen],
+    seen: list[AttentionInputs],
     start: int,
     stop: int,
     hold: bool = False,
@@ -68,7 +70,7 @@ def feed(
     index.append(positions, real)
     for layer, all_of in zip(layers, seen, strict=True):
         layer.append(
-            Seen(
+            AttentionInputs(
                 all_of.x[:, start:stop],
                 all_of.residual[:, start:stop],
                 all_of.raw_key[:, start:stop],

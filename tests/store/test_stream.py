@@ -85,25 +85,25 @@ def test_growing_does_not_touch_the_outliers_that_are_there() -> None:
     assert all(run.untyped_storage().nbytes() == run.nbytes for run in after.runs)
 
 
-def test_borrowed_codes_follow_their_lender_through_every_change() -> None:
-    lender = Stream((Segment(3, Affine(2, "channel", BLOCK)),), BLOCK)
-    borrower = Stream((Segment(3, Affine(2, "channel", BLOCK), borrows=True),), BLOCK)
-    borrower.lender = lender
+def test_shared_codes_follow_their_source_layer_through_every_change() -> None:
+    source = Stream((Segment(3, Affine(2, "channel", BLOCK)),), BLOCK)
+    sharer = Stream((Segment(3, Affine(2, "channel", BLOCK), shared=True),), BLOCK)
+    sharer.source = source
     blocks = torch.randn(2, 3, BLOCK, 3)
-    lent = pack_rows([lender], [blocks.flatten(0, 1)], None)[0]
-    own = pack_rows([borrower], [blocks.flatten(0, 1) * 2 + 1], None)[0]
-    whole = borrower.unpack(own, BLOCK, torch.float32).unflatten(0, (2, 3)).flatten(1, 2)
+    lent = pack_rows([source], [blocks.flatten(0, 1)], None)[0]
+    own = pack_rows([sharer], [blocks.flatten(0, 1) * 2 + 1], None)[0]
+    whole = sharer.unpack(own, BLOCK, torch.float32).unflatten(0, (2, 3)).flatten(1, 2)
     for fields in own:
         del fields["codes"]
-    lender.seal(lent, 2)
-    borrower.seal(own, 2)
-    assert torch.equal(borrower.read(torch.float32, 18), whole)
-    for stream in (lender, borrower):
+    source.seal(lent, 2)
+    sharer.seal(own, 2)
+    assert torch.equal(sharer.read(torch.float32, 18), whole)
+    for stream in (source, sharer):
         stream.crop(14)
         stream.select(torch.tensor([1, 1]))
-    assert torch.equal(borrower.read(torch.float32, 14), whole[[1, 1], :14])
-    assert borrower.nbytes == borrower.blocks * borrower.block_nbytes() == 3 * 3 * (2 + 2)
-    assert lender.nbytes == borrower.nbytes + 3 * 3 * 2
+    assert torch.equal(sharer.read(torch.float32, 14), whole[[1, 1], :14])
+    assert sharer.nbytes == sharer.blocks * sharer.block_nbytes() == 3 * 3 * (2 + 2)
+    assert source.nbytes == sharer.nbytes + 3 * 3 * 2
 
 
 def test_a_restored_stream_holds_what_it_held_and_grows_from_there() -> None:

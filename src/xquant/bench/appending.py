@@ -32,8 +32,8 @@ def time_appending(contender: Compressed) -> Appending:
         cache.index.append(position, torch.ones_like(position, dtype=torch.bool))
         synchronize(contender.device)
         start = time.perf_counter()
-        for layer, seen in zip(cache.compressed, states, strict=True):
-            layer.append(seen)
+        for layer, inputs in zip(cache.compressed, states, strict=True):
+            layer.append(inputs)
         synchronize(contender.device)
         if number >= block:
             sealed = before != [layer.stream.version for layer in cache.compressed]

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from .. import compat
 from ..cache import KVCache
 from ..kernels.call import AttentionCall
-from ..methods import Method, Seen
+from ..methods import AttentionInputs, Method
 
 FILL = 4096
 """Tokens of a sequence that are appended at a time, at most."""
@@ -173,13 +173,13 @@ def fill(cache: KVCache, context: int, batch: int) -> None:
             layer.release()
 
 
-def random_states(view: Any, batch: int, length: int) -> Seen:
+def random_states(view: Any, batch: int, length: int) -> AttentionInputs:
     """Random inputs of the attention layer ``view`` for ``length`` tokens."""
     x = torch.randn(batch, length, view.hidden, dtype=view.dtype, device=view.device)
     shape = batch, view.kv_heads, length, view.head_size
     key = torch.randn(shape, dtype=view.dtype, device=view.device)
     raw = key.transpose(1, 2).flatten(2)
-    return Seen(x, x, raw, key, torch.randn_like(key))
+    return AttentionInputs(x, x, raw, key, torch.randn_like(key))
 
 
 def head_sizes(model: Any) -> tuple[int, int, int]:

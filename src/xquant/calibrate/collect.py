@@ -48,7 +48,7 @@ class _Recorder(DynamicCache, ObservingCache):
         if self.gradients and not key_states.requires_grad:  # the lowest layer
             key_states = key_states.detach().requires_grad_()
             value_states = value_states.detach().requires_grad_()
-        self.seen[layer_idx] = self.attachment.seen(layer_idx, key_states, value_states)
+        self.seen[layer_idx] = self.attachment.inputs(layer_idx, key_states, value_states)
         return key_states, value_states
 
     def answer(

@@ -39,7 +39,7 @@ class BlockAddresses:
 
     def _segment(self, number: int) -> Pool:
         fields = dict(self._stream.pool[number])
-        if self._stream.segments[number].borrows:
-            assert self._stream.lender is not None
-            fields["codes"] = self._stream.lender.pool[number]["codes"]
+        if self._stream.segments[number].shared:
+            assert self._stream.source is not None
+            fields["codes"] = self._stream.source.pool[number]["codes"]
         return fields

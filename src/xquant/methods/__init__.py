@@ -1,7 +1,7 @@
 """One file a method; `METHODS` lists them by the name that a spec starts with."""
 
 from .asymkv import AsymKV
-from .base import LayerCodec, Method, QuantizedMethod, Seen
+from .base import AttentionInputs, LayerCodec, Method, QuantizedMethod
 from .crosslayer import CrossLayer
 from .full import Full
 from .kivi import Kivi
@@ -31,6 +31,7 @@ METHODS: dict[str, type[Method]] = {
 __all__ = [
     "METHODS",
     "AsymKV",
+    "AttentionInputs",
     "CrossLayer",
     "Full",
     "Integer",
@@ -41,7 +42,6 @@ __all__ = [
     "NormalFloat",
     "PredictedTransform",
     "QuantizedMethod",
-    "Seen",
     "Transform",
     "XQuant",
     "XQuantCL",

@@ -34,8 +34,8 @@ GROUP: dict[str, Any] = {"help": "quantization group; also the tokens of a seale
 
 
 @dataclass
-class Seen:
-    """What one attention layer saw of ``T`` new tokens."""
+class AttentionInputs:
+    """What one attention layer is given of ``T`` new tokens, and what it makes of them for its cache."""
 
     x: Tensor  # post-norm input [B, T, d]
     residual: Tensor  # input of the norm [B, T, d]
@@ -43,10 +43,12 @@ class Seen:
     key: Tensor  # as the model gives it to a cache, rotated [B, G, T, D]
     value: Tensor  # [B, G, T, D]
 
-    def last(self, count: int) -> "Seen":
+    def last(self, count: int) -> "AttentionInputs":
         """The newest ``count`` tokens of it."""
         x, residual, raw_key = (t[:, -count:] for t in (self.x, self.residual, self.raw_key))
-        return Seen(x, residual, raw_key, self.key[:, :, -count:], self.value[:, :, -count:])
+        return AttentionInputs(
+            x, residual, raw_key, self.key[:, :, -count:], self.value[:, :, -count:]
+        )
 
 
 class LayerCodec(ABC):
@@ -75,8 +77,8 @@ class LayerCodec(ABC):
     """What decoded rows are multiplied with, ``[W, C]``."""
     span: int = 1
     """Layers, this one the lowest, that are sealed together, see `merge`."""
-    lender: int = 0
-    """The layer of the span whose codes the borrowing segments of the others use."""
+    source: int = 0
+    """The layer of the span whose codes the segments of the others share."""
 
     def __init__(self, view: AttentionView) -> None:
         self.view = view
@@ -103,8 +105,8 @@ class LayerCodec(ABC):
         return sum(storage.nbytes() for storage in storages.values())
 
     @abstractmethod
-    def features(self, seen: Seen) -> Tensor:
-        """The rows to keep, ``[B, T, W]``: copies or elementwise functions of what was seen, so that
+    def features(self, inputs: AttentionInputs) -> Tensor:
+        """The rows to keep, ``[B, T, W]``: copies or elementwise functions of ``inputs``, so that
         a token's row does not depend on which tokens came with it."""
 
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:

@@ -108,7 +108,7 @@ class CrossLayer(Method):
         return self.merge == "dominant" and self.dominant == 0
 
     @property
-    def lender(self) -> int:
+    def source(self) -> int:
         """The layer of a span that holds the codes."""
         return self.dominant if self.merge == "dominant" else 0
 
@@ -132,9 +132,9 @@ class CrossLayer(Method):
         kq, vq, km, vm = (a if g is None else g for a, g in zip(auto, given.values(), strict=True))
         for wide, shared, bound, start in (("kq", "km", kq, km), ("vq", "vm", vq, vm)):
             for first in range(0, layers, self.span):
-                borrowers = self.borrowers(first, start, layers)
-                widths = {self._bits(i, bound) for i in (first + self.lender, *borrowers)}
-                if borrowers and (len(widths) > 1 or 16 in widths):
+                sharers = self.sharers(first, start, layers)
+                widths = {self._bits(i, bound) for i in (first + self.source, *sharers)}
+                if sharers and (len(widths) > 1 or 16 in widths):
                     raise ValueError(
                         f"crosslayer: with {wide}={bound} and {shared}={start}, layers {first} to"
                         f" {first + self.span - 1} would share codes of"
@@ -143,12 +143,12 @@ class CrossLayer(Method):
                     )
         return kq, vq, km, vm
 
-    def borrowers(self, first: int, start: int, layers: int) -> list[int]:
+    def sharers(self, first: int, start: int, layers: int) -> list[int]:
         """Layers of the span from ``first`` on whose codes another holds, sharing from ``start`` on."""
         if first + self.span > layers or (self.merge != "dominant" and start > first):
             return []  # not whole; an average is of all its layers
         span = range(first, first + self.span)
-        return [i for i in span if i >= start and i != first + self.lender]
+        return [i for i in span if i >= start and i != first + self.source]
 
     def _bits(self, layer: int, bound: int) -> int:
         return self.high if layer < bound else self.low
@@ -159,8 +159,8 @@ class CrossLayer(Method):
         total = 0
         for bound, start in ((kq, km), (vq, vm)):
             spans = range(0, layers, self.span)
-            lent = {i for first in spans for i in self.borrowers(first, start, layers)}
-            total += sum(self._bits(i, bound) for i in range(layers) if i not in lent)
+            shared = {i for first in spans for i in self.sharers(first, start, layers)}
+            total += sum(self._bits(i, bound) for i in range(layers) if i not in shared)
         return total / (2 * layers)
 
     def codecs(
@@ -169,7 +169,7 @@ class CrossLayer(Method):
         kq, vq, km, vm = self.bounds(len(views))
         codecs: list[LayerCodec] = []
         for first in range(0, len(views), self.span):
-            keys, values = (self.borrowers(first, start, len(views)) for start in (km, vm))
+            keys, values = (self.sharers(first, start, len(views)) for start in (km, vm))
             span = [
                 SharingCodec(
                     view,
@@ -209,7 +209,7 @@ class SharingCodec(KeyValueCodec):
 
     def share(self, codecs: "Sequence[SharingCodec]", method: CrossLayer) -> None:
         """Belong to a span of ``codecs``."""
-        self.span, self.lender = len(codecs), method.lender
+        self.span, self.source = len(codecs), method.source
         self._codecs, self._method = codecs, method
 
     def merge(self, packed: list[list[Packed]]) -> list[list[Packed]]:
@@ -217,13 +217,13 @@ class SharingCodec(KeyValueCodec):
             return packed
         for number, segment in enumerate(self.segments):
             fields = [layer[number] for layer in packed]
-            borrows = [codec.segments[number].borrows for codec in self._codecs]
-            if any(borrows) and self._method.merge != "dominant":
+            shared = [codec.segments[number].shared for codec in self._codecs]
+            if any(shared) and self._method.merge != "dominant":
                 assert isinstance(segment.quantizer, Affine)
                 quantizer, tokens = segment.quantizer, self._method.group
                 codes = [quantizer.unpack(dense(stored, "codes"), tokens) for stored in fields]
-                fields[self.lender]["codes"] = quantizer.pack(self._method.mean(codes))
-            for stored, borrowed in zip(fields, borrows, strict=True):
-                if borrowed:
+                fields[self.source]["codes"] = quantizer.pack(self._method.mean(codes))
+            for stored, other in zip(fields, shared, strict=True):
+                if other:
                     del stored["codes"]
         return packed

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Plain, Quantizer, Segment
-from .base import LayerCodec, Seen
+from .base import AttentionInputs, LayerCodec
 from .cost import NOTHING, RebuildCost
 
 ROPE: dict[str, Any] = {
@@ -29,9 +29,9 @@ class StateCodec(LayerCodec):
         super().__init__(view)
         self.width = 2 * view.kv_width
 
-    def features(self, seen: Seen) -> Tensor:
-        key = flat_heads(seen.key) if self.rotated else self.view.finish_keys(seen.raw_key)
-        return torch.cat([key, flat_heads(seen.value)], -1)
+    def features(self, inputs: AttentionInputs) -> Tensor:
+        key = flat_heads(inputs.key) if self.rotated else self.view.finish_keys(inputs.raw_key)
+        return torch.cat([key, flat_heads(inputs.value)], -1)
 
     def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
         key, value = features.split(self.view.kv_width, -1)
@@ -60,13 +60,13 @@ class KeyValueCodec(StateCodec):
         keys: Quantizer,
         values: Quantizer,
         rope: str,
-        borrows: tuple[bool, bool] = (False, False),
+        shared: tuple[bool, bool] = (False, False),
     ) -> None:
         super().__init__(view)
         self.rotated = rope == "post"
         self.segments = (
-            Segment(view.kv_width, keys.tiled(view.head_size, "tokens"), borrows[0]),
-            Segment(view.kv_width, values.tiled(view.head_size, "channels"), borrows[1]),
+            Segment(view.kv_width, keys.tiled(view.head_size, "tokens"), shared[0]),
+            Segment(view.kv_width, values.tiled(view.head_size, "channels"), shared[1]),
         )
         centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
         self.offset = view.key_bias if centred else None

@@ -9,7 +9,7 @@ from ..calibration import Calibration
 from ..models import AttentionView
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..threads import one_thread
-from .base import LayerCodec, QuantizedMethod, Seen, by_block
+from .base import AttentionInputs, LayerCodec, QuantizedMethod, by_block
 from .rematerialized import Rematerialized
 
 FORMS = ("auto", "mha", "gqa")
@@ -93,8 +93,8 @@ class XQuant(QuantizedMethod):
 class _FromInput(Rematerialized):
     """Keeps post-norm X of a token, whatever form it is packed in."""
 
-    def features(self, seen: Seen) -> Tensor:
-        return seen.x
+    def features(self, inputs: AttentionInputs) -> Tensor:
+        return inputs.x
 
     def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
         return self.view.project(features)

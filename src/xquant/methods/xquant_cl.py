@@ -10,7 +10,7 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
-from .base import LayerCodec, QuantizedMethod, Seen, bits_field, by_block
+from .base import AttentionInputs, LayerCodec, QuantizedMethod, bits_field, by_block
 from .cost import Accumulator, RebuildCost
 from .rematerialized import Rematerialized
 from .xquant import (
@@ -120,8 +120,8 @@ class DeltaCodec(Rematerialized):
         quantizer = by_range(method.quantizer(bits, "token", view.dtype), channels)
         self.segments = (Segment(channels, quantizer),)
 
-    def features(self, seen: Seen) -> Tensor:
-        return seen.residual if self.residual else seen.x
+    def features(self, inputs: AttentionInputs) -> Tensor:
+        return inputs.residual if self.residual else inputs.x
 
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
         delta = features if below is None else features - below

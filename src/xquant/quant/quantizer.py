@@ -166,7 +166,7 @@ def dense(packed: Packed, name: str) -> Tensor:
 class Segment:
     """A run of neighbouring channels stored by one quantizer.
 
-    ``borrows``: its codes are shared, those of the same segment in another layer's stream; only what its own
+    ``shared``: its codes are shared, those of the same segment in another layer's stream; only what its own
     ranges need is stored here.
 
     Raises:
@@ -175,7 +175,7 @@ class Segment:
 
     channels: int
     quantizer: Quantizer
-    borrows: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         made_for = self.quantizer.channels
@@ -185,7 +185,7 @@ class Segment:
     def fields(self, tokens: int) -> dict[str, Field]:
         """What is stored here of a block of ``tokens``: `Quantizer.fields`, without shared codes."""
         every = self.quantizer.fields(tokens, self.channels)
-        return {n: f for n, f in every.items() if not (self.borrows and f.part == "codes")}
+        return {n: f for n, f in every.items() if not (self.shared and f.part == "codes")}
 
     def parts(self, tokens: int) -> Counter[Part]:
         """Bytes of a block by what they are, without outliers and shared codes."""

@@ -5,7 +5,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..methods import LayerCodec, Seen
+from ..methods import AttentionInputs, LayerCodec
 from ..models.base import is_plain, rotate
 from ..models.rope import Pair
 from ..store.tokens import TokenIndex
@@ -68,15 +68,17 @@ def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor
     return positions, real
 
 
-def check_states(family: str, codec: LayerCodec, seen: Seen, index: TokenIndex) -> None:
+def check_states(
+    family: str, codec: LayerCodec, inputs: AttentionInputs, index: TokenIndex
+) -> None:
     """Refuse a model whose keys and values are not what its adapter rebuilds.
 
     Raises:
         ValueError: they differ; the message names ``family``.
     """
-    count = min(CHECKED_TOKENS, seen.x.shape[1])
+    count = min(CHECKED_TOKENS, inputs.x.shape[1])
     start = index.length - count
-    newest = seen.last(count)
+    newest = inputs.last(count)
     states = codec.exact(codec.features(newest))
     view = codec.view
     key, value = (s.unflatten(-1, (view.kv_heads, view.head_size)) for s in states)
@@ -87,7 +89,7 @@ def check_states(family: str, codec: LayerCodec, seen: Seen, index: TokenIndex) 
         theirs = theirs.transpose(1, 2).float()
         error = (ours.float() - theirs).norm() / theirs.norm().clamp_min(1e-6)
         # NaN compares false: it is reported as what it is by `finite`.
-        exact = view.dtype == seen.raw_key.dtype == torch.float32  # autocast computes in another
+        exact = view.dtype == inputs.raw_key.dtype == torch.float32  # autocast computes in another
         if error > (EXACT if exact else ROUNDED):
             cause = ""
             module = view.key_module if name == "keys" else view.value_module
@@ -125,10 +127,10 @@ def check_rope(family: str, rope: Pair, index: TokenIndex) -> None:
             )
 
 
-def warn_of_another_text(seen: str, held: int) -> None:
-    """Say what was ``seen`` of the input that does not go on with the ``held`` tokens of a cache."""
+def warn_of_another_text(what: str, held: int) -> None:
+    """Say ``what`` of the input does not go on with the ``held`` tokens of a cache."""
     warnings.warn(
-        f"{seen}, but this cache holds {held} already: an earlier text is still in it; reset() it, or make"
+        f"{what}, but this cache holds {held} already: an earlier text is still in it; reset() it, or make"
         " a new one",
         stacklevel=2,
     )

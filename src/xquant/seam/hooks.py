@@ -12,7 +12,7 @@ with a cache each. In the order in which a forward pass meets them:
 
 1. `Attachment.model_begins` and `decoder_begins`: `cache.begin`.
 2. In each compressed layer, `LayerHooks.see_norm`, `see_attention` (`cache.observe`) and `see_key`; then the
-   layer calls ``cache.update``, which takes `Attachment.seen` and gives back `Attachment.hand`.
+   layer calls ``cache.update``, which takes `Attachment.inputs` and gives back `Attachment.hand`.
 3. `_attention`: `cache.attend`, or the model's implementation on `cache.answer`.
 4. `Attachment.decoder_ends` (`cache.finish`) and `model_ends`.
 """
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..codecs import Codecs
 from ..kernels.call import AttentionCall
-from ..methods import Seen
+from ..methods import AttentionInputs
 from ..models import AttentionView, ModelView, find_decoder, view_model
 from ..models.rope import Pair
 from .gradients import past_is_constant
@@ -177,8 +177,8 @@ class Attachment:
 
     # -- a cache asks at a layer ---------------------------------------------------------------
 
-    def seen(self, index: int, key: Tensor, value: Tensor) -> Seen:
-        """All that was seen of the tokens whose ``key`` and ``value`` ``[B, G, T, D]`` layer ``index`` gives
+    def inputs(self, index: int, key: Tensor, value: Tensor) -> AttentionInputs:
+        """What is known of the tokens whose ``key`` and ``value`` ``[B, G, T, D]`` layer ``index`` gives
         to its cache.
 
         Raises:
@@ -191,7 +191,7 @@ class Attachment:
                 "keys and values alone cannot be stored: this cache is filled by forward passes of"
                 f" the model it was made for ({type(self.view.model).__name__})"
             )
-        return Seen(inputs.x, inputs.residual, inputs.raw_key, key, value)
+        return AttentionInputs(inputs.x, inputs.residual, inputs.raw_key, key, value)
 
     def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index``, to be seen again by the attention function.

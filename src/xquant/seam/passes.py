@@ -69,7 +69,7 @@ class ObservingCache:
         """What follows the decoder has failed: be as at the time of `snapshot`."""
 
 
-class Inputs:
+class LayerPass:
     """What was seen at one attention layer before its cache is updated."""
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class ForwardPass:
 
     def __init__(self, cache: ObservingCache) -> None:
         self.cache = cache
-        self.inputs: dict[int, Inputs] = {}
+        self.inputs: dict[int, LayerPass] = {}
         self.handed: dict[int, Handed] = {}
 
-    def at(self, index: int) -> Inputs:
-        return self.inputs.setdefault(index, Inputs())
+    def at(self, index: int) -> LayerPass:
+        return self.inputs.setdefault(index, LayerPass())

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..methods import LayerCodec, Method, Seen
+from ..methods import AttentionInputs, LayerCodec, Method
 from ..quant import Packed
 from . import finite
 from .packer import TORCH, Packer
@@ -60,22 +60,22 @@ class Past:
         self.through_store, self.below = through_store, below
         self.stream = Stream(codec.segments, method.group, packer)
         self.span: Sequence[Past] = (self,)
-        self.lender: Past | None = None
+        self.source: Past | None = None
         self.accumulator: Accumulator | None = None
         self.reset()
 
     @staticmethod
     def link(layers: "Sequence[Past]") -> None:
-        """Join the layers that are sealed together, and lend the codes that some borrow."""
+        """Join the layers that are sealed together, and tell those that share codes their source layer."""
         start = 0
         while start < len(layers):
             codec = layers[start].codec
             span = layers[start : start + codec.span]
             for layer in span:
                 layer.span = span
-                if any(segment.borrows for segment in layer.codec.segments):
-                    layer.lender = span[codec.lender]
-                    layer.stream.lender = layer.lender.stream
+                if any(segment.shared for segment in layer.codec.segments):
+                    layer.source = span[codec.source]
+                    layer.stream.source = layer.source.stream
             start += codec.span
 
     def reset(self) -> None:
@@ -124,15 +124,15 @@ class Past:
 
     # -- appending and sealing -----------------------------------------------------------------
 
-    def append(self, seen: Seen, hold: bool = False) -> None:
-        """Add the tokens just seen, and seal what has become whole blocks; ``hold`` leaves that to the end of
+    def append(self, inputs: AttentionInputs, hold: bool = False) -> None:
+        """Add new tokens, and seal what has become whole blocks; ``hold`` leaves that to the end of
         the forward pass, where nothing in it reads their codes.
 
         Raises:
             ValueError: the states hold NaN or infinities; nothing was added. Where the host does not ask at
                 once, they may be those of earlier tokens; nothing was sealed.
         """
-        self.append_rows(self.codec.features(seen), hold)
+        self.append_rows(self.codec.features(inputs), hold)
 
     def append_rows(self, rows: Tensor, hold: bool = False) -> None:
         """The same, given the features ``[B, t, W]`` of the tokens."""
@@ -267,9 +267,11 @@ class Past:
         rows = []
         for at in range(0, tail.shape[1], self.stream.block):
             packed = self._pack_part(tail, at)
-            if self.lender is not None:
-                assert self.lender.tail is not None
-                packed = self.stream.borrow(packed, self.lender._pack_part(self.lender.tail, at))
+            if self.source is not None:
+                assert self.source.tail is not None
+                packed = self.stream.with_shared_codes(
+                    packed, self.source._pack_part(self.source.tail, at)
+                )
             tokens = min(self.stream.block, tail.shape[1] - at)
             rows.append(self.stream.unpack(packed, tokens, tail.dtype))
         return torch.cat(rows, 1)

@@ -33,7 +33,7 @@ class Stream:
     def __init__(self, segments: Sequence[Segment], block: int, packer: Packer = TORCH) -> None:
         self.segments = tuple(segments)
         self.block, self.packer = block, packer
-        self.lender: Stream | None = None  # whose codes the borrowing segments use
+        self.source: Stream | None = None  # whose codes the shared segments use
         self.version = 0  # changes whenever blocks do
         self.reset()
 
@@ -98,20 +98,20 @@ class Stream:
         self.blocks += count
 
     def gather(self, ids: Tensor) -> list[Packed]:
-        """The packed blocks ``ids``, with borrowed codes; not to be written to."""
+        """The packed blocks ``ids``, with shared codes; not to be written to."""
         pool = [{name: _read(t, ids) for name, t in fields.items()} for fields in self.pool]
-        if self.lender is None:
+        if self.source is None:
             return pool
-        return self.borrow(pool, self.lender.gather(ids))
+        return self.with_shared_codes(pool, self.source.gather(ids))
 
-    def borrow(self, pool: list[Packed], lent: list[Packed]) -> list[Packed]:
-        """``pool`` with the codes of ``lent`` where a segment borrows them."""
+    def with_shared_codes(self, pool: list[Packed], held: list[Packed]) -> list[Packed]:
+        """``pool`` with the codes of ``held``, those of the source layer, where a segment shares them."""
         return [
-            # The lender may be on another device.
+            # The source layer may be on another device.
             {**packed, "codes": dense(other, "codes").to(dense(packed, "scale").device)}
-            if segment.borrows
+            if segment.shared
             else packed
-            for segment, packed, other in zip(self.segments, pool, lent, strict=True)
+            for segment, packed, other in zip(self.segments, pool, held, strict=True)
         ]
 
     def read(self, dtype: torch.dtype, tokens: int) -> Tensor:

@@ -126,7 +126,7 @@ def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) ->
     if not call.masked_plainly:
         return None
     stream, device = layer.stream, layer.codec.view.device
-    if layer.lender is not None and layer.lender.codec.view.device != device:
+    if layer.source is not None and layer.source.codec.view.device != device:
         return None
     past = layer.tokens - query.shape[2]
     limit = min(stream.tokens, past)
