@@ -70,8 +70,8 @@ def layout_load(layout: CacheLayout) -> Load | None:
 
 @dataclass(frozen=True)
 class Attention:
-    """What the attention of one new token must do in all layers, and no more than once: ``nbytes`` to move,
-    ``flops``."""
+    """What the attention of one new token must do in all layers at least: bytes to move, each once, and
+    FLOPs."""
 
     nbytes: float
     flops: float

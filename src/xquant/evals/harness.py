@@ -8,7 +8,8 @@ Tasks that generate work as ``generate()`` does: the tokens of a prompt attend t
 new tokens read the store. Log-likelihoods, rolling ones too, are computed as perplexity is: in one forward
 pass, in which every token reads all tokens, itself included, from the store. Methods whose codes come from
 a layer above cannot do that. They read their text a block at a time, and each block attends to earlier ones
-through the store."""
+through the store.
+"""
 
 from os import PathLike
 from typing import Any
@@ -104,7 +105,8 @@ class _RightPadded(KVCache):
     lm-eval pads texts on the right with zeros and gives the model no mask: no earlier token attends to
     them. With a mask, other attention kernels would run than in its type ``hf``. But padding must not set
     ranges of quantization, so the cache is told. A text may end in a token 0 of its own. That is taken for
-    padding, and its key and value are clamped to the ranges of the others."""
+    padding, and its key and value are clamped to the ranges of the others.
+    """
 
     def __init__(self, ids: Tensor, *more: Any) -> None:
         super().__init__(*more)

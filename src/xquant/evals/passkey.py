@@ -3,7 +3,8 @@ Table 2, after Mohtashami and Jaggi, arXiv 2305.16300).
 
 Every token of the prompt reads the packed store, and the answer is decoded greedily from it. Methods whose
 codes come from a layer above cannot do that: their prompt attends to itself exactly, and only the answer
-reads the store."""
+reads the store.
+"""
 
 import random
 import re

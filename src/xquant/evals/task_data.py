@@ -1,7 +1,8 @@
 """Data of tasks from local files, in the form in which their authors publish it.
 
 A file becomes the rows that lm-eval's task expects from the hub, so that prompts and metrics are lm-eval's
-own."""
+own.
+"""
 
 import csv
 import io
@@ -193,7 +194,8 @@ def local_essays(file: Path) -> Iterator[None]:
     """Make lm-eval build its haystacks from the essays in ``file``.
 
     It inserts needles between sentences, which nltk's Punkt finds. Where no trained Punkt is installed, one
-    is trained on the essays themselves."""
+    is trained on the essays themselves.
+    """
     import datasets
     import nltk
     from lm_eval.tasks.ruler import prepare_niah

@@ -1,8 +1,8 @@
 """What a method is: a frozen dataclass of options that builds one codec per attention layer.
 
 A *codec* says which features of a token a layer keeps, how they are packed, and how keys and values
-come back. Everything else (appending, sealing, sinks, tail, crop, reorder, bytes) is done once, in
-`xquant.cache`, for every method.
+come back. Everything else (appending, sealing, sinks, tail, crop, reorder) is done once for all methods, in
+`xquant.store`. Bytes are what quantizers say of themselves.
 """
 
 import dataclasses
