@@ -61,6 +61,9 @@ class LayerCodec(ABC):
     """Whether the layer above needs what this layer carries."""
     rotated: bool = False
     """Whether keys are stored after RoPE."""
+    keeps_states: bool = False
+    """Whether features are keys (before RoPE unless `rotated`) and values as they are, side by side: other
+    caches can then be converted to it."""
     span: int = 1
     """Layers, this one the lowest, that are sealed together, see `merge`."""
     lender: int = 0
