@@ -65,7 +65,7 @@ class Ternary(Method):
 class TernaryCodec(LayerCodec):
     """Rows are the keys of all heads, then their values."""
 
-    rotated = True
+    rotated = keeps_states = True
 
     def __init__(self, view: AttentionView, digits: int, reach: Tensor | None) -> None:
         super().__init__(view)

@@ -99,6 +99,18 @@ def test_it_is_reported_and_priced_to_the_byte(spec: str, family: str) -> None:
     assert method.spec in str(report)
 
 
+def test_a_cache_is_converted_to_it_and_back() -> None:
+    model, ids = tiny("llama"), prompt(2, 70)
+    cache = KVCache(model, "full")
+    decode(model, cache, ids, 1)
+    there = cache.converted("ternary-5")
+    assert there.report().sealed_bytes.keys() == {"reach", "trits"}
+    back = there.converted("full")
+    for own, other in zip(cache.compressed, back.compressed, strict=True):
+        for exact, read in zip(own.states(), other.states(), strict=True):
+            assert (exact - read).norm() < 0.01 * exact.norm()
+
+
 def test_it_is_planned_for() -> None:
     skeleton = Skeleton(tiny("llama").config, torch.float32)
     methods = [parse_method(spec) for spec in ("full", *SPECS)]

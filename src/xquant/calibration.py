@@ -132,9 +132,10 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Expected:
-    """One tensor: its shape, its type and what its numbers must be. They are finite, whatever else.
+    """A tensor that a calibration must hold: its shape, its dtype and what its numbers must be.
 
-    ``least`` and ``most`` bound them; ``rising``: along the first dimension none is below the one before it.
+    All numbers are finite, and from ``least`` to ``most``. ``rising``: along the first dimension no number
+    is below the one before it.
     """
 
     shape: tuple[int, ...]
@@ -144,22 +145,23 @@ class Expected:
     rising: bool = False
 
     def blank(self) -> Tensor:
-        """A tensor that fits, without the numbers: of one dimension zeros, of more on no device."""
+        """A tensor of this shape and dtype, for planning: a vector of zeros, or a larger tensor on the meta
+        device."""
         vector = len(self.shape) == 1
         make = torch.zeros if vector else torch.empty
         return make(self.shape, dtype=self.dtype, device="cpu" if vector else "meta")
 
     def random(self) -> Tensor:
-        """A tensor that fits: of one dimension zeros, of more numbers that keep the size of what they are
-        multiplied with."""
+        """A random tensor that fits, for benchmarks: a vector of zeros, or a larger tensor of normal
+        numbers that as a matrix keep the size of the rows they are multiplied with."""
         if len(self.shape) == 1:
             return self.blank()
         numbers = (torch.randn(self.shape) * self.shape[-1] ** -0.5).clamp(self.least, self.most)
         return (numbers.sort(0).values if self.rising else numbers).to(self.dtype)
 
     def fault(self, found: Tensor) -> str:
-        """What is wrong with a tensor, empty where it fits. On the meta device there are no numbers to look
-        at."""
+        """What is wrong with a tensor; empty where it fits. A tensor on the meta device has no numbers to
+        check."""
         if found.dtype != self.dtype or found.shape != self.shape:
             return f"is {kind(found)}, not {kind(self)}"
         if found.is_meta or not found.numel():
@@ -184,8 +186,8 @@ def check(
     expected: Mapping[str, Expected],
     advice: str = "calibrate again",
 ) -> None:
-    """Raise ValueError unless ``tensors`` are those that are ``expected``, no more and no fewer: it names the
-    first that is not, and gives the ``advice``."""
+    """Raise ValueError unless ``tensors`` are those that are ``expected``, no more and no fewer. It names
+    the first that is wrong, and gives the ``advice``."""
     for name, wanted in expected.items():
         if name not in tensors:
             raise ValueError(f"the calibration lacks '{name}' ({kind(wanted)}): {advice}")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .methods import LayerCodec
-from .methods.key_value import StateCodec
 from .models.base import rotate, unrotate
 from .store.layer import CompressedLayer
 from .store.tokens import TokenIndex
@@ -26,7 +25,7 @@ def fill(target: "KVCache", source: "KVCache") -> None:
         ValueError: ``target`` keeps more than keys and values tell.
     """
     for layer in target.compressed:
-        if not isinstance(layer.codec, StateCodec):
+        if not layer.codec.keeps_states:
             raise ValueError(
                 f"a cache cannot be converted to {target.method.spec}: it stores layer inputs, which keys and"
                 " values do not tell; run the model on the tokens instead"

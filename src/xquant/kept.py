@@ -1,5 +1,7 @@
-"""Where artifacts of methods that calibrate themselves are kept, and the texts that models write for them: by
-method and by model, for all to use."""
+"""The folder of artifacts of methods that calibrate themselves, and of the texts that models write for them.
+
+Files are named by method and by model. Every process of the user finds them.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,15 +23,20 @@ def _file(name: str, model: str) -> Path:
 def find(
     method: str, model: str, expected: Mapping[str, Expected] | None = None
 ) -> Calibration | None:
-    """The artifact for the method of that spec and the model of that `fingerprint`, if there is one that this
-    version can read and that holds what is ``expected``."""
+    """The kept artifact for a method and a model; None where there is none that this version can read.
+
+    Args:
+        method: the method's ``calibrated_as``.
+        model: the model's `codecs.fingerprint`.
+        expected: the tensors that it must hold.
+    """
     return usable(_file(method, model), method, model, expected)
 
 
 def usable(
     file: Path, method: str, model: str, expected: Mapping[str, Expected] | None = None
 ) -> Calibration | None:
-    """The same of any file."""
+    """`find` in a given file."""
     try:
         found = Calibration.load(file)
         found.check(method, model)

@@ -1,4 +1,4 @@
-"""How long work says how far it has come. The command line shows it (`cli.progress`); others may."""
+"""How a long computation reports its progress. The command line shows it as a bar (`cli.progress`)."""
 
 from collections.abc import Callable
 

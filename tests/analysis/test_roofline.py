@@ -14,13 +14,26 @@ from xquant.analysis.roofline import (
     Attention,
     Load,
     attention_step,
-    gqa_load,
     layout_load,
-    mha_load,
 )
 from xquant.analysis.shapes import Skeleton, shape_config
 
 RIDGE = 378  # the paper's: 756 TFLOP/s over 2 TB/s
+
+
+def mha_load(hidden: int, bits: float) -> Load:
+    """One layer by equation 3: Llama-2's 12 d^2 weights in 16 bits, X in ``bits`` without ranges."""
+    return Load(2 * 2 * hidden**2, bits / 8 * hidden, 2 * 12 * hidden**2)
+
+
+def gqa_load(hidden: int, sharing: int, bits: float) -> Load:
+    """One layer by equation 4: Llama-3.1's 13 d^2 weights and the fused ones, ``sharing`` query heads to a
+    key/value head.
+
+    As printed: it reads one latent of ``hidden / sharing`` channels, where the text above it has two.
+    """
+    width = hidden / sharing
+    return Load(2 * 2 * width**2, bits / 8 * width, 2 * 13 * hidden**2 + 2 * 2 * width**2)
 
 
 def load(shape: str, spec: str) -> Load | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
-    """What a maker's data sheet says of one GPU.
+    """The figures of a GPU's data sheet.
 
     ``memory`` in bytes, ``bandwidth`` in bytes a second, ``flops`` a second: the peak of dense matrix
     products in fp16 or bf16, summed in fp32.
@@ -21,8 +21,8 @@ class GPU:
         return self.flops / self.bandwidth
 
 
-# NVIDIA's data sheets of each product, for GeForce the white papers of GA102 and Ada. Where those give
-# products with sparsity, half of it. 1 GB is 10^9 bytes, which no driver reports less than.
+# From NVIDIA's data sheet of each product; for GeForce, from the white papers of GA102 and Ada. FLOPs with
+# sparsity are halved. 1 GB is 10^9 bytes: no driver reports less memory than that.
 GPUS = {
     "a100-40gb": GPU(40e9, 1.555e12, 312e12),
     "a100-80gb": GPU(80e9, 2.039e12, 312e12),

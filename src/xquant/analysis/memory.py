@@ -1,5 +1,7 @@
-"""The bytes of a cache before there is one, counted as `KVCache.report` counts them: by the codecs that the
-method makes for a model without weights."""
+"""The bytes of a cache, computed without making it, as `KVCache.report` counts them.
+
+The method builds its codecs for a model without weights, and their quantizers say what they store.
+"""
 
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -14,20 +16,20 @@ from ..quant.quantizer import OUTLIER_NBYTES, Part
 from .shapes import Skeleton
 
 INDEX_NBYTES = 6
-"""Of a token in the index: its position, and whether it is padding or a sink."""
+"""Bytes of a token in the index: its position, and whether it is padding or a sink."""
 ENTRY_NBYTES = 8
-"""Of a block in a layer's table."""
+"""Bytes of a block in a layer's table."""
 SINK_NBYTES = 4
-"""Of a sink beside its row: where it stands."""
+"""Bytes of a sink's position, beside its row."""
 
 
 @dataclass(frozen=True)
 class CacheBytes:
     """Bytes of a cache by what they are.
 
-    ``codes`` has the rows that 16 bits keep as they are, too, ``ranges`` scales and zeros, ``outliers``
-    their counts and channels, ``tables`` codebooks and offline ranges, ``index`` the block tables,
-    ``skipped`` the layers that are not compressed.
+    ``codes`` counts rows that 16 bits keep as they are, too; ``ranges`` scales and zeros; ``outliers`` their
+    counts, channels and residuals; ``tables`` codebooks and offline ranges; ``index`` positions and block
+    tables; ``skipped`` the layers that are not compressed.
     """
 
     codes: int
@@ -45,7 +47,7 @@ class CacheBytes:
 
 
 class CacheLayout:
-    """What ``method`` keeps of every token, block and sequence on ``skeleton``.
+    """What ``method`` stores of every token, block and sequence of a model.
 
     Raises:
         ValueError: options that the model does not allow.
@@ -66,12 +68,12 @@ class CacheLayout:
 
     @property
     def estimated(self) -> bool:
-        """Whether the number of outliers, which depends on the text, is an expectation."""
+        """Whether bytes depend on the text: the number of outliers is then an expectation."""
         return bool(self._sparse)
 
     @property
     def codec_nbytes(self) -> int:
-        """Of the weights that the method adds to the model's own."""
+        """Bytes of the weights that the method adds to the model's own."""
         return sum(codec.nbytes for codec in self.codecs)
 
     def count(self, context: int, batch: int) -> CacheBytes:
@@ -95,19 +97,19 @@ class CacheLayout:
     def peak(self, context: int, batch: int) -> int:
         """The most bytes held on the way to ``context`` tokens.
 
-        A tail that becomes a block takes less, so this may be just before the last block was sealed.
+        Sealing makes a cache smaller, so this may be just before the last block was sealed.
         """
         fullest = context - (context - self.method.tail + 1) % self.method.group
         return max(self.count(t, batch).total for t in (context, max(fullest, 0)))
 
     def full_nbytes(self, context: int, batch: int) -> int:
-        """The fp16 cache of the same tokens."""
+        """Bytes of the fp16 cache of the same tokens."""
         values = 2 * context * sum(codec.view.kv_width for codec in self.codecs)
         others = self.skeleton.skipped_nbytes(context) // self.codecs[0].view.dtype.itemsize
         return 2 * batch * (values + others)
 
     def _outliers(self, blocks: int) -> int:
-        """Outliers of one sequence that are to be expected; sinks have none."""
+        """Outliers to be expected of one sequence; sinks have none."""
         tokens = blocks * self.method.group
         seen = max(tokens - self.method.sink, 0)
         every = (s.expected_outliers(blocks, self.method.group, seen) for s in self._sparse)
@@ -115,7 +117,7 @@ class CacheLayout:
 
 
 def _calibration(method: Method, views: list[AttentionView]) -> Calibration | None:
-    """What a calibration would hold, without the numbers: levels are 0 and a spectrum is flat."""
+    """A calibration without numbers: levels are 0 and a spectrum is flat."""
     if not method.needs_calibration:
         return None
     tensors = {name: wanted.blank() for name, wanted in method.expected(views).items()}

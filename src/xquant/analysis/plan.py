@@ -1,4 +1,4 @@
-"""What fits: methods on a model and a GPU, a row each."""
+"""Plans: a row for each method on a model and a GPU, with its bytes and what fits."""
 
 import math
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from .roofline import layout_load
 from .shapes import Skeleton
 
 MOST = 1 << 31
-"""Tokens, or sequences, beyond which no plan looks."""
+"""The most tokens, or sequences, that a plan tries."""
 
 
 def plan(
@@ -22,7 +22,7 @@ def plan(
     """A row for every method: the bytes of its cache, whether they fit beside the weights, and how far
     rematerialization is free.
 
-    What fits is decided by the most that the cache holds on the way to ``context`` tokens.
+    A cache fits where the most bytes that it holds on the way to ``context`` tokens do.
 
     Raises:
         ValueError: options that the model does not allow.

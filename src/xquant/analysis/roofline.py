@@ -32,23 +32,8 @@ class Load:
         return ridge * self.weights / excess if excess > 0 else math.inf
 
 
-def mha_load(hidden: int, bits: float) -> Load:
-    """One layer by equation 3: Llama-2's 12 d^2 weights in 16 bits, X in ``bits`` without ranges."""
-    return Load(2 * 2 * hidden**2, bits / 8 * hidden, 2 * 12 * hidden**2)
-
-
-def gqa_load(hidden: int, sharing: int, bits: float) -> Load:
-    """One layer by equation 4: Llama-3.1's 13 d^2 weights and the fused ones, ``sharing`` query heads to a
-    key/value head.
-
-    As printed: it reads one latent of ``hidden / sharing`` channels, where the text above it has two.
-    """
-    width = hidden / sharing
-    return Load(2 * 2 * width**2, bits / 8 * width, 2 * 13 * hidden**2 + 2 * 2 * width**2)
-
-
 def layout_load(layout: CacheLayout) -> Load | None:
-    """The same for a method on a model: real layers, with the ranges of codes and the weights as they are.
+    """The load of a method on a model: real layers, with the ranges of codes and the weights as they are.
 
     None for methods that rebuild nothing, or do not say what it takes. As in the paper the products that
     rebuild keys and values count, those of the rest of the layer do not, and XQuant-CL reads its accumulator
@@ -70,8 +55,8 @@ def layout_load(layout: CacheLayout) -> Load | None:
 
 @dataclass(frozen=True)
 class Attention:
-    """What the attention of one new token must do in all layers, and no more than once: ``nbytes`` to move,
-    ``flops``."""
+    """What the attention of one new token must do in all layers at least: bytes to move, each once, and
+    FLOPs."""
 
     nbytes: float
     flops: float

@@ -1,4 +1,4 @@
-"""Known models by their sizes, configurations by name, and models without weights."""
+"""Shapes of known models, configurations by name, and models without weights."""
 
 from functools import cache
 from pathlib import Path
@@ -74,8 +74,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "smollm2": _SMOLLM2,
     "smollm2-mha": {**_SMOLLM2, "num_key_value_heads": 9},
 }
-"""The models of the papers' tables and the packaged ones, as arguments of ``LlamaConfig``; "tiny" is none:
-it is for trying out what takes a shape."""
+"""The models of the papers' tables and the packaged ones, as arguments of ``LlamaConfig``. "tiny" is no known
+model: it is for trying out commands that take a shape."""
 
 
 def shape_config(name: str) -> Any:
@@ -142,26 +142,27 @@ class Skeleton:
 
     @property
     def parameters(self) -> int:
-        """Their number; what is tied counts once."""
+        """The number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.model.parameters())
 
     @property
     def nbytes(self) -> int:
-        """Of the weights, in the skeleton's dtype."""
+        """Bytes of the weights, in the skeleton's dtype."""
         return sum(p.nbytes for p in self.model.parameters())
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest context that the model knows, where it says so."""
+        """See `positions_of`."""
         return positions_of(self.model)
 
     def layer_nbytes(self, index: int) -> int:
-        """Of the weights of one decoder layer."""
+        """Bytes of the weights of one decoder layer."""
         layers: Any = self.view.decoder.layers
         return sum(p.nbytes for p in layers[index].parameters())
 
     def _skipped_nbytes(self, context: int) -> int:
-        """Of one sequence in the layers that are not compressed, as transformers' own cache holds it."""
+        """Bytes of one sequence in the layers that are not compressed, as transformers' own cache holds
+        it."""
         own = compat.default_layers(compat.text_config(self.model))
         total = 0
         for view in self.view.layers:

@@ -23,10 +23,10 @@ class Stage(Protocol):
     """One pass over the samples."""
 
     gradients: bool
-    """Whether `see` wants them."""
+    """Whether `see` needs the gradients."""
 
     def see(self, position: int, rows: Rows) -> None:
-        """A sample at the compressed layer ``position``, counted from the bottom."""
+        """Take one sample at the compressed layer ``position``, counted from the bottom."""
         ...
 
 
@@ -35,12 +35,12 @@ class Calibrator(Protocol):
 
     @property
     def codecs(self) -> Sequence[LayerCodec]:
-        """Whose `features` and `encode` give the rows to see."""
+        """One codec a layer, whose `features` and `encode` make the rows that `Stage.see` is given."""
         ...
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
-        """The passes over ``samples`` of ``length`` tokens; a pass is asked for when the one before has
-        seen them all.
+        """The passes over ``samples`` of ``length`` tokens. The next is asked for when the one before has
+        seen all samples.
 
         Raises:
             ValueError: there are too few tokens.

@@ -1,7 +1,7 @@
-"""Runs a model over samples and shows a calibrator each layer's keys and values, with their gradients.
+"""Runs a model over samples, and gives a calibrator each layer's keys and values with their gradients.
 
-Gradients are of the loss with respect to the states that a cache is given; RoPE is a rotation times a
-factor, so its transpose takes them back to keys before RoPE.
+Gradients are of the loss with respect to the keys and values that a cache is given. RoPE is a rotation
+times a factor, so its transpose turns gradients of rotated keys into gradients of keys before RoPE.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from .calibrator import Rows, Stage
 
 
 class _Recorder(DynamicCache, ObservingCache):
-    """A cache for one forward pass that keeps what the compressed layers see."""
+    """A cache for one forward pass that keeps the inputs of the compressed layers."""
 
     def __init__(self, attachment: Attachment, gradients: bool) -> None:
         super().__init__(config=compat.text_config(attachment.view.model))
@@ -62,7 +62,7 @@ class _Recorder(DynamicCache, ObservingCache):
 
 @contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Weights want no gradients, so that only states keep what the backward pass needs."""
+    """Turn gradients of the weights off, so that the backward pass keeps memory for states alone."""
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -80,7 +80,8 @@ def collect(
     stage: Stage,
     done: Callable[[], None],
 ) -> None:
-    """Show ``stage`` every sample ``[N, T]`` (token ids) at every layer; ``done`` follows each sample."""
+    """Give ``stage`` the keys and values of every sample ``[N, T]`` (token ids) at every layer; ``done`` is
+    called after each sample."""
     attachment = attach(model)
     with _frozen(model), torch.set_grad_enabled(stage.gradients):
         for sample in samples.to(model.device):
@@ -112,7 +113,8 @@ def _collect_one(
 
 
 def _before_rope(codec: LayerCodec, gradient: Tensor, attachment: Attachment) -> Tensor:
-    """Gradients of rotated keys ``[1, G, T, D]`` as those of the keys that are stored, ``[T, G*D]``."""
+    """Gradients ``[T, G*D]`` of keys as ``codec`` stores them, from gradients ``[1, G, T, D]`` of rotated
+    keys."""
     if not codec.rotated:
         heads = gradient.transpose(1, 2)
         positions = torch.arange(heads.shape[1], device=heads.device)[None]

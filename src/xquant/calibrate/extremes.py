@@ -1,4 +1,4 @@
-"""Ranges of a stream of samples, outliers left out, without keeping the samples."""
+"""Ranges of a stream of samples without its outliers, found without keeping the samples."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ from ..quant.codebook import cut_ends, outlier_count
 class Extremes:
     """The range of every channel that leaves a share of its elements outside, half of them at each end.
 
-    Keeps, of every channel, the smallest and the largest elements seen: as many as the outliers of
-    ``total`` elements may take at an end, and one.
+    Of every channel it keeps the smallest and the largest elements: one more at each end than there may be
+    outliers among ``total`` elements.
 
     Args:
         share: of the elements that are left outside.
-        total: elements a channel will have.
+        total: elements that a channel will have.
     """
 
     def __init__(self, share: float, total: int) -> None:

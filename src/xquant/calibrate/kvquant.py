@@ -1,6 +1,8 @@
-"""KVQuant's statistics (arXiv 2401.18079, sections 3.3 to 3.6): ranges of keys first, then the levels of
-the datatype among what those ranges hold, then the ranges once more, fitted to the levels. Sinks count for
-nothing."""
+"""KVQuant's statistics (arXiv 2401.18079, sections 3.3 to 3.6).
+
+The first pass finds ranges of keys. The second finds levels of the datatype for elements scaled by those
+ranges, and then fits the ranges to the levels. Sinks are left out.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,14 +23,16 @@ Found = list[dict[str, Tensor]]
 
 
 class KVQuantCalibrator:
-    """Gathers, per layer, what the options ask for of: ``key.range`` ``[2, C]``, lowest and highest;
-    ``key.threshold`` ``[2, C]``, or ``[2, 1]`` as ``value.threshold`` always; ``key.levels`` and
-    ``value.levels`` ``[2**bits]``."""
+    """Gathers for each layer those of these tensors that the options need (`KVQuant.expected_of`):
+
+    ``key.range`` ``[2, C]``, lowest and highest; ``key.threshold`` ``[2, C]``, or ``[2, 1]`` for whole
+    matrices; ``value.threshold`` ``[2, 1]``; ``key.levels`` and ``value.levels`` ``[2**bits]``.
+    """
 
     def __init__(self, method: KVQuant, views: Sequence[AttentionView]) -> None:
         self.method = method
         self.found: Found = [{} for _ in views]
-        # Keys have their bias taken out as in the cache; how codes would be made does not matter here.
+        # A quantizer makes the codec take out the bias of keys, as in the cache. Its codes are not used.
         codes = Codebook(1, "token", 0, torch.tensor([-1.0, 1.0]))
         self.codecs = [KeyValueCodec(v, codes, Plain(v.dtype), method.rope) for v in views]
 
@@ -50,7 +54,7 @@ class KVQuantCalibrator:
 
 
 class RangeStage:
-    """Ranges and thresholds of key channels, or thresholds of whole matrices of keys and values."""
+    """The pass that finds ranges and thresholds of key channels, or thresholds of whole matrices."""
 
     gradients = False
 
@@ -84,8 +88,8 @@ class RangeStage:
 
 
 class LevelStage:
-    """Levels by k-means, and ranges of key channels by least squares, both weighted with the diagonal
-    Fisher information."""
+    """The pass that finds levels by k-means and fits ranges of key channels by least squares. Both are
+    weighted with the diagonal of the Fisher information."""
 
     def __init__(self, method: KVQuant, found: Found) -> None:
         self.method, self.found = method, found
@@ -108,8 +112,8 @@ class LevelStage:
     def _scaled(
         self, quantizer: Codebook, x: Tensor, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Blocks of ``x`` as a cache would seal them, scaled, and the weight of each element: 0 for sinks
-        and outliers. Of a sample only whole blocks are used, where it has any."""
+        """Scaled blocks of ``x``, as a cache would seal them, and the weight of each element: 0 for sinks and
+        outliers. Of a sample with whole blocks, the rest is left out."""
         per_block = quantizer.per == "channel" and quantizer.span is None
         block = min(self.method.group, len(x)) if per_block else len(x)
         whole = len(x) // block * block

@@ -9,13 +9,13 @@ FITTING_ROUNDS = 3
 
 
 class Histogram:
-    """Weighted elements in bins so narrow that what follows may work on the bins' means.
+    """Weighted elements in narrow bins, of which k-means and fits use the means.
 
-    k-means on a few thousand weighted points takes milliseconds where millions of elements take minutes;
-    the squared error that is lost is below (2 / BINS)^2 / 12 an element, 3e-7 of the range's half width.
+    k-means on a few thousand weighted points takes milliseconds, on millions of elements minutes. The squared
+    error of an element grows by less than (2 / BINS)^2 / 12, which is 3e-7 for a range of half width 1.
 
     Args:
-        rows: histograms side by side, one a channel where ranges are fitted by channel.
+        rows: histograms side by side: one for each channel where ranges are fitted, otherwise one.
     """
 
     def __init__(self, rows: int = 1) -> None:
@@ -46,7 +46,7 @@ def best_levels(points: Tensor, weight: Tensor, bits: int) -> Tensor:
     points, weight = points[weight > 0], weight[weight > 0]
     if len(points) < 2**bits:
         raise ValueError("the calibration text is too short for a codebook: give more windows")
-    if len(points) > 4 * BINS:  # channels side by side: their bins again in bins
+    if len(points) > 4 * BINS:  # of many channels: put their bins into one histogram
         widest = points.abs().max()
         together = Histogram()
         together.see((points / widest)[:, None], weight[:, None])
@@ -61,8 +61,8 @@ def best_levels(points: Tensor, weight: Tensor, bits: int) -> Tensor:
 def fit_ranges(points: Tensor, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Stretch and shift ``[rows]`` of the levels that bring them nearest to each row's points.
 
-    Minimizes the weighted squared error of ``points ~ stretch * level + shift``, codes and fit in turn,
-    ``FITTING_ROUNDS`` times. Rows that do not determine it keep 1 and 0.
+    Minimizes the weighted squared error of ``points ~ stretch * level + shift``: takes the nearest levels,
+    then fits both numbers, ``FITTING_ROUNDS`` times. Rows whose points do not determine them keep 1 and 0.
     """
     levels = levels.double()
     stretch = torch.ones(len(points), 1, dtype=torch.float64)

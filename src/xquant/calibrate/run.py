@@ -37,9 +37,11 @@ def calibrate(
 ) -> Calibration:
     """Gather a method's statistics from the first ``windows * context`` tokens of a text.
 
-    Without a ``text`` the model writes one, sampled with ``seed`` (`writing`). ``context`` and ``windows``
-    are by default what the method asks for. ``name`` is what the artifact calls the text. ``runs`` keeps what
-    the model has written, and has what it wrote before.
+    Args:
+        text: without one the model writes it (`writing`), sampled with ``seed``.
+        context, windows: by default the method's ``calibration_size``.
+        name: the text's name in the artifact.
+        runs: keeps the texts that the model has written, and has those of a run that was stopped.
 
     Raises:
         ValueError: unknown method, or one that needs no calibration; a text that is too short; a model
@@ -47,7 +49,7 @@ def calibrate(
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
-        find_calibrator(method, views)  # so that bad input is told of before the long work
+        find_calibrator(method, views)  # raises for bad input before the long work
     usual = method.calibration_size
     context = usual[0] if context is None else context
     windows = usual[1] if windows is None else windows
@@ -67,7 +69,7 @@ def calibrate_on(
     name: str = "tokens",
     progress: Progress | None = None,
 ) -> Calibration:
-    """The same from token ids ``[N, T]``, each row a sequence of its own."""
+    """`calibrate` on token ids ``[N, T]``, each row a sequence of its own."""
     from .. import __version__
 
     method, views = parse_method(method), attach(model).view.compressed
@@ -97,15 +99,16 @@ def calibrate_on(
 def own_calibration(
     model: Any, tokenizer: Any, method: str | Method, progress: Progress | None = None
 ) -> Calibration:
-    """What a method that calibrates itself finds from a text that the model writes; both are kept (`store`).
+    """The calibration of a method that calibrates itself, from a text that the model writes. Both are kept
+    on disk (`kept`) and found there the next time.
 
     Raises:
         ValueError: unknown method, or one that needs no calibration; a model that cannot be served.
-        OSError: it cannot be kept.
+        OSError: the folder cannot be written to.
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
-        find_calibrator(method, views)  # so that bad input is told of before the long work
+        find_calibrator(method, views)  # raises for bad input before the long work
     own = fingerprint(views)
     found = kept.find(method.calibrated_as, own, method.expected(views))
     if found is None:

@@ -1,4 +1,4 @@
-"""Statistics for transform coding: what of a layer's keys and values is worth bits, and in which basis.
+"""Statistics for transform coding: the basis of a layer's keys and values in which bits are worth most.
 
 Letters: ``W`` numbers of a token, its keys before RoPE and its values; ``C`` channels of the basis. Rows of
 all layers are kept in fp16 until the end: ``2 W`` bytes a token and layer, 2.1 GB for 16,384 tokens of a
@@ -20,23 +20,26 @@ from ..threads import one_thread
 from .calibrator import Rows, Stage
 
 SINKS = 4
-"""First tokens of a sample that count for nothing: their keys and values are far from all others."""
+"""First tokens of a sample that are left out: their keys and values are far from all others."""
 BLOCK = 128
 """Tokens whose variance is taken at a time."""
 METRIC_RIDGE = 0.02
-"""Of the mean diagonal of the metric, added to it."""
+"""Times the mean diagonal of the metric, added to its diagonal."""
 PREDICTION_RIDGE = 1e-3
-"""The same, of the covariance of what is predicted from."""
+"""The same for the covariance of the rows that are predicted from."""
 LOOP_BITS = 1.5
-"""Bits a value of the layer below, where the layer above learns to predict from it."""
+"""Bits a value at which a layer is quantized before the layer above learns to predict from it."""
 
 
 class TransformCalibrator:
-    """Finds, per layer, ``analysis`` ``[C, W]``, ``synthesis`` ``[W, C]`` and ``mean`` ``[W]``: what is
-    packed of a row ``y`` is ``analysis @ (y - mean)``. Per channel, ``usual`` ``[C]``, see `Ranked`; per
-    rank, ``profile`` ``[C]``, the mean variance of the channel of that rank in a block. With prediction also
-    ``predictor`` ``[W, W']``: ``mean`` is then what is added to ``predictor @ y'``, ``y'`` the rows below as
-    they read, the nearest first.
+    """Finds the tensors of each layer.
+
+    * ``analysis`` ``[C, W]``, ``synthesis`` ``[W, C]`` and ``mean`` ``[W]``: what is packed of a row ``y`` is
+      ``analysis @ (y - mean)``;
+    * ``usual`` ``[C]``: the usual scale of every channel, see `Ranked`;
+    * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank;
+    * with prediction, ``predictor`` ``[W, W']``: a row is expected to be ``predictor @ y' + mean``, where
+      ``y'`` are the decoded rows of the layers below, the nearest layer first.
     """
 
     def __init__(self, method: Transform, views: Sequence[AttentionView]) -> None:
@@ -65,7 +68,7 @@ class TransformCalibrator:
     def _layer(
         self, view: AttentionView, rows: Tensor, metric: Tensor, below: list[Tensor]
     ) -> dict[str, Tensor]:
-        """What is found of a layer from its rows ``[N, T, W]`` and those of the layers below as they read."""
+        """The tensors of a layer, from its rows ``[N, T, W]`` and the decoded rows of the layers below."""
         found: dict[str, Tensor] = {}
         inner = rows[:, SINKS:].flatten(0, 1)
         mean = inner.mean(0)
@@ -86,7 +89,8 @@ class TransformCalibrator:
 
 
 class StatisticsStage:
-    """Keeps the rows, and sums up the products of their gradients (the empirical Fisher information)."""
+    """The only pass: keeps all rows, and sums the products of their gradients (the empirical Fisher
+    information)."""
 
     def __init__(self, layers: int, gradients: bool) -> None:
         self.gradients = gradients
@@ -110,10 +114,11 @@ class StatisticsStage:
         return torch.stack(self._rows[position]).float()
 
     def metric(self, position: int) -> Tensor:
-        """What an error of a layer costs, ``[W, W]``, fp64: in one unit for all layers.
+        """The metric of a layer, ``[W, W]`` in fp64: how much an error in its rows costs. All layers have
+        the same unit.
 
         Raises:
-            ValueError: an error costs nothing in any layer.
+            ValueError: the gradients of all layers are 0.
         """
         if not self.gradients:
             return torch.eye(self._rows[position][0].shape[-1], dtype=torch.float64)
@@ -124,14 +129,14 @@ class StatisticsStage:
 
 
 def same_head(view: AttentionView) -> Tensor:
-    """Which pairs of a row's numbers belong to the same head, ``[W, W]`` of 0 and 1."""
+    """1 where two numbers of a row belong to the same head, else 0: ``[W, W]``."""
     head = torch.arange(view.kv_heads).repeat_interleave(view.head_size).repeat(2)
     return (head[:, None] == head).double()
 
 
 def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The linear map ``[W, W']`` and the constant ``[W]`` that bring ``below`` ``[M, W']`` nearest to
-    ``rows`` ``[M, W]``."""
+    """The linear map ``[W, W']`` and the constant ``[W]`` that predict ``rows`` ``[M, W]`` best from
+    ``below`` ``[M, W']``."""
     low, high = below.mean(0), rows.mean(0)
     x, y = (below - low).double(), (rows - high).double()
     products = x.T @ x
@@ -144,8 +149,8 @@ def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 @one_thread()
 def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The basis ``[C, W]`` in which states are uncorrelated and an error in any channel costs the same, and
-    its inverse ``[W, C]``; the ``count`` channels of largest variance.
+    """The basis ``[C, W]`` in which states are uncorrelated and an error in any channel costs the same,
+    with its inverse ``[W, C]``. Only the ``count`` channels of largest variance are kept.
 
     With the metric ``F = L L^T`` and ``E`` the eigenvectors of ``L^T C L``: states ``E^T L^T y``.
     """
@@ -158,7 +163,7 @@ def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, 
 
 
 def blocks(states: Tensor) -> tuple[Tensor, Tensor]:
-    """``[N, T, C]`` cut into blocks ``[M, n, C]``, and which tokens do not count, ``[M, n]``."""
+    """States ``[N, T, C]`` cut into blocks ``[M, n, C]``, and which of their tokens are sinks, ``[M, n]``."""
     length = states.shape[1]
     size = min(BLOCK, length)
     whole = length // size * size
@@ -179,8 +184,8 @@ def spectrum(states: Tensor) -> dict[str, Tensor]:
 
 
 def as_read(rows: Tensor, found: dict[str, Tensor], below: list[Tensor]) -> Tensor:
-    """Rows ``[N, T, W]`` of a layer as they read from `LOOP_BITS`; sinks, and a rest that fills no block, as
-    they are."""
+    """Rows ``[N, T, W]`` of a layer, quantized at `LOOP_BITS` and decoded. Sinks, and tokens that fill no
+    block, stay as they are."""
     expected = found["mean"]
     if below:
         expected = expected + torch.cat(below, -1) @ found["predictor"].float().T

@@ -1,4 +1,4 @@
-"""Texts that a model writes itself, to be calibrated on where no text is given."""
+"""Texts that a model writes itself, for calibration where no text is given."""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -13,11 +13,12 @@ from ..progress import Progress, silent
 from ..runs import Runs
 
 GENERATED = "generated"
-"""What an artifact calls such a text."""
+"""The name of such a text in an artifact."""
 TOKENS_AT_ONCE = 16384
 LEAST = 1e-4
-"""Probability below which no word is taken: a small model that takes one out of the rest does not find back.
-Taking the likeliest that make 95% (`top_p`) sets as much aside, but sorts the vocabulary for every word."""
+"""Probability below which no token is sampled: a small model that samples one does not return to sensible
+text. Sampling from the likeliest 95% (`top_p`) leaves out as much, but sorts the vocabulary for every
+token."""
 OPENINGS = (
     "The history of the town goes back to",
     "In a study published last year, researchers",
@@ -52,14 +53,14 @@ OPENINGS = (
     "Travellers who visit the island",
     "The patient was treated with",
 )
-"""How texts of many kinds begin. Longer texts of a small model run off into nothing, so there are many."""
+"""Beginnings of texts of many kinds. There are many, since long texts of a small model become nonsense."""
 
 
 class Counter(BaseStreamer):
-    """Tells ``written`` how many tokens `generate` has written so far, of every text."""
+    """A streamer for `generate`: calls ``written`` with the number of tokens that every text has so far."""
 
     def __init__(self, written: Callable[[int], None]) -> None:
-        self.written, self.count = written, -1  # what comes first is the prompt
+        self.written, self.count = written, -1  # `generate` puts the prompt first
 
     def put(self, value: Tensor) -> None:
         self.count += 1
@@ -79,11 +80,14 @@ def write_samples(
     progress: Progress | None = None,
     runs: Runs | None = None,
 ) -> Tensor:
-    """``windows`` texts of ``context`` tokens that the model writes, ``[windows, context]``, each from one of
-    `OPENINGS` on.
+    """Let the model write ``windows`` texts of ``context`` tokens, each from one of `OPENINGS` on.
 
-    ``runs`` keeps those that are finished, and has those of a run of the same model, sizes and seed that was
-    stopped.
+    Args:
+        runs: keeps the texts that are finished, and has those of a run of the same model, sizes and seed that
+            was stopped.
+
+    Returns:
+        token ids ``[windows, context]``.
 
     Raises:
         ValueError: sizes that the model does not allow.
@@ -120,7 +124,7 @@ def write_samples(
 
 
 def _random_state(devices: list[torch.device]) -> list[list[int]]:
-    """That of the CPU, and those of ``devices``, as plain numbers."""
+    """The states of the random generators of the CPU and of ``devices``, as plain numbers."""
     states = torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)
     return [state.tolist() for state in states]
 
@@ -135,7 +139,8 @@ def _set_random_state(devices: list[torch.device], states: list[list[int]]) -> N
 def _continued(
     model: Any, openings: list[list[int]], context: int, written: Callable[[int], None]
 ) -> list[list[int]]:
-    """Texts of ``context`` tokens that begin so; ``written`` hears how many they have more."""
+    """Texts of ``context`` tokens that begin with ``openings``; ``written`` is called with the number of
+    tokens that were added."""
     lengths = [len(ids) for ids in openings]
     widest = max(lengths)
     ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=model.device)

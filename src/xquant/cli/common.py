@@ -253,7 +253,7 @@ def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "Cali
                 f" {', '.join(method.spec for method in methods)}"
             )
     for method in methods:
-        calibrations.of(method)  # or it says what to do
+        calibrations.of(method)  # raises where it is missing
     return calibrations
 
 

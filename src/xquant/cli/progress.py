@@ -17,8 +17,8 @@ FIRST, EVERY = 5.0, 30.0
 
 @contextmanager
 def progress(title: str) -> Iterator[Progress]:
-    """What is to be called as the work called ``title`` goes on."""
-    stream = sys.stderr  # the one of now: some measurements silence others' output
+    """Show the progress of the work called ``title``."""
+    stream = sys.stderr  # kept, since some measurements redirect it while they run
     if stream.isatty():
         with _bar(stream) as show:
             yield show

@@ -1,1 +1,1 @@
-"""Quality: what a method loses, one task a file; rows of results as JSON."""
+"""Quality: what a method loses. One measurement a file: perplexity, passkey retrieval, tasks of lm-eval."""

@@ -4,11 +4,11 @@
 
 Importing this module registers it; for the command ``lm_eval``, `xquant_lm_eval` does.
 
-Tasks that generate work as ``generate()`` does: the tokens of a prompt attend to each other exactly, the new
-ones read the store. Log-likelihoods, rolling ones too, follow the protocol of perplexity: one forward pass in
-which every token reads the store from the first on, itself included. Methods whose codes come from a layer
-above cannot do that: they read their text a block at a time, each block attending to earlier ones through the
-store.
+Tasks that generate work as ``generate()`` does: the tokens of a prompt attend to each other exactly, and
+new tokens read the store. Log-likelihoods, rolling ones too, are computed as perplexity is: in one forward
+pass, in which every token reads all tokens, itself included, from the store. Methods whose codes come from
+a layer above cannot do that. They read their text a block at a time, and each block attends to earlier ones
+through the store.
 """
 
 from os import PathLike
@@ -32,7 +32,8 @@ from ..spec import parse_method
 
 @register_model("xquant")
 class XQuantLM(HFLM):
-    """lm-eval's model type ``hf`` with caches of ``method``: for ``full``, the same to the bit.
+    """lm-eval's model type ``hf`` with caches of ``method``. With ``full`` its results are those of ``hf``,
+    bit for bit.
 
     Args:
         pretrained: a folder, a hub id, ``smollm2``, ``smollm2-mha``, or a loaded model, which needs a
@@ -41,7 +42,7 @@ class XQuantLM(HFLM):
         calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
         dtype: of the weights; ``auto`` is that of the model's files.
         device: where to put the model; by default the GPU where there is one.
-        more: every other argument of ``hf``.
+        more: all other arguments of ``hf``.
 
     Raises:
         ValueError: unknown method, a calibration that is missing or made for something else, or a model
@@ -101,10 +102,10 @@ class XQuantLM(HFLM):
 class _RightPadded(KVCache):
     """A cache that knows which of ``ids`` ``[B, T]`` are padding, without an attention mask.
 
-    lm-eval pads texts on the right with zeros, where causality alone keeps them out of sight, and gives
-    the model no mask; with one, other attention kernels would run than in its type ``hf``. But padding must
-    not set the ranges of what is quantized. A text's own last token may be 0: it is taken for padding, so its
-    key and value are clamped to the ranges of the others.
+    lm-eval pads texts on the right with zeros and gives the model no mask: no earlier token attends to
+    them. With a mask, other attention kernels would run than in its type ``hf``. But padding must not set
+    ranges of quantization, so the cache is told. A text may end in a token 0 of its own. That is taken for
+    padding, and its key and value are clamped to the ranges of the others.
     """
 
     def __init__(self, ids: Tensor, *more: Any) -> None:

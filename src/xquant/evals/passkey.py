@@ -1,9 +1,9 @@
 """Passkey retrieval: a number hidden in a long text is asked for at its end (KVQuant, arXiv 2401.18079,
 Table 2, after Mohtashami and Jaggi, arXiv 2305.16300).
 
-The prompt goes through the packed store: every token reads it from the first on, the number too, and the
-answer is decoded greedily from it. Methods whose codes come from a layer above cannot do that; there the
-prompt attends to itself exactly, and only the answer reads the store.
+Every token of the prompt reads the packed store, and the answer is decoded greedily from it. Methods whose
+codes come from a layer above cannot do that: their prompt attends to itself exactly, and only the answer
+reads the store.
 """
 
 import random
@@ -67,9 +67,17 @@ def passkey(
     calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
 ) -> list[PasskeyRow]:
-    """Ask for a hidden number, ``samples`` times at each of ``depths`` of each of ``contexts``.
+    """Ask for a hidden number, ``samples`` times for each context and depth. All methods get the same
+    prompts.
 
-    All methods are asked for the same numbers. Returns a row for each method, context and depth.
+    Args:
+        contexts: tokens of a prompt and its answer.
+        depths: places of the number in the text, 0 its start and 1 its end.
+        calibrations: each goes to the methods that it was made for.
+        runs: keeps the rows that are finished, and has those of a run that was stopped.
+
+    Returns:
+        a row for each method, context and depth.
 
     Raises:
         ValueError: unknown method, no method, a calibration that is missing, a context that the model does
@@ -124,7 +132,7 @@ def _check(
 def _prompts(
     tokenizer: Any, context: int, depth: float, samples: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """Numbers, and the prompts that hide them: with the answer they are ``context`` tokens."""
+    """Hidden numbers and their prompts (token ids). A prompt and its answer are ``context`` tokens."""
     numbers = random.Random(f"{context} {depth}")
     sentences = [_ids(tokenizer, sentence) for sentence in FILLER]
     opening, question = _ids(tokenizer, OPENING), _ids(tokenizer, QUESTION)
@@ -167,7 +175,7 @@ def _answer(
     method: Method,
     calibration: Calibration | None,
 ) -> str | None:
-    """The first number of the answer."""
+    """The first number that the model answers; None where there is none."""
     attend = "store" if method.causal else "chunk"
     cache = KVCache(model, method, attend=attend, calibration=calibration)
     ids = torch.tensor([prompt], device=model.device)

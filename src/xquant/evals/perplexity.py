@@ -1,4 +1,4 @@
-"""Teacher-forced perplexity, every key and value read from the packed store.
+"""Teacher-forced perplexity, with every key and value read from the packed store.
 
 The text is cut into consecutive windows from its start, each its own sequence in a cache of its own.
 A window of ``T`` tokens scores ``T - 1`` next-token predictions. The full cache runs through the same
@@ -27,7 +27,7 @@ from ..spec import parse_method
 from ..text import cut_windows
 
 SCORED_AT_ONCE = 256
-"""Positions whose log-probabilities are held in fp32 at a time."""
+"""Positions whose log-probabilities are computed at a time, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,12 @@ def perplexity(
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on the first ``windows * context`` tokens of ``text``.
 
-    Each of ``calibrations`` goes to the methods it was made for. ``runs`` keeps the windows that are
-    finished, and has those of a run that was stopped. Returns a row for each different method, in the
-    order given.
+    Args:
+        calibrations: each goes to the methods that it was made for.
+        runs: keeps the windows that are finished, and has those of a run that was stopped.
+
+    Returns:
+        a row for each different method, in the order given.
 
     Raises:
         ValueError: unknown method, no method, ``context`` or ``windows`` that the model or the text
@@ -114,16 +117,16 @@ def measure(
     calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
 ) -> list[PerplexityRow]:
-    """Measure ``methods`` on windows ``ids [N, T]``; the full cache is measured once, asked or not."""
+    """`perplexity` on windows ``ids`` ``[N, T]``. The full cache is measured in any case."""
     baseline, runs = Full(), runs or Runs(None, {})
     scored: dict[Method, list[_Scored]] = {method: [] for method in (baseline, *methods)}
     made, tell = Calibrations(calibrations), progress or silent
     use = {method: made.of(method) for method in scored}
-    for method in scored:  # so that bad input is told of before the first forward pass
+    for method in scored:  # raises for bad input before the first forward pass
         KVCache(model, method, attend="store", calibration=use[method])
     total, done = len(ids) * len(scored), 0
     for number, window in enumerate(ids.to(model.device)):
-        full = None  # logits, where a part of this window is not there yet
+        full = None  # logits, computed where a method has not finished this window
         for method, windows in scored.items():
             tell(done, total, method.spec)
             name = f"{method.spec} window {number}"
@@ -148,7 +151,7 @@ def _forward(
     model: Any, window: Tensor, method: Method, calibration: Calibration | None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Logits ``[T - 1, V]`` of ``window [T]``, and what the pass took."""
-    # Made before the clock starts: the first cache of a method does the method's offline work.
+    # Made before the clock starts, since the first cache of a method does its offline work.
     cache = KVCache(model, method, attend="store", calibration=calibration)
     started = time.perf_counter()
     logits = model(window[None], past_key_values=cache, use_cache=True).logits[0, :-1]

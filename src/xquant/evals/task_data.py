@@ -1,5 +1,7 @@
-"""Data of tasks from local files, in the form their authors hand them out, for lm-eval's own prompts and
-metrics: what a file holds becomes the rows that lm-eval's task expects from the hub.
+"""Data of tasks from local files, in the form in which their authors publish it.
+
+A file becomes the rows that lm-eval's task expects from the hub, so that prompts and metrics are lm-eval's
+own.
 """
 
 import csv
@@ -16,12 +18,13 @@ from ..text import json_lines, read_utf8
 
 Row = dict[str, Any]
 Overrides = dict[str, Any]
-"""Keys of lm-eval's task configuration that take the place of the task's own."""
+"""Keys of lm-eval's task configuration that replace the task's own."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A file of rows: where it lies in a folder of data, what a row holds, and the hub's row made of it."""
+    """A file of rows: its place in a folder of data, the fields of a row, and how a row of the hub is made
+    of it."""
 
     folder: str
     file: str
@@ -30,12 +33,13 @@ class Form:
 
     @property
     def says(self) -> str:
+        """The form in words, for messages."""
         rows = "one CSV line" if self.file.endswith(".csv") else "one JSON object a line"
         return rows + (f" with {', '.join(self.fields)}" if self.fields else "")
 
 
 def local_rows(task: str, config: Mapping[str, Any], data: Path) -> tuple[Overrides, list[Path]]:
-    """What makes lm-eval's ``task`` read ``data``, a file or a folder, and the files read.
+    """Overrides with which lm-eval's ``task`` reads ``data``, a file or a folder; and the files read.
 
     Args:
         config: the task's configuration.
@@ -137,12 +141,12 @@ RULER_FILES = {
 }
 RULER_SAMPLES = 500
 ENDLESS = ("ruler_vt", "ruler_cwe", "ruler_fwe")
-"""lm-eval looks for ever for an example of these that is short enough, where none is."""
+"""Where no example of these is short enough, lm-eval searches for ever."""
 LEAST = 1024
 
 
 def is_ruler(task: str) -> bool:
-    """Whether lm-eval makes the task's rows itself, to a length in tokens."""
+    """Whether lm-eval generates the task's rows, to a length in tokens."""
     return task.startswith(("niah_", "ruler_"))
 
 
@@ -171,9 +175,9 @@ def ruler_file(task: str, context: int, data: Path | None) -> Path | None:
 
 
 def ruler_overrides(task: str, context: int, tokenizer: str, file: Path | None) -> Overrides:
-    """What makes a RULER task one of ``context`` tokens of ``tokenizer``, the name of one.
+    """Overrides that make a RULER task of ``context`` tokens of ``tokenizer``, which is a name.
 
-    Its only metric is then named after the context, as lm-eval names it.
+    Its only metric is named after the context, as lm-eval does.
     """
     metric = {"metric": str(context), "aggregation": "mean", "higher_is_better": True}
     asked: Overrides = {
@@ -187,10 +191,10 @@ def ruler_overrides(task: str, context: int, tokenizer: str, file: Path | None) 
 
 @contextmanager
 def local_essays(file: Path) -> Iterator[None]:
-    """lm-eval's haystacks are made of the essays in ``file`` meanwhile.
+    """Make lm-eval build its haystacks from the essays in ``file``.
 
-    It inserts needles between sentences, which Punkt finds. Where nltk's trained Punkt is not installed and
-    cannot be had, one trained on the essays themselves does.
+    It inserts needles between sentences, which nltk's Punkt finds. Where no trained Punkt is installed, one
+    is trained on the essays themselves.
     """
     import datasets
     import nltk
@@ -219,7 +223,8 @@ def local_essays(file: Path) -> Iterator[None]:
 
 
 def _questions(task: str, context: int, tokenizer: str, file: Path) -> dict[str, Any]:
-    """Questions over documents; there may be fewer in a local file than lm-eval makes by default."""
+    """Rows of a question-answering task. A local file may hold fewer questions than lm-eval asks by
+    default."""
     from datasets import Dataset
     from lm_eval.tasks.ruler import common_utils, qa_utils
 
@@ -238,7 +243,7 @@ def _questions(task: str, context: int, tokenizer: str, file: Path) -> dict[str,
 
 
 def _answerable(held: Any) -> Any:
-    """SQuAD 1.1 in the form of 2.0, where a question says whether it has an answer."""
+    """SQuAD 1.1 in the form of SQuAD 2.0, in which every question says whether it has an answer."""
     for article in held["data"] if isinstance(held, dict) else ():
         for paragraph in article["paragraphs"]:
             for question in paragraph["qas"]:

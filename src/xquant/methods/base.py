@@ -1,8 +1,8 @@
 """What a method is: a frozen dataclass of options that builds one codec per attention layer.
 
 A *codec* says which features of a token a layer keeps, how they are packed, and how keys and values
-come back. Everything else (appending, sealing, sinks, tail, crop, reorder, bytes) is done once, in
-`xquant.cache`, for every method.
+come back. Everything else (appending, sealing, sinks, tail, crop, reorder) is done once for all methods, in
+`xquant.store`. Bytes are what quantizers say of themselves.
 """
 
 import dataclasses
@@ -66,6 +66,9 @@ class LayerCodec(ABC):
     """Whether the layer above needs what this layer accumulates."""
     rotated: bool = False
     """Whether keys are stored after RoPE."""
+    keeps_states: bool = False
+    """Whether features are keys (before RoPE unless `rotated`) and values as they are, side by side: other
+    caches can then be converted to it."""
     packs_states: bool = False
     """Whether the segments are keys, plus `offset`, and values: `rebuild` is their concatenation."""
     offset: Tensor | None = None

@@ -25,6 +25,8 @@ def flat_heads(states: Tensor) -> Tensor:
 class StateCodec(LayerCodec):
     """Keeps keys (before RoPE unless `rotated`) and values as they are, side by side: ``W = 2 G D``."""
 
+    keeps_states = True
+
     def __init__(self, view: AttentionView) -> None:
         super().__init__(view)
         self.width = 2 * view.kv_width

@@ -1,4 +1,4 @@
-"""Two runs of `xquant compare` beside each other, method by method."""
+"""Compares two runs of `xquant compare`, method by method."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ FIELDS = (
 )
 """What a row of a run has to hold to be compared."""
 SUBJECT = ("model", "text", "text_sha256", "context", "windows")
-"""Where all of these are the same, the windows are, and differences can be paired by window."""
+"""Two rows that agree in these fields have the same windows, so that differences can be paired by window."""
 
 Row = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class Change:
 
 
 def changes(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Change]:
-    """What became of each method that is in both runs, in the order of ``rows``."""
+    """The change of each method that is in both runs, in the order of ``rows``."""
     before = {row["method"]: row for row in earlier}
     return [_change(before[row["method"]], row) for row in rows if row["method"] in before]
 
@@ -63,7 +63,7 @@ def same_windows(row: Row, other: Row) -> bool:
 
 
 def settings(row: Row, other: Row) -> list[tuple[str, Any, Any]]:
-    """What two rows were not measured alike in: (name, of the first, of the second)."""
+    """In what the measurements of two rows differ: (name, of the first, of the second)."""
     names = (*SUBJECT, "dtype", "device", "calibrations")
     found = [(name, row.get(name), other.get(name)) for name in names]
     here, there = row["environment"], other["environment"]

@@ -1,4 +1,4 @@
-"""Names beside the points of a picture, none of them over another or over a point."""
+"""Writes names beside the points of a picture, so that none covers another or a point."""
 
 import math
 from collections.abc import Sequence

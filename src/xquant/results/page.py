@@ -1,4 +1,4 @@
-"""One HTML page of a comparison, readable without a network: its pictures are drawn inside it."""
+"""One HTML page of a comparison. Its pictures are inside it, so that it is readable without a network."""
 
 import math
 import re
@@ -42,12 +42,12 @@ def render_page(
     tasks: Sequence[Row] = (),
     earlier: Sequence[Row] = (),
 ) -> str:
-    """The page for ``rows`` of one run of `xquant compare`, as `xquant.evals.results.stamp` makes them.
+    """The page for ``rows`` of one run of `xquant compare`, as `rows.stamp` makes them.
 
     Args:
         bench: rows of `xquant bench`, with `BENCH_FIELDS`.
         tasks: rows of `xquant eval`, with `TASK_FIELDS`.
-        earlier: rows of an earlier run to compare with, with `xquant.evals.diff.FIELDS`.
+        earlier: rows of an earlier run to compare with, with `diff.FIELDS`.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

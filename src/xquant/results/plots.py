@@ -1,4 +1,4 @@
-"""Pictures of results. Rows are those that `xquant.evals.results` writes, as dictionaries."""
+"""Pictures of results. Rows are dictionaries as `rows.write_json` writes them."""
 
 import io
 import logging
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def compressed(rows: Sequence[Row]) -> list[Row]:
-    """The rows of compressed caches with a finite perplexity: those that have a place in the picture."""
+    """The rows that the picture shows: compressed caches with a finite perplexity."""
     return [
         row
         for row in rows
@@ -39,8 +39,8 @@ def compressed(rows: Sequence[Row]) -> list[Row]:
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
-    """The Pareto front of the compressed caches, largest first: no other cache is as small and as close
-    to the full cache, and better in one of the two."""
+    """The Pareto front of the compressed caches, largest first. No other cache is as small and as close to
+    the full cache, and better in one of the two."""
     points = compressed(rows)
     best = [row for row in points if not any(_dominates(other, row) for other in points)]
     return sorted(best, key=lambda row: -row["cache_ratio"])
@@ -113,12 +113,12 @@ def speed_figure(rows: Sequence[Row], width: float = WIDE) -> Any:
 
 
 def timed(rows: Sequence[Row]) -> list[Row]:
-    """The rows of `xquant bench` that have a place in the picture: all but the full cache's."""
+    """The rows of `xquant bench` that the picture shows: all but the full cache's."""
     return [row for row in rows if row["method"] != "full"]
 
 
 def setting(row: Row) -> str:
-    """What a row of `xquant bench` has in common with those that it may be compared with."""
+    """The setting of a row of `xquant bench`. Rows of one setting may be compared."""
     batch = f", batch {row['batch']}" if row["batch"] > 1 else ""
     return f"{row['model']}, {row['measured']}{batch}"
 
@@ -144,7 +144,7 @@ def as_png(figure: Any) -> bytes:
 
 def new_figure(width: float, height: float) -> Any:
     """An empty matplotlib figure, in inches."""
-    # The note that a font cache is being built would break the silence of the command line.
+    # matplotlib would tell the user that it builds a font cache.
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -164,7 +164,7 @@ def _plain(axes: Any) -> None:
 
 
 def _loss_axis(axes: Any, ticks: Sequence[float]) -> None:
-    """Let the y axis spread out ratios near 1, where the differences are that matter."""
+    """Spread out ratios near 1 on the y axis, where the differences matter."""
     import numpy as np
     from matplotlib.ticker import FixedLocator, FuncFormatter
 

@@ -1,4 +1,4 @@
-"""Results as data: a JSON array of rows, each with all that is needed to repeat it."""
+"""Results as a JSON array of rows. Each row holds all that is needed to repeat its measurement."""
 
 import json
 import math
