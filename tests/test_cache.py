@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from calibrated import make_cache
 from matrix import LOW
 from models import FAMILIES, left_padded, prompt, tiny
+from sizes import block_nbytes
 from xquant import KVCache, attach, detach, parse_method
 from xquant.methods import METHODS
 from xquant.quant import Ragged, Segment
@@ -295,7 +296,7 @@ def test_the_report_counts_every_byte(family: str, name: str) -> None:
     assert report.cache_bytes - report.skipped_bytes == total
     assert (report.tokens, report.batch) == (43, 2)
     streams = [layer.stream for layer in cache.compressed]
-    sealed = sum(s.blocks * s.block_nbytes() + OUTLIER_NBYTES * s.outliers for s in streams)
+    sealed = sum(s.blocks * block_nbytes(s) + OUTLIER_NBYTES * s.outliers for s in streams)
     assert sum(report.sealed_bytes.values()) == sealed
     sealed += report.table_bytes
     values = sum(2 * c.codec.view.kv_width * 2 * 40 for c in cache.compressed)

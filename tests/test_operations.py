@@ -11,6 +11,7 @@ from calibrated import make_cache
 from matrix import IDENTITY, LOW
 from models import FAMILIES, tiny
 from operations import OPERATIONS, Operation, greedy, reset
+from sizes import block_nbytes
 from xquant import KVCache, compat
 from xquant.quant.quantizer import OUTLIER_NBYTES
 
@@ -81,5 +82,5 @@ def test_low_bits_run_with_lengths_and_positions_right(
         key, value = layer.states()
         assert key.shape[2] == value.shape[2] == cache.index.length
         assert key.isfinite().all() and value.isfinite().all()
-        blocks = layer.stream.blocks * layer.stream.block_nbytes()
+        blocks = layer.stream.blocks * block_nbytes(layer.stream)
         assert layer.stream.nbytes == blocks + OUTLIER_NBYTES * layer.stream.outliers

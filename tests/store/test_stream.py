@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sizes import block_nbytes
 from xquant.quant import Affine, Codebook, Plain, Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES
 from xquant.store.sealing import pack_rows
@@ -52,7 +53,7 @@ def test_a_stream_reads_what_was_sealed_whatever_happened_since(steps: Any, seed
         tokens = rows.shape[1]
         assert stream.tokens == tokens
         outliers = OUTLIER_NBYTES * stream.outliers
-        assert stream.nbytes == stream.blocks * stream.block_nbytes() + outliers
+        assert stream.nbytes == stream.blocks * block_nbytes(stream) + outliers
         assert stream.blocks <= len(rows) * len(stream.lengths)
         for wanted in {tokens, tokens // 2} - {0}:
             assert torch.equal(stream.read(torch.float32, wanted), rows[:, :wanted])
@@ -102,7 +103,7 @@ def test_shared_codes_follow_their_source_layer_through_every_change() -> None:
         stream.crop(14)
         stream.select(torch.tensor([1, 1]))
     assert torch.equal(sharer.read(torch.float32, 14), whole[[1, 1], :14])
-    assert sharer.nbytes == sharer.blocks * sharer.block_nbytes() == 3 * 3 * (2 + 2)
+    assert sharer.nbytes == sharer.blocks * block_nbytes(sharer) == 3 * 3 * (2 + 2)
     assert source.nbytes == sharer.nbytes + 3 * 3 * 2
 
 

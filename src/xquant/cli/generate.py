@@ -120,13 +120,14 @@ def _continue(
     from ..calibrate.writing import Counter
 
     torch.manual_seed(seed)
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     output = network.generate(
         **inputs,
         **how,
         past_key_values=cache,
         max_new_tokens=room,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+        pad_token_id=pad,
         streamer=Counter(lambda count: show(count, room, f"up to {room} tokens")),
     )
     return output[0, inputs["input_ids"].shape[1] :]

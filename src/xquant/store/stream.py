@@ -60,10 +60,6 @@ class Stream:
         values = (packed.get("outlier_excess") for packed in self.pool)
         return sum(len(run) for v in values if isinstance(v, Ragged) for run in v.runs)
 
-    def block_nbytes(self) -> int:
-        """Bytes of one block by the quantizers' formulas, before any outliers."""
-        return sum(s.nbytes(self.block) for s in self.segments)
-
     @property
     def shared_nbytes(self) -> int:
         """Bytes of the codebooks and offline scales that the blocks, if there are any, are read with."""

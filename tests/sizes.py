@@ -1,0 +1,8 @@
+"""What blocks must take by the formulas of their quantizers."""
+
+from xquant.store.stream import Stream
+
+
+def block_nbytes(stream: Stream) -> int:
+    """Bytes of one block of a stream, without its outliers."""
+    return sum(segment.nbytes(stream.block) for segment in stream.segments)
