@@ -8,8 +8,8 @@ from triton.compiler import ASTSource
 
 from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.attend import attend
+from xquant.kernels.triton.jit.attend_exact import exact
 from xquant.kernels.triton.jit.combine import combine
-from xquant.kernels.triton.jit.exact import exact
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.seal import seal
 from xquant.kernels.triton.jit.sum_states import sum_states
@@ -39,7 +39,7 @@ ROW_STRIDES = tuple(
 
 
 def side(name: str, *given: Any) -> dict[str, Any]:
-    """As `describe.Side.constants`."""
+    """As `KernelOperand.constants`."""
     names = ("BITS", "TABLE", "PER_TOKEN", "SPAN", "GROUP", "SPARSE")
     return {f"{name}_{n}": v for n, v in zip(names, given, strict=True)}
 

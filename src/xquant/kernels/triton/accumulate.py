@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .describe import side
+from .block_table import BlockTable
 from .jit.accumulate import accumulate
 from .matrices import Coded, by_chunk
+from .operand import KernelOperand
 from .support import power
-from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -27,7 +27,7 @@ class TritonAccumulator:
         self._layer, self._codec = layer, codec
         device = codec.view.device
         coded = Coded.of(segment, block, device)
-        own = side(segment, block, coded.tile, device)
+        own = KernelOperand.of(segment, block, coded.tile, device)
         self._table = BlockTable(layer.stream, [own], device)
         self._nothing = torch.zeros(1, device=device)
         self._weights = self._units = self._nothing

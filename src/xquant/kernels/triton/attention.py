@@ -9,12 +9,12 @@ from ..backend import LayerAttention
 from ..call import AttentionCall
 from ..rope import RopeTable
 from ..workspace import Workspace
-from .describe import side
+from .block_table import BlockTable
 from .jit.attend import attend
 from .jit.combine import combine
 from .launch import Launch, blocks_per_split, launch_of
+from .operand import KernelOperand
 from .support import power
-from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -30,13 +30,15 @@ class TritonAttention(LayerAttention):
     def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
         self._layer, self._rope, self._workspace = layer, rope, workspace
         view, block = layer.codec.view, layer.stream.block
-        sides = [side(s, block, view.head_size, view.device) for s in layer.codec.segments]
-        self._table = BlockTable(layer.stream, sides, view.device)
+        operands = [
+            KernelOperand.of(s, block, view.head_size, view.device) for s in layer.codec.segments
+        ]
+        self._table = BlockTable(layer.stream, operands, view.device)
         self._nothing = torch.zeros(1, device=view.device)  # in place of what a layer has not
         offset = layer.codec.offset
         offset = None if offset is None else offset.float().contiguous()
         self._given = [
-            self._nothing if t is None else t for t in (*(s.levels for s in sides), offset)
+            self._nothing if t is None else t for t in (*(o.levels for o in operands), offset)
         ]
         elements = power(view.head_size) * power(block)
         self._constants = {
@@ -47,8 +49,8 @@ class TritonAttention(LayerAttention):
             "TURN": not layer.codec.rotated,
             "OFFSET": offset is not None,
             "num_warps": 8 if elements >= WIDE and not layer.codec.rotated else 4,
-            **sides[0].constants("KEY"),
-            **sides[1].constants("VALUE"),
+            **operands[0].constants("KEY"),
+            **operands[1].constants("VALUE"),
         }
 
     def attend(self, call: AttentionCall) -> Tensor | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...quant import Segment
-from .describe import side
+from .operand import KernelOperand
 from .support import affine, power
 
 CHUNK = 64
@@ -30,7 +30,7 @@ class Coded:
         operand = affine(segment, block)
         assert operand is not None and operand.tile is not None
         head = operand.tile.head
-        span = side(segment, block, head, device).span
+        span = KernelOperand.of(segment, block, head, device).span
         return cls(head, operand.bits, operand.per_token, span, operand.group)
 
     @property

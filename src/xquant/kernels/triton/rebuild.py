@@ -17,15 +17,15 @@ from ..rebuilding import recalled_rows
 from ..rope import RopeTable
 from ..workspace import Workspace
 from .attention import combine_splits, steps
-from .describe import side
+from .block_table import BlockTable
+from .jit.attend_exact import exact
 from .jit.combine import combine
-from .jit.exact import exact
 from .jit.rebuild import rebuild
 from .jit.sum_states import sum_states
 from .launch import Launch, blocks_per_split, launch_of
 from .matrices import CHUNK, Coded, by_chunk
+from .operand import KernelOperand
 from .support import power
-from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -50,8 +50,8 @@ class TritonRebuilding(LayerAttention):
         view = codec.view
         self._codec, self._device = codec, view.device
         self._nothing = torch.zeros(1, device=view.device)
-        sides = [side(s, block, s.channels, view.device) for s in codec.segments]
-        self._table = BlockTable(layer.stream, sides, view.device)
+        operands = [KernelOperand.of(s, block, s.channels, view.device) for s in codec.segments]
+        self._table = BlockTable(layer.stream, operands, view.device)
         self._accumulated = codec.reads_below or codec.feeds_above
         coded = None if self._accumulated else Coded.of(codec.segments[0], block, view.device)
         if "triton keys" not in codec.prepared:
@@ -90,7 +90,7 @@ class TritonRebuilding(LayerAttention):
         assert isinstance(operand, Operand) and operand.tile is not None
         by_token = operand.tile.lanes == "tokens"
         size = operand.tile.head if by_token else gcd(operand.group, MOST_SUMMED)
-        one = side(segment, self._layer.stream.block, size, self._device)
+        one = KernelOperand.of(segment, self._layer.stream.block, size, self._device)
         return {
             "SOURCE": 2 if by_token else 1,
             "D": size,

@@ -8,8 +8,8 @@ left to `join`.
 import triton
 import triton.language as tl
 
+from .exact import asked_rows, attend_exact, leave
 from .products import block_scores, block_sums, over, split, to_halves
-from .rows import asked_rows, attend_exact, leave
 from .softmax import LOWEST, capped, masked, shares
 from .unpack import SMALL, coded, lanes
 

@@ -10,7 +10,7 @@ codes is loaded once.
 import triton
 import triton.language as tl
 
-# How far a range reaches within a block and a head, see `describe.Side`.
+# How far a range reaches within a block and a head, see `operand.KernelOperand`.
 TILE = tl.constexpr(0)
 CHANNEL = tl.constexpr(1)
 TOKEN = tl.constexpr(2)

@@ -1,25 +1,25 @@
-"""Where the packed blocks of a layer lie, as the kernels look them up."""
+"""BlockTable: the addresses of a layer's packed blocks, on the device."""
 
 import torch
 from torch import Tensor
 
 from ...store.stream import Stream
 from ..addresses import BlockAddresses
-from .describe import Side
+from .operand import KernelOperand
 
 FIELDS = ("codes", "scale", "zero", "outlier_count", "outlier_excess", "outlier_channel")
-"""In the order in which a kernel finds their addresses."""
+"""The packed fields of a segment, in the order in which a kernel finds their addresses."""
 
 
 class BlockTable:
-    """The addresses of a stream's blocks on the device, by sequence and column of its table.
+    """The addresses of a stream's blocks, by sequence and column of its table.
 
-    ``addresses`` int64 ``[segments * FIELDS, B, columns]``: what a block is read by lies together for the
+    ``addresses`` int64 ``[segments * FIELDS, B, columns]``: the addresses of one field lie together for the
     columns of a sequence; ``begins`` and ``lengths`` int32 ``[columns]``: first token and number of tokens.
     """
 
-    def __init__(self, stream: Stream, sides: list[Side], device: torch.device) -> None:
-        self._stream, self._sides, self._device = stream, sides, device
+    def __init__(self, stream: Stream, operands: list[KernelOperand], device: torch.device) -> None:
+        self._stream, self._operands, self._device = stream, operands, device
         self._blocks = BlockAddresses(stream)
         self.columns = 0
         self.addresses = torch.zeros(1, dtype=torch.int64, device=device)
@@ -33,9 +33,9 @@ class BlockTable:
         self.columns = blocks.columns
         if blocks.table is None:
             return
-        fields = [self._fields(number) for number in range(len(self._sides))]
-        known = torch.stack([addresses for side in fields for addresses in side])
-        self.addresses = known.to(self._device, non_blocking=True)[:, blocks.table]
+        fields = [self._fields(number) for number in range(len(self._operands))]
+        by_block = torch.stack([addresses for segment in fields for addresses in segment])
+        self.addresses = by_block.to(self._device, non_blocking=True)[:, blocks.table]
         lengths = blocks.lengths
         spans = torch.stack([lengths.cumsum(0, dtype=torch.int32) - lengths, lengths])
         self.begins, self.lengths = spans.to(self._device, non_blocking=True)
@@ -45,11 +45,11 @@ class BlockTable:
         return self.addresses[number * len(FIELDS) : (number + 1) * len(FIELDS)]
 
     def _fields(self, number: int) -> list[Tensor]:
-        """Where each field of every block lies, int64 ``[N]``; 0 where there is none."""
-        count, side = self._stream.blocks, self._sides[number]
-        found = dict(self._blocks.fields[number])
-        if side.fixed is not None:
-            for name, given in zip(("scale", "zero"), side.fixed, strict=True):
-                found[name] = torch.full((count,), given.data_ptr())
+        """The addresses of each field of every block, int64 ``[N]``; 0 where there is none."""
+        count, fixed = self._stream.blocks, self._operands[number].fixed
+        addresses = dict(self._blocks.fields[number])
+        if fixed is not None:
+            for name, shared in zip(("scale", "zero"), fixed, strict=True):
+                addresses[name] = torch.full((count,), shared.data_ptr())
         nowhere = torch.zeros(count, dtype=torch.int64)
-        return [found.get(name, nowhere) for name in FIELDS]
+        return [addresses.get(name, nowhere) for name in FIELDS]
