@@ -1,7 +1,7 @@
 """How the keys or the values of a layer are packed, as the kernels read them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +11,25 @@ from ...quant.operand import Operand
 from .jit.unpack import CHANNEL, TILE, TOKEN
 
 
+class Layout(NamedTuple):
+    """How codes and ranges lie, which a kernel is compiled for. See `Operand`."""
+
+    bits: int
+    codebook: bool
+    """Whether codes are numbers of levels in a table."""
+    per_token: bool
+    span: int
+    """How far a range reaches within a head of a block. `jit.unpack.CHANNEL`: over all tokens of a channel;
+    `TOKEN`: all channels of a token; `TILE`: less than either."""
+    group: int
+    count_bytes: int
+
+
 @dataclass(frozen=True, eq=False)
 class KernelOperand:
-    """An `Operand` with its tables on the device, and how far its ranges reach within a head of a block."""
+    """An `Operand` with its tables on the device."""
 
-    operand: Operand
-    span: int
-    """`jit.unpack.CHANNEL`: a range holds all tokens of a channel; `TOKEN`: all channels of a token;
-    `TILE`: less than either."""
+    layout: Layout
     levels: Tensor | None
     """fp16 ``[2**bits]``, of a codebook."""
     fixed: tuple[Tensor, Tensor] | None
@@ -43,15 +54,12 @@ class KernelOperand:
         if fixed is not None:
             scale, zero = (t.to(device).contiguous() for t in fixed)
             fixed = scale, zero
-        return cls(operand, span.value, levels, fixed)
-
-    def constants(self, name: str) -> dict[str, Any]:
-        """The arguments of a kernel that it is compiled for."""
-        return {
-            f"{name}_BITS": self.operand.bits,
-            f"{name}_TABLE": self.levels is not None,
-            f"{name}_PER_TOKEN": self.operand.per_token,
-            f"{name}_SPAN": self.span,
-            f"{name}_GROUP": self.operand.group,
-            f"{name}_SPARSE": self.operand.count_bytes,
-        }
+        layout = Layout(
+            operand.bits,
+            levels is not None,
+            operand.per_token,
+            span.value,
+            group,
+            operand.count_bytes,
+        )
+        return cls(layout, levels, fixed)

@@ -1,53 +1,34 @@
-"""The kernel that attends to what is kept exactly, where blocks are another kernel's."""
+"""The kernel that attends to what is kept exactly, where other kernels read the blocks."""
 
 import triton
 import triton.language as tl
 
-from .exact import asked_rows, attend_exact, leave
+from .exact import Channels, Queries, add_exact, load_rows, store_split
 from .products import to_halves
-from .softmax import LOWEST
+from .softmax import LOWEST, Mask, mask_rows
 
-VARYING = ("past", "limit", "tail_count", "sink_count", "mask_batch", "mask_query")
+VARYING = ("past", "limit", "tail_count", "sink_count", "mask_batch_stride", "mask_query_stride")
+"""What changes from step to step: nothing is compiled anew for it."""
 
 
 @triton.jit(do_not_specialize=VARYING)
-def exact(
+def attend_exact(
     query,
-    newest_key,
-    newest_value,
+    key,
+    value,
     tail,
     sinks,
-    sink_at,
     mask,
+    mask_batch_stride,
+    mask_query_stride,
+    mask_token_stride,
     sums_out,
-    peaks_out,
-    tail_cos,
-    tail_sin,
-    sink_cos,
-    sink_sin,
+    maxima_out,
     limit,
     past,
     tail_count,
     sink_count,
-    queries,
-    group_heads,
-    kv_heads,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    tail_batch,
-    tail_token,
-    sink_batch,
-    sink_token,
-    mask_batch,
-    mask_query,
-    mask_token,
+    shape,
     scaling,
     softcap,
     D: tl.constexpr,
@@ -56,28 +37,31 @@ def exact(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Grid: batch times key/value heads, runs of ROWS. As the first part of `attend`."""
+    """Attention over tail, sinks and the newest tokens, whose keys are kept before RoPE: the first split of
+    `attend`, with the same arguments. It equals what `blockwise.BlockwiseAttention` adds of exact tokens.
+
+    Grid: sequences times key/value heads, runs of ROWS rows. Writes ``sums_out`` fp32 ``[B G, rows, D]`` and
+    ``maxima_out`` fp32 ``[B G, rows, 2]``.
+    """
     half: tl.constexpr = D // 2
-    b, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
+    b, head = tl.program_id(0) // shape.kv_heads, tl.program_id(0) % shape.kv_heads
     channel = tl.arange(0, DP)
     channel = tl.where(channel < D, channel, -1)
-    other = tl.where(channel < half, channel + half, channel - half)
-    row, query_place, _, whole, states, mask_row = asked_rows(
-        query, b, head, tl.program_id(1), channel, queries, group_heads,
-        query_batch, query_head, query_token, mask_batch, mask_query, scaling, ROWS,
+    partner_channel = tl.where(channel < half, channel + half, channel - half)
+    row, place, _, there, states = load_rows(
+        query, b, head, tl.program_id(1), channel, shape, scaling, ROWS
     )  # fmt: skip
-    right, unit = to_halves(states)
-    peak, total, sums = attend_exact(
-        right, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
-        tail_cos, tail_sin, sink_cos, sink_sin, b, head,
-        limit, past, tail_count, sink_count, queries, kv_heads,
-        key_batch, key_head, key_token, value_batch, value_head, value_token,
-        tail_batch, tail_token, sink_batch, sink_token, mask_row, mask_token,
-        query_place, channel, other, channel, softcap,
+    mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
+    mask_row = mask_rows(mask, b, place)
+    high, unit = to_halves(states)
+    maximum, total, sums = add_exact(
+        Queries(high, unit, place), key, value, tail, sinks, mask, mask_row,
+        b, head, limit, past, tail_count, sink_count, shape,
+        Channels(channel, partner_channel, channel), softcap,
         tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32),
         tl.zeros([DP, ROWS], tl.float32),
         D, True, MASK, SOFTCAP,
     )  # fmt: skip
-    rows = group_heads * queries
+    rows = shape.group_heads * shape.queries
     to = tl.program_id(0).to(tl.int64) * rows + row
-    leave(sums_out, peaks_out, sums, peak, total, to, row < rows, channel, whole, D)
+    store_split(sums_out, maxima_out, sums, maximum, total, to, row < rows, channel, there, D)

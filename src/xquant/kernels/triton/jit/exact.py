@@ -1,57 +1,69 @@
-"""Attention over tokens that are kept as they are, inside a Triton kernel."""
+"""Attention over tokens that are kept as they are, and what programs share that attend, inside a Triton
+kernel.
+
+Letters: ``R`` rows of a program, which are query heads times queries of one key/value head; ``K`` channels of
+a head, padded.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .products import small
-from .softmax import NONE, capped, masked, weigh
-from .unpack import SMALL
+from .products import quarter
+from .softmax import NONE, masked, soft_capped, softmax_step
+from .unpack import QUARTER
 
-STEP = tl.constexpr(32)
+STEP = tl.constexpr(32)  # tokens that are read at a time
+
+
+class Queries(NamedTuple):
+    """The rows of a program, as `products.to_halves` makes them."""
+
+    data: Any
+    """fp16 ``[K, R]``."""
+    unit: Any
+    """fp32 ``[1, R]``: what scores are to be multiplied with."""
+    place: Any
+    """``[R]``: which of the newest tokens each row is the query of."""
+
+
+class Channels(NamedTuple):
+    """Which channels of a head stand where, ``[K]`` each, -1 where there is none."""
+
+    key: Any
+    partner: Any
+    """The channel that RoPE rotates each with."""
+    value: Any
 
 
 @triton.jit
-def asked_rows(
-    query,
-    b,
-    head,
-    run,
-    channel,
+def load_rows(query, b, head, program, channel, shape, scaling, ROWS: tl.constexpr):
+    """ROWS rows of a key/value head, from number ``program * ROWS`` on.
+
+    Returns their numbers ``[R]``, which query each is ``[R]``, pointers to them ``[R]``, which elements are
+    there ``[K, R]``, given the ``channel`` ``[K]``, and the scaled queries, fp32 ``[K, R]``."""
+    row, rows = program * ROWS + tl.arange(0, ROWS), shape.group_heads * shape.queries
+    place = row % shape.queries
+    pointer = query.data + b.to(tl.int64) * query.batch_stride + place * query.token_stride
+    pointer += (head * shape.group_heads + row // shape.queries) * query.head_stride
+    there = (row < rows)[None, :] & (channel >= 0)[:, None]
+    states = tl.load(pointer[None, :] + channel[:, None], there, 0).to(tl.float32) * scaling
+    return row, place, pointer, there, states
+
+
+@triton.jit
+def store_split(sums_out, maxima_out, sums, maximum, total, to, row_there, channel, there, D):
+    """Write this split's sums ``[K, R]``, running maximum and total ``[R]`` to workspace rows ``to`` ``[R]``;
+    `combine` reads them."""
+    tl.store(maxima_out + to * 2, maximum, row_there)
+    tl.store(maxima_out + to * 2 + 1, total, row_there)
+    tl.store(sums_out + to[None, :] * D + channel[:, None], sums, there)
+
+
+@triton.jit
+def add_rows(
     queries,
-    group_heads,
-    query_batch,
-    query_head,
-    query_token,
-    mask_batch,
-    mask_query,
-    scaling,
-    ROWS: tl.constexpr,
-):
-    """A run of ROWS query heads times queries of a key/value head: which ``[R]``, which query each is, where
-    they lie, those that are there with ``channel`` ``[K]`` as ``[K, R]``, what they are, scaled, fp32
-    ``[K, R]``, and where their masks begin."""
-    row, rows = run * ROWS + tl.arange(0, ROWS), group_heads * queries
-    place = row % queries
-    own = query + b.to(tl.int64) * query_batch + place * query_token
-    own += (head * group_heads + row // queries) * query_head
-    whole = (row < rows)[None, :] & (channel >= 0)[:, None]
-    states = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * scaling
-    mask_row = b.to(tl.int64) * mask_batch + place * mask_query
-    return row, place, own, whole, states, mask_row
-
-
-@triton.jit
-def leave(sums_out, peaks_out, sums, peak, total, to, there, channel, whole, D):
-    """What a program found of rows ``[R]`` and their channels ``[K]``, for `join`, at ``to`` ``[R]``."""
-    tl.store(peaks_out + to * 2, peak, there)
-    tl.store(peaks_out + to * 2 + 1, total, there)
-    tl.store(sums_out + to[None, :] * D + channel[:, None], sums, whole)
-
-
-@triton.jit
-def attend_rows(
-    right,
-    unit,
     key,
     value,
     key_stride,
@@ -62,30 +74,26 @@ def attend_rows(
     columns,
     start,
     limit,
-    query_place,
-    channel,
-    other,
-    value_channel,
+    channels,
     mask,
     mask_row,
-    mask_token,
     softcap,
-    peak,
+    maximum,
     total,
     sums,
     D: tl.constexpr,
-    TURN: tl.constexpr,
+    ROTATE: tl.constexpr,
     LISTED: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """``count`` rows of a head at ``key`` and ``value``, joined to ``peak``, ``total`` and ``sums``. The
-    query comes as by `products.to_halves`.
+    """Add ``count`` tokens, with a head's keys at ``key`` and its values at ``value``, to an online softmax.
 
-    Where ``LISTED`` their columns are at ``columns``, and those from ``limit`` on are not seen; otherwise
-    they start at ``start``. ``CAUSAL``: the i-th is seen by queries from the i-th on.
-    """
+    Where ``LISTED``, their columns are at ``columns``, and those from ``limit`` on are not seen; otherwise
+    they start at ``start``. ``CAUSAL``: the i-th token is seen by queries from the i-th on. ``ROTATE``:
+    keys are rotated by the angles fp32 ``[count, D/2]`` at ``cos`` and ``sin``."""
+    channel, value_channel = channels.key, channels.value
     half: tl.constexpr = D // 2
     for at in tl.range(0, count, STEP, num_stages=1):
         token = at + tl.arange(0, STEP)
@@ -93,14 +101,14 @@ def attend_rows(
         whole = there[:, None] & (channel >= 0)[None, :]
         row = key + token.to(tl.int64)[:, None] * key_stride
         keys = tl.load(row + channel[None, :], whole, 0).to(tl.float32)
-        if TURN:
-            partner = tl.load(row + other[None, :], whole, 0).to(tl.float32)
+        if ROTATE:
+            partner = tl.load(row + channels.partner[None, :], whole, 0).to(tl.float32)
             partner = tl.where((channel < half)[None, :], partner, -partner)
             angle = token[:, None] * half + (channel % half)[None, :]
             keys = keys * tl.load(cos + angle, whole, 0) - partner * tl.load(sin + angle, whole, 0)
-        scores = tl.dot(small(keys), right) * (unit / SMALL)
+        scores = tl.dot(quarter(keys), queries.data) * (queries.unit / QUARTER)
         if SOFTCAP:
-            scores = capped(scores, softcap)
+            scores = soft_capped(scores, softcap)
         if LISTED:
             column = tl.load(columns + token, there, -1)
             there = (column >= 0) & (column < limit)
@@ -108,91 +116,70 @@ def attend_rows(
             column = start + token
         seen = there[:, None]
         if CAUSAL:
-            seen = seen & (query_place[None, :] >= token[:, None])
-        scores = masked(scores, mask, column * mask_token, mask_row, seen, MASK)
-        weights, peak, total, sums = weigh(scores, peak, total, sums)
+            seen = seen & (queries.place[None, :] >= token[:, None])
+        scores = masked(scores, mask, mask_row, column, seen, MASK)
+        weights, maximum, total, sums = softmax_step(scores, maximum, total, sums)
         row = value + token.to(tl.int64)[None, :] * value_stride
         whole = (token < count)[None, :] & (value_channel >= 0)[:, None]
         values = tl.load(row + value_channel[:, None], whole, 0).to(tl.float32)
-        sums += tl.dot(small(values), weights.to(tl.float16)) / SMALL
-    return peak, total, sums
+        sums += tl.dot(quarter(values), weights.to(tl.float16)) / QUARTER
+    return maximum, total, sums
 
 
 @triton.jit
-def attend_exact(
-    right,
-    unit,
-    newest_key,
-    newest_value,
+def add_exact(
+    queries,
+    key,
+    value,
     tail,
     sinks,
-    sink_at,
     mask,
-    tail_cos,
-    tail_sin,
-    sink_cos,
-    sink_sin,
+    mask_row,
     b,
     head,
     limit,
     past,
     tail_count,
     sink_count,
-    queries,
-    kv_heads,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    tail_batch,
-    tail_token,
-    sink_batch,
-    sink_token,
-    mask_row,
-    mask_token,
-    query_place,
-    channel,
-    other,
-    value_channel,
+    shape,
+    channels,
     softcap,
-    peak,
+    maximum,
     total,
     sums,
     D: tl.constexpr,
-    TURN: tl.constexpr,
+    ROTATE: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """All that a head of one sequence keeps exactly: tail, sinks and the newest tokens, by `attend_rows`.
+    """Add all that a head of one sequence keeps exactly to an online softmax: tail, sinks and the newest
+    tokens.
 
-    Rows of tail and sinks are keys and, ``kv_heads * D`` further, values.
+    The newest keys come rotated; those of tail and sinks are rotated where ``ROTATE``.
     """
     half: tl.constexpr = D // 2
-    width, at, b = kv_heads * D, head * D, b.to(tl.int64)
-    peak, total, sums = attend_rows(
-        right, unit, tail + b * tail_batch + at, tail + b * tail_batch + at + width,
-        tail_token, tail_token, tail_count,
-        tail_cos + b * tail_count * half, tail_sin + b * tail_count * half,
-        sink_at, limit, limit, query_place, channel, other, value_channel,
-        mask, mask_row, mask_token, softcap, peak, total, sums,
-        D, TURN, False, False, MASK, SOFTCAP,
+    width, at, b = shape.kv_heads * D, head * D, b.to(tl.int64)
+    tail_rows, sink_rows = (
+        tail.data + b * tail.batch_stride + at,
+        sinks.data + b * sinks.batch_stride + at,
+    )
+    maximum, total, sums = add_rows(
+        queries, tail_rows, tail_rows + width, tail.token_stride, tail.token_stride, tail_count,
+        tail.cos + b * tail_count * half, tail.sin + b * tail_count * half,
+        tail.columns, limit, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+        D, ROTATE, False, False, MASK, SOFTCAP,
     )  # fmt: skip
-    peak, total, sums = attend_rows(
-        right, unit, sinks + b * sink_batch + at, sinks + b * sink_batch + at + width,
-        sink_token, sink_token, sink_count,
-        sink_cos + b * sink_count * half, sink_sin + b * sink_count * half,
-        sink_at + b * sink_count, 0, limit, query_place, channel, other, value_channel,
-        mask, mask_row, mask_token, softcap, peak, total, sums,
-        D, TURN, True, False, MASK, SOFTCAP,
+    maximum, total, sums = add_rows(
+        queries, sink_rows, sink_rows + width, sinks.token_stride, sinks.token_stride, sink_count,
+        sinks.cos + b * sink_count * half, sinks.sin + b * sink_count * half,
+        sinks.columns + b * sink_count, 0, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+        D, ROTATE, True, False, MASK, SOFTCAP,
     )  # fmt: skip
-    return attend_rows(
-        right, unit,
-        newest_key + b * key_batch + head * key_head,
-        newest_value + b * value_batch + head * value_head,
-        key_token, value_token, queries, tail_cos, tail_sin,
-        sink_at, past, limit, query_place, channel, other, value_channel,
-        mask, mask_row, mask_token, softcap, peak, total, sums,
+    return add_rows(
+        queries,
+        key.data + b * key.batch_stride + head * key.head_stride,
+        value.data + b * value.batch_stride + head * value.head_stride,
+        key.token_stride, value.token_stride, shape.queries, tail.cos, tail.sin,
+        tail.columns, past, limit, channels, mask, mask_row, softcap, maximum, total, sums,
         D, False, False, MASK == NONE, MASK, SOFTCAP,
     )  # fmt: skip

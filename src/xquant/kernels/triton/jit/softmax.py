@@ -1,4 +1,16 @@
-"""A softmax over parts of the tokens that come one after the other, inside a Triton kernel."""
+"""Online softmax inside a Triton kernel: a softmax over runs of tokens that come one after the other.
+
+For scores ``s`` and values ``v``, a row has the running maximum ``m = max s``, the total ``l = sum exp(s -
+m)`` and the sums ``o = sum exp(s - m) v``. More tokens make of them, with ``m' = max(m, max s)``::
+
+    w  = exp(s - m')
+    l' = exp(m - m') l + sum w
+    o' = exp(m - m') o + sum w v
+
+and ``o / l`` is the result, as of `blockwise.OnlineSoftmax`.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -7,18 +19,34 @@ LOWEST = tl.constexpr(-1e30)  # below every score, yet a score minus it is a num
 NONE, BOOLS = tl.constexpr(0), tl.constexpr(1)  # kinds of masks; others are added
 
 
+class Mask(NamedTuple):
+    """A mask ``[B, 1, t, T]``, bool or added to scores."""
+
+    data: Any
+    batch_stride: Any
+    query_stride: Any
+    token_stride: Any
+
+
 @triton.jit
-def capped(scores, cap):
+def soft_capped(scores, cap):
     """``cap * tanh(scores / cap)``."""
     return cap * (1 - 2 / (1 + tl.exp(2 * scores / cap)))
 
 
 @triton.jit
-def masked(scores, mask, column_at, row_at, seen, MASK: tl.constexpr):
-    """Scores ``[T, R]`` of tokens and rows with the mask at ``column_at`` ``[T]`` and ``row_at`` ``[R]``,
-    -inf where not ``seen`` ``[T, R | 1]``."""
+def mask_rows(mask, b, place):
+    """Where the mask of each query begins, ``[R]``; ``place`` ``[R]``: its number among the newest tokens."""
+    return b.to(tl.int64) * mask.batch_stride + place * mask.query_stride
+
+
+@triton.jit
+def masked(scores, mask, mask_row, column, seen, MASK: tl.constexpr):
+    """Scores ``[T, R]`` of the tokens in columns ``[T]`` under the mask, -inf where not ``seen``
+    ``[T, R | 1]``; ``mask_row`` as of `mask_rows`."""
     if MASK != NONE:
-        given = tl.load(mask + column_at[:, None] + row_at[None, :], seen, 0)
+        place = mask.data + (column * mask.token_stride)[:, None] + mask_row[None, :]
+        given = tl.load(place, seen, 0)
         if MASK == BOOLS:
             scores = tl.where(given != 0, scores, float("-inf"))
         else:
@@ -27,15 +55,15 @@ def masked(scores, mask, column_at, row_at, seen, MASK: tl.constexpr):
 
 
 @triton.jit
-def shares(scores, peak):
-    """Weights ``[T, R]`` of another part, what those before are to be multiplied with, the peak ``[R]``."""
-    raised = tl.maximum(peak, tl.max(scores, 0))
-    return tl.exp(scores - raised[None, :]), tl.exp(peak - raised), raised
+def softmax_weights(scores, maximum):
+    """``w`` ``[T, R]``, ``exp(m - m')`` and ``m'`` ``[R]`` of scores ``[T, R]`` and the ``maximum`` ``m``."""
+    raised = tl.maximum(maximum, tl.max(scores, 0))
+    return tl.exp(scores - raised[None, :]), tl.exp(maximum - raised), raised
 
 
 @triton.jit
-def weigh(scores, peak, total, sums):
-    """Weights ``[T, R]`` of another part; and what is there, of rows ``[R]`` and ``[D, R]``, shrunk to their
-    peak, with the part in its total."""
-    weights, shrink, raised = shares(scores, peak)
+def softmax_step(scores, maximum, total, sums):
+    """``w`` ``[T, R]``, ``m'``, ``l'`` ``[R]`` and ``exp(m - m') o`` ``[D, R]``, to which the caller adds the
+    values."""
+    weights, shrink, raised = softmax_weights(scores, maximum)
     return weights, raised, total * shrink + tl.sum(weights, 0), sums * shrink[None, :]
