@@ -54,6 +54,7 @@ class Unlaunched:
         self.out = list(inspect.signature(kernel.fn).parameters).index(out)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        # A tensor, or a group of arguments: both have `data`.
         return lambda *args, **kwargs: args[self.out].data.zero_()
 
 

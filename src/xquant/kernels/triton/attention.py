@@ -67,9 +67,9 @@ class TritonAttention(LayerAttention):
         table, layer, nothing = self._table, self._layer, self._nothing
         table.refresh()
         device, heads = launch.query.device, launch.batch * launch.groups
-        share = blocks_per_split(table.columns, heads * launch.row_programs, device)
+        per_split = blocks_per_split(table.columns, heads * launch.row_programs, device)
         # The first split has what is kept exactly, the others blocks.
-        splits = 1 + -(-table.columns // share)
+        splits = 1 + -(-table.columns // per_split)
         rows = heads * splits * launch.rows
         sums, maxima = self._workspace.take(device, rows * launch.size, rows * 2)
         tail = nothing if layer.tail is None else layer.tail
@@ -86,7 +86,7 @@ class TritonAttention(LayerAttention):
             sums,
             maxima,
             table.columns,
-            share,
+            per_split,
             launch.limit,
             launch.past,
             launch.before,

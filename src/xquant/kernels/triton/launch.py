@@ -10,6 +10,7 @@ from ...models.rope import Pair
 from ..call import AttentionCall
 from ..rope import RopeTable
 from .arguments import BlockRope, ExactRows, Heads, Shape
+from .jit.softmax import ADDED, BOOLS, NONE
 from .support import power
 
 if TYPE_CHECKING:
@@ -137,11 +138,10 @@ class Launch(NamedTuple):
     @property
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
-        mask = self.mask
-        return {
-            "MASK": 0 if mask is None else 1 if mask.dtype == torch.bool else 2,
-            "SOFTCAP": bool(self.softcap),
-        }
+        mask = NONE
+        if self.mask is not None:
+            mask = BOOLS if self.mask.dtype == torch.bool else ADDED
+        return {"MASK": mask.value, "SOFTCAP": bool(self.softcap)}
 
 
 def row_strides(rows: Tensor) -> tuple[int, int]:

@@ -112,8 +112,8 @@ class TritonRebuilding(LayerAttention):
         channels, columns = self._codec.value_weight.shape[1], self._table.columns
         sequences = launch.batch * -(-launch.groups * launch.rows // SUM_ROWS)
         programs = -(-channels // self._sum_constants["D"]) * sequences
-        share = blocks_per_split(columns, programs, self._device)
-        splits = -(-columns // share)
+        per_split = blocks_per_split(columns, programs, self._device)
+        splits = -(-columns // per_split)
         # Of the last combination, the exact tokens are one split, all blocks are the other.
         sums, maxima, scores, *coded = self._workspace.take(
             self._device,
@@ -127,7 +127,7 @@ class TritonRebuilding(LayerAttention):
         if columns:
             rows_in = self._rows_in()
             self._score(launch, rows_in, scores)
-            self._sum(launch, rows_in, scores, share, coded)
+            self._sum(launch, rows_in, scores, per_split, coded)
             values = self._project(launch, coded, splits, maxima[2 * rows :])
             sums[rows * size : 2 * rows * size].view_as(values).copy_(values)
         out = launch.new_out()
@@ -205,19 +205,19 @@ class TritonRebuilding(LayerAttention):
         )
 
     def _sum(
-        self, launch: Launch, rows_in: Rows, scores: Tensor, share: int, out: list[Tensor]
+        self, launch: Launch, rows_in: Rows, scores: Tensor, per_split: int, out: list[Tensor]
     ) -> None:
         """Write the splits of the sums of what values come from, and their maxima."""
         table, channels = self._table, self._codec.value_weight.shape[1]
         rows = launch.groups * launch.rows
-        splits, runs = -(-table.columns // share), -(-channels // self._sum_constants["D"])
+        splits, runs = -(-table.columns // per_split), -(-channels // self._sum_constants["D"])
         sum_states[(splits, runs, launch.batch * -(-rows // SUM_ROWS))](
             scores,
             *out,
             table.segment(len(self._layer.codec.segments) - 1),
             rows_in,
             table.columns,
-            share,
+            per_split,
             rows,
             channels,
             launch.batch,

@@ -29,12 +29,14 @@ def accumulate(
     BELOW: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):
-    """Add the delta of a layer to the sum of the layers below, in its memory: ``s += W x`` or ``s += x`` of
-    its packed rows ``x``; where there is nothing ``BELOW``, ``s = W x`` or ``s = x``. At sinks, ``s``
-    becomes what is kept of them exactly.
+    """Add the delta of a layer to the sum ``s`` over the layers below, in its memory. Of packed rows ``x``::
 
-    It equals `Past.recall` with sinks in place, but for the last bits. Each block comes to the same numbers
-    whatever other blocks there are.
+        s = s + W x      where WEIGHTED
+        s = s + x        otherwise
+
+    without ``s`` on the right where there is nothing ``BELOW``. At sinks, ``s`` becomes their exact row. The
+    reference is `LayerCodec.recall` with `Sinks.placed`, from which it differs in the last bits. A block
+    comes to the same numbers whatever other blocks there are.
 
     Grid: columns of blocks, runs of OUT channels (of chunks, where not ``WEIGHTED``), sequences.
 

@@ -55,37 +55,41 @@ def attend(
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
 ):
-    """Attention ``softmax(q K^T scaling) V`` by an online softmax (`softmax`), split over programs.
+    """Attention ``softmax(scaling q K^T) V`` by an online softmax (`softmax`), split over programs.
 
-    The first split of each head has what is kept exactly: tail, sinks and the newest tokens. Each of the
-    others has a run of packed blocks. A score is ``q . k``, of keys before RoPE ``(R(-p) q) . R(r) k`` for
-    place ``r`` of a block that starts at position ``p``: the query is rotated once a block, its keys by one
-    table of all blocks. Keys and values are those of a block's codes (`unpack.decode`) and are forgotten
-    after their product. Every split writes its sums, running maximum and total, and `combine` makes the
-    output of them. It equals attention over `CompressedLayer.read`, as `torch.folded.FoldedAttention` does,
-    but for roundings to fp16.
+    The first split of each head reads the exact tokens: tail, sinks and the newest. Each of the others reads
+    a run of packed blocks, whose keys and values are decoded in registers (`unpack.decode`) and forgotten
+    after their product. Every split writes its sums, running maximum and total; `combine` makes the output
+    of them. A score is::
 
-    Grid: splits, sequences times key/value heads, runs of ROWS rows; rows are ``group_heads`` times
-    ``queries``.
+        q . k                 of keys that are kept after RoPE
+        R(-p) q . R(r) k      of place r of a block that starts at position p, otherwise
+
+    so the query is rotated once a block, and keys by one table for all blocks. The reference is attention
+    over `CompressedLayer.read`, from which it differs by roundings to fp16.
+
+    Grid: splits, sequences times key/value heads, runs of ROWS rows. Rows of a key/value head are its query
+    heads times queries.
 
     Args:
         query: `Heads` ``[B, H, t, D]``.
-        key: `Heads` ``[B, G, t, D]`` of the newest tokens, rotated, as ``value``.
-        tail: `ExactRows` of ``tail_count`` tokens, as ``sinks``, of ``sink_count``.
-        mask: ``[B, 1, t, T]``, bool or added to scores; by its strides.
+        key: `Heads` ``[B, G, t, D]`` of the newest tokens, after RoPE; as ``value``.
+        tail: `ExactRows` of ``tail_count`` tokens; as ``sinks``, of ``sink_count``.
+        mask: ``[B, 1, t, T]``, bool or added to scores, with its strides.
         blocks: `Blocks`, with the FIELDS of keys, then those of values.
         rope: `BlockRope`, where ``ROTATE``.
-        key_codebook: fp16 ``[2**bits]``, where ``KEY.codebook``, as ``value_codebook``.
-        offset: fp32 ``[G D]``, the bias of keys, where ``OFFSET``.
+        key_codebook: fp16 ``[2**bits]``, where ``KEY.codebook``; as ``value_codebook``.
+        offset: fp32 ``[G D]``, the bias of keys, which their codes do without; where ``OFFSET``.
         sums_out: fp32 ``[splits, B G, rows, D]``, to write.
         maxima_out: fp32 ``[splits, B G, rows, 2]``, to write.
-        limit: tokens in blocks that are seen.
+        columns: blocks of each sequence, ``blocks_per_split`` of them in a split.
+        limit: tokens that are read from blocks.
         past: tokens before the newest.
         shape: `Shape`.
         D: channels of a head, ``DP`` as a power of two; ``N``: tokens of a block, ``NP`` as a power of two.
         SINKS: a power of two from ``sink_count`` on, 0 where there are none.
-        MASK: see `softmax`.
-        KEY: `operand.Layout` of keys, as ``VALUE``.
+        MASK: a kind of mask, see `softmax`.
+        KEY: `operand.Layout` of keys; as ``VALUE``.
     """
     half: tl.constexpr = D // 2
     split = tl.program_id(0)
@@ -97,7 +101,7 @@ def attend(
 
     row, place, pointer, there, states = load_rows(
         query, b, head, tl.program_id(2), channel, shape, scaling, ROWS
-    )  # fmt: skip
+    )
     mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
     mask_row = mask_rows(mask, b, place)
     maximum = tl.full([ROWS], LOWEST, tl.float32)
@@ -166,6 +170,4 @@ def attend(
     rows = shape.group_heads * shape.queries
     to = (split.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
     there = (row < rows)[None, :] & (value_channel >= 0)[:, None]
-    store_split(
-        sums_out, maxima_out, sums, maximum, total, to, row < rows, value_channel, there, D
-    )  # fmt: skip
+    store_split(sums_out, maxima_out, sums, maximum, total, to, row < rows, value_channel, there, D)

@@ -1,4 +1,4 @@
-"""The kernel that attends to what is kept exactly, where other kernels read the blocks."""
+"""The kernel that attends over exact tokens, where other kernels read the blocks."""
 
 import triton
 import triton.language as tl
@@ -37,11 +37,15 @@ def attend_exact(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Attention over tail, sinks and the newest tokens, whose keys are kept before RoPE: the first split of
-    `attend`, with the same arguments. It equals what `blockwise.BlockwiseAttention` adds of exact tokens.
+    """Attention over the exact tokens: tail, sinks and the newest. It is the first split of `attend`, with
+    the same arguments; keys are kept before RoPE. The reference is what `blockwise.BlockwiseAttention` adds
+    of exact tokens to its softmax.
 
-    Grid: sequences times key/value heads, runs of ROWS rows. Writes ``sums_out`` fp32 ``[B G, rows, D]`` and
-    ``maxima_out`` fp32 ``[B G, rows, 2]``.
+    Grid: sequences times key/value heads, runs of ROWS rows.
+
+    Args:
+        sums_out: fp32 ``[B G, rows, D]``, to write.
+        maxima_out: fp32 ``[B G, rows, 2]``, running maximum and total, to write.
     """
     half: tl.constexpr = D // 2
     b, head = tl.program_id(0) // shape.kv_heads, tl.program_id(0) % shape.kv_heads
@@ -50,7 +54,7 @@ def attend_exact(
     partner_channel = tl.where(channel < half, channel + half, channel - half)
     row, place, _, there, states = load_rows(
         query, b, head, tl.program_id(1), channel, shape, scaling, ROWS
-    )  # fmt: skip
+    )
     mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
     mask_row = mask_rows(mask, b, place)
     high, unit = to_halves(states)

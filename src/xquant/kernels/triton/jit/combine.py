@@ -20,11 +20,16 @@ def combine(
     DP: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Combine the splits ``i`` of a row, each with its running maximum ``m_i``, total ``l_i`` and sums
-    ``o_i``: with ``m = max m_i``, ``out = sum exp(m_i - m) o_i / sum exp(m_i - m) l_i``, 0 where nothing
-    was seen.
+    """Combine the splits of every row. Of a split ``i`` with running maximum ``m_i``, total ``l_i`` and sums
+    ``o_i``::
 
-    Equals `blockwise.OnlineSoftmax.combine` over all splits, and the division after it.
+        m   = max m_i
+        l   = sum exp(m_i - m) l_i
+        out = sum exp(m_i - m) o_i / l
+
+    and 0 where no token was seen.
+
+    The reference is `blockwise.OnlineSoftmax.combine` over all splits, and the division after it.
 
     Grid: rows of a key/value head, sequences times key/value heads, runs of DP channels.
 
@@ -32,9 +37,8 @@ def combine(
         sums: fp32 ``[splits, B G, rows, D]``, ``o_i``.
         maxima: fp32 ``[splits, B G, rows, 2]``, ``m_i`` and ``l_i``.
         out: `Heads` ``[B, H, t, D]``, to write.
-        maxima_out: fp32 ``[B G, rows, 2]``, to write where ``PARTIAL``: the result is itself a split of a
-            longer softmax, already divided, so its maximum is ``m + log(sum exp(m_i - m) l_i)`` and its
-            total 1.
+        maxima_out: fp32 ``[B G, rows, 2]``, to write where ``PARTIAL``. The result is then itself a split
+            of a longer softmax, already divided: its maximum is ``m + log(l)`` and its total 1.
         shape: `Shape`.
     """
     row, rows, head_of_all = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)

@@ -1,8 +1,7 @@
-"""Attention over tokens that are kept as they are, and what programs share that attend, inside a Triton
-kernel.
+"""Attention over exact tokens (tail, sinks and the newest), and what all kernels share that attend.
 
 Letters: ``R`` rows of a program, which are query heads times queries of one key/value head; ``K`` channels of
-a head, padded.
+a head, padded to a power of two.
 """
 
 from typing import Any, NamedTuple
@@ -29,24 +28,34 @@ class Queries(NamedTuple):
 
 
 class Channels(NamedTuple):
-    """Which channels of a head stand where, ``[K]`` each, -1 where there is none."""
+    """The order of the channels of a head, ``[K]`` each, -1 where there is none."""
 
     key: Any
     partner: Any
-    """The channel that RoPE rotates each with."""
+    """The channel with which RoPE rotates each of ``key``."""
     value: Any
 
 
 @triton.jit
-def load_rows(query, b, head, program, channel, shape, scaling, ROWS: tl.constexpr):
-    """ROWS rows of a key/value head, from number ``program * ROWS`` on.
-
-    Returns their numbers ``[R]``, which query each is ``[R]``, pointers to them ``[R]``, which elements are
-    there ``[K, R]``, given the ``channel`` ``[K]``, and the scaled queries, fp32 ``[K, R]``."""
-    row, rows = program * ROWS + tl.arange(0, ROWS), shape.group_heads * shape.queries
+def row_pointers(query, b, head, row, shape):
+    """Of rows ``[R]`` of a key/value head: the number of each one's query among the newest tokens, and a
+    pointer to it."""
     place = row % shape.queries
     pointer = query.data + b.to(tl.int64) * query.batch_stride + place * query.token_stride
-    pointer += (head * shape.group_heads + row // shape.queries) * query.head_stride
+    return place, pointer + (head * shape.group_heads + row // shape.queries) * query.head_stride
+
+
+@triton.jit
+def load_rows(query, b, head, program, channel, shape, scaling, ROWS: tl.constexpr):
+    """Load ROWS rows of a key/value head, from number ``program * ROWS`` on, with ``channel`` ``[K]`` of
+    each.
+
+    Returns:
+        the numbers of the rows ``[R]``; what `row_pointers` says of them; which elements are there ``[K,
+        R]``; the scaled queries, fp32 ``[K, R]``.
+    """
+    row, rows = program * ROWS + tl.arange(0, ROWS), shape.group_heads * shape.queries
+    place, pointer = row_pointers(query, b, head, row, shape)
     there = (row < rows)[None, :] & (channel >= 0)[:, None]
     states = tl.load(pointer[None, :] + channel[:, None], there, 0).to(tl.float32) * scaling
     return row, place, pointer, there, states
@@ -88,11 +97,12 @@ def add_rows(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Add ``count`` tokens, with a head's keys at ``key`` and its values at ``value``, to an online softmax.
+    """Add ``count`` tokens to an online softmax, with a head's keys at ``key`` and its values at ``value``.
 
     Where ``LISTED``, their columns are at ``columns``, and those from ``limit`` on are not seen; otherwise
     they start at ``start``. ``CAUSAL``: the i-th token is seen by queries from the i-th on. ``ROTATE``:
-    keys are rotated by the angles fp32 ``[count, D/2]`` at ``cos`` and ``sin``."""
+    keys are rotated by the angles fp32 ``[count, D/2]`` at ``cos`` and ``sin``.
+    """
     channel, value_channel = channels.key, channels.value
     half: tl.constexpr = D // 2
     for at in tl.range(0, count, STEP, num_stages=1):
@@ -152,17 +162,14 @@ def add_exact(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Add all that a head of one sequence keeps exactly to an online softmax: tail, sinks and the newest
-    tokens.
+    """Add the exact tokens of a head and sequence to an online softmax: tail, sinks and the newest.
 
     The newest keys come rotated; those of tail and sinks are rotated where ``ROTATE``.
     """
     half: tl.constexpr = D // 2
     width, at, b = shape.kv_heads * D, head * D, b.to(tl.int64)
-    tail_rows, sink_rows = (
-        tail.data + b * tail.batch_stride + at,
-        sinks.data + b * sinks.batch_stride + at,
-    )
+    tail_rows = tail.data + b * tail.batch_stride + at
+    sink_rows = sinks.data + b * sinks.batch_stride + at
     maximum, total, sums = add_rows(
         queries, tail_rows, tail_rows + width, tail.token_stride, tail.token_stride, tail_count,
         tail.cos + b * tail_count * half, tail.sin + b * tail_count * half,

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from .exact import row_pointers
 from .products import HALF_MAX, high_and_low, reciprocal
 from .softmax import Mask, mask_rows, masked, soft_capped
 from .states import packed_chunk, row_chunk
@@ -15,8 +16,8 @@ VARYING = ("columns", "limit", "sink_count", "mask_batch_stride", "mask_query_st
 
 @triton.jit
 def head_channels(D: tl.constexpr, COUNT: tl.constexpr, DP: tl.constexpr):
-    """Channels of heads that follow each other, in ``COUNT`` places: the halves of a head follow each other
-    too, each with a hole at its end where it is no power of two, -1."""
+    """The channels of heads that follow each other, in ``COUNT`` places. The halves of a head follow each
+    other too, each with a hole of -1 at its end where it is no power of two."""
     half: tl.constexpr = D // 2
     place = tl.arange(0, COUNT)
     within = place % (DP // 2)
@@ -40,8 +41,11 @@ def finished_keys(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """A quarter of the keys of a head, ``R(r) norm(product + bias)``, high and low fp16 ``[NP, DP]``, from
-    products with its rows of the ``matrix``, fp32 ``[NP, DP]``."""
+    """A quarter of the keys of a head, ``R(r) norm(product + bias)``, as of `high_and_low`.
+
+    ``product``: of the states of a block with the head's rows of the ``matrix``, fp32 ``[NP, DP]``; the
+    rest as in `rebuild`.
+    """
     half: tl.constexpr = D // 2
     HP: tl.constexpr = DP // 2
     channel = head_channels(D, DP, DP)
@@ -93,7 +97,10 @@ def store_scores(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Write the scores of all rows of a head, ``(R(-p) q) . k``, with the keys of `finished_keys`."""
+    """Write the scores ``R(-p) q . k`` of all rows of a head with the keys of a block.
+
+    ``high`` and ``low``: the keys, as of `finished_keys`; the rest as in `rebuild`.
+    """
     half: tl.constexpr = D // 2
     channel = head_channels(D, DP, DP)
     here = channel >= 0
@@ -110,9 +117,7 @@ def store_scores(
     rows = shape.group_heads * shape.queries
     for first in range(0, rows, ROWS):
         row = first + tl.arange(0, ROWS)
-        place = row % shape.queries
-        pointer = query.data + b.to(tl.int64) * query.batch_stride + place * query.token_stride
-        pointer += (head * shape.group_heads + row // shape.queries) * query.head_stride
+        place, pointer = row_pointers(query, b, head, row, shape)
         there = (row < rows)[None, :] & here[:, None]
         states = tl.load(pointer[None, :] + channel[:, None], there, 0).to(tl.float32)
         states *= cos[:, None]
@@ -173,28 +178,30 @@ def rebuild(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Scores ``q . R(p + r) norm(W x + b)`` of queries with keys that are rebuilt from rows ``x``.
+    """Write the scores of queries ``q`` with keys that are rebuilt from rows ``x``. At place ``r`` of a
+    block that starts at position ``p``::
 
-    Place ``r`` of a block that starts at position ``p`` is rotated by ``R(r)``, and the query by ``R(-p)``,
-    once a block. A norm of keys (Qwen3, Gemma 3) is ``k / sqrt(mean(k^2) + epsilon) * gain``. A program has
-    a block and HEADS key/value heads, 1 or 2, for which a row is decoded once; it forgets the keys. It
-    equals the scores of `torch.rebuild.DecodedAttention`, but for roundings to fp16; `sum_states` goes on
-    with them.
+        k     = norm(W x + bias)
+        score = scaling R(-p) q . R(r) k
+
+    A norm (Qwen3, Gemma 3) is ``k / sqrt(mean(k^2) + epsilon) * gain``. Rows are decoded once for HEADS
+    key/value heads, 1 or 2, and keys are forgotten after their product. `sum_states` reads the scores. The
+    reference is `torch.rebuild.DecodedAttention`, from which they differ by roundings to fp16.
 
     Grid: columns of blocks, runs of HEADS key/value heads, sequences.
 
     Args:
         query: `Heads` ``[B, H, t, D]``.
-        sink_columns: int32 ``[B, S]``, of ``sink_count`` sinks, which are not seen here.
-        mask: ``[B, 1, t, T]``, bool or added to scores; by its strides.
+        sink_columns: int32 ``[B, S]``, of ``sink_count`` sinks, which are seen as exact tokens and not here.
+        mask: ``[B, 1, t, T]``, bool or added to scores, with its strides.
         scores_out: fp32 ``[B, G, rows, columns N]``, to write; -inf for what a row does not see.
         blocks: `Blocks`, with the FIELDS of the packed rows, where ``PACKED``.
-        rows_in: `Rows` ``[B, T, C]``, otherwise.
+        rows_in: `Rows` ``[B, T, C]``, sums over layers, otherwise.
         matrix: `Matrix` ``[G D, C]``, ``W``.
         bias: fp32 ``[G D]``, where ``BIAS``.
         gain: fp32 ``[D]``, where ``NORM``.
         rope: `BlockRope`.
-        limit: tokens in blocks that are seen.
+        limit: tokens that are read from blocks.
         shape: `Shape`.
         CHUNK: channels that are multiplied at a time, ``CHUNKS`` times.
         TILE: channels of a tile of the packed rows, whose ``LAYOUT`` is an `operand.Layout`.
@@ -222,7 +229,7 @@ def rebuild(
     if HEADS == 1:
         high, low = finished_keys(
             product, head, token, matrix, bias, gain, epsilon, rope, D, DP, NP, PACKED, BIAS, NORM
-        )  # fmt: skip
+        )
         store_scores(
             scores_out, high, low, head, b, column, token, begin, length, query, sink_columns, mask, rope,
             columns, limit, sink_count, shape, scaling, softcap, D, DP, N, ROWS, SINKS, MASK, SOFTCAP,

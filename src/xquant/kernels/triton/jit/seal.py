@@ -26,7 +26,8 @@ def range_ends(
     """Lowest and highest ``[A]`` of the elements ``start`` to ``stop`` of vectors, and whether any is NaN.
 
     ``vector`` ``[A]``: which vectors, -1 for none; ``hidden``: which elements do not count, where
-    ``HIDDEN``. As `affine.group_range`."""
+    ``HIDDEN``. As `affine.group_range`.
+    """
     low = tl.full([A], float("inf"), tl.float32)
     high = tl.full([A], float("-inf"), tl.float32)
     nan = tl.zeros([A], tl.int32)
@@ -97,30 +98,29 @@ def seal(
     HIDDEN: tl.constexpr,
     ETA: tl.constexpr,
 ):
-    """Quantize and pack blocks ``x``, bit for bit as `Affine.encode`. Of every range, with ``L = 2**bits -
-    1``::
+    """Quantize and pack blocks of states ``x``. Of every range::
 
+        most  = 2**bits - 1
         zero  = fp16(min x)
-        scale = fp16(min((max x - zero) / L, 65504))
-        code  = clamp(round((x - zero) / scale), 0, L)        0 where scale is 0
+        scale = fp16(min((max x - zero) / most, 65504))
+        code  = clamp(round((x - zero) / scale), 0, most), or 0 where scale is 0
 
-    Where ``ETA``, ``zero + zero_shift * scale`` and ``scale_share * scale`` are stored in their place. A
-    program has a head of a block. Ranges that reach past the head are found by every head in them, and
-    stored by the first.
+    Where ``ETA``, ``zero + zero_shift * scale`` and ``scale_share * scale`` are stored as zero and scale. The
+    reference is `Affine.encode`, which gives the same bits.
 
-    Grid: blocks, heads.
+    Grid: blocks, heads. Ranges that reach past a head are found by every head in them, and stored by the
+    first.
 
     Args:
-        rows: ``[N, n, C]``, any float dtype, contiguous along ``C``, by ``block_stride`` and
-            ``token_stride``.
+        rows: ``[N, n, C]``, any float dtype, contiguous along ``C``, with its strides of blocks and tokens.
         hidden: bool ``[N, n]``, tokens that set no range and are packed as zeros, where ``HIDDEN``.
-        codes: the tiles as int32, to write.
-        scale: fp16 ``[N, ranges, n]`` where ``PER_TOKEN``, otherwise ``[N, ranges, C]``, to write, as
+        codes: tiles of all heads by int32, to write.
+        scale: fp16 ``[N, ranges, n]`` where ``PER_TOKEN``, otherwise ``[N, ranges, C]``, to write; as
             ``zero``.
         found_nan: int32 ``[1]``, set where a range has NaN.
         D: channels of a head, ``DP`` as a power of two; ``N``: tokens of a block, ``NP`` as a power of two.
         GROUP: channels of a range where ``PER_TOKEN``, otherwise tokens.
-        BY_TOKEN: lanes of a tile are tokens, otherwise channels.
+        BY_TOKEN: whether lanes of a tile are tokens; otherwise they are channels.
     """
     block, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * D
     most: tl.constexpr = (1 << BITS) - 1
@@ -153,14 +153,14 @@ def seal(
             stop = tl.minimum((j + 1) * GROUP, C)
             low, high, nan = range_ends(
                 rows, hidden, token, token_stride, 1, j * GROUP, stop, NP, HIDDEN
-            )  # fmt: skip
+            )
             place, stored = (block * ranges + j) * N + token, (token >= 0) & (j * GROUP >= first)
         else:
             vector = tl.where(channel >= 0, first + channel, -1)
             stop = tl.minimum((j + 1) * GROUP, N)
             low, high, nan = range_ends(
                 rows, hidden, vector, 1, token_stride, j * GROUP, stop, DP, HIDDEN
-            )  # fmt: skip
+            )
             place, stored = (block * ranges + j) * C + vector, channel >= 0
         tl.store(found_nan, nan, nan > 0)
         zero16 = low.to(tl.float16)

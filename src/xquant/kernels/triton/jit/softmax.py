@@ -1,13 +1,19 @@
 """Online softmax inside a Triton kernel: a softmax over runs of tokens that come one after the other.
 
-For scores ``s`` and values ``v``, a row has the running maximum ``m = max s``, the total ``l = sum exp(s -
-m)`` and the sums ``o = sum exp(s - m) v``. More tokens make of them, with ``m' = max(m, max s)``::
+Of scores ``s`` and values ``v``, a row keeps the running maximum ``m``, the total ``l`` and the sums ``o``::
 
+    m = max s
+    l = sum exp(s - m)
+    o = sum exp(s - m) v
+
+More tokens make of them::
+
+    m' = max(m, max s)
     w  = exp(s - m')
     l' = exp(m - m') l + sum w
     o' = exp(m - m') o + sum w v
 
-and ``o / l`` is the result, as of `blockwise.OnlineSoftmax`.
+and ``o / l`` is the result. The reference is `blockwise.OnlineSoftmax`.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +22,9 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-1e30)  # below every score, yet a score minus it is a number
-NONE, BOOLS = tl.constexpr(0), tl.constexpr(1)  # kinds of masks; others are added
+
+# Kinds of masks: none (only the newest tokens are causal), bool, or added to scores.
+NONE, BOOLS, ADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Mask(NamedTuple):
@@ -36,7 +44,8 @@ def soft_capped(scores, cap):
 
 @triton.jit
 def mask_rows(mask, b, place):
-    """Where the mask of each query begins, ``[R]``; ``place`` ``[R]``: its number among the newest tokens."""
+    """Where the mask of each row begins, ``[R]``; ``place`` ``[R]``: the number of its query among the newest
+    tokens."""
     return b.to(tl.int64) * mask.batch_stride + place * mask.query_stride
 
 
@@ -63,7 +72,7 @@ def softmax_weights(scores, maximum):
 
 @triton.jit
 def softmax_step(scores, maximum, total, sums):
-    """``w`` ``[T, R]``, ``m'``, ``l'`` ``[R]`` and ``exp(m - m') o`` ``[D, R]``, to which the caller adds the
-    values."""
+    """``w`` ``[T, R]``, ``m'`` and ``l'`` ``[R]``, and ``exp(m - m') o`` ``[D, R]``: the caller adds the
+    values by ``w``."""
     weights, shrink, raised = softmax_weights(scores, maximum)
     return weights, raised, total * shrink + tl.sum(weights, 0), sums * shrink[None, :]

@@ -1,6 +1,8 @@
-"""The rows that keys and values are projected from, inside a Triton kernel: a chunk of channels of a block
-at a time, as the left side of a product. The matrix on the right has its channels in the same order
-(`unpack.tile_order`, `matrices.by_chunk`)."""
+"""The rows that keys and values are projected from, inside a Triton kernel.
+
+They come a chunk of channels of a block at a time, as the left side of a product. The matrix on the right has
+its channels in the same order (`unpack.tile_order`, `matrices.by_chunk`).
+"""
 
 import triton
 import triton.language as tl
@@ -21,10 +23,10 @@ def packed_chunk(
     CHUNK: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """A quarter of a chunk of a packed block, fp16 ``[NP, CHUNK]``: chunks follow each other through tiles of
-    ``TILE`` channels.
+    """A quarter of a chunk of a packed block, fp16 ``[NP, CHUNK]``. Chunks follow each other through tiles of
+    ``TILE`` channels, whose lanes are tokens.
 
-    Lanes are tokens, as of `unpack.lane_order`; what stands where there is no channel or no token is finite.
+    ``token`` ``[NP]``: as of `unpack.lane_order`. Where there is no channel or no token, numbers are finite.
     """
     BITS: tl.constexpr = LAYOUT.bits
     chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
@@ -33,9 +35,7 @@ def packed_chunk(
     codes = load_codes(words, token, TILE, CHUNK, BITS, NP, part)
     channel = tile_order(TILE, CHUNK, BITS, CHUNK, part)
     level = levels_of(codes, None, LAYOUT, NP, CHUNK)
-    return decode(
-        block, level, token, channel, tile * TILE, TILE, N, C, LAYOUT, True, NP, CHUNK
-    )  # fmt: skip
+    return decode(block, level, token, channel, tile * TILE, TILE, N, C, LAYOUT, True, NP, CHUNK)
 
 
 @triton.jit

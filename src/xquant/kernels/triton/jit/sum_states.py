@@ -1,5 +1,4 @@
-"""The kernel that sums the rows that values come from: the product with their projection is taken after it,
-once for all tokens."""
+"""The kernel that sums the rows that values come from, by the weights of the softmax."""
 
 import triton
 import triton.language as tl
@@ -43,11 +42,12 @@ def sum_states(
     SOURCE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Sums ``sum_t softmax(s)_t x_t`` of rows ``x`` by an online softmax over scores ``s``, split over
-    programs.
+    """Sum rows ``x`` by the softmax of scores ``s``, ``sum_t softmax(s)_t x_t``, by an online softmax
+    (`softmax`) that is split over programs.
 
-    ``sum_t w_t (W x_t) = W sum_t w_t x_t``: values are never rebuilt. `combine` makes one sum of the
-    splits. It equals the sums of `rebuilding.RebuildingAttention`, but for roundings to fp16.
+    ``sum_t w_t (W x_t) = W sum_t w_t x_t``, so the value projection ``W`` is applied once to the sums, which
+    `combine` makes of the splits. The reference is `rebuilding.RebuildingAttention`, from which it differs by
+    roundings to fp16.
 
     Grid: splits, runs of D channels, sequences times runs of ROWS rows; rows are query heads times queries.
 

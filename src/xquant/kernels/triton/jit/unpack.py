@@ -1,5 +1,4 @@
-"""Packed blocks to numbers, inside a Triton kernel: codes in tiles, scales and zeros, outliers
-(docs/format.md).
+"""Packed blocks to numbers, inside a Triton kernel (docs/format.md).
 
 A state is ``code * scale + zero``, with ``codebook[code]`` in place of the code where there is one, plus the
 residual of an outlier. The kernels hold a QUARTER of it in fp16::
@@ -70,8 +69,8 @@ def run_width(bits: int) -> int:
 
 @triton.jit
 def index_at(place, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, chunk=0):
-    """What index along the summed axis stands at each ``place`` of a chunk of ``PADDED`` places: run by
-    run, -1 where there is none.
+    """The index along the summed axis at each ``place`` of a chunk of ``PADDED`` places, run by run; -1 where
+    there is none.
 
     A chunk takes its part of every run of the packed rows, so that no byte belongs to two chunks.
     """
@@ -107,8 +106,8 @@ def lane_order(COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.constexpr_function
 def mantissa_mask(width: int, bits: int, low: int) -> int:
-    """Of the part of a code from bit ``low`` on, where the code is at the top of the mantissas of two
-    halves."""
+    """The mask of ``width`` bits of a code, from bit ``low`` on, with the code at the top of the mantissas
+    of two halves."""
     return (((1 << width) - 1) << (10 - bits + low)) * 0x10001
 
 
@@ -189,7 +188,7 @@ def load_codes(
     M: tl.constexpr,
     chunk=0,
 ):
-    """The codes of a chunk of a head, in the order of `tile_order`: int32 ``[M, PADDED / 2]`` of two codes
+    """The codes of a chunk of a head, in the order of `tile_order`: int32 ``[M, PADDED / 2]``, two codes in
     each, at the top of the mantissas of two halves.
 
     ``words``: the tiles of the head, by int32; ``lane`` ``[M]``: numbers of lanes, -1 where there is none.
@@ -238,10 +237,10 @@ def center(bits: int, codebook: bool) -> float:
 
 @triton.jit
 def _load_along(block, place, K: tl.constexpr):
-    """Scales and zeros, fp16 ``[K]`` each in the order of `tile_order`, whose first half lies at ``place``
-    ``[K / 2]``, -1 where there is none; each of the second half is the neighbour of one of the first.
+    """Scales and zeros along an axis, fp16 ``[K]`` each, in the order of `tile_order`.
 
-    By words: what is narrower is not loaded ahead.
+    ``place`` ``[K / 2]``: where those of the first half lie, -1 where there is none. Those of the second
+    half are their neighbours. Both are loaded by words, because what is narrower is not loaded ahead.
     """
     scale, zero = field(block, SCALE, tl.int32), field(block, ZERO, tl.int32)
     words = tl.load(scale + place // 2, place >= 0, 0), tl.load(zero + place // 2, place >= 0, 0)
@@ -270,8 +269,9 @@ def scale_and_base(
 ):
     """``scale`` and ``base`` in fp16, both broadcast to ``[DP, NP]`` or, with ``TOKENS_FIRST``, ``[NP, DP]``.
 
-    ``token`` ``[NP]`` and ``channel`` ``[DP]``: which, even ones first, -1 where there is none; ``first``:
-    the channel of the token that the head begins with."""
+    ``token`` ``[NP]`` and ``channel`` ``[DP]``: those of the tile, even ones first, -1 where there is none;
+    ``first``: the channel of the token that the head begins with.
+    """
     SPAN: tl.constexpr = LAYOUT.span
     if SPAN == CHANNEL:
         even = tl.min(tl.reshape(channel, (2, DP // 2)), 0)
@@ -364,14 +364,12 @@ def decode(
     NP: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """A quarter of the states that a block decodes to, fp16 ``[DP, NP]`` or, with ``TOKENS_FIRST``,
-    ``[NP, DP]``, as the ``level`` of their codes.
+    """A quarter of the states of a head of a block, ``level * scale + base`` and residuals, in fp16: shape
+    ``[DP, NP]`` or, with ``TOKENS_FIRST``, ``[NP, DP]``.
 
-    In halves all the way, two in a register: most of the time of a product goes into this.
+    It computes in halves, two in a register: most of the time of a product goes into this.
     """
-    scale, base = scale_and_base(
-        block, token, channel, first, N, NP, DP, C, LAYOUT, TOKENS_FIRST
-    )  # fmt: skip
+    scale, base = scale_and_base(block, token, channel, first, N, NP, DP, C, LAYOUT, TOKENS_FIRST)
     states = level * scale + base
     COUNT_BYTES: tl.constexpr = LAYOUT.count_bytes
     if COUNT_BYTES:
