@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import triton
 
-from compiled import CARRYING, REBUILDING, SUMMING, build, decoding, side
+from compiled import ACCUMULATING, REBUILDING, SUMMING, build, decoding, layout
 from xquant.cli.common import print_table
+from xquant.kernels.triton.arguments import Matrix
 from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.sum_states import sum_states
+from xquant.kernels.triton.jit.unpack import CHANNEL, TOKEN
 from xquant.results.rows import stamp, write_json
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -33,31 +35,31 @@ INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")
 JUMP = re.compile(r"BRA\S*\s+.*?0x([0-9a-f]+)")
 
 
-def kivi(bits: int, turned: bool) -> dict[str, Any]:
+def kivi(bits: int, rotate: bool) -> dict[str, Any]:
     """A block of 128 tokens of a head of 128 channels, for up to 8 query heads."""
-    keys, values = (bits, False, False, 1, 128, 0), (bits, False, True, 2, 128, 0)
-    return decoding(128, 128, TURN=turned, **side("KEY", *keys), **side("VALUE", *values))
+    keys, values = layout(bits, CHANNEL, 128), layout(bits, TOKEN, 128, per_token=True)
+    return decoding(128, 128, ROTATE=rotate, KEY=keys, VALUE=values)
 
 
 BLOCK = {"N": 128, "NP": 128}
 LATENTS = {**REBUILDING[0], "BIAS": False, "NORM": False, "SINKS": 0}
 SUMS = {**REBUILDING[2], "BIAS": False, "NORM": False, "SINKS": 0, "MASK": 0}
-KERNELS: dict[str, tuple[Any, dict[str, Any], int, dict[str, str]]] = {
+KERNELS: dict[str, tuple[Any, dict[str, Any], int, dict[str, Any]]] = {
     "attend, kivi-4bit": (attend, kivi(4, True), 8, {}),
     "attend, kivi-4bit:rope=post": (attend, kivi(4, False), 4, {}),
     "attend, kivi-2bit": (attend, kivi(2, True), 8, {}),
     "attend, kivi-2bit:rope=post": (attend, kivi(2, False), 4, {}),
     "rebuild, xquant-4bit": (rebuild, LATENTS, 8, {}),
-    "rebuild, xquant-cl": (rebuild, SUMS, 8, {"weights": "*bf16"}),
+    "rebuild, xquant-cl": (rebuild, SUMS, 8, {"matrix": Matrix("*bf16", "*fp32")}),
     "sum_states, xquant-4bit": (
         sum_states,
         {**BLOCK, "ROWS": 32, **SUMMING[0]},
         8,
         {},
     ),
-    "carry, xquant-cl-2bit": (
+    "accumulate, xquant-cl-2bit": (
         accumulate,
-        {**CARRYING, "BELOW": True, "WEIGHTED": True},
+        {**ACCUMULATING, "BELOW": True, "WEIGHTED": True},
         8,
         {"sinks": "*bf16"},
     ),

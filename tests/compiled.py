@@ -3,45 +3,47 @@
 from typing import Any
 
 import triton
+from triton._utils import find_paths_if
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from xquant.kernels.triton.arguments import (
+    BlockRope,
+    Blocks,
+    ExactRows,
+    Heads,
+    Matrix,
+    Rows,
+    Shape,
+)
 from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.attend import attend
+from xquant.kernels.triton.jit.attend_exact import attend_exact
 from xquant.kernels.triton.jit.combine import combine
-from xquant.kernels.triton.jit.exact import exact
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.seal import seal
-from xquant.kernels.triton.jit.sum_states import sum_states
+from xquant.kernels.triton.jit.sum_states import CHANNEL_LANES, PLAIN, TOKEN_LANES, sum_states
+from xquant.kernels.triton.jit.unpack import CHANNEL, TILE, TOKEN
+from xquant.kernels.triton.operand import Layout
 
-TYPES = {
-    **dict.fromkeys(("query", "newest_key", "newest_value", "tail", "sinks", "mask"), "*bf16"),
-    **dict.fromkeys(("out", "rows_in", "sums_in_out"), "*bf16"),
-    **dict.fromkeys(("sums_out", "peaks_out", "sums", "peaks", "offset"), "*fp32"),
-    **dict.fromkeys(("scores", "scores_out", "units", "bias", "gain"), "*fp32"),
-    **{
-        f"{of}_{what}": "*fp32"
-        for of in ("start", "turn", "tail", "sink")
-        for what in ("cos", "sin")
-    },
-    **dict.fromkeys(("key_levels", "value_levels", "scale", "zero", "weights"), "*fp16"),
-    **dict.fromkeys(("begins", "lengths", "sink_at", "codes", "found_nan"), "*i32"),
-    **{"blocks": "*i64", "hidden": "*i1"},
+HEADS = Heads("*bf16", "i32", "i32", "i32")
+ROWS = Rows("*bf16", "i32", "i32")
+EXACT_ROWS = ExactRows(*ROWS, "*fp32", "*fp32", "*i32")
+MATRIX = Matrix("*fp16", "*fp32")
+TYPES: dict[str, Any] = {
+    **dict.fromkeys(("query", "key", "value", "out"), HEADS),
+    **{"tail": EXACT_ROWS, "sinks": EXACT_ROWS, "rows_in": ROWS, "sums": ROWS, "matrix": MATRIX},
+    "blocks": Blocks("*i64", "*i32", "*i32"),
+    "rope": BlockRope("*fp32", "*fp32", "*fp32", "*fp32"),
+    "shape": Shape("i32", "i32", "i32"),
+    "mask": "*bf16",
+    **dict.fromkeys(("sums_out", "maxima_out", "maxima", "offset"), "*fp32"),
+    **dict.fromkeys(("scores", "scores_out", "bias", "gain"), "*fp32"),
+    **dict.fromkeys(("key_codebook", "value_codebook", "scale", "zero"), "*fp16"),
+    **dict.fromkeys(("sink_columns", "codes", "found_nan"), "*i32"),
+    "hidden": "*i1",
     **dict.fromkeys(("scaling", "softcap", "epsilon", "zero_shift", "scale_share"), "fp32"),
 }
-
-
-ROW_STRIDES = tuple(
-    f"{of}_{step}"
-    for of in ("query", "key", "value", "tail", "sink", "row", "sequence", "token")
-    for step in ("batch", "head", "token", "step")
-)
-
-
-def side(name: str, *given: Any) -> dict[str, Any]:
-    """As `describe.Side.constants`."""
-    names = ("BITS", "TABLE", "PER_TOKEN", "SPAN", "GROUP", "SPARSE")
-    return {f"{name}_{n}": v for n, v in zip(names, given, strict=True)}
 
 
 def decoding(head: int, block: int, **given: Any) -> dict[str, Any]:
@@ -53,36 +55,45 @@ def padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def layout(
+    bits: int,
+    span: Any,
+    group: int,
+    per_token: bool = False,
+    codebook: bool = False,
+    count_bytes: int = 0,
+) -> Layout:
+    return Layout(bits, codebook, per_token, span.value, group, count_bytes)
+
+
 DECODING = [
     # kivi-4bit before RoPE, kivi-3bit after it with odd sizes, kvquant-3bit-1%
     decoding(
         128,
         128,
-        TURN=True,
+        ROTATE=True,
         MASK=2,
         SINKS=1,
         OFFSET=True,
-        **side("KEY", 4, False, False, 1, 128, 0),
-        **side("VALUE", 4, False, True, 2, 128, 0),
+        KEY=layout(4, CHANNEL, 128),
+        VALUE=layout(4, TOKEN, 128, per_token=True),
     ),
     decoding(
         96,
         96,
-        TURN=False,
+        ROTATE=False,
         MASK=1,
         SOFTCAP=True,
-        **side("KEY", 3, False, False, 1, 96, 0),
-        **side("VALUE", 3, False, True, 0, 144, 0),
+        KEY=layout(3, CHANNEL, 96),
+        VALUE=layout(3, TILE, 144, per_token=True),
     ),
     decoding(
         64,
         64,
-        TURN=True,
-        **dict.fromkeys(
-            ("queries", "group_heads", "kv_heads", "mask_token"), 1
-        ),  # ones are constants
-        **side("KEY", 3, True, False, 1, 64, 2),
-        **side("VALUE", 3, True, True, 2, 1024, 2),
+        ROTATE=True,
+        **{"shape": Shape(1, 1, 1), "mask_token_stride": 1},  # ones are constants
+        KEY=layout(3, CHANNEL, 64, codebook=True, count_bytes=2),
+        VALUE=layout(3, TOKEN, 1024, per_token=True, codebook=True, count_bytes=2),
     ),
 ]
 SEALING = [
@@ -103,41 +114,61 @@ STATES = {
     "BIAS": True,
     "NORM": True,
 }
-PACKED = {"CODED": True, "TILE": 1024, "BITS": 4, "PER_TOKEN": False, "SPAN": 1, "GROUP": 128}
+PACKED = {"PACKED": True, "TILE": 1024, "LAYOUT": layout(4, CHANNEL, 128)}
 REBUILDING = [
     # latents of xquant-4bit, X of xquant-3bit with odd sizes, sums of xquant-cl
     {**STATES, **PACKED, "CHUNKS": 16, "MASK": 0, "SOFTCAP": False},
     {
         **{**STATES, "D": 96, "N": 96, "HEADS": 1, "SINKS": 0, "MASK": 1, "SOFTCAP": True},
-        **{**PACKED, "TILE": 96, "BITS": 3, "PER_TOKEN": True, "SPAN": 2, "GROUP": 96},
+        **{"PACKED": True, "TILE": 96, "LAYOUT": layout(3, TOKEN, 96, per_token=True)},
         "CHUNKS": 64,
     },
-    {**STATES, **PACKED, "CODED": False, "CHUNKS": 64, "MASK": 2, "SOFTCAP": False},
+    {
+        **{**STATES, "PACKED": False, "TILE": None, "LAYOUT": None},
+        **{"CHUNKS": 64, "MASK": 2, "SOFTCAP": False},
+    },
 ]
 SUMMING = [
-    {"SOURCE": 1, "D": 128, "DP": 128, "BITS": 4, "SPAN": 2, "GROUP": 128},
-    {"SOURCE": 2, "D": 96, "DP": 128, "BITS": 3, "SPAN": 2, "GROUP": 96},
-    {"SOURCE": 0, "D": 128, "DP": 128, "BITS": 4, "SPAN": 0, "GROUP": 1},
+    {
+        **{"SOURCE": CHANNEL_LANES.value, "D": 128, "DP": 128},
+        "LAYOUT": layout(4, TOKEN, 128, per_token=True),
+    },
+    {
+        **{"SOURCE": TOKEN_LANES.value, "D": 96, "DP": 128},
+        "LAYOUT": layout(3, TOKEN, 96, per_token=True),
+    },
+    {"SOURCE": PLAIN.value, "D": 128, "DP": 128, "LAYOUT": None},
 ]
-CARRYING = {"N": 128, "NP": 128, "OUT": 128, "CHUNK": 64, "TILE": 128, "BITS": 2}
-CARRYING |= {"PER_TOKEN": True, "SPAN": 2, "GROUP": 128, "CHUNKS": 16}
+ACCUMULATING = {
+    **{"N": 128, "NP": 128, "OUT": 128, "CHUNK": 64, "CHUNKS": 16, "TILE": 128},
+    "LAYOUT": layout(2, TOKEN, 128, per_token=True),
+}
 
 
-def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: str) -> Any:
+def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: Any) -> Any:
     """A kernel as Triton has compiled it; ``types``: of arguments that are not as in `TYPES`."""
-    signature = {
-        name: "constexpr" if name in constants else {**TYPES, **types}.get(name, "i32")
-        for name in kernel.arg_names
-    }
-    # As at run time: what is allocated begins at a multiple of 16 bytes, and so do its rows.
-    aligned = [
-        i
-        for i, name in enumerate(kernel.arg_names)
-        if signature[name][0] == "*"
-        or (signature[name] == "i32" and name in ("C", "width", *ROW_STRIDES))
-    ]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(kernel, signature, constants, attributes)
+    signature: dict[str, Any] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    for i, name in enumerate(kernel.arg_names):
+        kind = {**TYPES, **types}.get(name, "i32")
+        if name not in constants:
+            signature[name] = kind
+        elif name in TYPES:  # a group of constants
+            signature[name] = type(kind)(*["constexpr"] * len(kind))
+            known |= {(i, j): value for j, value in enumerate(constants[name])}
+        else:
+            signature[name], known[i,] = "constexpr", constants[name]
+
+    def aligned(path: tuple[int, ...], kind: str) -> bool:
+        """As at run time: what is allocated begins at a multiple of 16 bytes, and so do its rows."""
+        name = kernel.arg_names[path[0]]
+        field = signature[name]._fields[path[1]] if len(path) > 1 else name
+        grouped = len(path) > 1 and field.endswith("_stride")
+        return kind[0] == "*" or (kind == "i32" and (grouped or field in ("C", "width")))
+
+    paths = find_paths_if(list(signature.values()), aligned)
+    attributes = {path: [["tt.divisibility", 16]] for path in paths}
+    source = ASTSource(kernel, signature, known, attributes)
     built = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
     assert built.asm["cubin"]
     return built
@@ -146,14 +177,14 @@ def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: str) 
 if __name__ == "__main__":
     for given in DECODING:
         build(attend, given)
-    build(combine, {"D": 96, "DP": 128, "OPEN": False})
-    build(combine, {"D": 1024, "DP": 256, "OPEN": True})
-    build(exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
+    build(combine, {"D": 96, "DP": 128, "PARTIAL": False}, sums="*fp32")
+    build(combine, {"D": 1024, "DP": 256, "PARTIAL": True}, sums="*fp32")
+    build(attend_exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
     for given in REBUILDING:
-        build(rebuild, given, weights="*fp16" if given["CODED"] else "*bf16")
+        build(rebuild, given, matrix=MATRIX if given["PACKED"] else Matrix("*bf16", "*fp32"))
     for given in SUMMING:
         build(sum_states, {"N": 128, "NP": 128, "ROWS": 32, **given})
     for below, weighted in ((True, True), (False, False)):
-        build(accumulate, {**CARRYING, "BELOW": below, "WEIGHTED": weighted}, sinks="*bf16")
+        build(accumulate, {**ACCUMULATING, "BELOW": below, "WEIGHTED": weighted}, sinks="*bf16")
     for given in SEALING:
         build(seal, {"D": 128, "DP": 128, "N": 64, "NP": 64, "BITS": 4, **given}, rows="*bf16")

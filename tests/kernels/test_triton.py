@@ -76,7 +76,7 @@ def test_every_shape_is_read_right(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3, 100])
-def test_parts_are_joined(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_combined(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
     one = case("kivi-4bit:group=32", kv_heads=1, tokens=170)
     assert error(one, filled(one)) < TOLERANCE

@@ -16,7 +16,9 @@ from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import prompt, tiny
 from xquant import KVCache, attach
 from xquant.kernels.triton import launch, matrices
-from xquant.kernels.triton.matrices import Coded, by_chunk
+from xquant.kernels.triton.jit.unpack import TILE
+from xquant.kernels.triton.matrices import PackedStates, by_chunk
+from xquant.kernels.triton.operand import Layout
 
 interpreted.allow_bounds()
 
@@ -90,7 +92,7 @@ def test_every_shape_is_rebuilt_right(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("count", [1, 100])
 @pytest.mark.parametrize("spec", ["xquant-4bit:group=32,form=gqa", "xquant-cl-4bit:group=32"])
-def test_parts_are_joined(spec: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_splits_are_combined(spec: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
     one = case(spec, tokens=170, layers=3)
     assert error(one, filled(one)) < TOLERANCE
@@ -172,17 +174,18 @@ def test_codes_do_not_depend_on_what_came_with_them() -> None:
     bits=st.integers(1, 8), tile=st.sampled_from([32, 64, 96, 160, 256]), tiles=st.integers(1, 3)
 )
 def test_a_matrix_meets_its_codes(bits: int, tile: int, tiles: int) -> None:
-    places = Coded(tile, bits, True, 0, tile).places()
-    assert sorted(places[places >= 0].tolist()) == list(range(tile))
-    assert len(places) % min(matrices.CHUNK, tile) == 0
+    states = PackedStates(tile, Layout(bits, False, True, TILE.value, tile, 0))
+    order = states.order()
+    assert sorted(order[order >= 0].tolist()) == list(range(tile))
+    assert len(order) % min(matrices.CHUNK, tile) == 0
     weight = torch.randn(5, tile * tiles)
-    found, units = by_chunk(weight, Coded(tile, bits, True, 0, tile))
-    whole = (found.float() * units[:, None]).unflatten(1, (tiles, -1))
+    matrix = by_chunk(weight, states)
+    whole = (matrix.data.float() * matrix.units[:, None]).unflatten(1, (tiles, -1))
     restored = torch.zeros(5, tiles, tile).index_add_(
-        2, places.clamp(min=0), whole.masked_fill(places < 0, 0)
+        2, order.clamp(min=0), whole.masked_fill(order < 0, 0)
     )
     assert torch.allclose(restored.flatten(1), weight, rtol=2**-10, atol=1e-6)
-    assert not whole[..., places < 0].any()
+    assert not whole[..., order < 0].any()
 
 
 @pytest.mark.parametrize(

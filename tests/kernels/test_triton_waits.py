@@ -1,5 +1,6 @@
 """What the host asks the device for in a decode step: nothing, while no block is sealed."""
 
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -49,11 +50,12 @@ class Silent(TorchDispatchMode):
 class Unlaunched:
     """In place of a kernel that writes its argument ``out``: only the host's side runs."""
 
-    def __init__(self, out: int) -> None:
-        self.out = out
+    def __init__(self, kernel: Any, out: str) -> None:
+        self.out = list(inspect.signature(kernel.fn).parameters).index(out)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **kwargs: args[self.out].zero_()
+        # A tensor, or a group of arguments: both have `data`.
+        return lambda *args, **kwargs: args[self.out].data.zero_()
 
 
 @pytest.fixture
@@ -64,13 +66,16 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "attend", Unlaunched(out=7))
-    monkeypatch.setattr(attention, "combine", Unlaunched(out=2))
-    monkeypatch.setattr(rebuild, "exact", Unlaunched(out=7))
-    monkeypatch.setattr(rebuild, "rebuild", Unlaunched(out=3))
-    monkeypatch.setattr(rebuild, "sum_states", Unlaunched(out=1))
-    monkeypatch.setattr(rebuild, "combine", Unlaunched(out=2))
-    monkeypatch.setattr(accumulate, "accumulate", Unlaunched(out=0))
+    for module, kernel, out in (
+        (attention, "attend", "sums_out"),
+        (attention, "combine", "out"),
+        (rebuild, "attend_exact", "sums_out"),
+        (rebuild, "rebuild", "scores_out"),
+        (rebuild, "sum_states", "sums_out"),
+        (rebuild, "combine", "out"),
+        (accumulate, "accumulate", "sums"),
+    ):
+        monkeypatch.setattr(module, kernel, Unlaunched(getattr(module, kernel), out))
 
 
 @pytest.mark.parametrize(
@@ -111,10 +116,11 @@ def test_a_decode_step_asks_for_nothing_while_no_block_is_sealed(
     for step in range(3):  # the first after a block was sealed makes the tables of it
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
         ids = prompt(2, 1, seed=step).to(DEVICE)
-        room = cache.stack.shared.workspace.take(ids.device, 1, 1)[0].data_ptr()
+        workspace = cache.stack.shared.workspace.take(ids.device, 1, 1)[0].data_ptr()
         with Silent() if step else nullcontext():
             model(ids, attention_mask=mask if pads else None, past_key_values=cache)
-        assert not step or cache.stack.shared.workspace.take(ids.device, 1, 1)[0].data_ptr() == room
+        after = cache.stack.shared.workspace.take(ids.device, 1, 1)[0].data_ptr()
+        assert not step or after == workspace
     assert {layer.stream.tokens for layer in cache.compressed} == {32}
 
 

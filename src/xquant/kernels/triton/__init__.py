@@ -1,7 +1,11 @@
-"""The Triton backend: kernels for layers on a GPU, in ``jit/``, and beside them what launches each.
+"""The Triton backend: kernels for GPUs in ``jit/``, and beside them the Python that launches each.
+
+In a decode step `attention` (keys and values) or `rebuild` (the rows that they are rebuilt from) launches the
+kernels of one layer, with arguments that `launch` makes of the call and `block_table` of the packed blocks.
+`accumulate` adds up sums over layers, `sealing` packs blocks.
 
 Triton comes with torch's builds for CUDA. It is imported only where one of these kernels is used; `support`
-says without it what they read, and where they can run.
+says without it which layers they read, and where they can run.
 """
 
 from typing import TYPE_CHECKING
@@ -25,9 +29,9 @@ class TritonPacker(Packer):
     def pack(self, quantizer: Quantizer, x: Tensor, excluded: Tensor | None) -> Packed:
         if not support.seals(quantizer, x):
             return super().pack(quantizer, x, excluded)
-        from .sealing import encode
+        from .sealing import pack_affine
 
-        return encode(quantizer, x, excluded)
+        return pack_affine(quantizer, x, excluded)
 
     def joins(self, quantizer: Quantizer, x: Tensor) -> bool:
         return support.seals(quantizer, x)

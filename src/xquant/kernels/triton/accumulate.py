@@ -1,15 +1,21 @@
-"""Sums over layers by Triton: what each layer adds goes into the sum of the layers below, in its memory."""
+"""Sums over layers by Triton: jit/accumulate.py.
+
+A layer of `xquant-cl` stores a delta to what the layers below accumulate. The kernel adds it in the memory of
+their sum, block by block.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .describe import side
+from .arguments import Matrix, Rows
+from .block_table import BlockTable
 from .jit.accumulate import accumulate
-from .matrices import Coded, by_chunk
+from .launch import row_strides, sink_columns
+from .matrices import PackedStates, by_chunk
+from .operand import KernelOperand
 from .support import power
-from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -19,25 +25,25 @@ MOST_OUT = 128
 
 
 class TritonAccumulator:
-    """One layer's side of it. Holds addresses, so it is never copied with the cache."""
+    """Accumulates one layer. Holds addresses, so it is never copied with the cache."""
 
     def __init__(self, layer: "CompressedLayer") -> None:
         codec, segment, block = layer.codec, layer.codec.segments[0], layer.stream.block
         assert codec.sums_deltas
         self._layer, self._codec = layer, codec
         device = codec.view.device
-        coded = Coded.of(segment, block, device)
-        own = side(segment, block, coded.tile, device)
-        self._table = BlockTable(layer.stream, [own], device)
+        states = PackedStates.of(segment, block, device)
+        operand = KernelOperand.of(segment, block, states.tile, device)
+        self._table = BlockTable(layer.stream, [operand], device)
         self._nothing = torch.zeros(1, device=device)
-        self._weights = self._units = self._nothing
+        self._matrix = Matrix(self._nothing, self._nothing)
         if codec.synthesis is not None:
             if "triton sums" not in codec.prepared:
-                codec.prepared["triton sums"] = list(by_chunk(codec.synthesis, coded))
-            self._weights, self._units = codec.prepared["triton sums"]
-        chunks = segment.channels // coded.tile * -(-coded.tile // coded.chunk)
+                codec.prepared["triton sums"] = list(by_chunk(codec.synthesis, states))
+            self._matrix = Matrix(*codec.prepared["triton sums"])
+        chunks = segment.channels // states.tile * -(-states.tile // states.chunk)
         out = min(MOST_OUT, power(codec.width))
-        self._runs = chunks if codec.synthesis is None else -(-codec.width // out)
+        self._programs = chunks if codec.synthesis is None else -(-codec.width // out)
         self._constants: dict[str, Any] = {
             "N": block,
             "NP": power(block),
@@ -45,7 +51,7 @@ class TritonAccumulator:
             "CHUNKS": chunks,
             "WEIGHTED": codec.synthesis is not None,
             "num_warps": 8,
-            **coded.constants(),
+            **states.constants(),
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -61,24 +67,17 @@ class TritonAccumulator:
         if out is None:
             shape = len(layer.stream.table), layer.stream.tokens, self._codec.width
             out = torch.empty(shape, dtype=self._codec.view.dtype, device=self._codec.view.device)
-        sinks, sink_at, sink_count = self._nothing, table.begins, 0
-        if layer.sinks is not None:
-            sinks, sink_at = layer.sinks.rows, layer.sinks.columns
-            sink_count = sinks.shape[1]
-        accumulate[(table.columns, self._runs, len(out))](
-            out,
-            table.addresses,
-            table.begins,
-            table.lengths,
-            self._weights,
-            self._units,
-            sinks,
-            sink_at,
+        columns, sink_count = sink_columns(layer, table.blocks.begins)
+        accumulate[(table.columns, self._programs, len(out))](
+            Rows(out, *row_strides(out)),
+            table.blocks,
+            self._matrix,
+            self._nothing if layer.sinks is None else layer.sinks.rows,
+            columns,
             table.columns,
             sink_count,
             layer.codec.segments[0].channels,
             self._codec.width,
-            *out.stride()[:2],
             BELOW=below is not None,
             **self._constants,
         )

@@ -9,22 +9,24 @@ from torch import Tensor
 from ...models.rope import Pair
 from ..call import AttentionCall
 from ..rope import RopeTable
+from .arguments import BlockRope, ExactRows, Heads, Shape
+from .jit.softmax import ADDED, BOOLS, NONE
 from .support import power
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 MOST_ROWS = 64
-"""Query heads times queries of one program."""
+"""Rows of one program: query heads times queries of a key/value head."""
 MOST_SUMS = 1 << 13
-"""Of those times channels."""
+"""Rows times channels of one program."""
 WAVES = 2
 """Programs that are started for every multiprocessor."""
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the device; a few in the interpreter."""
+    """Multiprocessors of the device; a few in the interpreter."""
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -40,16 +42,22 @@ def blocks_per_split(columns: int, programs: int, device: torch.device) -> int:
 class Launch(NamedTuple):
     """The newest tokens, and how many there are before them."""
 
-    query: Tensor  # [B, H, t, D], channels beside each other, as in keys and values
-    key: Tensor  # [B, G, t, D]
+    query: Tensor
+    """``[B, H, t, D]``, the channels of a head beside each other, as in keys and values."""
+    key: Tensor
+    """``[B, G, t, D]``, as the values."""
     value: Tensor
     mask: Tensor | None
     scaling: float
     softcap: float
-    past: int  # tokens before the newest
-    limit: int  # of them in blocks
-    before: int  # of them in the tail
-    start: Pair  # see `RopeAngles`
+    past: int
+    """Tokens before the newest."""
+    limit: int
+    """Of them, those in blocks."""
+    before: int
+    """Of them, those in the tail."""
+    start: Pair
+    """The rotations of `RopeAngles`; empty where keys are kept after RoPE."""
     within: Pair
     tail: Pair
     sinks: Pair
@@ -64,64 +72,94 @@ class Launch(NamedTuple):
         return self.key.shape[1]
 
     @property
-    def queries(self) -> int:
-        return self.query.shape[2]
-
-    @property
     def size(self) -> int:
-        """Of a head."""
+        """Channels of a head."""
         return self.query.shape[3]
 
     @property
-    def group_heads(self) -> int:
-        """Query heads of a key/value head."""
-        return self.query.shape[1] // self.groups
+    def shape(self) -> Shape:
+        heads, queries = self.query.shape[1:3]
+        return Shape(queries, heads // self.groups, self.groups)
 
     @property
     def rows(self) -> int:
         """Query heads times queries of a key/value head."""
-        return self.group_heads * self.queries
-
-    @property
-    def each(self) -> int:
-        """Rows of a program."""
-        return min(self.padded_rows, MOST_SUMS // power(self.size))
+        return self.query.shape[1] * self.query.shape[2] // self.groups
 
     @property
     def padded_rows(self) -> int:
-        """The same of a program that keeps no sums."""
+        """Rows of a program that keeps no sums."""
         return min(max(power(self.rows), 8), MOST_ROWS)
+
+    @property
+    def program_rows(self) -> int:
+        """Rows of a program that keeps sums of values."""
+        return min(self.padded_rows, MOST_SUMS // power(self.size))
+
+    @property
+    def row_programs(self) -> int:
+        """Programs for all rows of a key/value head."""
+        return -(-self.rows // self.program_rows)
 
     def new_out(self) -> Tensor:
         """``[B, t, H, D]``, not written yet."""
         return torch.empty_like(self.query.transpose(1, 2), memory_format=torch.contiguous_format)
 
-    @property
-    def runs(self) -> int:
-        """Programs for all rows."""
-        return -(-self.rows // self.each)
+    # -- as the kernels take them --------------------------------------------------------------
 
     @property
-    def mask_steps(self) -> list[int]:
-        """Strides of sequences, queries and tokens; 0 where there is one for all."""
+    def heads(self) -> tuple[Heads, Heads, Heads]:
+        """Query, key and value."""
+        return Heads.of(self.query), Heads.of(self.key), Heads.of(self.value)
+
+    @property
+    def rope(self) -> BlockRope:
+        return BlockRope(*self.start, *self.within)
+
+    def exact_rows(
+        self, tail: Tensor, sinks: Tensor, columns: Tensor
+    ) -> tuple[ExactRows, ExactRows]:
+        """Tail and sinks ``[B, ., 2 G D]``, the sinks in ``columns`` ``[B, S]``; anything of one dimension
+        stands for rows that are not there."""
+        return (
+            ExactRows(tail, *row_strides(tail), *self.tail, columns),
+            ExactRows(sinks, *row_strides(sinks), *self.sinks, columns),
+        )
+
+    def mask_arguments(self, nothing: Tensor) -> tuple[Tensor, int, int, int]:
+        """The mask, or ``nothing`` in its place, and its strides of sequences, queries and tokens; 0 where
+        there is one for all."""
         if self.mask is None:
-            return [0, 0, 0]
-        found = zip(self.mask.stride(), self.mask.shape, strict=True)
-        steps = [s if n > 1 else 0 for s, n in found]
-        return [steps[0], *steps[2:]]
+            return nothing, 0, 0, 0
+        sizes = zip(self.mask.stride(), self.mask.shape, strict=True)
+        batch, _, query, token = (stride if size > 1 else 0 for stride, size in sizes)
+        return self.mask, batch, query, token
 
     @property
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
-        mask = self.mask
-        return {
-            "MASK": 0 if mask is None else 1 if mask.dtype == torch.bool else 2,
-            "SOFTCAP": bool(self.softcap),
-        }
+        mask = NONE
+        if self.mask is not None:
+            mask = BOOLS if self.mask.dtype == torch.bool else ADDED
+        return {"MASK": mask.value, "SOFTCAP": bool(self.softcap)}
+
+
+def row_strides(rows: Tensor) -> tuple[int, int]:
+    """Strides of sequences and tokens of rows ``[B, t, C]``; (1, 0) where there are none."""
+    batch, token = (*rows.stride()[:2], 0)[:2]
+    return batch, token
+
+
+def sink_columns(layer: "CompressedLayer", nowhere: Tensor) -> tuple[Tensor, int]:
+    """The columns of a layer's sinks, int32 ``[B, S]``, and ``S``; ``nowhere`` and 0 where it has none."""
+    if layer.sinks is None:
+        return nowhere, 0
+    columns = layer.sinks.columns
+    return columns, columns.shape[1]
 
 
 def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) -> Launch | None:
-    """None where no kernel can answer."""
+    """What the launches for ``call`` share; None where no kernel can answer it."""
     query, key, value, mask, scaling, softcap = call
     if not call.masked_plainly:
         return None
@@ -130,7 +168,7 @@ def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) ->
         return None
     past = layer.tokens - query.shape[2]
     limit = min(stream.tokens, past)
-    before = past - limit  # older than these queries
+    before = past - limit
     if layer.codec.rotated:
         nothing = torch.empty(0, device=device)
         pairs = [(nothing, nothing)] * 4
@@ -139,7 +177,7 @@ def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) ->
         angles = rope.of(stream.lengths, stream.block, before, columns)
         if angles is None:
             return None
-        given = angles.start, angles.within.angles, angles.tail, angles.sinks
-        pairs = [(cos.to(device), sin.to(device)) for cos, sin in given]
+        rotations = angles.start, angles.within.angles, angles.tail, angles.sinks
+        pairs = [(cos.to(device), sin.to(device)) for cos, sin in rotations]
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
     return Launch(query, key, value, mask, scaling, softcap or 0.0, past, limit, before, *pairs)

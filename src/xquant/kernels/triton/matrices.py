@@ -1,4 +1,4 @@
-"""Matrices as the kernels of `rebuild` multiply with them."""
+"""Matrices that packed states are multiplied with, in the order in which the codes lie."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ...quant import Segment
-from .describe import side
+from .arguments import Matrix
+from .operand import KernelOperand, Layout
 from .support import affine, power
 
 CHUNK = 64
@@ -15,31 +16,30 @@ CHUNK = 64
 
 
 @dataclass(frozen=True)
-class Coded:
-    """How the states that a matrix is multiplied with are packed, in tiles whose lanes are tokens."""
+class PackedStates:
+    """How the states that a matrix is multiplied with are packed: in tiles of ``tile`` channels, whose
+    lanes are tokens."""
 
     tile: int
-    bits: int
-    per_token: bool
-    span: int
-    group: int
+    layout: Layout
 
     @classmethod
-    def of(cls, segment: Segment, block: int, device: torch.device) -> "Coded":
-        """``segment`` as `support.tiled` allows it."""
+    def of(cls, segment: Segment, block: int, device: torch.device) -> "PackedStates":
+        """Of blocks of ``block`` tokens; ``segment`` as `support.tiled` allows it."""
         operand = affine(segment, block)
         assert operand is not None and operand.tile is not None
-        head = operand.tile.head
-        span = side(segment, block, head, device).span
-        return cls(head, operand.bits, operand.per_token, span, operand.group)
+        tile = operand.tile.head
+        return cls(tile, KernelOperand.of(segment, block, tile, device).layout)
 
     @property
     def chunk(self) -> int:
         return min(CHUNK, power(self.tile))
 
-    def places(self) -> Tensor:
-        """The channels of a tile chunk by chunk, in the order of `unpack.coded`; -1 where there is none."""
-        width = min(self.bits & -self.bits, 4)
+    def order(self) -> Tensor:
+        """The channels of a tile chunk by chunk, in the order of `unpack.tile_order`; -1 where there is
+        none."""
+        bits = self.layout.bits
+        width = min(bits & -bits, 4)
         run, part = self.tile * width // 8, self.chunk * width // 8
         within = torch.arange(-(-self.tile // self.chunk) * part).view(-1, 1, part)
         channels = torch.arange(8 // width)[:, None] * run + within
@@ -50,33 +50,26 @@ class Coded:
         return even_first.flatten()
 
     def constants(self) -> dict[str, Any]:
-        """As the kernels take them."""
-        return {
-            "TILE": self.tile,
-            "BITS": self.bits,
-            "PER_TOKEN": self.per_token,
-            "SPAN": self.span,
-            "GROUP": self.group,
-            "CHUNK": self.chunk,
-        }
+        """The arguments that kernels are compiled for."""
+        return {"TILE": self.tile, "LAYOUT": self.layout, "CHUNK": self.chunk}
 
 
-def by_chunk(weight: Tensor, coded: Coded | None) -> tuple[Tensor, Tensor]:
-    """A matrix ``[M, C]`` chunk by chunk, in the order in which codes lie, each row divided by its unit,
-    and the units fp32 ``[M]``.
+def by_chunk(weight: Tensor, states: PackedStates | None) -> Matrix:
+    """A matrix ``[M, C]`` chunk by chunk, in the order in which the codes of ``states`` lie, each row
+    divided by its unit.
 
-    In fp16, whose range a row fills, to no loss where it was in bf16; beside rows in bf16 (``coded`` is
-    None) as it is.
+    In fp16, whose range a row fills, to no loss where it was in bf16. Where states are not packed (None), a
+    matrix in bf16 stays as it is.
     """
-    if coded is None:
+    if states is None:
         weight = torch.nn.functional.pad(weight, (0, -weight.shape[1] % CHUNK))
     else:
-        places = coded.places().to(weight.device)
-        tiles = weight.unflatten(1, (-1, coded.tile))
-        found = tiles[..., places.clamp(min=0)].masked_fill(places < 0, 0)
-        weight = found.flatten(1)
-    if coded is None and weight.dtype == torch.bfloat16:
-        return weight.contiguous(), torch.ones(len(weight), device=weight.device)
+        order = states.order().to(weight.device)
+        tiles = weight.unflatten(1, (-1, states.tile))
+        ordered = tiles[..., order.clamp(min=0)].masked_fill(order < 0, 0)
+        weight = ordered.flatten(1)
+    if states is None and weight.dtype == torch.bfloat16:
+        return Matrix(weight.contiguous(), torch.ones(len(weight), device=weight.device))
     highest = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
     unit = highest.log2().ceil().exp2()
-    return (weight.float() / unit[:, None]).half().contiguous(), unit
+    return Matrix((weight.float() / unit[:, None]).half().contiguous(), unit)

@@ -1,7 +1,7 @@
-"""Attention by Triton over keys and values that are rebuilt: one layer's side of the kernels.
+"""Attention over keys that are rebuilt from packed rows, by Triton: jit/rebuild.py and jit/sum_states.py.
 
-Only keys are rebuilt. What values come from is summed by the weights, and the sums are multiplied by the
-value projection once all blocks are joined (arXiv 2508.10395 rebuilds both).
+Keys are rebuilt and scored block by block. Values: see `rebuilding`. It equals attention over
+`CompressedLayer.read`.
 """
 
 from math import gcd
@@ -16,16 +16,17 @@ from ..call import AttentionCall
 from ..rebuilding import recalled_rows
 from ..rope import RopeTable
 from ..workspace import Workspace
-from .attention import combine_splits, steps
-from .describe import side
+from .arguments import Heads, Matrix, Rows, Shape
+from .attention import combine_splits
+from .block_table import BlockTable
+from .jit.attend_exact import attend_exact
 from .jit.combine import combine
-from .jit.exact import exact
 from .jit.rebuild import rebuild
-from .jit.sum_states import sum_states
-from .launch import Launch, blocks_per_split, launch_of
-from .matrices import CHUNK, Coded, by_chunk
+from .jit.sum_states import CHANNEL_LANES, PLAIN, TOKEN_LANES, sum_states
+from .launch import Launch, blocks_per_split, launch_of, row_strides, sink_columns
+from .matrices import CHUNK, PackedStates, by_chunk
+from .operand import KernelOperand
 from .support import power
-from .table import BlockTable
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -35,9 +36,9 @@ MOST_SUMMED = 128
 MOST_PAIRED = 128
 """Channels of a head up to which a program rebuilds two heads."""
 SUM_ROWS = 32
-"""Query heads times queries of a program that sums."""
-JOINED = 256
-"""Channels that a program joins."""
+"""Rows of a program that sums: query heads times queries."""
+COMBINED = 256
+"""Channels that a program combines."""
 
 
 class TritonRebuilding(LayerAttention):
@@ -50,228 +51,203 @@ class TritonRebuilding(LayerAttention):
         view = codec.view
         self._codec, self._device = codec, view.device
         self._nothing = torch.zeros(1, device=view.device)
-        sides = [side(s, block, s.channels, view.device) for s in codec.segments]
-        self._table = BlockTable(layer.stream, sides, view.device)
+        operands = [KernelOperand.of(s, block, s.channels, view.device) for s in codec.segments]
+        self._table = BlockTable(layer.stream, operands, view.device)
         self._accumulated = codec.reads_below or codec.feeds_above
-        coded = None if self._accumulated else Coded.of(codec.segments[0], block, view.device)
+        states = None
+        if not self._accumulated:
+            states = PackedStates.of(codec.segments[0], block, view.device)
         if "triton keys" not in codec.prepared:
-            codec.prepared["triton keys"] = list(by_chunk(codec.key_weight, coded))
-        self._weights, self._units = codec.prepared["triton keys"]
+            codec.prepared["triton keys"] = list(by_chunk(codec.key_weight, states))
+        self._matrix = Matrix(*codec.prepared["triton keys"])
         bias = view.key_bias
         self._bias = self._nothing if bias is None else bias.float().contiguous()
-        found = None if view.key_norm is None else view.key_gain()
-        self._gain, self._epsilon = found or (self._nothing, 0.0)
-        whole = {"N": block, "NP": power(block)}
-        none = {"TILE": CHUNK, "BITS": 4, "PER_TOKEN": True, "SPAN": 0, "GROUP": 1, "CHUNK": CHUNK}
-        constants = none if coded is None else coded.constants()
+        norm = None if view.key_norm is None else view.key_gain()
+        self._gain, self._epsilon = norm or (self._nothing, 0.0)
+        plain = {"TILE": None, "LAYOUT": None, "CHUNK": CHUNK}
+        packed = plain if states is None else states.constants()
+        chunk = CHUNK if states is None else states.chunk
         pairs = view.kv_heads % 2 == 0 and power(view.head_size) <= MOST_PAIRED
-        self._together = 2 if pairs else 1
-        self._keys: dict[str, Any] = {
+        self._program_heads = 2 if pairs else 1
+        self._key_constants: dict[str, Any] = {
             "D": view.head_size,
             "DP": power(view.head_size),
-            "HEADS": self._together,
-            "CHUNKS": self._weights.shape[1] // constants["CHUNK"],
-            "CODED": coded is not None,
+            "N": block,
+            "NP": power(block),
+            "HEADS": self._program_heads,
+            "CHUNKS": self._matrix.data.shape[1] // chunk,
+            "PACKED": states is not None,
             "BIAS": bias is not None,
-            "NORM": found is not None,
+            "NORM": norm is not None,
             "num_warps": 8,
-            **constants,
-            **whole,
+            **packed,
         }
-        self._values = {**self._summed(), **whole, "num_warps": 8}
+        self._sum_constants = {"N": block, "NP": power(block), "num_warps": 8, **self._summed()}
 
     def _summed(self) -> dict[str, Any]:
-        """What sums of values are compiled for."""
-        codec, segment = self._codec, self._codec.segments[-1]
+        """What `sum_states` is compiled for: which channels a program sums, and how they are packed."""
+        codec, block = self._codec, self._layer.stream.block
         if self._accumulated:
             size = min(MOST_SUMMED, power(codec.value_weight.shape[1]))
-            return {"SOURCE": 0, "D": size, "DP": size, "BITS": 4, "SPAN": 0, "GROUP": 1}
-        operand = segment.operand(self._layer.stream.block)
+            return {"SOURCE": PLAIN.value, "D": size, "DP": size, "LAYOUT": None}
+        segment = codec.segments[-1]
+        operand = segment.operand(block)
         assert isinstance(operand, Operand) and operand.tile is not None
         by_token = operand.tile.lanes == "tokens"
         size = operand.tile.head if by_token else gcd(operand.group, MOST_SUMMED)
-        one = side(segment, self._layer.stream.block, size, self._device)
         return {
-            "SOURCE": 2 if by_token else 1,
+            "SOURCE": (TOKEN_LANES if by_token else CHANNEL_LANES).value,
             "D": size,
             "DP": power(size),
-            "BITS": operand.bits,
-            "SPAN": one.span,
-            "GROUP": operand.group,
+            "LAYOUT": KernelOperand.of(segment, block, size, self._device).layout,
         }
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
-        found = launch_of(self._layer, call, self._rope)
-        if found is None:
+        launch = launch_of(self._layer, call, self._rope)
+        if launch is None:
             return None
         self._table.refresh()
-        heads, size = found.batch * found.groups * found.rows, found.size
+        rows, size = launch.batch * launch.groups * launch.rows, launch.size
         channels, columns = self._codec.value_weight.shape[1], self._table.columns
-        sequences = found.batch * -(-found.groups * found.rows // SUM_ROWS)
-        share = blocks_per_split(
-            columns, -(-channels // self._values["D"]) * sequences, self._device
-        )
-        parts = -(-columns // share)
-        # The exact tokens are one part of what is joined at last, all blocks are the other.
-        sums, peaks, scores, *coded = self._workspace.take(
+        sequences = launch.batch * -(-launch.groups * launch.rows // SUM_ROWS)
+        programs = -(-channels // self._sum_constants["D"]) * sequences
+        per_split = blocks_per_split(columns, programs, self._device)
+        splits = -(-columns // per_split)
+        # Of the last combination, the exact tokens are one split, all blocks are the other.
+        sums, maxima, scores, *coded = self._workspace.take(
             self._device,
-            2 * heads * size,
-            2 * heads * 2,
-            heads * columns * self._layer.stream.block,
-            parts * heads * channels,
-            parts * heads * 2,
+            2 * rows * size,
+            2 * rows * 2,
+            rows * columns * self._layer.stream.block,
+            splits * rows * channels,
+            splits * rows * 2,
         )
-        self._exact(found, sums, peaks)
+        self._attend_exact(launch, sums, maxima)
         if columns:
             rows_in = self._rows_in()
-            self._score(found, rows_in, scores)
-            self._sum(found, rows_in, scores, share, coded)
-            part = self._project(found, coded, parts, peaks[2 * heads :])
-            sums[heads * size : 2 * heads * size].view_as(part).copy_(part)
-        out = found.new_out()
-        combine_splits(sums, peaks, 1 + (columns > 0), found, out)
+            self._score(launch, rows_in, scores)
+            self._sum(launch, rows_in, scores, per_split, coded)
+            values = self._project(launch, coded, splits, maxima[2 * rows :])
+            sums[rows * size : 2 * rows * size].view_as(values).copy_(values)
+        out = launch.new_out()
+        combine_splits(sums, maxima, 1 + (columns > 0), launch, out)
         if self._layer.below is not None:
             self._layer.below.release()
         return out
 
-    def _exact(self, found: Launch, sums: Tensor, peaks: Tensor) -> None:
-        """What is kept exactly: keys and values of its rows are projected as the model does."""
-        layer, nothing = self._layer, self._nothing
-        tail, sinks, sink_at, sink_count = nothing, nothing, self._table.begins, 0
-        kept = [] if layer.tail is None else [layer.tail[:, : found.before]]
+    def _attend_exact(self, launch: Launch, sums: Tensor, maxima: Tensor) -> None:
+        """Attend to what is kept exactly; its keys and values are projected as the model does."""
+        layer, tail, sinks = self._layer, self._nothing, self._nothing
+        columns, sink_count = sink_columns(layer, self._table.blocks.begins)
+        kept = [] if layer.tail is None else [layer.tail[:, : launch.before]]
         if layer.sinks is not None:
             kept.insert(0, layer.sinks.rows)
-            sink_at, sink_count = layer.sinks.columns, layer.sinks.rows.shape[1]
-        if found.before + sink_count:
+        if launch.before + sink_count:
             rows = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
             states = torch.cat(self._codec.exact(rows), -1)
             sinks, tail = states[:, :sink_count], states[:, sink_count:]
-        exact[(found.batch * found.groups, found.runs)](
-            found.query,
-            found.key,
-            found.value,
-            tail,
-            sinks,
-            sink_at,
-            nothing if found.mask is None else found.mask,
+        attend_exact[(launch.batch * launch.groups, launch.row_programs)](
+            *launch.heads,
+            *launch.exact_rows(tail, sinks, columns),
+            *launch.mask_arguments(self._nothing),
             sums,
-            peaks,
-            *found.tail,
-            *found.sinks,
-            found.limit,
-            found.past,
-            found.before,
+            maxima,
+            launch.limit,
+            launch.past,
+            launch.before,
             sink_count,
-            found.queries,
-            found.group_heads,
-            found.groups,
-            *found.query.stride()[:3],
-            *found.key.stride()[:3],
-            *found.value.stride()[:3],
-            *steps(tail),
-            *steps(sinks),
-            *found.mask_steps,
-            found.scaling,
-            found.softcap,
-            D=found.size,
-            DP=power(found.size),
-            ROWS=found.each,
-            **found.constants,
+            launch.shape,
+            launch.scaling,
+            launch.softcap,
+            D=launch.size,
+            DP=power(launch.size),
+            ROWS=launch.program_rows,
+            **launch.constants,
         )
 
-    def _rows_in(self) -> Tensor:
+    def _rows_in(self) -> Rows:
         """Sums over layers ``[B, T, C]``, where keys and values come from them."""
         recalled = recalled_rows(self._layer)
         if recalled is None:
-            return self._nothing
+            return Rows(self._nothing, *row_strides(self._nothing))
         rows = self._codec.sources(recalled)[0]
-        return rows if rows.stride(-1) == 1 else rows.contiguous()
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        return Rows(rows, *row_strides(rows))
 
-    def _score(self, found: Launch, rows_in: Tensor, scores: Tensor) -> None:
-        layer, table = self._layer, self._table
-        sink_at, sink_count = table.begins, 0
-        if layer.sinks is not None:
-            sink_at = layer.sinks.columns
-            sink_count = sink_at.shape[1]
-        rebuild[(table.columns, found.groups // self._together, found.batch)](
-            found.query,
-            sink_at,
-            self._nothing if found.mask is None else found.mask,
+    def _score(self, launch: Launch, rows_in: Rows, scores: Tensor) -> None:
+        """Write the scores of all blocks, ``[B, G, rows, columns * n]``."""
+        table = self._table
+        columns, sink_count = sink_columns(self._layer, table.blocks.begins)
+        rebuild[(table.columns, launch.groups // self._program_heads, launch.batch)](
+            Heads.of(launch.query),
+            columns,
+            *launch.mask_arguments(self._nothing),
             scores,
-            table.of(0),
+            table.segment(0),
             rows_in,
-            table.begins,
-            table.lengths,
-            self._weights,
-            self._units,
+            self._matrix,
             self._bias,
             self._gain,
-            *found.start,
-            *found.within,
-            table.columns,
-            found.limit,
-            sink_count,
-            found.queries,
-            found.group_heads,
-            found.groups,
-            self._codec.key_weight.shape[1],
-            *found.query.stride()[:3],
-            *steps(rows_in),
-            *found.mask_steps,
-            found.scaling,
-            found.softcap,
             self._epsilon,
-            ROWS=found.padded_rows,
+            launch.rope,
+            table.columns,
+            launch.limit,
+            sink_count,
+            self._codec.key_weight.shape[1],
+            launch.shape,
+            launch.scaling,
+            launch.softcap,
+            ROWS=launch.padded_rows,
             SINKS=sink_count and power(sink_count),
-            **found.constants,
-            **self._keys,
+            **launch.constants,
+            **self._key_constants,
         )
 
     def _sum(
-        self, found: Launch, rows_in: Tensor, scores: Tensor, share: int, out: list[Tensor]
+        self, launch: Launch, rows_in: Rows, scores: Tensor, per_split: int, out: list[Tensor]
     ) -> None:
+        """Write the splits of the sums of what values come from, and their maxima."""
         table, channels = self._table, self._codec.value_weight.shape[1]
-        rows = found.groups * found.rows
-        parts, runs = -(-table.columns // share), -(-channels // self._values["D"])
-        sum_states[(parts, runs, found.batch * -(-rows // SUM_ROWS))](
+        rows = launch.groups * launch.rows
+        splits, runs = -(-table.columns // per_split), -(-channels // self._sum_constants["D"])
+        sum_states[(splits, runs, launch.batch * -(-rows // SUM_ROWS))](
             scores,
             *out,
-            table.of(len(self._layer.codec.segments) - 1),
+            table.segment(len(self._layer.codec.segments) - 1),
             rows_in,
-            table.begins,
-            table.lengths,
             table.columns,
-            share,
+            per_split,
             rows,
             channels,
-            *steps(rows_in),
-            found.batch,
+            launch.batch,
             ROWS=SUM_ROWS,
-            **self._values,
+            **self._sum_constants,
         )
 
-    def _project(self, found: Launch, coded: list[Tensor], parts: int, peaks_out: Tensor) -> Tensor:
-        """Values ``[B, G, rows, D]`` of all blocks, from the parts of their sums."""
+    def _project(
+        self, launch: Launch, coded: list[Tensor], splits: int, maxima_out: Tensor
+    ) -> Tensor:
+        """Values ``[B, G, rows, D]`` of all blocks, from the splits of their sums."""
         weight, bias = self._codec.value_weight, self._codec.value_bias
-        channels, rows = weight.shape[1], found.groups * found.rows
-        joined = torch.empty(
-            found.batch, found.groups, found.rows, channels, dtype=weight.dtype, device=self._device
-        )
-        combine[(rows, found.batch, -(-channels // JOINED))](
-            *coded,
-            joined,
-            parts,
-            1,
-            rows,
-            1,
-            rows * channels,
-            0,
+        channels, rows = weight.shape[1], launch.groups * launch.rows
+        combined = torch.empty(
+            launch.batch,
+            launch.groups,
+            launch.rows,
             channels,
-            peaks_out,
-            D=channels,
-            DP=min(JOINED, power(channels)),
-            OPEN=True,
+            dtype=weight.dtype,
+            device=self._device,
         )
-        values = joined @ weight.unflatten(0, (found.groups, -1)).mT
-        return values if bias is None else values + bias.view(found.groups, 1, -1)
+        combine[(rows, launch.batch, -(-channels // COMBINED))](
+            *coded,
+            Heads(combined, rows * channels, channels, 0),
+            maxima_out,
+            splits,
+            Shape(1, rows, 1),
+            D=channels,
+            DP=min(COMBINED, power(channels)),
+            PARTIAL=True,
+        )
+        values = combined @ weight.unflatten(0, (launch.groups, -1)).mT
+        return values if bias is None else values + bias.view(launch.groups, 1, -1)

@@ -1,4 +1,4 @@
-"""Affine quantizers by Triton: what `seal` is given."""
+"""Blocks packed by Triton in one launch: jit/seal.py. It equals `Affine.encode`, bit for bit."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from .jit.seal import seal
 from .support import power
 
 
-def encode(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
-    """`Affine.encode` of blocks ``[N, n, C]`` whose codes lie in tiles; ``excluded`` is bool ``[N, n]``.
+def pack_affine(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
+    """Blocks ``[N, n, C]`` whose codes lie in tiles; ``excluded`` is bool ``[N, n]``.
 
     Raises:
         ValueError: ``x`` holds NaN in a token that sets a range.

@@ -1,22 +1,16 @@
-"""The decode kernel: attention of a few queries over packed blocks and exact rows, split over programs.
-
-A program has a run of blocks of one sequence and key/value head, and up to ROWS of its query heads and
-queries; the first of each has what is kept exactly: tail, sinks, the newest tokens. What a program found is
-left to `join`.
-"""
+"""The decode kernel: attention of a few queries over packed keys and values."""
 
 import triton
 import triton.language as tl
 
-from .products import block_scores, block_sums, over, split, to_halves
-from .rows import asked_rows, attend_exact, leave
-from .softmax import LOWEST, capped, masked, shares
-from .unpack import SMALL, coded, lanes
-
-FIELDS = tl.constexpr(6)  # of keys, then as many of values
+from .exact import Channels, Queries, add_exact, load_rows, store_split
+from .products import block_scores, block_sums, high_and_low, reciprocal, to_halves
+from .softmax import LOWEST, Mask, mask_rows, masked, soft_capped, softmax_weights
+from .unpack import FIELDS, QUARTER, Block, lane_order, tile_order
 
 VARYING = (
-    "columns", "share", "limit", "past", "tail_count", "sink_count", "mask_batch", "mask_query"
+    "columns", "blocks_per_split", "limit", "past", "tail_count", "sink_count",
+    "mask_batch_stride", "mask_query_stride",
 )  # fmt: skip
 """What changes from step to step: nothing is compiled anew for it."""
 
@@ -24,53 +18,28 @@ VARYING = (
 @triton.jit(do_not_specialize=VARYING)
 def attend(
     query,
-    newest_key,
-    newest_value,
+    key,
+    value,
     tail,
     sinks,
-    sink_at,
     mask,
-    sums_out,
-    peaks_out,
+    mask_batch_stride,
+    mask_query_stride,
+    mask_token_stride,
     blocks,
-    begins,
-    lengths,
-    start_cos,
-    start_sin,
-    turn_cos,
-    turn_sin,
-    tail_cos,
-    tail_sin,
-    sink_cos,
-    sink_sin,
-    key_levels,
-    value_levels,
+    rope,
+    key_codebook,
+    value_codebook,
     offset,
+    sums_out,
+    maxima_out,
     columns,
-    share,
+    blocks_per_split,
     limit,
     past,
     tail_count,
     sink_count,
-    queries,
-    group_heads,
-    kv_heads,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    tail_batch,
-    tail_token,
-    sink_batch,
-    sink_token,
-    mask_batch,
-    mask_query,
-    mask_token,
+    shape,
     scaling,
     softcap,
     D: tl.constexpr,
@@ -79,108 +48,126 @@ def attend(
     NP: tl.constexpr,
     ROWS: tl.constexpr,
     SINKS: tl.constexpr,
-    TURN: tl.constexpr,
+    ROTATE: tl.constexpr,
     OFFSET: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    KEY_TABLE: tl.constexpr,
-    KEY_PER_TOKEN: tl.constexpr,
-    KEY_SPAN: tl.constexpr,
-    KEY_GROUP: tl.constexpr,
-    KEY_SPARSE: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    VALUE_TABLE: tl.constexpr,
-    VALUE_PER_TOKEN: tl.constexpr,
-    VALUE_SPAN: tl.constexpr,
-    VALUE_GROUP: tl.constexpr,
-    VALUE_SPARSE: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
 ):
-    """Grid: parts, batch times key/value heads, runs of ROWS.
+    """Attention ``softmax(scaling q K^T) V`` by an online softmax (`softmax`), split over programs.
 
-    ``blocks``: addresses int64 ``[2 FIELDS, B, columns]``; ``begins`` and ``lengths`` int32 ``[columns]``;
-    angles fp32 ``[B, ., D/2]``, but those of turns ``[N, D/2]``. Writes ``sums_out`` and ``peaks_out``
-    as `join` takes them.
+    The first split of each head reads the exact tokens: tail, sinks and the newest. Each of the others reads
+    a run of packed blocks, whose keys and values are decoded in registers (`unpack.decode`) and forgotten
+    after their product. Every split writes its sums, running maximum and total; `combine` makes the output
+    of them. A score is::
+
+        q . k                 of keys that are kept after RoPE
+        R(-p) q . R(r) k      of place r of a block that starts at position p, otherwise
+
+    so the query is rotated once a block, and keys by one table for all blocks. The reference is attention
+    over `CompressedLayer.read`, from which it differs by roundings to fp16.
+
+    Grid: splits, sequences times key/value heads, runs of ROWS rows. Rows of a key/value head are its query
+    heads times queries.
+
+    Args:
+        query: `Heads` ``[B, H, t, D]``.
+        key: `Heads` ``[B, G, t, D]`` of the newest tokens, after RoPE; as ``value``.
+        tail: `ExactRows` of ``tail_count`` tokens; as ``sinks``, of ``sink_count``.
+        mask: ``[B, 1, t, T]``, bool or added to scores, with its strides.
+        blocks: `Blocks`, with the FIELDS of keys, then those of values.
+        rope: `BlockRope`, where ``ROTATE``.
+        key_codebook: fp16 ``[2**bits]``, where ``KEY.codebook``; as ``value_codebook``.
+        offset: fp32 ``[G D]``, the bias of keys, which their codes do without; where ``OFFSET``.
+        sums_out: fp32 ``[splits, B G, rows, D]``, to write.
+        maxima_out: fp32 ``[splits, B G, rows, 2]``, to write.
+        columns: blocks of each sequence, ``blocks_per_split`` of them in a split.
+        limit: tokens that are read from blocks.
+        past: tokens before the newest.
+        shape: `Shape`.
+        D: channels of a head, ``DP`` as a power of two; ``N``: tokens of a block, ``NP`` as a power of two.
+        SINKS: a power of two from ``sink_count`` on, 0 where there are none.
+        MASK: a kind of mask, see `softmax`.
+        KEY: `operand.Layout` of keys; as ``VALUE``.
     """
     half: tl.constexpr = D // 2
-    part = tl.program_id(0)
-    b, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
-    channel = coded(D, DP, KEY_BITS, DP)
-    other = tl.where(channel < half, channel + half, channel - half)
-    value_channel = lanes(D, DP)
-    token = coded(N, NP, VALUE_BITS, NP)
+    split = tl.program_id(0)
+    b, head = tl.program_id(1) // shape.kv_heads, tl.program_id(1) % shape.kv_heads
+    channel = tile_order(D, DP, KEY.bits, DP)
+    partner_channel = tl.where(channel < half, channel + half, channel - half)
+    value_channel = lane_order(D, DP)
+    token = tile_order(N, NP, VALUE.bits, NP)
 
-    row, query_place, own, whole, states, mask_row = asked_rows(
-        query, b, head, tl.program_id(2), channel, queries, group_heads,
-        query_batch, query_head, query_token, mask_batch, mask_query, scaling, ROWS,
-    )  # fmt: skip
-    peak = tl.full([ROWS], LOWEST, tl.float32)
+    row, place, pointer, there, states = load_rows(
+        query, b, head, tl.program_id(2), channel, shape, scaling, ROWS
+    )
+    mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
+    mask_row = mask_rows(mask, b, place)
+    maximum = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([DP, ROWS], tl.float32)
-    if part == 0:
-        right, unit = to_halves(states)
-        peak, total, sums = attend_exact(
-            right, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
-            tail_cos, tail_sin, sink_cos, sink_sin, b, head,
-            limit, past, tail_count, sink_count, queries, kv_heads,
-            key_batch, key_head, key_token, value_batch, value_head, value_token,
-            tail_batch, tail_token, sink_batch, sink_token, mask_row, mask_token,
-            query_place, channel, other, value_channel, softcap, peak, total, sums,
-            D, TURN, MASK, SOFTCAP,
+    if split == 0:
+        high, unit = to_halves(states)
+        maximum, total, sums = add_exact(
+            Queries(high, unit, place), key, value, tail, sinks,
+            mask, mask_row, b, head, limit, past, tail_count, sink_count, shape,
+            Channels(channel, partner_channel, value_channel), softcap, maximum, total, sums,
+            D, ROTATE, MASK, SOFTCAP,
         )  # fmt: skip
     else:
-        partner, cos, sin = tl.zeros_like(states), 0.0, 0.0
-        if TURN:
-            partner = tl.load(own[None, :] + other[:, None], whole, 0).to(tl.float32) * scaling
+        partner, within_cos, within_sin = tl.zeros_like(states), 0.0, 0.0
+        if ROTATE:
+            partner = tl.load(pointer[None, :] + partner_channel[:, None], there, 0)
+            partner = partner.to(tl.float32) * scaling
             partner = tl.where((channel < half)[:, None], partner, -partner)
             # The first half of runs is that of the channels.
-            pair = coded(D, DP, KEY_BITS, DP)
+            pair = tile_order(D, DP, KEY.bits, DP)
             pair = tl.min(tl.reshape(pair, (2, 2, DP // 4)), 1)
             pair = tl.reshape(pair, (DP // 2,))
-            place = token[:, None] * half + pair[None, :]
+            within = token[:, None] * half + pair[None, :]
             both = (token >= 0)[:, None] & (pair >= 0)[None, :]
-            cos = tl.load(turn_cos + place, both, 0).to(tl.float16)
-            sin = tl.load(turn_sin + place, both, 0).to(tl.float16)
+            within_cos = tl.load(rope.within_cos + within, both, 0).to(tl.float16)
+            within_sin = tl.load(rope.within_sin + within, both, 0).to(tl.float16)
         if SINKS:
             sink = tl.arange(0, SINKS)
-            kept = tl.load(sink_at + b * sink_count + sink, sink < sink_count, -1)
-        each = tl.num_programs(1) // kv_heads * columns
+            sink_column = tl.load(sinks.columns + b * sink_count + sink, sink < sink_count, -1)
+        field_stride = tl.num_programs(1) // shape.kv_heads * columns
         totals = tl.zeros([NP, ROWS], tl.float32)  # by token, and summed over them at last
         unit = tl.max(tl.sqrt(states * states + partner * partner), 0)[None, :]
-        states, partner = states * over(unit), partner * over(unit)
-        right, rest = split(states)
-        for column in range((part - 1) * share, tl.minimum(part * share, columns)):
-            at, begin = b * columns + column, tl.load(begins + column)
-            if TURN:
+        states, partner = states * reciprocal(unit), partner * reciprocal(unit)
+        high, low = high_and_low(states)
+        first = (split - 1) * blocks_per_split
+        for column in range(first, tl.minimum(split * blocks_per_split, columns)):
+            at, begin = b * columns + column, tl.load(blocks.begins + column)
+            if ROTATE:
                 angle = at * half + channel % half
-                back = tl.load(start_cos + angle, channel >= 0, 0)[:, None]
-                aside = tl.load(start_sin + angle, channel >= 0, 0)[:, None]
-                right, rest = split(states * back + partner * aside)
+                start_cos = tl.load(rope.start_cos + angle, channel >= 0, 0)[:, None]
+                start_sin = tl.load(rope.start_sin + angle, channel >= 0, 0)[:, None]
+                high, low = high_and_low(states * start_cos + partner * start_sin)
             scores = block_scores(
-                blocks, each, at, key_levels, offset, right, rest, token, channel, cos, sin, head,
-                kv_heads, D, DP, N, NP, KEY_BITS, KEY_TABLE, KEY_PER_TOKEN, KEY_SPAN, KEY_GROUP, KEY_SPARSE,
-                OFFSET, TURN,
+                Block(blocks.addresses, field_stride, at), key_codebook, offset, high, low, token, channel,
+                within_cos, within_sin, head, shape.kv_heads, D, DP, N, NP, KEY, OFFSET, ROTATE,
             )  # fmt: skip
-            scores *= unit / SMALL
+            scores *= unit / QUARTER
             if SOFTCAP:
-                scores = capped(scores, softcap)
-            seen = (token >= 0) & (token < tl.minimum(tl.load(lengths + column), limit - begin))
+                scores = soft_capped(scores, softcap)
+            length = tl.minimum(tl.load(blocks.lengths + column), limit - begin)
+            seen = (token >= 0) & (token < length)
             if SINKS:
-                seen = seen & (tl.min(tl.abs(kept[:, None] - begin - token[None, :]), 0) > 0)
-            scores = masked(
-                scores, mask, (begin + token) * mask_token, mask_row, seen[:, None], MASK
-            )
-            weights, shrink, peak = shares(scores, peak)
-            found = block_sums(
-                blocks + FIELDS * each, each, at, value_levels, weights, token, value_channel, head,
-                kv_heads, D, DP, N, NP, VALUE_BITS, VALUE_TABLE, VALUE_PER_TOKEN, VALUE_SPAN,
-                VALUE_GROUP, VALUE_SPARSE,
+                distance = tl.abs(sink_column[:, None] - begin - token[None, :])
+                seen = seen & (tl.min(distance, 0) > 0)
+            scores = masked(scores, mask, mask_row, begin + token, seen[:, None], MASK)
+            weights, shrink, maximum = softmax_weights(scores, maximum)
+            block_values = block_sums(
+                Block(blocks.addresses + FIELDS * field_stride, field_stride, at), value_codebook, weights,
+                token, value_channel, head, shape.kv_heads, D, DP, N, NP, VALUE,
             )  # fmt: skip
-            sums = sums * shrink[None, :] + found
+            sums = sums * shrink[None, :] + block_values
             totals = totals * shrink[None, :] + weights
-        total, sums = tl.sum(totals, 0), sums / SMALL
+        total, sums = tl.sum(totals, 0), sums / QUARTER
 
-    rows = group_heads * queries
-    to = (part.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
-    whole = (row < rows)[None, :] & (value_channel >= 0)[:, None]
-    leave(sums_out, peaks_out, sums, peak, total, to, row < rows, value_channel, whole, D)
+    rows = shape.group_heads * shape.queries
+    to = (split.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
+    there = (row < rows)[None, :] & (value_channel >= 0)[:, None]
+    store_split(sums_out, maxima_out, sums, maximum, total, to, row < rows, value_channel, there, D)

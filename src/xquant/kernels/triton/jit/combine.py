@@ -1,59 +1,71 @@
-"""The kernel that combines what the programs of `attend` found."""
+"""The kernel that combines splits of one softmax."""
 
 import triton
 import triton.language as tl
 
 from .softmax import LOWEST
 
-STEP = tl.constexpr(16)
+STEP = tl.constexpr(16)  # splits that are read at a time
 
 
-@triton.jit(do_not_specialize=("parts",))
+@triton.jit(do_not_specialize=("splits",))
 def combine(
     sums,
-    peaks,
+    maxima,
     out,
-    parts,
-    queries,
-    group_heads,
-    kv_heads,
-    out_batch,
-    out_token,
-    out_head,
-    peaks_out,
+    maxima_out,
+    splits,
+    shape,
     D: tl.constexpr,
     DP: tl.constexpr,
-    OPEN: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
-    """Grid: rows, batch times key/value heads, runs of DP channels.
+    """Combine the splits of every row. Of a split ``i`` with running maximum ``m_i``, total ``l_i`` and sums
+    ``o_i``::
 
-    ``sums`` fp32 ``[parts, B G, rows, D]`` and ``peaks`` ``[parts, B G, rows, 2]``, the peak and the total.
-    Writes ``out`` ``[B, t, H, D]`` by its strides. Where ``OPEN`` it is a part of something more:
-    ``peaks_out`` ``[B G, rows, 2]`` are its peak and total, as of sums that need no division.
+        m   = max m_i
+        l   = sum exp(m_i - m) l_i
+        out = sum exp(m_i - m) o_i / l
+
+    and 0 where no token was seen.
+
+    The reference is `blockwise.OnlineSoftmax.combine` over all splits, and the division after it.
+
+    Grid: rows of a key/value head, sequences times key/value heads, runs of DP channels.
+
+    Args:
+        sums: fp32 ``[splits, B G, rows, D]``, ``o_i``.
+        maxima: fp32 ``[splits, B G, rows, 2]``, ``m_i`` and ``l_i``.
+        out: `Heads` ``[B, H, t, D]``, to write.
+        maxima_out: fp32 ``[B G, rows, 2]``, to write where ``PARTIAL``. The result is then itself a split
+            of a longer softmax, already divided: its maximum is ``m + log(l)`` and its total 1.
+        shape: `Shape`.
     """
-    row, rows, many = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    row, rows, head_of_all = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * DP + tl.arange(0, DP)
-    highest = tl.full([1], LOWEST, tl.float32)
+    maximum = tl.full([1], LOWEST, tl.float32)
     total = tl.zeros([1], tl.float32)
-    joined = tl.zeros([DP], tl.float32)
-    for first in range(0, parts, STEP):
-        part = first + tl.arange(0, STEP)
-        at = (part * tl.num_programs(1) + many) * rows + row
-        peak = tl.load(peaks + at * 2, part < parts, LOWEST)
-        raised = tl.maximum(highest, tl.max(peak, 0))
-        shrink, grow = tl.exp(highest - raised), tl.exp(peak - raised)
-        highest = raised
-        total = total * shrink + tl.sum(grow * tl.load(peaks + at * 2 + 1, part < parts, 0), 0)
-        there = (part < parts)[:, None] & (channel < D)[None, :]
-        found = tl.load(sums + at[:, None] * D + channel[None, :], there, 0)
-        joined = joined * shrink + tl.sum(grow[:, None] * found, 0)
-    some = tl.where(total > 0, total, 1)
-    joined = tl.where(total > 0, joined / some, 0)
-    if OPEN:
-        one = tl.arange(0, 1)
-        to = peaks_out + (many * rows + row) * 2 + one
-        tl.store(to, highest + tl.log(some))
+    combined = tl.zeros([DP], tl.float32)
+    for first in range(0, splits, STEP):
+        split = first + tl.arange(0, STEP)
+        at = (split * tl.num_programs(1) + head_of_all) * rows + row
+        split_maximum = tl.load(maxima + at * 2, split < splits, LOWEST)
+        raised = tl.maximum(maximum, tl.max(split_maximum, 0))
+        shrink, grow = tl.exp(maximum - raised), tl.exp(split_maximum - raised)
+        maximum = raised
+        split_total = tl.load(maxima + at * 2 + 1, split < splits, 0)
+        total = total * shrink + tl.sum(grow * split_total, 0)
+        there = (split < splits)[:, None] & (channel < D)[None, :]
+        split_sums = tl.load(sums + at[:, None] * D + channel[None, :], there, 0)
+        combined = combined * shrink + tl.sum(grow[:, None] * split_sums, 0)
+    divisor = tl.where(total > 0, total, 1)
+    combined = tl.where(total > 0, combined / divisor, 0)
+    if PARTIAL:
+        to = maxima_out + (head_of_all * rows + row) * 2 + tl.arange(0, 1)
+        tl.store(to, maximum + tl.log(divisor))
         tl.store(to + 1, (total > 0).to(tl.float32))
-    b, head = many // kv_heads, many % kv_heads * group_heads + row // queries
-    to = out + b * out_batch + row % queries * out_token + head * out_head
-    tl.store(to + channel, joined.to(out.dtype.element_ty), channel < D)
+    b = head_of_all // shape.kv_heads
+    head = head_of_all % shape.kv_heads * shape.group_heads + row // shape.queries
+    to = out.data + b * out.batch_stride + row % shape.queries * out.token_stride
+    to += head * out.head_stride
+    tl.store(to + channel, combined.to(out.data.dtype.element_ty), channel < D)

@@ -1,83 +1,192 @@
-"""The kernel that attends to what is kept exactly, where blocks are another kernel's."""
+"""Attention over exact tokens (tail, sinks and the newest), and what all kernels share that attend.
+
+Letters: ``R`` rows of a program, which are query heads times queries of one key/value head; ``K`` channels of
+a head, padded to a power of two.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .products import to_halves
-from .rows import asked_rows, attend_exact, leave
-from .softmax import LOWEST
+from .products import quarter
+from .softmax import NONE, masked, soft_capped, softmax_step
+from .unpack import QUARTER
 
-VARYING = ("past", "limit", "tail_count", "sink_count", "mask_batch", "mask_query")
+STEP = tl.constexpr(32)  # tokens that are read at a time
 
 
-@triton.jit(do_not_specialize=VARYING)
-def exact(
-    query,
-    newest_key,
-    newest_value,
+class Queries(NamedTuple):
+    """The rows of a program, as `products.to_halves` makes them."""
+
+    data: Any
+    """fp16 ``[K, R]``."""
+    unit: Any
+    """fp32 ``[1, R]``: what scores are to be multiplied with."""
+    place: Any
+    """``[R]``: which of the newest tokens each row is the query of."""
+
+
+class Channels(NamedTuple):
+    """The order of the channels of a head, ``[K]`` each, -1 where there is none."""
+
+    key: Any
+    partner: Any
+    """The channel with which RoPE rotates each of ``key``."""
+    value: Any
+
+
+@triton.jit
+def row_pointers(query, b, head, row, shape):
+    """Of rows ``[R]`` of a key/value head: the number of each one's query among the newest tokens, and a
+    pointer to it."""
+    place = row % shape.queries
+    pointer = query.data + b.to(tl.int64) * query.batch_stride + place * query.token_stride
+    return place, pointer + (head * shape.group_heads + row // shape.queries) * query.head_stride
+
+
+@triton.jit
+def load_rows(query, b, head, program, channel, shape, scaling, ROWS: tl.constexpr):
+    """Load ROWS rows of a key/value head, from number ``program * ROWS`` on, with ``channel`` ``[K]`` of
+    each.
+
+    Returns:
+        the numbers of the rows ``[R]``; what `row_pointers` says of them; which elements are there ``[K,
+        R]``; the scaled queries, fp32 ``[K, R]``.
+    """
+    row, rows = program * ROWS + tl.arange(0, ROWS), shape.group_heads * shape.queries
+    place, pointer = row_pointers(query, b, head, row, shape)
+    there = (row < rows)[None, :] & (channel >= 0)[:, None]
+    states = tl.load(pointer[None, :] + channel[:, None], there, 0).to(tl.float32) * scaling
+    return row, place, pointer, there, states
+
+
+@triton.jit
+def store_split(sums_out, maxima_out, sums, maximum, total, to, row_there, channel, there, D):
+    """Write this split's sums ``[K, R]``, running maximum and total ``[R]`` to workspace rows ``to`` ``[R]``;
+    `combine` reads them."""
+    tl.store(maxima_out + to * 2, maximum, row_there)
+    tl.store(maxima_out + to * 2 + 1, total, row_there)
+    tl.store(sums_out + to[None, :] * D + channel[:, None], sums, there)
+
+
+@triton.jit
+def add_rows(
+    queries,
+    key,
+    value,
+    key_stride,
+    value_stride,
+    count,
+    cos,
+    sin,
+    columns,
+    start,
+    limit,
+    channels,
+    mask,
+    mask_row,
+    softcap,
+    maximum,
+    total,
+    sums,
+    D: tl.constexpr,
+    ROTATE: tl.constexpr,
+    LISTED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Add ``count`` tokens to an online softmax, with a head's keys at ``key`` and its values at ``value``.
+
+    Where ``LISTED``, their columns are at ``columns``, and those from ``limit`` on are not seen; otherwise
+    they start at ``start``. ``CAUSAL``: the i-th token is seen by queries from the i-th on. ``ROTATE``:
+    keys are rotated by the angles fp32 ``[count, D/2]`` at ``cos`` and ``sin``.
+    """
+    channel, value_channel = channels.key, channels.value
+    half: tl.constexpr = D // 2
+    for at in tl.range(0, count, STEP, num_stages=1):
+        token = at + tl.arange(0, STEP)
+        there = token < count
+        whole = there[:, None] & (channel >= 0)[None, :]
+        row = key + token.to(tl.int64)[:, None] * key_stride
+        keys = tl.load(row + channel[None, :], whole, 0).to(tl.float32)
+        if ROTATE:
+            partner = tl.load(row + channels.partner[None, :], whole, 0).to(tl.float32)
+            partner = tl.where((channel < half)[None, :], partner, -partner)
+            angle = token[:, None] * half + (channel % half)[None, :]
+            keys = keys * tl.load(cos + angle, whole, 0) - partner * tl.load(sin + angle, whole, 0)
+        scores = tl.dot(quarter(keys), queries.data) * (queries.unit / QUARTER)
+        if SOFTCAP:
+            scores = soft_capped(scores, softcap)
+        if LISTED:
+            column = tl.load(columns + token, there, -1)
+            there = (column >= 0) & (column < limit)
+        else:
+            column = start + token
+        seen = there[:, None]
+        if CAUSAL:
+            seen = seen & (queries.place[None, :] >= token[:, None])
+        scores = masked(scores, mask, mask_row, column, seen, MASK)
+        weights, maximum, total, sums = softmax_step(scores, maximum, total, sums)
+        row = value + token.to(tl.int64)[None, :] * value_stride
+        whole = (token < count)[None, :] & (value_channel >= 0)[:, None]
+        values = tl.load(row + value_channel[:, None], whole, 0).to(tl.float32)
+        sums += tl.dot(quarter(values), weights.to(tl.float16)) / QUARTER
+    return maximum, total, sums
+
+
+@triton.jit
+def add_exact(
+    queries,
+    key,
+    value,
     tail,
     sinks,
-    sink_at,
     mask,
-    sums_out,
-    peaks_out,
-    tail_cos,
-    tail_sin,
-    sink_cos,
-    sink_sin,
+    mask_row,
+    b,
+    head,
     limit,
     past,
     tail_count,
     sink_count,
-    queries,
-    group_heads,
-    kv_heads,
-    query_batch,
-    query_head,
-    query_token,
-    key_batch,
-    key_head,
-    key_token,
-    value_batch,
-    value_head,
-    value_token,
-    tail_batch,
-    tail_token,
-    sink_batch,
-    sink_token,
-    mask_batch,
-    mask_query,
-    mask_token,
-    scaling,
+    shape,
+    channels,
     softcap,
+    maximum,
+    total,
+    sums,
     D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROTATE: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Grid: batch times key/value heads, runs of ROWS. As the first part of `attend`."""
+    """Add the exact tokens of a head and sequence to an online softmax: tail, sinks and the newest.
+
+    The newest keys come rotated; those of tail and sinks are rotated where ``ROTATE``.
+    """
     half: tl.constexpr = D // 2
-    b, head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
-    channel = tl.arange(0, DP)
-    channel = tl.where(channel < D, channel, -1)
-    other = tl.where(channel < half, channel + half, channel - half)
-    row, query_place, _, whole, states, mask_row = asked_rows(
-        query, b, head, tl.program_id(1), channel, queries, group_heads,
-        query_batch, query_head, query_token, mask_batch, mask_query, scaling, ROWS,
+    width, at, b = shape.kv_heads * D, head * D, b.to(tl.int64)
+    tail_rows = tail.data + b * tail.batch_stride + at
+    sink_rows = sinks.data + b * sinks.batch_stride + at
+    maximum, total, sums = add_rows(
+        queries, tail_rows, tail_rows + width, tail.token_stride, tail.token_stride, tail_count,
+        tail.cos + b * tail_count * half, tail.sin + b * tail_count * half,
+        tail.columns, limit, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+        D, ROTATE, False, False, MASK, SOFTCAP,
     )  # fmt: skip
-    right, unit = to_halves(states)
-    peak, total, sums = attend_exact(
-        right, unit, newest_key, newest_value, tail, sinks, sink_at, mask,
-        tail_cos, tail_sin, sink_cos, sink_sin, b, head,
-        limit, past, tail_count, sink_count, queries, kv_heads,
-        key_batch, key_head, key_token, value_batch, value_head, value_token,
-        tail_batch, tail_token, sink_batch, sink_token, mask_row, mask_token,
-        query_place, channel, other, channel, softcap,
-        tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32),
-        tl.zeros([DP, ROWS], tl.float32),
-        D, True, MASK, SOFTCAP,
+    maximum, total, sums = add_rows(
+        queries, sink_rows, sink_rows + width, sinks.token_stride, sinks.token_stride, sink_count,
+        sinks.cos + b * sink_count * half, sinks.sin + b * sink_count * half,
+        sinks.columns + b * sink_count, 0, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+        D, ROTATE, True, False, MASK, SOFTCAP,
     )  # fmt: skip
-    rows = group_heads * queries
-    to = tl.program_id(0).to(tl.int64) * rows + row
-    leave(sums_out, peaks_out, sums, peak, total, to, row < rows, channel, whole, D)
+    return add_rows(
+        queries,
+        key.data + b * key.batch_stride + head * key.head_stride,
+        value.data + b * value.batch_stride + head * value.head_stride,
+        key.token_stride, value.token_stride, shape.queries, tail.cos, tail.sin,
+        tail.columns, past, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+        D, False, False, MASK == NONE, MASK, SOFTCAP,
+    )  # fmt: skip

@@ -1,21 +1,23 @@
-"""The kernel that rebuilds keys from what is kept instead of them, and scores them (arXiv 2508.10395)."""
+"""The kernel that rebuilds keys from the rows that are kept in their place, and scores them (arXiv
+2508.10395)."""
 
 import triton
 import triton.language as tl
 
-from .products import HALF_MAX, over, split
-from .softmax import capped, masked
-from .states import coded_chunk, row_chunk
-from .unpack import SMALL, lanes
+from .exact import row_pointers
+from .products import HALF_MAX, high_and_low, reciprocal
+from .softmax import Mask, mask_rows, masked, soft_capped
+from .states import packed_chunk, row_chunk
+from .unpack import QUARTER, Block, lane_order
 
-VARYING = ("columns", "limit", "sink_count", "mask_batch", "mask_query")
+VARYING = ("columns", "limit", "sink_count", "mask_batch_stride", "mask_query_stride")
 """What changes from step to step: nothing is compiled anew for it."""
 
 
 @triton.jit
-def places(D: tl.constexpr, COUNT: tl.constexpr, DP: tl.constexpr):
-    """Channels of heads that follow each other, in ``COUNT`` places: halves of a head follow each other too,
-    each with a hole at its end where it is no power of two, -1."""
+def head_channels(D: tl.constexpr, COUNT: tl.constexpr, DP: tl.constexpr):
+    """The channels of heads that follow each other, in ``COUNT`` places. The halves of a head follow each
+    other too, each with a hole of -1 at its end where it is no power of two."""
     half: tl.constexpr = D // 2
     place = tl.arange(0, COUNT)
     within = place % (DP // 2)
@@ -23,142 +25,142 @@ def places(D: tl.constexpr, COUNT: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def score(
-    keys,
+def finished_keys(
+    product,
     head,
-    b,
-    at,
-    column,
     token,
-    begin,
-    length,
-    query,
-    sink_at,
-    mask,
-    scores_out,
-    units,
+    matrix,
     bias,
     gain,
-    start_cos,
-    start_sin,
-    turn_cos,
-    turn_sin,
-    columns,
-    limit,
-    sink_count,
-    queries,
-    group_heads,
-    kv_heads,
-    query_batch,
-    query_head,
-    query_token,
-    mask_batch,
-    mask_query,
-    mask_token,
-    scaling,
-    softcap,
     epsilon,
+    rope,
     D: tl.constexpr,
     DP: tl.constexpr,
-    N: tl.constexpr,
     NP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CODED: tl.constexpr,
+    PACKED: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
 ):
-    """The scores of all rows with products ``keys`` ``[NP, DP]`` of a head, which become keys."""
+    """A quarter of the keys of a head, ``R(r) norm(product + bias)``, as of `high_and_low`.
+
+    ``product``: of the states of a block with the head's rows of the ``matrix``, fp32 ``[NP, DP]``; the
+    rest as in `rebuild`.
+    """
     half: tl.constexpr = D // 2
     HP: tl.constexpr = DP // 2
-    channel = places(D, DP, DP)
+    channel = head_channels(D, DP, DP)
     here = channel >= 0
-    keys *= tl.load(units + head * D + channel, here, 0)[None, :]
-    if CODED:
-        keys /= SMALL
+    keys = product * tl.load(matrix.units + head * D + channel, here, 0)[None, :]
+    if PACKED:
+        keys /= QUARTER
     if BIAS:
         keys += tl.load(bias + head * D + channel, here, 0)[None, :]
     if NORM:
         keys *= tl.rsqrt(tl.sum(keys * keys, 1) / D + epsilon)[:, None]
         keys *= tl.load(gain + channel, here, 0)[None, :]
-    h = tl.arange(0, HP)
-    angle = token[:, None] * half + h[None, :]
-    both = (token >= 0)[:, None] & (h < half)[None, :]
-    cos, sin = tl.load(turn_cos + angle, both, 0), tl.load(turn_sin + angle, both, 0)
+    pair = tl.arange(0, HP)
+    angle = token[:, None] * half + pair[None, :]
+    both = (token >= 0)[:, None] & (pair < half)[None, :]
+    cos, sin = tl.load(rope.within_cos + angle, both, 0), tl.load(rope.within_sin + angle, both, 0)
     first_half, second_half = tl.split(tl.permute(tl.reshape(keys, (NP, 2, HP)), (0, 2, 1)))
     keys = tl.join(first_half * cos - second_half * sin, second_half * cos + first_half * sin)
-    keys = tl.reshape(tl.permute(keys, (0, 2, 1)), (NP, DP)) * SMALL
-    high, low = split(tl.minimum(tl.maximum(keys, -HALF_MAX), HALF_MAX))
+    keys = tl.reshape(tl.permute(keys, (0, 2, 1)), (NP, DP)) * QUARTER
+    return high_and_low(tl.minimum(tl.maximum(keys, -HALF_MAX), HALF_MAX))
 
+
+@triton.jit
+def store_scores(
+    scores_out,
+    high,
+    low,
+    head,
+    b,
+    column,
+    token,
+    begin,
+    length,
+    query,
+    sink_columns,
+    mask,
+    rope,
+    columns,
+    limit,
+    sink_count,
+    shape,
+    scaling,
+    softcap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Write the scores ``R(-p) q . k`` of all rows of a head with the keys of a block.
+
+    ``high`` and ``low``: the keys, as of `finished_keys`; the rest as in `rebuild`.
+    """
+    half: tl.constexpr = D // 2
+    channel = head_channels(D, DP, DP)
+    here = channel >= 0
     seen = (token >= 0) & (token < tl.minimum(length, limit - begin))
     if SINKS:
         sink = tl.arange(0, SINKS)
-        kept = tl.load(sink_at + b * sink_count + sink, sink < sink_count, -1)
-        seen = seen & (tl.min(tl.abs(kept[:, None] - begin - token[None, :]), 0) > 0)
-    angle = at * half + channel % half
-    back, aside = tl.load(start_cos + angle, here, 0), tl.load(start_sin + angle, here, 0)
-    other = tl.where(channel < half, channel + half, channel - half)
-    aside = tl.where(channel < half, aside, -aside)
-    rows = group_heads * queries
+        sink_column = tl.load(sink_columns + b * sink_count + sink, sink < sink_count, -1)
+        seen = seen & (tl.min(tl.abs(sink_column[:, None] - begin - token[None, :]), 0) > 0)
+    angle = (b * columns + column) * half + channel % half
+    cos = tl.load(rope.start_cos + angle, here, 0)
+    sin = tl.load(rope.start_sin + angle, here, 0)
+    partner_channel = tl.where(channel < half, channel + half, channel - half)
+    sin = tl.where(channel < half, sin, -sin)
+    rows = shape.group_heads * shape.queries
     for first in range(0, rows, ROWS):
-        r = first + tl.arange(0, ROWS)
-        own = query + b.to(tl.int64) * query_batch + (r % queries) * query_token
-        own += (head * group_heads + r // queries) * query_head
-        whole = (r < rows)[None, :] & here[:, None]
-        right = tl.load(own[None, :] + channel[:, None], whole, 0).to(tl.float32) * back[:, None]
-        partner = tl.load(own[None, :] + other[:, None], whole, 0).to(tl.float32)
-        right = (right + partner * aside[:, None]) * scaling
-        unit = tl.max(tl.abs(right), 0)[None, :]
-        great, little = split(right * over(unit))
+        row = first + tl.arange(0, ROWS)
+        place, pointer = row_pointers(query, b, head, row, shape)
+        there = (row < rows)[None, :] & here[:, None]
+        states = tl.load(pointer[None, :] + channel[:, None], there, 0).to(tl.float32)
+        states *= cos[:, None]
+        partner = tl.load(pointer[None, :] + partner_channel[:, None], there, 0).to(tl.float32)
+        states = (states + partner * sin[:, None]) * scaling
+        unit = tl.max(tl.abs(states), 0)[None, :]
+        query_high, query_low = high_and_low(states * reciprocal(unit))
         # All that keys and queries are is in the product, but for what two roundings leave of them.
-        scores = tl.dot(high, great, tl.dot(high, little, tl.dot(low, great))) * (unit / SMALL)
+        scores = tl.dot(low, query_high)
+        scores = tl.dot(high, query_high, tl.dot(high, query_low, scores)) * (unit / QUARTER)
         if SOFTCAP:
-            scores = capped(scores, softcap)
-        mask_row = b.to(tl.int64) * mask_batch + (r % queries) * mask_query
-        scores = masked(scores, mask, (begin + token) * mask_token, mask_row, seen[:, None], MASK)
-        to = ((b * kv_heads + head).to(tl.int64) * rows + r) * (columns * N) + column * N
-        there = (r < rows)[None, :] & (token >= 0)[:, None]
+            scores = soft_capped(scores, softcap)
+        mask_row = mask_rows(mask, b, place)
+        scores = masked(scores, mask, mask_row, begin + token, seen[:, None], MASK)
+        to = (b * shape.kv_heads + head).to(tl.int64) * rows + row
+        to = to * (columns * N) + column * N
+        there = (row < rows)[None, :] & (token >= 0)[:, None]
         tl.store(scores_out + to[None, :] + token[:, None], scores, there)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def rebuild(
     query,
-    sink_at,
+    sink_columns,
     mask,
+    mask_batch_stride,
+    mask_query_stride,
+    mask_token_stride,
     scores_out,
     blocks,
     rows_in,
-    begins,
-    lengths,
-    weights,
-    units,
+    matrix,
     bias,
     gain,
-    start_cos,
-    start_sin,
-    turn_cos,
-    turn_sin,
+    epsilon,
+    rope,
     columns,
     limit,
     sink_count,
-    queries,
-    group_heads,
-    kv_heads,
     C,
-    query_batch,
-    query_head,
-    query_token,
-    row_batch,
-    row_token,
-    mask_batch,
-    mask_query,
-    mask_token,
+    shape,
     scaling,
     softcap,
-    epsilon,
     D: tl.constexpr,
     DP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -167,66 +169,80 @@ def rebuild(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    CODED: tl.constexpr,
+    PACKED: tl.constexpr,
     TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     SINKS: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Grid: columns of blocks, runs of HEADS key/value heads, sequences. A program rebuilds the keys of its
-    heads of a block: codes are decoded once for them.
+    """Write the scores of queries ``q`` with keys that are rebuilt from rows ``x``. At place ``r`` of a
+    block that starts at position ``p``::
 
-    ``weights`` ``[G D, CHUNKS CHUNK]`` and ``units`` fp32 ``[G D]``: `matrices.arranged`; ``rows_in``
-    ``[B, T, C]`` where not ``CODED``; ``gain`` fp32 ``[D]`` and ``epsilon`` of a ``NORM`` of keys. Writes
-    ``scores_out`` fp32 ``[B, G, rows, columns N]``, -inf for what a row does not see.
+        k     = norm(W x + bias)
+        score = scaling R(-p) q . R(r) k
+
+    A norm (Qwen3, Gemma 3) is ``k / sqrt(mean(k^2) + epsilon) * gain``. Rows are decoded once for HEADS
+    key/value heads, 1 or 2, and keys are forgotten after their product. `sum_states` reads the scores. The
+    reference is `torch.rebuild.DecodedAttention`, from which they differ by roundings to fp16.
+
+    Grid: columns of blocks, runs of HEADS key/value heads, sequences.
+
+    Args:
+        query: `Heads` ``[B, H, t, D]``.
+        sink_columns: int32 ``[B, S]``, of ``sink_count`` sinks, which are seen as exact tokens and not here.
+        mask: ``[B, 1, t, T]``, bool or added to scores, with its strides.
+        scores_out: fp32 ``[B, G, rows, columns N]``, to write; -inf for what a row does not see.
+        blocks: `Blocks`, with the FIELDS of the packed rows, where ``PACKED``.
+        rows_in: `Rows` ``[B, T, C]``, sums over layers, otherwise.
+        matrix: `Matrix` ``[G D, C]``, ``W``.
+        bias: fp32 ``[G D]``, where ``BIAS``.
+        gain: fp32 ``[D]``, where ``NORM``.
+        rope: `BlockRope`.
+        limit: tokens that are read from blocks.
+        shape: `Shape`.
+        CHUNK: channels that are multiplied at a time, ``CHUNKS`` times.
+        TILE: channels of a tile of the packed rows, whose ``LAYOUT`` is an `operand.Layout`.
+        SINKS: a power of two from ``sink_count`` on, 0 where there are none.
     """
     column, head, b = tl.program_id(0), tl.program_id(1) * HEADS, tl.program_id(2)
-    at, each = b * columns + column, tl.num_programs(2) * columns
-    begin, length = tl.load(begins + column), tl.load(lengths + column)
-    token, channel = lanes(N, NP), places(D, HEADS * DP, DP)
+    block = Block(blocks.addresses, tl.num_programs(2) * columns, b * columns + column)
+    begin, length = tl.load(blocks.begins + column), tl.load(blocks.lengths + column)
+    token, channel = lane_order(N, NP), head_channels(D, HEADS * DP, DP)
     here = channel >= 0
-    row = weights + (head * D + channel)[None, :] * (CHUNKS * CHUNK)
-    keys = tl.zeros([NP, HEADS * DP], tl.float32)
+    row = matrix.data + (head * D + channel)[None, :] * (CHUNKS * CHUNK)
+    product = tl.zeros([NP, HEADS * DP], tl.float32)
     for chunk in range(CHUNKS):
-        if CODED:
-            states = coded_chunk(
-                blocks, each, at, chunk, token, C,
-                N, NP, TILE, CHUNK, BITS, PER_TOKEN, SPAN, GROUP,
-            )  # fmt: skip
+        if PACKED:
+            states = packed_chunk(block, chunk, token, C, N, NP, TILE, CHUNK, LAYOUT)
         else:
-            own = rows_in + b.to(tl.int64) * row_batch
+            rows = rows_in.data + b.to(tl.int64) * rows_in.batch_stride
             states = row_chunk(
-                own, row_token, begin, length, chunk, token, C, CHUNK, weights.dtype.element_ty
-            )
-        matrix = tl.load(row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None], here[None, :], 0)
-        keys = tl.dot(states, matrix, keys)
+                rows, rows_in.token_stride, begin, length, chunk, token, C, CHUNK,
+                matrix.data.dtype.element_ty,
+            )  # fmt: skip
+        weights = tl.load(row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None], here[None, :], 0)
+        product = tl.dot(states, weights, product)
+    mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
     if HEADS == 1:
-        score(
-            keys, head, b, at, column, token, begin, length, query, sink_at, mask, scores_out, units,
-            bias, gain, start_cos, start_sin, turn_cos, turn_sin, columns, limit, sink_count,
-            queries, group_heads, kv_heads, query_batch, query_head, query_token,
-            mask_batch, mask_query, mask_token, scaling, softcap, epsilon,
-            D, DP, N, NP, ROWS, CODED, BIAS, NORM, SINKS, MASK, SOFTCAP,
+        high, low = finished_keys(
+            product, head, token, matrix, bias, gain, epsilon, rope, D, DP, NP, PACKED, BIAS, NORM
+        )
+        store_scores(
+            scores_out, high, low, head, b, column, token, begin, length, query, sink_columns, mask, rope,
+            columns, limit, sink_count, shape, scaling, softcap, D, DP, N, ROWS, SINKS, MASK, SOFTCAP,
         )  # fmt: skip
     else:
-        one, other = tl.split(tl.permute(tl.reshape(keys, (NP, 2, DP)), (0, 2, 1)))
-        score(
-            one, head, b, at, column, token, begin, length, query, sink_at, mask, scores_out, units,
-            bias, gain, start_cos, start_sin, turn_cos, turn_sin, columns, limit, sink_count,
-            queries, group_heads, kv_heads, query_batch, query_head, query_token,
-            mask_batch, mask_query, mask_token, scaling, softcap, epsilon,
-            D, DP, N, NP, ROWS, CODED, BIAS, NORM, SINKS, MASK, SOFTCAP,
-        )  # fmt: skip
-        score(
-            other, head + 1, b, at, column, token, begin, length, query, sink_at, mask, scores_out, units,
-            bias, gain, start_cos, start_sin, turn_cos, turn_sin, columns, limit, sink_count,
-            queries, group_heads, kv_heads, query_batch, query_head, query_token,
-            mask_batch, mask_query, mask_token, scaling, softcap, epsilon,
-            D, DP, N, NP, ROWS, CODED, BIAS, NORM, SINKS, MASK, SOFTCAP,
-        )  # fmt: skip
+        first, second = tl.split(tl.permute(tl.reshape(product, (NP, 2, DP)), (0, 2, 1)))
+        for i in tl.static_range(2):
+            high, low = finished_keys(
+                first if i == 0 else second, head + i, token, matrix, bias, gain, epsilon, rope,
+                D, DP, NP, PACKED, BIAS, NORM,
+            )  # fmt: skip
+            store_scores(
+                scores_out, high, low, head + i, b, column, token, begin, length, query, sink_columns, mask,
+                rope, columns, limit, sink_count, shape, scaling, softcap,
+                D, DP, N, ROWS, SINKS, MASK, SOFTCAP,
+            )  # fmt: skip

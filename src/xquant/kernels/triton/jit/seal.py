@@ -1,59 +1,54 @@
-"""The kernel that seals blocks: ranges, affine codes, tiles and planes in one launch, bit for bit what
-quant/affine.py and quant/pack.py make of them.
-
-A program has a head of a block. Ranges that reach past the head are found by every head in them, and
-stored by the first.
-"""
+"""The kernel that seals blocks: ranges, affine codes, tiles and planes in one launch."""
 
 import triton
 import triton.language as tl
 
-from .unpack import LANES, order, run_width
+from .unpack import LANES, index_at, run_width
 
 HALF_MAX = tl.constexpr(65504.0)
-CHUNK = tl.constexpr(32)
-TO_WHOLE = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2^23: a sum with it has no fraction, rounded half to even
+CHUNK = tl.constexpr(32)  # elements of a range that are read at a time
+# 1.5 * 2^23: a sum with it has no fraction, rounded half to even.
+TO_WHOLE = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def ends(
+def range_ends(
     rows,
     hidden,
-    across,
-    across_stride,
-    along_stride,
+    vector,
+    vector_stride,
+    stride,
     start,
     stop,
     A: tl.constexpr,
     HIDDEN: tl.constexpr,
 ):
-    """Lowest and highest ``[A]`` of what lies from ``start`` to ``stop``, and whether any is NaN.
+    """Lowest and highest ``[A]`` of the elements ``start`` to ``stop`` of vectors, and whether any is NaN.
 
-    ``across`` ``[A]``: which vectors, -1 for none; ``hidden``: which places along them do not count.
+    ``vector`` ``[A]``: which vectors, -1 for none; ``hidden``: which elements do not count, where
+    ``HIDDEN``. As `affine.group_range`.
     """
     low = tl.full([A], float("inf"), tl.float32)
     high = tl.full([A], float("-inf"), tl.float32)
-    nothing = tl.zeros([A], tl.int32)
+    nan = tl.zeros([A], tl.int32)
     for first in range(start, stop, CHUNK):
         place = first + tl.arange(0, CHUNK)
         counts = place < stop
         if HIDDEN:
             counts = counts & (tl.load(hidden + place, counts, 1) == 0)
-        whole = (across >= 0)[:, None] & counts[None, :]
-        at = across[:, None] * across_stride + place[None, :] * along_stride
-        x = tl.load(rows + at, whole, 0).to(tl.float32)
-        nothing = tl.maximum(nothing, tl.max((x != x).to(tl.int32), 1))
+        there = (vector >= 0)[:, None] & counts[None, :]
+        at = vector[:, None] * vector_stride + place[None, :] * stride
+        x = tl.load(rows + at, there, 0).to(tl.float32)
+        nan = tl.maximum(nan, tl.max((x != x).to(tl.int32), 1))
         x = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
-        low = tl.minimum(low, tl.min(tl.where(whole, x, float("inf")), 1))
-        high = tl.maximum(high, tl.max(tl.where(whole, x, float("-inf")), 1))
+        low = tl.minimum(low, tl.min(tl.where(there, x, float("inf")), 1))
+        high = tl.maximum(high, tl.max(tl.where(there, x, float("-inf")), 1))
     empty = low > high
-    return tl.where(empty, 0, low), tl.where(empty, 0, high), tl.max(nothing, 0)
+    return tl.where(empty, 0, low), tl.where(empty, 0, high), tl.max(nan, 0)
 
 
 @triton.jit
-def pack_plane(
+def store_plane(
     out,
     codes,
     lane,
@@ -63,7 +58,7 @@ def pack_plane(
     WIDTH: tl.constexpr,
     M: tl.constexpr,
 ):
-    """One plane of codes int32 ``[PADDED, M]``: the inverse of what `unpack` does with it."""
+    """Write the plane of ``WIDTH`` bits of codes int32 ``[PADDED, M]``; `unpack.load_codes` reads it."""
     shift: tl.constexpr = BITS // (2 * WIDTH) * (2 * WIDTH)
     rows: tl.constexpr = SUMMED * run_width(BITS) // 32
     padded: tl.constexpr = PADDED * run_width(BITS) // 32
@@ -103,9 +98,29 @@ def seal(
     HIDDEN: tl.constexpr,
     ETA: tl.constexpr,
 ):
-    """Grid: blocks, heads.
+    """Quantize and pack blocks of states ``x``. Of every range::
 
-    ``rows`` ``[N, n, C]``, contiguous along C; ``codes`` by int32; ``BY_TOKEN``: lanes of a tile are tokens.
+        most  = 2**bits - 1
+        zero  = fp16(min x)
+        scale = fp16(min((max x - zero) / most, 65504))
+        code  = clamp(round((x - zero) / scale), 0, most), or 0 where scale is 0
+
+    Where ``ETA``, ``zero + zero_shift * scale`` and ``scale_share * scale`` are stored as zero and scale. The
+    reference is `Affine.encode`, which gives the same bits.
+
+    Grid: blocks, heads. Ranges that reach past a head are found by every head in them, and stored by the
+    first.
+
+    Args:
+        rows: ``[N, n, C]``, any float dtype, contiguous along ``C``, with its strides of blocks and tokens.
+        hidden: bool ``[N, n]``, tokens that set no range and are packed as zeros, where ``HIDDEN``.
+        codes: tiles of all heads by int32, to write.
+        scale: fp16 ``[N, ranges, n]`` where ``PER_TOKEN``, otherwise ``[N, ranges, C]``, to write; as
+            ``zero``.
+        found_nan: int32 ``[1]``, set where a range has NaN.
+        D: channels of a head, ``DP`` as a power of two; ``N``: tokens of a block, ``NP`` as a power of two.
+        GROUP: channels of a range where ``PER_TOKEN``, otherwise tokens.
+        BY_TOKEN: whether lanes of a tile are tokens; otherwise they are channels.
     """
     block, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * D
     most: tl.constexpr = (1 << BITS) - 1
@@ -115,10 +130,10 @@ def seal(
     token, channel = tl.arange(0, NP), tl.arange(0, DP)
     if BY_TOKEN:
         token = tl.where(token < N, token, -1)
-        channel = order(channel, D, DP, BITS)
+        channel = index_at(channel, D, DP, BITS)
         t, c = token[None, :], channel[:, None]
     else:
-        token = order(token, N, NP, BITS)
+        token = index_at(token, N, NP, BITS)
         channel = tl.where(channel < D, channel, -1)
         t, c = token[:, None], channel[None, :]
     there = (t >= 0) & (c >= 0)
@@ -132,47 +147,49 @@ def seal(
     else:
         ranges, begin, end = tl.cdiv(N, GROUP), 0, tl.cdiv(N, GROUP)
         member = t // GROUP
-    base, divisor = tl.zeros_like(x), tl.full(x.shape, 1, tl.float32)
+    zeros, divisors = tl.zeros_like(x), tl.full(x.shape, 1, tl.float32)
     for j in range(begin, end):
         if PER_TOKEN:
             stop = tl.minimum((j + 1) * GROUP, C)
-            low, high, bad = ends(
+            low, high, nan = range_ends(
                 rows, hidden, token, token_stride, 1, j * GROUP, stop, NP, HIDDEN
-            )  # fmt: skip
+            )
             place, stored = (block * ranges + j) * N + token, (token >= 0) & (j * GROUP >= first)
         else:
-            across = tl.where(channel >= 0, first + channel, -1)
+            vector = tl.where(channel >= 0, first + channel, -1)
             stop = tl.minimum((j + 1) * GROUP, N)
-            low, high, bad = ends(
-                rows, hidden, across, 1, token_stride, j * GROUP, stop, DP, HIDDEN
-            )  # fmt: skip
-            place, stored = (block * ranges + j) * C + across, channel >= 0
-        tl.store(found_nan, bad, bad > 0)
-        bottom = low.to(tl.float16)
-        height = tl.maximum(high - bottom.to(tl.float32), 0)
-        step = tl.minimum(tl.math.div_rn(height, tl.full(height.shape, most, tl.float32)), HALF_MAX)
-        step = step.to(tl.float16)
-        bottom_, step_ = bottom.to(tl.float32), step.to(tl.float32)
+            low, high, nan = range_ends(
+                rows, hidden, vector, 1, token_stride, j * GROUP, stop, DP, HIDDEN
+            )
+            place, stored = (block * ranges + j) * C + vector, channel >= 0
+        tl.store(found_nan, nan, nan > 0)
+        zero16 = low.to(tl.float16)
+        height = tl.maximum(high - zero16.to(tl.float32), 0)
+        scale16 = tl.minimum(
+            tl.math.div_rn(height, tl.full(height.shape, most, tl.float32)), HALF_MAX
+        )
+        scale16 = scale16.to(tl.float16)
+        zero32, scale32 = zero16.to(tl.float32), scale16.to(tl.float32)
         if ETA:  # codes do not depend on it
-            tl.store(zero + place, (bottom_ + zero_shift * step_).to(tl.float16), stored)
-            tl.store(scale + place, (scale_share * step_).to(tl.float16), stored)
+            tl.store(zero + place, (zero32 + zero_shift * scale32).to(tl.float16), stored)
+            tl.store(scale + place, (scale_share * scale32).to(tl.float16), stored)
         else:
-            tl.store(zero + place, bottom, stored)
-            tl.store(scale + place, step, stored)
-        step_ = tl.where(step_ == 0, float("inf"), step_)
+            tl.store(zero + place, zero16, stored)
+            tl.store(scale + place, scale16, stored)
+        scale32 = tl.where(scale32 == 0, float("inf"), scale32)
         if PER_TOKEN == BY_TOKEN:
-            bottom_, step_ = bottom_[None, :], step_[None, :]
+            zero32, scale32 = zero32[None, :], scale32[None, :]
         else:
-            bottom_, step_ = bottom_[:, None], step_[:, None]
-        base = tl.where(member == j, bottom_, base)
-        divisor = tl.where(member == j, step_, divisor)
-    code = tl.math.div_rn(x - base, divisor)
+            zero32, scale32 = zero32[:, None], scale32[:, None]
+        zeros = tl.where(member == j, zero32, zeros)
+        divisors = tl.where(member == j, scale32, divisors)
+    code = tl.math.div_rn(x - zeros, divisors)
     code = tl.minimum(tl.maximum(code, 0), most) + TO_WHOLE - TO_WHOLE
     code = code.to(tl.int32)
     out = codes + (block * tl.num_programs(1) + tl.program_id(1)) * (D * N * BITS // 32)
     for k in tl.static_range(4):
         if BITS & (8 >> k):
             if BY_TOKEN:
-                pack_plane(out, code, token, D, DP, BITS, 8 >> k, NP)
+                store_plane(out, code, token, D, DP, BITS, 8 >> k, NP)
             else:
-                pack_plane(out, code, channel, N, NP, BITS, 8 >> k, DP)
+                store_plane(out, code, channel, N, NP, BITS, 8 >> k, DP)

@@ -1,24 +1,61 @@
-"""A softmax over parts of the tokens that come one after the other, inside a Triton kernel."""
+"""Online softmax inside a Triton kernel: a softmax over runs of tokens that come one after the other.
+
+Of scores ``s`` and values ``v``, a row keeps the running maximum ``m``, the total ``l`` and the sums ``o``::
+
+    m = max s
+    l = sum exp(s - m)
+    o = sum exp(s - m) v
+
+More tokens make of them::
+
+    m' = max(m, max s)
+    w  = exp(s - m')
+    l' = exp(m - m') l + sum w
+    o' = exp(m - m') o + sum w v
+
+and ``o / l`` is the result. The reference is `blockwise.OnlineSoftmax`.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-1e30)  # below every score, yet a score minus it is a number
-NONE, BOOLS = tl.constexpr(0), tl.constexpr(1)  # kinds of masks; others are added
+
+# Kinds of masks: none (only the newest tokens are causal), bool, or added to scores.
+NONE, BOOLS, ADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+class Mask(NamedTuple):
+    """A mask ``[B, 1, t, T]``, bool or added to scores."""
+
+    data: Any
+    batch_stride: Any
+    query_stride: Any
+    token_stride: Any
 
 
 @triton.jit
-def capped(scores, cap):
+def soft_capped(scores, cap):
     """``cap * tanh(scores / cap)``."""
     return cap * (1 - 2 / (1 + tl.exp(2 * scores / cap)))
 
 
 @triton.jit
-def masked(scores, mask, column_at, row_at, seen, MASK: tl.constexpr):
-    """Scores ``[T, R]`` of tokens and rows with the mask at ``column_at`` ``[T]`` and ``row_at`` ``[R]``,
-    -inf where not ``seen`` ``[T, R | 1]``."""
+def mask_rows(mask, b, place):
+    """Where the mask of each row begins, ``[R]``; ``place`` ``[R]``: the number of its query among the newest
+    tokens."""
+    return b.to(tl.int64) * mask.batch_stride + place * mask.query_stride
+
+
+@triton.jit
+def masked(scores, mask, mask_row, column, seen, MASK: tl.constexpr):
+    """Scores ``[T, R]`` of the tokens in columns ``[T]`` under the mask, -inf where not ``seen``
+    ``[T, R | 1]``; ``mask_row`` as of `mask_rows`."""
     if MASK != NONE:
-        given = tl.load(mask + column_at[:, None] + row_at[None, :], seen, 0)
+        place = mask.data + (column * mask.token_stride)[:, None] + mask_row[None, :]
+        given = tl.load(place, seen, 0)
         if MASK == BOOLS:
             scores = tl.where(given != 0, scores, float("-inf"))
         else:
@@ -27,15 +64,15 @@ def masked(scores, mask, column_at, row_at, seen, MASK: tl.constexpr):
 
 
 @triton.jit
-def shares(scores, peak):
-    """Weights ``[T, R]`` of another part, what those before are to be multiplied with, the peak ``[R]``."""
-    raised = tl.maximum(peak, tl.max(scores, 0))
-    return tl.exp(scores - raised[None, :]), tl.exp(peak - raised), raised
+def softmax_weights(scores, maximum):
+    """``w`` ``[T, R]``, ``exp(m - m')`` and ``m'`` ``[R]`` of scores ``[T, R]`` and the ``maximum`` ``m``."""
+    raised = tl.maximum(maximum, tl.max(scores, 0))
+    return tl.exp(scores - raised[None, :]), tl.exp(maximum - raised), raised
 
 
 @triton.jit
-def weigh(scores, peak, total, sums):
-    """Weights ``[T, R]`` of another part; and what is there, of rows ``[R]`` and ``[D, R]``, shrunk to their
-    peak, with the part in its total."""
-    weights, shrink, raised = shares(scores, peak)
+def softmax_step(scores, maximum, total, sums):
+    """``w`` ``[T, R]``, ``m'`` and ``l'`` ``[R]``, and ``exp(m - m') o`` ``[D, R]``: the caller adds the
+    values by ``w``."""
+    weights, shrink, raised = softmax_weights(scores, maximum)
     return weights, raised, total * shrink + tl.sum(weights, 0), sums * shrink[None, :]

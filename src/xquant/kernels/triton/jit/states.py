@@ -1,20 +1,19 @@
-"""What is kept of tokens instead of keys and values, inside a Triton kernel: a chunk of channels of a block
-at a time, as the left side of a product. The other side follows the order in which codes lie (`unpack.coded`,
-`matrices.arranged`).
+"""The rows that keys and values are projected from, inside a Triton kernel.
+
+They come a chunk of channels of a block at a time, as the left side of a product. The matrix on the right has
+its channels in the same order (`unpack.tile_order`, `matrices.by_chunk`).
 """
 
 import triton
 import triton.language as tl
 
 from .products import HALF_MAX
-from .unpack import coded, decoded, field, numbers, pairs
+from .unpack import CODES, decode, field, levels_of, load_codes, tile_order
 
 
 @triton.jit
-def coded_chunk(
-    blocks,
-    each,
-    at,
+def packed_chunk(
+    block,
     chunk,
     token,
     C,
@@ -22,27 +21,26 @@ def coded_chunk(
     NP: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
-    BITS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """SMALL of a block, fp16 ``[NP, CHUNK]``: chunks follow each other through tiles of ``TILE`` channels.
-    Lanes are tokens, as of `unpack.lanes`; what stands where there is no channel or no token is finite."""
+    """A quarter of a chunk of a packed block, fp16 ``[NP, CHUNK]``. Chunks follow each other through tiles of
+    ``TILE`` channels, whose lanes are tokens.
+
+    ``token`` ``[NP]``: as of `unpack.lane_order`. Where there is no channel or no token, numbers are finite.
+    """
+    BITS: tl.constexpr = LAYOUT.bits
     chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
     tile, part = chunk // chunks, chunk % chunks
-    words = field(blocks, 0, each, at, tl.int32) + tile * (TILE * N * BITS // 32)
-    found = pairs(words, token, TILE, CHUNK, BITS, NP, part)
-    channel = coded(TILE, CHUNK, BITS, CHUNK, part)
-    return decoded(
-        blocks, each, at, numbers(found, None, BITS, False, NP, CHUNK), token, channel,
-        tile * TILE, TILE, N, C, BITS, False, PER_TOKEN, SPAN, GROUP, 0, True, NP, CHUNK,
-    )  # fmt: skip
+    words = field(block, CODES, tl.int32) + tile * (TILE * N * BITS // 32)
+    codes = load_codes(words, token, TILE, CHUNK, BITS, NP, part)
+    channel = tile_order(TILE, CHUNK, BITS, CHUNK, part)
+    level = levels_of(codes, None, LAYOUT, NP, CHUNK)
+    return decode(block, level, token, channel, tile * TILE, TILE, N, C, LAYOUT, True, NP, CHUNK)
 
 
 @triton.jit
 def row_chunk(rows, token_stride, begin, length, chunk, token, C, CHUNK: tl.constexpr, dtype):
-    """Of rows, where nothing is packed: ``[NP, CHUNK]`` in ``dtype``."""
+    """The same of rows that are not packed: ``[NP, CHUNK]`` in ``dtype``."""
     channel = chunk * CHUNK + tl.arange(0, CHUNK)
     row = rows + (begin + token).to(tl.int64)[:, None] * token_stride
     there = (channel < C)[None, :] & ((token >= 0) & (token < length))[:, None]

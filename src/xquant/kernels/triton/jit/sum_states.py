@@ -1,33 +1,38 @@
-"""The kernel that sums what values come from by weights: the product with their projection is taken after it,
-once for all tokens."""
+"""The kernel that sums the rows that values come from, by the weights of the softmax."""
 
 import triton
 import triton.language as tl
 
 from .products import block_sums
-from .softmax import LOWEST, shares
-from .unpack import SMALL, coded, decoded, field, lanes, numbers, pairs
+from .softmax import LOWEST, softmax_weights
+from .unpack import (
+    CODES,
+    QUARTER,
+    Block,
+    decode,
+    field,
+    lane_order,
+    levels_of,
+    load_codes,
+    tile_order,
+)
 
-ROWS_IN = tl.constexpr(0)  # nothing is packed
-CHANNELS = tl.constexpr(1)  # codes whose lanes are channels
-TOKENS = tl.constexpr(2)  # or tokens
+PLAIN = tl.constexpr(0)  # rows that are not packed
+CHANNEL_LANES = tl.constexpr(1)  # packed rows whose lanes are channels
+TOKEN_LANES = tl.constexpr(2)  # or tokens
 
 
-@triton.jit(do_not_specialize=("columns", "share", "rows"))
+@triton.jit(do_not_specialize=("columns", "blocks_per_split", "rows"))
 def sum_states(
     scores,
     sums_out,
-    peaks_out,
+    maxima_out,
     blocks,
     rows_in,
-    begins,
-    lengths,
     columns,
-    share,
+    blocks_per_split,
     rows,
     C,
-    row_batch,
-    row_token,
     sequences,
     N: tl.constexpr,
     NP: tl.constexpr,
@@ -35,66 +40,77 @@ def sum_states(
     D: tl.constexpr,
     DP: tl.constexpr,
     SOURCE: tl.constexpr,
-    BITS: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
-    """Grid: parts, runs of D channels, sequences times runs of ROWS rows.
+    """Sum rows ``x`` by the softmax of scores ``s``, ``sum_t softmax(s)_t x_t``, by an online softmax
+    (`softmax`) that is split over programs.
 
-    ``scores`` fp32 ``[B, rows, columns N]``, -inf for what is not seen. Writes ``sums_out`` and
-    ``peaks_out`` as `join` takes them, of one head of ``C`` channels.
+    ``sum_t w_t (W x_t) = W sum_t w_t x_t``, so the value projection ``W`` is applied once to the sums, which
+    `combine` makes of the splits. The reference is `rebuilding.RebuildingAttention`, from which it differs by
+    roundings to fp16.
+
+    Grid: splits, runs of D channels, sequences times runs of ROWS rows; rows are query heads times queries.
+
+    Args:
+        scores: fp32 ``[B, rows, columns N]``, -inf for what is not seen.
+        sums_out: fp32 ``[splits, B, rows, C]``, to write.
+        maxima_out: fp32 ``[splits, B, rows, 2]``, to write.
+        blocks: `Blocks`, with the FIELDS of the packed rows.
+        rows_in: `Rows` ``[B, T, C]``, where ``SOURCE`` is PLAIN.
+        D: channels of a program, ``DP`` as a power of two: those of a tile where lanes are tokens.
+        SOURCE: PLAIN, CHANNEL_LANES or TOKEN_LANES.
+        LAYOUT: `operand.Layout` of the packed rows.
     """
-    part, run = tl.program_id(0), tl.program_id(1)
+    split, run = tl.program_id(0), tl.program_id(1)
     b, first = tl.program_id(2) % sequences, tl.program_id(2) // sequences * ROWS
-    each = sequences * columns
     row = first + tl.arange(0, ROWS)
-    token, channel = lanes(N, NP), lanes(D, DP)
-    if SOURCE == CHANNELS:
-        token = coded(N, NP, BITS, NP)
-    if SOURCE == TOKENS:
-        channel = coded(D, DP, BITS, DP)
+    token, channel = lane_order(N, NP), lane_order(D, DP)
+    if SOURCE == CHANNEL_LANES:
+        token = tile_order(N, NP, LAYOUT.bits, NP)
+    if SOURCE == TOKEN_LANES:
+        channel = tile_order(D, DP, LAYOUT.bits, DP)
     here = channel >= 0
-    if SOURCE == ROWS_IN:
+    if SOURCE == PLAIN:
         here = here & (run * D + channel < C)
 
-    own = scores + (b.to(tl.int64) * rows + row) * (columns * N)
-    peak = tl.full([ROWS], LOWEST, tl.float32)
+    row_scores = scores + (b.to(tl.int64) * rows + row) * (columns * N)
+    maximum = tl.full([ROWS], LOWEST, tl.float32)
     totals = tl.zeros([NP, ROWS], tl.float32)  # by token, and summed over them at last
     sums = tl.zeros([DP, ROWS], tl.float32)
-    for column in range(part * share, tl.minimum((part + 1) * share, columns)):
-        at = b * columns + column
-        whole = (row < rows)[None, :] & (token >= 0)[:, None]
-        found = tl.load(own[None, :] + (column * N + token)[:, None], whole, float("-inf"))
-        weights, shrink, peak = shares(found, peak)
+    start = split * blocks_per_split
+    for column in range(start, tl.minimum((split + 1) * blocks_per_split, columns)):
+        block = Block(blocks.addresses, sequences * columns, b * columns + column)
+        there = (row < rows)[None, :] & (token >= 0)[:, None]
+        place = (column * N + token)[:, None]
+        block_scores = tl.load(row_scores[None, :] + place, there, float("-inf"))
+        weights, shrink, maximum = softmax_weights(block_scores, maximum)
         totals = totals * shrink[None, :] + weights
         sums *= shrink[None, :]
-        if SOURCE == CHANNELS:
+        if SOURCE == CHANNEL_LANES:
             sums += block_sums(
-                blocks, each, at, None, weights, token, channel, run,
-                C // D, D, DP, N, NP, BITS, False, True, SPAN, GROUP, 0,
-            ) / SMALL  # fmt: skip
-        elif SOURCE == TOKENS:
-            words = field(blocks, 0, each, at, tl.int32) + run * (D * N * BITS // 32)
-            states = numbers(pairs(words, token, D, DP, BITS, NP), None, BITS, False, NP, DP)
-            states = decoded(
-                blocks, each, at, states, token, channel, run * D,
-                D, N, C, BITS, False, True, SPAN, GROUP, 0, True, NP, DP,
-            )  # fmt: skip
-            sums += tl.dot(tl.trans(states), weights.to(tl.float16)) / SMALL
+                block, None, weights, token, channel, run, C // D, D, DP, N, NP, LAYOUT
+            ) / QUARTER  # fmt: skip
+        elif SOURCE == TOKEN_LANES:
+            words = field(block, CODES, tl.int32) + run * (D * N * LAYOUT.bits // 32)
+            codes = load_codes(words, token, D, DP, LAYOUT.bits, NP)
+            level = levels_of(codes, None, LAYOUT, NP, DP)
+            states = decode(block, level, token, channel, run * D, D, N, C, LAYOUT, True, NP, DP)
+            sums += tl.dot(tl.trans(states), weights.to(tl.float16)) / QUARTER
         else:
-            tokens = (tl.load(begins + column) + token).to(tl.int64)
-            there = (token >= 0) & (token < tl.load(lengths + column))
-            states = rows_in + b.to(tl.int64) * row_batch + tokens[None, :] * row_token
+            tokens = (tl.load(blocks.begins + column) + token).to(tl.int64)
+            here_too = (token >= 0) & (token < tl.load(blocks.lengths + column))
+            states = rows_in.data + b.to(tl.int64) * rows_in.batch_stride
+            states = states + tokens[None, :] * rows_in.token_stride
             states = tl.load(
-                states + (run * D + channel)[:, None], there[None, :] & here[:, None], 0
+                states + (run * D + channel)[:, None], here_too[None, :] & here[:, None], 0
             )
             if states.dtype == tl.float32:
                 sums += tl.dot(states, weights, input_precision="ieee")
             else:
                 sums += tl.dot(states, weights.to(states.dtype))
-    to = (part.to(tl.int64) * sequences + b) * rows + row
+    to = (split.to(tl.int64) * sequences + b) * rows + row
     if run == 0:
-        tl.store(peaks_out + to * 2, peak, row < rows)
-        tl.store(peaks_out + to * 2 + 1, tl.sum(totals, 0), row < rows)
+        tl.store(maxima_out + to * 2, maximum, row < rows)
+        tl.store(maxima_out + to * 2 + 1, tl.sum(totals, 0), row < rows)
     to = to[None, :] * C + (run * D + channel)[:, None]
     tl.store(sums_out + to, sums, (row < rows)[None, :] & here[:, None])

@@ -1,0 +1,57 @@
+"""BlockTable: the addresses of a layer's packed blocks, on the device."""
+
+import torch
+from torch import Tensor
+
+from ...store.stream import Stream
+from ..addresses import BlockAddresses
+from .arguments import Blocks
+from .operand import KernelOperand
+
+FIELDS = ("codes", "scale", "zero", "outlier_count", "outlier_excess", "outlier_channel")
+"""The packed fields of a segment, in the order in which a kernel finds their addresses."""
+
+
+class BlockTable:
+    """The addresses of a stream's blocks, by segment, field, sequence and column."""
+
+    def __init__(self, stream: Stream, operands: list[KernelOperand], device: torch.device) -> None:
+        self._stream, self._operands, self._device = stream, operands, device
+        self._addresses = BlockAddresses(stream)
+        self.columns = 0
+        nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+        begins = lengths = torch.zeros(1, dtype=torch.int32, device=device)
+        self.blocks = Blocks(nowhere, begins, lengths)
+        """As kernels take them, with ``addresses`` ``[segments * FIELDS, B, columns]``: those of one field
+        lie together for the columns of a sequence."""
+
+    def refresh(self) -> None:
+        """Point to the blocks as they are now."""
+        found = self._addresses
+        if not found.refresh():
+            return
+        self.columns = found.columns
+        if found.table is None:
+            return
+        fields = [self._fields(number) for number in range(len(self._operands))]
+        by_block = torch.stack([addresses for segment in fields for addresses in segment])
+        addresses = by_block.to(self._device, non_blocking=True)[:, found.table]
+        spans = torch.stack(
+            [found.lengths.cumsum(0, dtype=torch.int32) - found.lengths, found.lengths]
+        )
+        self.blocks = Blocks(addresses, *spans.to(self._device, non_blocking=True))
+
+    def segment(self, number: int) -> Blocks:
+        """The blocks of one segment."""
+        first = number * len(FIELDS)
+        return self.blocks._replace(addresses=self.blocks.addresses[first : first + len(FIELDS)])
+
+    def _fields(self, number: int) -> list[Tensor]:
+        """The addresses of each field of every block, int64 ``[N]``; 0 where there is none."""
+        count, offline = self._stream.blocks, self._operands[number].offline
+        addresses = dict(self._addresses.fields[number])
+        if offline is not None:
+            for name, shared in zip(("scale", "zero"), offline, strict=True):
+                addresses[name] = torch.full((count,), shared.data_ptr())
+        nowhere = torch.zeros(count, dtype=torch.int64)
+        return [addresses.get(name, nowhere) for name in FIELDS]

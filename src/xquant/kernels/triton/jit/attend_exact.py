@@ -1,0 +1,71 @@
+"""The kernel that attends over exact tokens, where other kernels read the blocks."""
+
+import triton
+import triton.language as tl
+
+from .exact import Channels, Queries, add_exact, load_rows, store_split
+from .products import to_halves
+from .softmax import LOWEST, Mask, mask_rows
+
+VARYING = ("past", "limit", "tail_count", "sink_count", "mask_batch_stride", "mask_query_stride")
+"""What changes from step to step: nothing is compiled anew for it."""
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend_exact(
+    query,
+    key,
+    value,
+    tail,
+    sinks,
+    mask,
+    mask_batch_stride,
+    mask_query_stride,
+    mask_token_stride,
+    sums_out,
+    maxima_out,
+    limit,
+    past,
+    tail_count,
+    sink_count,
+    shape,
+    scaling,
+    softcap,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    ROWS: tl.constexpr,
+    MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Attention over the exact tokens: tail, sinks and the newest. It is the first split of `attend`, with
+    the same arguments; keys are kept before RoPE. The reference is what `blockwise.BlockwiseAttention` adds
+    of exact tokens to its softmax.
+
+    Grid: sequences times key/value heads, runs of ROWS rows.
+
+    Args:
+        sums_out: fp32 ``[B G, rows, D]``, to write.
+        maxima_out: fp32 ``[B G, rows, 2]``, running maximum and total, to write.
+    """
+    half: tl.constexpr = D // 2
+    b, head = tl.program_id(0) // shape.kv_heads, tl.program_id(0) % shape.kv_heads
+    channel = tl.arange(0, DP)
+    channel = tl.where(channel < D, channel, -1)
+    partner_channel = tl.where(channel < half, channel + half, channel - half)
+    row, place, _, there, states = load_rows(
+        query, b, head, tl.program_id(1), channel, shape, scaling, ROWS
+    )
+    mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
+    mask_row = mask_rows(mask, b, place)
+    high, unit = to_halves(states)
+    maximum, total, sums = add_exact(
+        Queries(high, unit, place), key, value, tail, sinks, mask, mask_row,
+        b, head, limit, past, tail_count, sink_count, shape,
+        Channels(channel, partner_channel, channel), softcap,
+        tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32),
+        tl.zeros([DP, ROWS], tl.float32),
+        D, True, MASK, SOFTCAP,
+    )  # fmt: skip
+    rows = shape.group_heads * shape.queries
+    to = tl.program_id(0).to(tl.int64) * rows + row
+    store_split(sums_out, maxima_out, sums, maximum, total, to, row < rows, channel, there, D)
