@@ -4,7 +4,7 @@ from typing import Any
 
 from models import prompt
 from xquant import Calibration, KVCache, attach, parse_method
-from xquant.calibrate.run import calibrate_on
+from xquant.calibrators.run import calibrate_on
 from xquant.codecs import fingerprint
 from xquant.methods import Method
 

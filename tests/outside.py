@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from xquant.calibrate.calibrator import Rows, Stage
-from xquant.calibrate.find import make_calibrator
 from xquant.calibration import Calibration, Expected
+from xquant.calibrators.calibrator import Rows, Stage
+from xquant.calibrators.find import make_calibrator
 from xquant.methods import AttentionInputs, LayerCodec, Method
 from xquant.methods.cost import NOTHING, RebuildCost
 from xquant.models import AttentionView

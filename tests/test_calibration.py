@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from models import prompt, tiny
 from xquant import Calibration, KVCache, attach
-from xquant.calibrate.run import calibrate_on
+from xquant.calibrators.run import calibrate_on
 from xquant.codecs import fingerprint
 from xquant.methods import Full
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from xquant.calibrators import run
 
 from calibrated import calibration
 from models import prompt, tiny
 from xquant import Calibration, KVCache, attach, parse_method
-from xquant.calibrate import run
-from xquant.calibrate.run import calibrate_on
 from xquant.calibration import Expected, check
+from xquant.calibrators.run import calibrate_on
 
 HALVES = Expected((2, 3), torch.float16, least=-4, most=4, rising=True)
 
@@ -137,7 +137,7 @@ def test_statistics_that_no_cache_could_use_are_told_of_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "xquant.calibrate.transform.best_basis",
+        "xquant.calibrators.transform.best_basis",
         lambda covariance, metric, count: (
             torch.full((count, len(metric)), 1e6),
             torch.zeros(len(metric), count),

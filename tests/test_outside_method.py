@@ -24,7 +24,7 @@ from xquant.bench.contenders import Models
 from xquant.bench.run import bench
 from xquant.bench.shaped import random_calibration
 from xquant.bench.trials import Settings
-from xquant.calibrate.run import calibrate_on
+from xquant.calibrators.run import calibrate_on
 from xquant.evals.perplexity import perplexity
 from xquant.methods import METHODS, LayerCodec, Method
 from xquant.quant import Quantizer

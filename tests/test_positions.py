@@ -6,7 +6,7 @@ import pytest
 
 from models import tiny
 from words import text_of, word_tokenizer
-from xquant.calibrate.writing import write_samples
+from xquant.calibrators.writing import write_samples
 from xquant.positions import check_context, positions_of
 from xquant.text import cut_windows
 

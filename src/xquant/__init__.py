@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cache import KVCache
-    from .calibrate.run import calibrate, own_calibration
     from .calibration import Calibration
+    from .calibrators.run import calibrate, own_calibration
     from .load import load_model
     from .methods import (
         AsymKV,
@@ -66,7 +66,7 @@ _HOMES = {
     "Calibration": "calibration",
     "KVCache": "cache",
     "Report": "report",
-    **dict.fromkeys(("calibrate", "own_calibration"), "calibrate.run"),
+    **dict.fromkeys(("calibrate", "own_calibration"), "calibrators.run"),
     "load_model": "load",
     "parse_method": "spec",
 }

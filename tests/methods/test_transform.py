@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from calibrated import calibration, make_cache
 from models import prompt, tiny
 from xquant import KVCache, files, parse_method
-from xquant.calibrate.run import own_calibration
+from xquant.calibrators.run import own_calibration
 
 
 def filled(model: Any, spec: str, tokens: int = 128, attend: str = "chunk") -> KVCache:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from xquant import Calibration, KVCache, attach, parse_method
-from xquant.calibrate.run import calibrate_on
+from xquant.calibrators.run import calibrate_on
 from xquant.codecs import fingerprint
 
 METHOD = parse_method(os.environ["XQUANT_METHOD"])

@@ -69,7 +69,7 @@ def calibrate(
     import sklearn.cluster  # noqa: F401  # a missing package is told of at once
 
     from .. import parse_method
-    from ..calibrate.run import calibrate as run
+    from ..calibrators.run import calibrate as run
     from ..runs import Runs, identity
 
     method = parse_method(spec)

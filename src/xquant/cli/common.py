@@ -261,8 +261,8 @@ def own_calibrations(
     model: Any, tokenizer: Any, methods: "Sequence[Method]", given: "Calibrations"
 ) -> "Calibrations":
     """``given``, and those of the methods that lack one, all of which calibrate themselves."""
-    from ..calibrate.run import own_calibration
     from ..calibrations import Calibrations
+    from ..calibrators.run import own_calibration
 
     made = []
     for method in given.lacking(methods):

@@ -117,7 +117,7 @@ def _continue(
     """New token ids ``[N]`` of a completion of at most ``room`` tokens."""
     import torch
 
-    from ..calibrate.writing import Counter
+    from ..calibrators.writing import Counter
 
     torch.manual_seed(seed)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id

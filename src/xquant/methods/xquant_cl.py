@@ -13,15 +13,7 @@ from ..quant.affine import dequantize, quantize
 from .base import AttentionInputs, LayerCodec, QuantizedMethod, bits_field, by_block
 from .cost import Accumulator, RebuildCost
 from .rematerialized import Rematerialized
-from .xquant import (
-    FORMS,
-    InputCodec,
-    LatentCodec,
-    XQuant,
-    by_range,
-    is_mha,
-    left_basis,
-)
+from .xquant import FORMS, InputCodec, LatentCodec, XQuant, by_range, is_mha, left_basis
 
 
 @dataclass(frozen=True, kw_only=True)

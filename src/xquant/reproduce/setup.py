@@ -12,10 +12,10 @@ from torch import Tensor
 from .. import kept
 from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
-from ..calibrate.run import calibrate_on
-from ..calibrate.writing import GENERATED, write_samples
 from ..calibration import Calibration
 from ..calibrations import Calibrations
+from ..calibrators.run import calibrate_on
+from ..calibrators.writing import GENERATED, write_samples
 from ..codecs import fingerprint
 from ..evals.perplexity import PerplexityRow, measure
 from ..methods import Method

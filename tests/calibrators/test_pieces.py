@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from models import prompt, tiny
 from xquant import attach, parse_method
-from xquant.calibrate.calibrator import Rows
-from xquant.calibrate.collect import collect
-from xquant.calibrate.extremes import Extremes
-from xquant.calibrate.find import find_calibrator
-from xquant.calibrate.levels import Histogram, best_levels, fit_ranges
-from xquant.calibrate.run import calibrate_on
+from xquant.calibrators.calibrator import Rows
+from xquant.calibrators.collect import collect
+from xquant.calibrators.extremes import Extremes
+from xquant.calibrators.find import find_calibrator
+from xquant.calibrators.levels import Histogram, best_levels, fit_ranges
+from xquant.calibrators.run import calibrate_on
 from xquant.quant.codebook import inner_range, nearest
 
 

@@ -5,8 +5,8 @@ import torch
 
 from models import prompt, tiny
 from xquant import attach
-from xquant.calibrate.run import calibrate_on
-from xquant.calibrate.transform import (
+from xquant.calibrators.run import calibrate_on
+from xquant.calibrators.transform import (
     METRIC_RIDGE,
     SINKS,
     best_basis,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import tiny
-from xquant.calibrate.writing import OPENINGS, write_samples
+from xquant.calibrators.writing import OPENINGS, write_samples
 
 
 class Letters:

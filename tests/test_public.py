@@ -1,0 +1,21 @@
+"""The names of ``xquant``, whatever was imported before."""
+
+import subprocess
+import sys
+
+import xquant
+
+CHECK = """
+import xquant, xquant.calibrators.run, xquant.cli, xquant.report, xquant.load
+for name in xquant.__all__ * 2:
+    assert callable(getattr(xquant, name)), name
+"""
+
+
+def test_every_name_is_there_and_stays_what_it_is() -> None:
+    """A module of the same name would take its place when it is first imported."""
+    subprocess.run([sys.executable, "-c", CHECK], check=True)
+
+
+def test_every_name_is_listed() -> None:
+    assert set(xquant.__all__) <= set(dir(xquant))
