@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from xquant.calibrators import run
 
 from calibrated import calibration
 from models import prompt, tiny
 from xquant import Calibration, KVCache, attach, parse_method
 from xquant.calibration import Expected, check
+from xquant.calibrators import run
 from xquant.calibrators.run import calibrate_on
 
 HALVES = Expected((2, 3), torch.float16, least=-4, most=4, rising=True)

@@ -1,10 +1,10 @@
 import json
 
 import pytest
-from xquant.calibrators import writing
 
 from words import text_of
 from xquant import Calibration
+from xquant.calibrators import writing
 
 SPEC = "kvquant-2bit-1%"
 SMALL = ("--context", 40, "--windows", 2, "--device", "cpu")
