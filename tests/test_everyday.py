@@ -102,6 +102,18 @@ def test_gradients_of_a_first_pass_are_right_and_of_a_later_one_refused() -> Non
             loss.backward()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "folded", "reference"])
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32", "xquant-4bit:group=32"])
+def test_gradients_through_a_kernel_are_refused(spec: str, kernel: str) -> None:
+    model = tiny("llama", head_dim=32, hidden_size=128)
+    cache = KVCache(model, spec, kernel=kernel)
+    with torch.no_grad():
+        model(prompt(1, 70), past_key_values=cache)
+    loss = model(prompt(1, 2), past_key_values=cache).logits.sum()
+    with pytest.raises(RuntimeError, match="gradients do not go back through"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_gradients_where_a_layer_is_given_whole_states(implementation: str) -> None:
     from wild import built

@@ -354,14 +354,16 @@ def _attention(like: str) -> Callable[..., Any]:
             return own(module, query, key, value, attention_mask, **kwargs)
 
         cache, index, exact = current.cache, hooks.index, (query, key, value)
+        out = None
         with torch.no_grad():
             if not _unusual(kwargs):
                 scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
                 softcap = kwargs.get("softcap") if like == "eager" else None
                 out = cache.attend(index, AttentionCall(*exact, attention_mask, scaling, softcap))
-                if out is not None:
-                    return past_is_constant(out, *exact), None
-            keys, values, mask = cache.answer(index, key, value, attention_mask)
+            if out is None:
+                keys, values, mask = cache.answer(index, key, value, attention_mask)
+        if out is not None:
+            return past_is_constant(out, *exact), None
         if keys is key:  # nothing came before
             return own(module, query, key, value, mask, **kwargs)
         with torch.no_grad():
