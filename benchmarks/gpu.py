@@ -30,13 +30,13 @@ from typing import Any
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from xquant.cli.bench_tables import print_largest, print_rows
+from xquant.cli.common import print_table
+from xquant.results.rows import read_results, write_json
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "src"))
-
-from xquant.cli.bench_tables import print_largest, print_rows  # noqa: E402
-from xquant.cli.common import print_table  # noqa: E402
-from xquant.results.rows import read_results, write_json  # noqa: E402
-
 Row = dict[str, Any]
 
 KVQUANT = "kvquant-4bit-1%:datatype=nf,scales=online"

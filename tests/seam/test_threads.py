@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_another_cache_beside_ours(spec: str) -> None:
 def test_threads_attach_a_model_once() -> None:
     for _ in range(ROUNDS):
         model = tiny("llama")
-        found = at_once([lambda: attach(model) for _ in range(4)])  # noqa: B023
+        found = at_once([partial(attach, model)] * 4)
         assert len(set(map(id, found))) == 1
-        codecs = at_once([lambda: KVCache(model, "xquant-4bit").stack.codecs for _ in range(3)])  # noqa: B023
-        assert len(set(map(id, codecs))) == 1
+        caches = at_once([partial(KVCache, model, "xquant-4bit")] * 3)
+        assert len({id(cache.stack.codecs) for cache in caches}) == 1

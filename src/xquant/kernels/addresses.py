@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..store.stream import Pool, Stream
+from ..store.stream import Stream
 
 
 class BlockAddresses:
-    """Addresses by segment and packed field; made anew when the blocks of the stream change."""
+    """Follows the blocks of a stream: where they lie, and in which order."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -18,9 +18,6 @@ class BlockAddresses:
         """int64 ``[B, columns]``: the number of each block; None while there are none."""
         self.lengths = torch.zeros(0, dtype=torch.int32)
         """int32 ``[columns]`` on the CPU: tokens of each block."""
-        self.fields: list[dict[str, Tensor]] = []
-        """By segment: of every block, int64 ``[N]`` on the CPU. Codes that a segment shares are those of its
-        source layer."""
 
     def refresh(self) -> bool:
         """Follow the stream; whether anything changed."""
@@ -31,15 +28,16 @@ class BlockAddresses:
         self.columns = len(stream.lengths)
         self.table = None if stream.table is None else stream.table.contiguous()
         self.lengths = torch.tensor(stream.lengths, dtype=torch.int32)
-        self.fields = [
-            {name: blocks.addresses for name, blocks in self._segment(number).items()}
-            for number in range(len(stream.pool))
-        ]
         return True
 
-    def _segment(self, number: int) -> Pool:
+    def fields(self, number: int) -> dict[str, Tensor]:
+        """Of every block of a segment by packed field, int64 ``[N]`` on the CPU. Codes that it shares are
+        those of its source layer.
+
+        The caller keeps them for as long as a kernel points to them.
+        """
         fields = dict(self._stream.pool[number])
         if self._stream.segments[number].shared:
             assert self._stream.source is not None
             fields["codes"] = self._stream.source.pool[number]["codes"]
-        return fields
+        return {name: blocks.addresses for name, blocks in fields.items()}

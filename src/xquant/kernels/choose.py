@@ -42,11 +42,9 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
         raise ValueError(f"kernel is one of {', '.join(KERNELS)}, not '{wanted}'")
     native = cpu.best()
     if wanted == "auto":
-        why = refusal(native)
-        if not why:
-            return Choice(native)
-        folded = FOLDED.gains(codec, block) and not refusal(FOLDED)
-        return Choice(FOLDED if folded else REFERENCE, why)
+        fastest_first = (native, FOLDED, REFERENCE)
+        fit = (b for b in fastest_first if not refusal(b) and b.gains(codec, block))
+        return Choice(next(fit), refusal(native))
     backend = BACKENDS[wanted]
     if why := refusal(backend):
         raise ValueError(f"kernel '{wanted}' cannot be used: {why}")

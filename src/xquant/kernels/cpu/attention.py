@@ -53,21 +53,21 @@ def _unfit_operand(operand: Operand, role: str, block: int) -> str:
     return "" if fits else f"ranges of {size} {'tokens' if tokens else 'channels'} for {role}s"
 
 
-def describe(side: native.Operand, operand: Operand) -> list[Tensor]:
+def describe(to: native.Operand, operand: Operand) -> list[Tensor]:
     """Set what does not change of a packed operand. Returns what is pointed to."""
-    side.bits, side.per_token, side.group = operand.bits, operand.per_token, operand.group
-    side.count_bytes = operand.count_bytes
+    to.bits, to.per_token, to.group = operand.bits, operand.per_token, operand.group
+    to.count_bytes = operand.count_bytes
     if operand.levels is None:
         return []
     levels = operand.levels.float().contiguous()
-    side.levels = native.address(levels, torch.float32, 2**operand.bits)
+    to.levels = native.address(levels, torch.float32, 2**operand.bits)
     if operand.offline is None:
         return [levels]
-    side.offline = 1
+    to.offline = 1
     scale, zero = (t.contiguous() for t in operand.offline)
     found = [[native.address(t, torch.float16, operand.channels)] for t in (scale, zero)]
     addresses = torch.tensor(found, dtype=torch.int64)
-    side.scale, side.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
+    to.scale, to.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
     return [levels, scale, zero, addresses]
 
 
@@ -94,10 +94,10 @@ class NativeAttention(LayerAttention):
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
         call.group_heads = view.query_heads // view.kv_heads
         self._constant: list[Tensor] = []  # what the call points to
-        for side, segment in zip((call.key, call.value), layer.codec.segments, strict=True):
+        for to, segment in zip((call.key, call.value), layer.codec.segments, strict=True):
             operand = segment.operand(block)
             assert isinstance(operand, Operand)
-            self._constant += describe(side, operand)
+            self._constant += describe(to, operand)
         if layer.codec.offset is not None:
             offset = layer.codec.offset.float().contiguous()
             self._constant.append(offset)
@@ -111,9 +111,10 @@ class NativeAttention(LayerAttention):
         call.columns = addresses.columns
         if addresses.table is None:
             return
-        for side, fields in zip((call.key, call.value), addresses.fields, strict=True):
+        self._fields = [addresses.fields(number) for number in range(2)]
+        for to, fields in zip((call.key, call.value), self._fields, strict=True):
             for name, blocks in fields.items():
-                setattr(side, name, blocks.data_ptr())
+                setattr(to, name, blocks.data_ptr())
         call.lengths, call.table = addresses.lengths.data_ptr(), addresses.table.data_ptr()
 
     def attend(self, call: AttentionCall) -> Tensor | None:

@@ -61,18 +61,18 @@ def _widened(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % RUN)).contiguous()
 
 
-def _describe(side: native.RankedOperand, layer: "CompressedLayer") -> list[Tensor]:
+def _describe(to: native.RankedOperand, layer: "CompressedLayer") -> list[Tensor]:
     """Sets what does not change; returns what is pointed to."""
     (segment,) = layer.codec.segments
     operand = segment.operand(layer.stream.block)
     assert isinstance(operand, RankedOperand)
-    (sizes, zero), (levels, reach) = size_table(), level_words()
-    side.usual = native.address(operand.usual, torch.int16, segment.channels)
-    side.sizes = sizes[zero:].data_ptr()
-    side.levels, side.highest_level = levels.data_ptr(), reach.data_ptr()
-    side.counts[:] = operand.counts
-    side.block, side.channels = layer.stream.block, segment.channels
-    return [operand.usual, sizes, levels, reach]
+    (sizes, zero), (levels, highest) = size_table(), level_words()
+    to.usual = native.address(operand.usual, torch.int16, segment.channels)
+    to.sizes = sizes[zero:].data_ptr()
+    to.levels, to.highest_level = levels.data_ptr(), highest.data_ptr()
+    to.counts[:] = operand.counts
+    to.block, to.channels = layer.stream.block, segment.channels
+    return [operand.usual, sizes, levels, highest]
 
 
 class RankedKeys(KeyScores):

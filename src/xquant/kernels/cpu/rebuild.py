@@ -6,7 +6,7 @@ rounding of the weights to 15 bits.
 """
 
 import ctypes
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ def unfit(codec: LayerCodec, block: int) -> str:
     return ""
 
 
-class KeyScores:
+class KeyScores(ABC):
     """Scores with the keys of one layer, which a function of the library builds of packed blocks."""
 
     def __init__(self, layer: "CompressedLayer", function: str, call: Any) -> None:
@@ -113,7 +113,7 @@ class KeyProduct(KeyScores):
                 codec.key_weight.float(), group, not operand.per_token
             )
         weights, unit, column, totals = codec.prepared["keys"]
-        bias = view.key_bias
+        bias = codec.key_bias
         bias = torch.zeros(0) if bias is None else bias.float().contiguous()
         self._constant = [weights, unit, column, totals, bias]
         call.weights, call.weight_scale, call.channel_scale, call.weight_sums = (
@@ -247,11 +247,12 @@ def in_tile_order(weights: Tensor, group: int) -> Tensor:
 class _Blocks:
     """Keeps an operand of the C interface pointed to the blocks of one segment."""
 
-    def __init__(self, layer: "CompressedLayer", number: int, side: Any) -> None:
+    def __init__(self, layer: "CompressedLayer", number: int, to: Any) -> None:
         self._addresses = BlockAddresses(layer.stream)
-        self._number, self._side = number, side
+        self._number, self._to = number, to
 
     def refresh(self) -> None:
         if self._addresses.refresh():
-            for name, blocks in self._addresses.fields[self._number].items():
-                setattr(self._side, name, blocks.data_ptr())
+            self._fields = self._addresses.fields(self._number)
+            for name, blocks in self._fields.items():
+                setattr(self._to, name, blocks.data_ptr())

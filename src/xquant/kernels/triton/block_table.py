@@ -49,7 +49,7 @@ class BlockTable:
     def _fields(self, number: int) -> list[Tensor]:
         """The addresses of each field of every block, int64 ``[N]``; 0 where there is none."""
         count, offline = self._stream.blocks, self._operands[number].offline
-        addresses = dict(self._addresses.fields[number])
+        addresses = self._addresses.fields(number)
         if offline is not None:
             for name, shared in zip(("scale", "zero"), offline, strict=True):
                 addresses[name] = torch.full((count,), shared.data_ptr())

@@ -60,7 +60,7 @@ class TritonRebuilding(LayerAttention):
         if "triton keys" not in codec.prepared:
             codec.prepared["triton keys"] = list(by_chunk(codec.key_weight, states))
         self._matrix = Matrix(*codec.prepared["triton keys"])
-        bias = view.key_bias
+        bias = codec.key_bias
         self._bias = self._nothing if bias is None else bias.float().contiguous()
         norm = None if view.key_norm is None else view.key_gain()
         self._gain, self._epsilon = norm or (self._nothing, 0.0)
