@@ -1,21 +1,29 @@
-"""Levels of a non-uniform datatype by weighted k-means, and ranges fitted to them (KVQuant,
-arXiv 2401.18079, equations 1 and 7)."""
+"""Levels of a non-uniform datatype by weighted k-means (KVQuant, arXiv 2401.18079, equation 1), and ranges
+fitted to them (equation 7).
+
+`calibrators/kvquant.py` counts elements of each sample into a `Histogram`, then asks for levels and ranges.
+"""
 
 import torch
 from torch import Tensor
 
 BINS = 1024
+MOST_POINTS = 4 * BINS
+"""k-means gets at most so many points."""
 FITTING_ROUNDS = 3
 
 
 class Histogram:
-    """Weighted elements in narrow bins, of which k-means and fits use the means.
+    """Weighted elements, counted into narrow bins. k-means and fits use the mean of each bin in their place.
 
-    k-means on a few thousand weighted points takes milliseconds, on millions of elements minutes. The squared
-    error of an element grows by less than (2 / BINS)^2 / 12, which is 3e-7 for a range of half width 1.
+    k-means on a few thousand weighted points takes milliseconds, on millions of elements minutes. Elements
+    that are spread evenly over a bin add (2 / BINS)^2 / 12 = 3e-7 to the mean squared error.
 
     Args:
-        rows: histograms side by side: one for each channel where ranges are fitted, otherwise one.
+        rows: the number of histograms: one for each channel if ranges are fitted to them, otherwise 1.
+
+    ``weight`` and ``moment`` are sums by bin of the weights and of weight times element: fp64
+    ``[rows, BINS]`` on the CPU.
     """
 
     def __init__(self, rows: int = 1) -> None:
@@ -23,7 +31,10 @@ class Histogram:
         self.moment = torch.zeros(rows, BINS, dtype=torch.float64)
 
     def see(self, x: Tensor, weight: Tensor) -> None:
-        """Add elements ``[M, rows]``, most of them in [-1, 1], with their weights (0 for none)."""
+        """Add elements ``[M, rows]`` with weights of the same shape; a weight of 0 leaves an element out.
+
+        Those outside [-1, 1] count to the bins at the ends. NaN is not allowed.
+        """
         rows = len(self.weight)
         x, weight = x.cpu().double(), weight.cpu().double()
         place = ((x + 1) * (BINS / 2)).long().clamp_(0, BINS - 1) + BINS * torch.arange(rows)
@@ -38,16 +49,20 @@ class Histogram:
 def best_levels(points: Tensor, weight: Tensor, bits: int) -> Tensor:
     """The ``2**bits`` levels of least weighted squared error to ``points``, sorted, fp32.
 
+    Args:
+        points, weight: of any number of histograms, fp64 of one shape on the CPU.
+
     Raises:
-        ValueError: fewer different points than levels.
+        ValueError: fewer points that have a weight than levels.
     """
+    # scikit-learn comes with the extra `calibrate`.
     from sklearn.cluster import KMeans
 
     points, weight = points[weight > 0], weight[weight > 0]
     if len(points) < 2**bits:
         raise ValueError("the calibration text is too short for a codebook: give more windows")
-    if len(points) > 4 * BINS:  # of many channels: put their bins into one histogram
-        widest = points.abs().max()
+    if len(points) > MOST_POINTS:  # the bins of many channels: count them into one histogram
+        widest = points.abs().max().clamp_min(torch.finfo(points.dtype).tiny)
         together = Histogram()
         together.see((points / widest)[:, None], weight[:, None])
         points, weight = together.points()[0] * widest, together.weight[0]
@@ -59,10 +74,16 @@ def best_levels(points: Tensor, weight: Tensor, bits: int) -> Tensor:
 
 
 def fit_ranges(points: Tensor, weight: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Stretch and shift ``[rows]`` of the levels that bring them nearest to each row's points.
+    """A range for each row: the stretch and the shift that bring the levels nearest to its points, two fp64
+    ``[rows]``.
 
-    Minimizes the weighted squared error of ``points ~ stretch * level + shift``: takes the nearest levels,
-    then fits both numbers, ``FITTING_ROUNDS`` times. Rows whose points do not determine them keep 1 and 0.
+    It minimizes the weighted squared error of ``points ~ stretch * level + shift``: ``FITTING_ROUNDS`` times
+    it takes the nearest levels, then fits both numbers. A round that does not determine them (all points at
+    one level, or a stretch that would not be positive) leaves them as they are; they begin as 1 and 0.
+
+    Args:
+        points, weight: fp64 ``[rows, BINS]`` of a `Histogram`.
+        levels: sorted, as `best_levels` gives them.
     """
     levels = levels.double()
     stretch = torch.ones(len(points), 1, dtype=torch.float64)

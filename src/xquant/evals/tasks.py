@@ -1,8 +1,9 @@
-"""Tasks of lm-evaluation-harness with every cache compressed, beside the full cache on the same rows.
+"""Runs tasks of lm-evaluation-harness with the full cache and with compressed ones, on the same rows.
 
-Prompts, lengths of answers and metrics are lm-eval's own; the model type is `harness.XQuantLM`. A small model
-scores near zero on some tasks. There the number of rows that it answers as with the full cache tells methods
-apart.
+`xquant eval` and `xquant reproduce` call it, one run at a time: it seeds the process's generators and sets
+an environment variable. Prompts, lengths of answers and metrics are lm-eval's own; the model type is
+`harness.XQuantLM`. A small model scores near zero on some tasks. There methods are told apart by the number
+of rows on which the answer is that of the full cache.
 """
 
 import os
@@ -41,8 +42,8 @@ class TaskRow:
     value: float
     stderr: float | None  # as lm-eval has it; None for one row, or a metric without
     n: int  # rows
-    agreement: int | None  # rows answered as with the full cache; None where nothing is answered
-    seconds: float  # of the task with this method
+    agreement: int | None  # rows answered as with the full cache; None for tasks without answers
+    seconds: float  # that `lm_eval_task` took with this method
     lm_eval_task: str  # what was run, by lm-eval's name
     version: str  # of that task in lm-eval
     shots: int  # examples in a prompt
@@ -64,24 +65,29 @@ def evaluate(
     calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
 ) -> list[TaskRow]:
-    """Run tasks with the full cache first, then with each of ``methods``, on their first ``limit`` rows.
+    """Run each task with the full cache first, then with each of ``methods``.
 
     Args:
+        model, tokenizer: of transformers.
         tasks: what `task_lookup.find_tasks` found.
+        limit: rows of each task, the first; None for all.
         batch_size: rows at a time.
+        progress: is called with the number of finished runs (a task with a method), of all of them, and what
+            runs now.
         calibrations: each goes to the methods that it was made for.
-        runs: keeps every part that is finished, a task with a method, and has the parts of a run that was
-            stopped.
+        runs: keeps the result of each task with each method, and gives it back to a run that goes on after a
+            stop. Its subject names the model and the calibrations.
 
     Returns:
         a row for every method, task and metric.
 
     Raises:
-        ValueError: unknown method, a calibration that is missing, or a prompt that is longer than the model
-            allows; all but the last are raised before the first task.
+        ValueError: unknown method, a calibration that is missing, or tasks made to a length that is too long
+            for the model, before the first task; a prompt or a setting that lm-eval refuses, when its task
+            runs.
     """
     wanted = list(dict.fromkeys([Full(), *map(parse_method, methods)]))
-    runs = runs or Runs(None, {})
+    runs = runs or Runs(None, {})  # without a folder it keeps nothing
     check_context(model, max((task.context or 0 for task in tasks), default=0))
     made, show = Calibrations(calibrations), progress or silent
     with quiet():
@@ -102,17 +108,18 @@ def evaluate(
         baseline: list[dict[str, Any]] = []
         for method, lm in models.items():
             name = f"{method.spec} {task.title} limit={limit} batch={batch_size} {task.digest}"
-            parts = runs.load(name)
-            if parts is None:
+            results = runs.load(name)
+            if results is None:
                 tell = partial(show, done, total)
                 tell(f"{method.spec}, {task.title}")
+                # A group is several tasks of lm-eval. They are built only if something is left to run.
                 built = built or task.build(tokenizer)
                 lm.set_cache_hook(_Counter(f"{method.spec}, {task.title}", tell))
-                parts = [_run(lm, each, limit) for each in built]
-                runs.save(name, parts)
-            baseline = baseline or parts
-            for part, full in zip(parts, baseline, strict=True):
-                rows += _rows(method, task, part, full)
+                results = [_run(lm, each, limit) for each in built]
+                runs.save(name, results)
+            baseline = baseline or results  # the full cache comes first
+            for result, full in zip(results, baseline, strict=True):
+                rows += _rows(method, task, result, full)
             done += 1
     show(done, total, "")
     return rows
@@ -124,12 +131,13 @@ def _run(lm: XQuantLM, task: Any, limit: int | None) -> dict[str, Any]:
     task.set_fewshot_seed(DEFAULT_OTHER_SEED)
     name, started = task.task_name, time.perf_counter()
     try:
-        # Its own resampling would start processes, in the middle of ours.
+        # lm-eval's resampling would start processes, and this one holds a model and threads.
         with quiet(), patch.dict(os.environ, DISABLE_MULTIPROC="1"):
             results = run_tasks(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=RESAMPLES)
-    except AssertionError as error:  # lm-eval refuses prompts and settings so
+    except AssertionError as error:  # so lm-eval refuses a prompt or a setting
         raise ValueError(f"{name}: {error}") from error
     seconds, samples = time.perf_counter() - started, results["samples"][name]
+    # lm-eval lists a row once for each filter of its answer; the answer itself is the same.
     kept = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
     return {
         "task": name,
@@ -142,7 +150,8 @@ def _run(lm: XQuantLM, task: Any, limit: int | None) -> dict[str, Any]:
 
 
 def _metrics(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each ``"metric,filter"`` of lm-eval with its ``"metric_stderr,filter"``."""
+    """Each ``"metric,filter"`` of lm-eval with its ``"metric_stderr,filter"``. A filter is named unless it is
+    ``none``."""
     found = []
     for key, value in results.items():
         metric, comma, kind = key.partition(",")
@@ -160,7 +169,12 @@ def _metrics(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _answer(kind: str, responses: Sequence[Sequence[Any]]) -> str | int | bool | None:
-    """The generated text, the number of the best choice, or whether the text is the greedy one."""
+    """What a row was answered: the generated text, the index of the likeliest choice, or whether the expected
+    text is the greedy one. None for other kinds of tasks.
+
+    Args:
+        responses: of each request of the row, a list that begins with a text or (log-likelihood, is greedy).
+    """
     if kind == "generate_until":
         return str(responses[0][0])
     if kind == "multiple_choice":
@@ -170,25 +184,27 @@ def _answer(kind: str, responses: Sequence[Sequence[Any]]) -> str | int | bool |
 
 
 def _rows(
-    method: Method, task: ReadyTask, part: Mapping[str, Any], full: Mapping[str, Any]
+    method: Method, task: ReadyTask, result: Mapping[str, Any], full: Mapping[str, Any]
 ) -> list[TaskRow]:
-    pairs = list(zip(part["answers"], full["answers"], strict=True))
+    """The rows of one result of `_run`; ``full`` is that of the full cache, of the same rows in order."""
+    pairs = list(zip(result["answers"], full["answers"], strict=True))
     answered = any(answer is not None for answer, _ in pairs)
     return [
         TaskRow(
             method=method.spec,
-            task=task.name if task.name == "gsm8k" else part["task"],
+            # With local data gsm8k is lm-eval's gsm8k_cot, and keeps the name that the user gave.
+            task=task.name if task.name == "gsm8k" else result["task"],
             **metric,
             n=len(pairs),
             agreement=sum(own == other for own, other in pairs) if answered else None,
-            seconds=part["seconds"],
-            lm_eval_task=part["task"],
-            version=part["version"],
-            shots=part["shots"],
+            seconds=result["seconds"],
+            lm_eval_task=result["task"],
+            version=result["version"],
+            shots=result["shots"],
             context=task.context,
         )
-        for metric in part["metrics"]
-        # RULER's tasks name -1 for the contexts they were not made to.
+        for metric in result["metrics"]
+        # A task of RULER has a metric for each of several lengths: -1 for those that it was not made to.
         if task.context is None or metric["metric"] == str(task.context)
     ]
 
@@ -197,7 +213,7 @@ class _Counter(CacheHook):
     """A cache hook of lm-eval, which is told of every finished request. It caches nothing and counts them."""
 
     def __init__(self, what: str, tell: Callable[[str], None]) -> None:
-        super().__init__(None)
+        super().__init__(None)  # no database
         self._what, self._tell, self._count = what, tell, 0
 
     def add_partial(self, attr: str, req: Any, res: Any) -> None:

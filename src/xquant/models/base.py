@@ -1,10 +1,13 @@
 """What a method may ask of a model: its attention layers, projections, norms and rotary embedding.
 
-One general view serves every family with a pre-norm decoder, ``k_proj``/``v_proj`` (or a fused
-``qkv_proj``), optional ``k_norm`` per head and standard RoPE; what differs between families is found
-in the modules, not in a table of names. Whether the view is right is not assumed but checked: the
-cache compares the keys and values it would rebuild with the model's own on the first tokens of every
-sequence batch, and refuses the model by name if they differ.
+`find.py` makes one `ModelView` of a model, when its first cache is made; methods, the store and kernels
+read it. One view serves every family whose layers name their attention ``self_attn``, with ``k_proj`` and
+``v_proj`` (or a fused ``qkv_proj``), perhaps a norm of each key head, and RoPE of halves. What differs
+between families is found in the modules, not in a table of names. Whether the view is right is not assumed
+but checked: on the first tokens of every new batch of sequences, `seam/check.py` compares the keys and
+values that the view gives with the model's own, and an error names the model if they differ.
+
+Letters: ``B`` sequences, ``T`` tokens, ``G`` key/value heads of ``D`` channels, ``d`` hidden size.
 """
 
 import contextlib
@@ -22,7 +25,8 @@ from .rope import Rope
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of ``x`` ``[B, T, G, D]`` by ``cos``, ``sin`` ``[B, T, R]``, ``R <= D``.
 
-    Channels past ``R`` (partial rotary embeddings) pass unchanged.
+    Channel ``i`` turns with channel ``i + R / 2``. Channels past ``R`` (partial rotary embeddings) pass
+    unchanged.
     """
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     width = cos.shape[-1]
@@ -32,24 +36,26 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotate`, also where ``cos`` and ``sin`` carry a scale (YaRN); computed in fp32."""
+    """The inverse of `rotate`, also where ``cos`` and ``sin`` carry a scale (YaRN). Computed in fp32 at
+    least, returned in the dtype of ``x``."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     (cos1, cos2), (sin1, sin2) = (t.to(dtype).chunk(2, -1) for t in (cos, sin))
-    scale = cos1 * cos2 + sin1 * sin2
+    determinant = cos1 * cos2 + sin1 * sin2
     cos, sin = torch.cat([cos2, cos1], -1), torch.cat([-sin1, -sin2], -1)
-    scale = torch.cat([scale, scale], -1)
-    return rotate(x.to(dtype), cos / scale, sin / scale).to(x.dtype)
+    determinant = torch.cat([determinant, determinant], -1)
+    return rotate(x.to(dtype), cos / determinant, sin / determinant).to(x.dtype)
 
 
 LARGE_PRODUCT = 1 << 22
-"""Multiplications from which on oneDNN was measured to be faster than MKL."""
+"""From this many multiplications on, oneDNN was faster than MKL in fp32 on an AMD CPU."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for ``x`` ``[..., C]`` and ``weight`` ``[N, C]``.
 
     torch leaves fp32 on a CPU to MKL, which uses no AVX-512 on a CPU that is not Intel's; oneDNN,
-    to which it leaves bf16, does. It takes a detour for a part of ``[1, T, C]``: rows are given flat.
+    to which torch leaves bf16, does. oneDNN is slower on a slice of ``[1, T, C]``: ``x`` is flattened to
+    rows. While gradients are recorded it is always torch's own product.
     """
     rows = x.reshape(-1, x.shape[-1])
     if (
@@ -69,37 +75,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class AttentionView:
     """One attention layer: ``G`` key/value heads of size ``D`` over a hidden size ``d``."""
 
-    index: int
-    module: nn.Module
-    norm: nn.Module | None
+    index: int  # ``layer_idx`` of transformers
+    module: nn.Module  # the attention, ``self_attn``
+    norm: nn.Module | None  # the norm before it; None where it reads the residual stream itself
     hidden: int
     kv_heads: int
     query_heads: int
     head_size: int
-    key_module: nn.Module  # its output, sliced by key_slice, is the raw key [B, T, G*D]
+    key_module: nn.Module  # its output, sliced, is the key [B, T, G*D] before norm and RoPE
     key_slice: slice
-    value_module: nn.Module
+    value_module: nn.Module  # with a fused projection the same as key_module
     value_slice: slice
     key_norm: nn.Module | None
-    rotary_size: int = 0  # channels of a head that the rotary embedding turns
+    rotary_size: int = 0  # channels of a head that RoPE turns; 0 without RoPE
     _offline: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        seen = (self.key_module, self.value_module, self.key_norm)
+        read = (self.key_module, self.value_module, self.key_norm)
         named = self.module.named_children()
-        self._parts = [(name, child) for name, child in named if any(child is s for s in seen)]
+        # What `outdated` compares. The norm before attention is called where it is needed, and kept nowhere.
+        self._watched = [(name, child) for name, child in named if any(child is r for r in read)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what can be computed again: views are saved with their model."""
+        """The state without offline results. A model that is pickled or copied takes its view along."""
         return {**self.__dict__, "_offline": {}}
 
     def offline(self, name: str, compute: Callable[[], Any]) -> Any:
-        """A product of the projections that methods share, computed once until they change."""
+        """The result called ``name``, which is computed at the first call and kept until `forget_offline`.
+
+        Methods share results: a name must always mean the same one.
+        """
         if name not in self._offline:
             self._offline[name] = compute()
         return self._offline[name]
 
     def forget_offline(self) -> None:
+        """Drop all results of `offline`. `codecs.py` does so when it sees that weights have changed."""
         self._offline.clear()
 
     @property
@@ -114,25 +125,27 @@ class AttentionView:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the keys and values that the layer computes."""
+        """The dtype of the keys and values that the layer computes."""
         weight = getattr(self.value_module, "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point():
             return weight.dtype
-        known = getattr(self.value_module, "compute_dtype", None)  # HQQ
+        # HQQ names the dtype that it computes in; others compute in that of their unquantized parameters.
+        known = getattr(self.value_module, "compute_dtype", None)
         return known or next(p.dtype for p in self.module.parameters() if p.is_floating_point())
 
     @property
     def device(self) -> torch.device:
+        """The device of the value projection, and so of all parts of the layer."""
         return next(_tensors(self.value_module)).device
 
     @property
     def key_weight(self) -> Tensor:
-        """``W_k^T``: ``[G*D, d]``; of quantized weights, what they decode to."""
+        """``W_k^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
         return self._dense(self.key_module)[self.key_slice]
 
     @property
     def value_weight(self) -> Tensor:
-        """``W_v^T``: ``[G*D, d]``; of quantized weights, what they decode to."""
+        """``W_v^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
         return self._dense(self.value_module)[self.value_slice]
 
     def _dense(self, module: nn.Module) -> Tensor:
@@ -146,14 +159,16 @@ class AttentionView:
 
     @property
     def weights_state(self) -> list[tuple[Any, ...]]:
-        """Changes when a projection or the key norm is replaced, moved, cast or written to."""
+        """A value to compare with an earlier one. It differs after a projection or the key norm was replaced,
+        moved, cast, or written to in a way that torch counts; for other writes there is `weights_sums`."""
         modules = (self.key_module, self.value_module, self.key_norm)
         tensors = [t for module in modules if module is not None for t in _tensors(module)]
         return [(id(t), t.data_ptr(), t.dtype, t.device, _version(t)) for t in tensors]
 
     def weights_sums(self) -> list[Tensor]:
-        """Numbers, int64 on the layer's device, that change when a projection or the key norm is written to
-        in a way that leaves no other trace, or computes something else (an adapter was switched)."""
+        """Checksums of the projections and the key norm, int64 on the layer's device. They show what
+        `weights_state` misses: writes through ``.data``, and an adapter that was switched. Projections that
+        are not plain are run once; dropout in them would change the sums with every call."""
         projections = [self.key_module]
         if self.value_module is not self.key_module:
             projections.append(self.value_module)
@@ -162,7 +177,7 @@ class AttentionView:
         probe = torch.linspace(-1, 1, self.hidden, device=self.device, dtype=self.dtype)
         for module in projections:
             if not is_plain(module):
-                # What cannot be asked is told of where its weights are decoded.
+                # One that cannot run on the probe is refused later, with a message: by `decoded_weight`.
                 with contextlib.suppress(*REFUSALS):
                     tensors.append(module(probe[None]))
         return [number for tensor in tensors for number in _sums(tensor)]
@@ -171,7 +186,7 @@ class AttentionView:
     def outdated(self) -> bool:
         """Whether the layer has been given other projections or another key norm."""
         now = self.module._modules
-        return any(now.get(name) is not module for name, module in self._parts)
+        return any(now.get(name) is not module for name, module in self._watched)
 
     @property
     def key_bias(self) -> Tensor | None:
@@ -195,8 +210,8 @@ class AttentionView:
         return heads.flatten(-2)
 
     def key_gain(self) -> tuple[Tensor, float] | None:
-        """Of a key norm that divides by the root mean square: what it multiplies with, fp32 ``[D]``, and its
-        epsilon. None where it is another norm."""
+        """The gain, fp32 ``[D]``, and the epsilon of a key norm that divides by the root mean square. None
+        where there is no key norm or another one."""
         norm: Any = self.key_norm
         names = [
             n for n in ("variance_epsilon", "eps") if isinstance(getattr(norm, n, None), float)
@@ -205,7 +220,7 @@ class AttentionView:
             return None
         epsilon = float(getattr(norm, names[0]))
         probe = torch.linspace(-2, 3, self.head_size, device=self.device)
-        with torch.no_grad():
+        with torch.no_grad():  # the norm divides ones by (1 + epsilon) ** 0.5
             gain, found = norm(torch.ones_like(probe)) * (1 + epsilon) ** 0.5, norm(probe)
         expected = probe * (probe.square().mean() + epsilon).rsqrt() * gain
         return (gain, epsilon) if torch.allclose(found, expected, rtol=1e-4) else None
@@ -222,35 +237,38 @@ class AttentionView:
 class ModelView:
     """A causal language model seen as a list of attention layers.
 
-    ``layers`` holds every attention layer in order; ``skipped`` says, by index, why a layer is left
+    ``layers`` holds every attention layer in order; ``skipped`` says, by ``layer_idx``, why a layer is left
     to transformers' own cache.
     """
 
     model: nn.Module
-    decoder: nn.Module
+    decoder: nn.Module  # the module that has ``layers``
     layers: list[AttentionView]
     skipped: dict[int, str]
     rope: Rope
 
     @property
     def compressed(self) -> list[AttentionView]:
+        """The layers whose cache is compressed: all that are not skipped."""
         return [view for view in self.layers if view.index not in self.skipped]
 
     @property
     def outdated(self) -> bool:
-        """Whether layers, or modules in them, have been replaced since."""
+        """Whether layers, or their projections, have been replaced since this view was made."""
         layers: Any = self.decoder.layers
         now = {id(getattr(layer, "self_attn", None)) for layer in layers}
         return any(id(view.module) not in now or view.outdated for view in self.layers)
 
 
 PLAIN = (Tensor, nn.Parameter)
+"""Types of tensors that hold their own values. torchao's hold codes: they are subclasses."""
 REFUSALS = (RuntimeError, AssertionError, TypeError)
 """What libraries raise where a quantized layer cannot do what it is asked."""
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a linear layer is a product with its weight and nothing else: no adapter, no codes."""
+    """Whether the layer is an ordinary ``nn.Linear``: a dense weight, perhaps a bias, and neither an adapter
+    nor quantized weights."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
@@ -260,7 +278,8 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def _sums(tensor: Tensor) -> list[Tensor]:
-    """Sums of the bits of a tensor by rows and by columns, weighted, so that an exchange is seen as well."""
+    """Sums of the bits of a tensor by rows and by columns. They are weighted, so that two rows or columns
+    that change places change a sum."""
     rows = tensor.detach().reshape(len(tensor) if tensor.dim() > 1 else 1, -1).contiguous()
     bits = rows.view(torch.uint8)
     bits = F.pad(bits, (0, -bits.shape[1] % 8)).view(torch.int64)
@@ -278,20 +297,22 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _version(tensor: Tensor) -> int:
+    # Inference tensors have no version counter.
     return 0 if tensor.is_inference() else tensor._version
 
 
 @torch.no_grad()
 def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
-    """What the quantized weight of a linear layer decodes to, ``[out, in]`` in the view's dtype.
+    """The dense weight ``[out, in]`` of a layer that is not plain, in the view's dtype: of quantized weights
+    what they decode to, with an adapter their sum.
 
     Raises:
-        ValueError: it cannot be had; the message says how the layer is stored.
+        ValueError: it cannot be had; the message names the kind of layer.
     """
     eye = torch.eye(view.hidden, dtype=view.dtype, device=view.device)
     try:
         if isinstance(module, nn.Linear) and module.weight.is_floating_point():
-            # torchao: a kind of tensor
+            # torchao: an nn.Linear whose weight is a tensor subclass
             return F.linear(eye, module.weight).T.contiguous()
         dequantize = getattr(module, "dequantize", None)
         if callable(dequantize):  # HQQ
@@ -301,9 +322,10 @@ def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
         bias = getattr(module, "bias", None)
         return (module(eye) - (0 if bias is None else bias)).T.contiguous()
     except REFUSALS as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"the weights of {type(module).__name__} cannot be decoded ({str(error).splitlines()[0]}):"
-            " methods that keep keys and values work without, such as kivi"
+            f"the weights of {type(module).__name__} cannot be decoded ({why}): use a method that stores"
+            " keys and values, such as kivi, which does not need them"
         ) from error
 
 

@@ -1,4 +1,7 @@
-"""Packer: what turns blocks into codes and back, in torch or by a backend."""
+"""Packer: turns blocks of cached tokens into codes and back.
+
+The store packs each block once, when it is full, and unpacks it at every read that no kernel answers.
+"""
 
 from typing import Any
 
@@ -10,12 +13,18 @@ from ..quant import Packed, Quantizer
 class Packer:
     """Packs blocks as their quantizers do, in torch.
 
-    A backend overrides it where it is faster. What it packs must have the same bytes, but for the sign of a
-    zero, which torch leaves to the order in which it looks for the lowest.
+    A backend derives its own packer (`kernels/cpu/sealing.py`, `kernels/triton`) and overrides what it does
+    faster. It must write the same bytes. Only the sign of a zero point of 0 may differ: of -0 and 0, torch
+    takes either for the lowest. Caches share packers, so one keeps nothing of a cache.
+
+    Letters: ``N`` blocks of ``n`` tokens and ``C`` channels, all on one device.
     """
 
     def pack(self, quantizer: Quantizer, x: Tensor, excluded: Tensor | None) -> Packed:
-        """`Quantizer.encode` of blocks ``[N, n, C]``; ``excluded`` is bool ``[N, n]``.
+        """The packed fields of blocks ``x`` ``[N, n, C]``, as `Quantizer.encode` gives them.
+
+        Args:
+            excluded: bool ``[N, n]``: tokens that set no range, sinks and padding. None: all tokens do.
 
         Raises:
             ValueError: ``x`` holds NaN in a token that sets a range.
@@ -23,17 +32,19 @@ class Packer:
         return quantizer.encode(x, excluded)
 
     def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
-        """`Quantizer.decode` into ``out`` ``[N, n, C]``, which may be some columns of a tensor."""
+        """Decode blocks into ``out`` ``[N, n, C]``, which gives the dtype. It may be a slice along ``C`` of a
+        wider tensor."""
         quantizer.decode(packed, out)
 
     def joins(self, quantizer: Quantizer, x: Tensor) -> bool:
-        """Whether it is faster to pack ``x`` together with the same blocks of other layers: each call is a
-        launch on a GPU. On a CPU they would be copied for nothing."""
+        """Whether the store should stack ``x`` with the blocks that other layers seal at the same time, and
+        call `pack` once. On a GPU that saves launches. Here it would only copy."""
         return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packer":
-        """It holds nothing of a cache: copies share it."""
+        """A copied cache shares its packer."""
         return self
 
 
 TORCH = Packer()
+"""The packer where no backend has one of its own."""
