@@ -1,123 +1,221 @@
-"""The tables of the README and of pages in docs, from the results files.
+"""Writes the tables of measured figures into README.md and docs/, from the results files.
 
-python benchmarks/tables.py
-python benchmarks/tables.py evaluation
-python benchmarks/tables.py transform
-python benchmarks/tables.py families
-python benchmarks/tables.py upstream
+    python benchmarks/tables.py          # write them
+    python benchmarks/tables.py --check  # name the pages where a table is not what the results say; status 1
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The names are those of the functions
+here that are marked as `table`. CI checks the pages.
 """
 
 import json
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from xquant import parse_method
 
-RESULTS = Path(__file__).with_name("results")
-METHODS = ("kivi-4bit", "kivi-2bit", "xquant-4bit", "xquant-cl-2bit")
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+
+Row = dict[str, Any]
+TABLES: dict[str, Callable[[], str]] = {}
 
 
-def rows(name: str, verb: str = "bench") -> dict[str, dict[str, Any]]:
-    found = json.loads((RESULTS / f"{verb}-{name}.json").read_text())
-    return {row["method"]: row for row in found}
+def table(make: Callable[[], str]) -> Callable[[], str]:
+    TABLES[make.__name__.replace("_", "-")] = make
+    return make
 
 
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-    for cells in (head, ["---"] * len(head), *body):
-        print("| " + " | ".join(cells) + " |")
-    print()
+def rows(file: str) -> list[Row]:
+    found: list[Row] = json.loads((RESULTS / f"{file}.json").read_text())
+    return found
 
 
-def quality() -> None:
-    """Of SmolLM2 on WikiText-2: first the methods that keep no recent tokens full, then the others."""
-    found = rows("smollm2", "wikitext2")
-    with_tail = {method: parse_method(method).tail > 0 for method in found}
+def by_method(file: str) -> dict[str, Row]:
+    return {row["method"]: row for row in rows(file)}
+
+
+def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    lines = (head, ["---"] * len(head), *body)
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
+
+
+def code(name: str) -> str:
+    return f"`{name}`"
+
+
+def error(row: Row) -> str:
+    """Standard error of the ratio to the full cache."""
+    return f"{row['ratio'] * row['difference_error']:.3f}"
+
+
+def quality_rows(file: str, with_tail: bool) -> str:
+    """Methods of a results file of `xquant perplexity`: those that keep recent tokens full, or the others."""
     head = ["method", "perplexity", "of full", "±", "KL", "same token"]
     head += ["bits per value", "in codes", "of fp16 cache"]
-    for tail in (False, True):
-        body = [
+    return markdown(
+        head,
+        (
             [
-                f"`{method}`",
+                code(method),
                 f"{row['perplexity']:.2f}",
                 f"{row['ratio']:.3f}",
-                f"{row['ratio'] * row['difference_error']:.3f}",
+                error(row),
                 f"{row['kl']:.3f}",
                 f"{row['agreement']:.1%}",
                 f"{row['bits_per_value']:.2f}",
                 f"{row['code_bits']:.2f}",
                 f"{row['cache_ratio']:.1%}",
             ]
-            for method, row in found.items()
-            if with_tail[method] == tail
-        ]
-        table(head, body)
+            for method, row in by_method(file).items()
+            if (parse_method(method).tail > 0) == with_tail
+        ),
+    )
 
 
-def whole_decode() -> None:
-    """Of SmolLM2, by context; how many times faster than the full cache each method is."""
-    body = []
-    for name in ("512", "2k", "8k", "32k"):
-        found = rows(f"smollm2-{name}")
-        full = found["full"]
-        times = (f"{found[m]['speedup_vs_full']:.2f}" if m in found else "" for m in METHODS)
-        body.append([f"{full['context']:,}", f"{full['ms_per_token']:.0f} ms", *times])
-    table(["context", "full cache", *(f"`{m}`" for m in METHODS)], body)
+@table
+def which_method() -> str:
+    """What each recommended method costs: SmolLM2 on WikiText-2, decoding at 8,192 tokens on 2 threads."""
+    quality = by_method("wikitext2-smollm2") | by_method("tc-wikitext2-smollm2")
+    speed = by_method("bench-smollm2-8k") | by_method("bench-tc-smollm2-8k")
+
+    def cost(method: str) -> str:
+        row = quality[method]
+        smaller = f"{1 / row['cache_ratio']:.1f} times smaller than fp16"
+        return f"{smaller}, perplexity +{row['ratio'] - 1:.1%}"
+
+    def pace(method: str) -> str:
+        return f"decodes {speed[method]['speedup_vs_full']:.2g} times as fast as the full cache"
+
+    minutes = rows("calibrate-smollm2")[0]["seconds"] / 60
+    advice = (
+        ("speed, on a CPU", "kivi-4bit", pace("kivi-4bit")),
+        ("the smallest cache to decode from", "tc-2bit", pace("tc-2bit")),
+        (
+            "the smallest cache at rest",
+            "tc-cl-2bit",
+            f"{pace('tc-cl-2bit')}: convert it before you go on",
+        ),
+        (
+            "codes calibrated on a text of yours",
+            "kvquant-3bit-1%",
+            f"calibrating takes {minutes:.0f} minutes",
+        ),
+    )
+    body = [[want, code(spec), f"{cost(spec)}; {rest}"] for want, spec, rest in advice]
+    papers = "`xquant-4bit`, `xquant-cl-2bit`, `crosslayer`, `kivi-2bit`, `asymkv-1.5bit`"
+    body.append(["a paper's method as it is", papers, "see [methods](docs/methods/index.md)"])
+    return markdown(["You want", "Take", "What it costs"], body)
 
 
-def peers() -> None:
-    body = [
-        [f"`{method}`", f"{row['ms_per_token']:.0f}", f"{row['cache_bytes'] / 1e6:.0f}"]
-        for method, row in rows("smollm2-32k").items()
-    ]
-    table(["cache", "ms a token", "MB"], body)
+@table
+def quality() -> str:
+    return quality_rows("wikitext2-smollm2", with_tail=False)
 
 
-def attention() -> None:
-    """Of one layer of Llama-3.1-8B's shape."""
-    short, long = rows("llama-8k"), rows("llama-32k")
-    body = []
-    for method in short:
-        cells = [f"`{method}`"]
-        for found in (short, long):
-            row = found.get(method)
-            if row is None:
-                cells += ["", "", ""]
-                continue
-            times = f"{row['speedup_vs_full']:.1f}"
-            size = f"{row['cache_bytes'] / 8e6:.0f}"
-            cells += [f"{row['attention_ms_per_layer']:.2f}", times, size]
-        body.append(cells)
-    head = ["cache", *(f"{n}, {c}" for n in ("8K", "32K") for c in ("ms", "times", "MB a layer"))]
-    table(head, body)
+@table
+def quality_tail() -> str:
+    return quality_rows("wikitext2-smollm2", with_tail=True)
 
 
-def texts(**files: str) -> None:
-    """Results of `xquant perplexity` side by side, each under its name: the methods of the last."""
-    found = {name: rows("smollm2", file) for name, file in files.items()}
-    *_, last = found.values()
+@table
+def quality_mha() -> str:
+    return markdown(
+        ["method", "perplexity", "of full", "bits per value", "of fp16 cache"],
+        (
+            [
+                code(method),
+                f"{row['perplexity']:.2f}",
+                f"{row['ratio']:.3f}",
+                f"{row['bits_per_value']:.2f}",
+                f"{row['cache_ratio']:.1%}",
+            ]
+            for method, row in by_method("wikitext2-smollm2-mha").items()
+        ),
+    )
+
+
+def texts(**files: str) -> str:
+    """Results of `xquant perplexity` side by side, each under its name: the methods of the last file."""
+    found = {name: by_method(file) for name, file in files.items()}
     head = ["method", "bits per value"]
     for name in found:
         head += [f"{name}, of full", "±", "KL", "same token"]
     body = []
-    for method, row in last.items():
-        cells = [f"`{method}`", f"{row['bits_per_value']:.2f}"]
-        for own in (of_text[method] for of_text in found.values()):
+    for method in list(found.values())[-1]:
+        own = [of_text[method] for of_text in found.values()]
+        # The number of outliers depends on the text.
+        bits = dict.fromkeys(f"{row['bits_per_value']:.2f}" for row in own)
+        cells = [code(method), ", ".join(bits)]
+        for row in own:
             cells += [
-                f"{own['ratio']:.3f}",
-                f"{own['ratio'] * own['difference_error']:.3f}",
-                f"{own['kl']:.3f}",
-                f"{own['agreement']:.1%}",
+                f"{row['ratio']:.3f}",
+                error(row),
+                f"{row['kl']:.3f}",
+                f"{row['agreement']:.1%}",
             ]
         body.append(cells)
-    table(head, body)
+    return markdown(head, body)
 
 
-def tasks(name: str) -> None:
+@table
+def two_texts() -> str:
+    return texts(**{"WikiText-2": "wikitext2-smollm2", "C4": "c4-smollm2"})
+
+
+@table
+def tc_two_texts() -> str:
+    return texts(**{"WikiText-2": "tc-wikitext2-smollm2", "C4": "tc-c4-smollm2"})
+
+
+@table
+def tc_lengths() -> str:
+    return texts(**{"2,048": "tc-moby-2048-smollm2", "6,000": "tc-moby-6000-smollm2"})
+
+
+@table
+def tc_options() -> str:
+    return texts(**{"WikiText-2": "tc-options-smollm2"})
+
+
+def passkeys(file: str) -> str:
+    """Numbers found, of those asked for, and the depths at which they were not."""
+    found = rows(file)
+    contexts = sorted({row["context"] for row in found})
+    body = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        cells = [code(method)]
+        for context in contexts:
+            own = [r for r in found if r["method"] == method and r["context"] == context]
+            lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
+            cells.append(
+                f"{sum(r['found'] for r in own)} of {sum(r['samples'] for r in own)}"
+                + (f" (lost at {lost})" if lost else "")
+            )
+        body.append(cells)
+    return markdown(["method", *(f"{context:,}" for context in contexts)], body)
+
+
+@table
+def passkey() -> str:
+    return passkeys("passkey-smollm2")
+
+
+@table
+def tc_passkey() -> str:
+    return passkeys("passkey-tc-smollm2")
+
+
+def tasks(file: str) -> str:
     """Scores of a results file of `xquant eval`: a line a method, a column a task and metric; then how many
     rows were answered as with the full cache. Of the metrics of TruthfulQA those of BLEU."""
-    found = json.loads((RESULTS / f"{name}-smollm2.json").read_text())
+    found = rows(file)
     columns: dict[str, dict[str, str]] = {}
     same: dict[str, dict[str, str]] = {}
     for row in found:
@@ -134,53 +232,140 @@ def tasks(name: str) -> None:
             )
     columns |= same
     methods = dict.fromkeys(row["method"] for row in found)
-    table(
+    return markdown(
         ["method", *columns],
-        [[f"`{m}`", *(cells.get(m, "") for cells in columns.values())] for m in methods],
+        ([code(m), *(cells.get(m, "") for cells in columns.values())] for m in methods),
     )
 
 
-def passkeys(name: str) -> None:
-    """Numbers found, of those asked for, and the depths at which they were not."""
-    found = json.loads((RESULTS / f"{name}-smollm2.json").read_text())
-    contexts = sorted({row["context"] for row in found})
+@table
+def truthfulqa() -> str:
+    return tasks("truthfulqa-smollm2")
+
+
+@table
+def gsm8k() -> str:
+    return tasks("gsm8k-smollm2")
+
+
+@table
+def ruler() -> str:
+    return tasks("ruler-smollm2")
+
+
+@table
+def longbench() -> str:
+    return tasks("longbench-smollm2")
+
+
+@table
+def decode() -> str:
+    """Of SmolLM2, by context: how many times faster than the full cache each method is."""
+    methods = ("kivi-4bit", "kivi-2bit", "xquant-4bit", "xquant-cl-2bit")
     body = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        cells = [f"`{method}`"]
-        for context in contexts:
-            own = [r for r in found if r["method"] == method and r["context"] == context]
-            lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
-            cells.append(
-                f"{sum(r['found'] for r in own)} of {sum(r['samples'] for r in own)}"
-                + (f" (lost at {lost})" if lost else "")
-            )
+    for name in ("512", "2k", "8k", "32k"):
+        found = by_method(f"bench-smollm2-{name}")
+        full = found["full"]
+        times = (f"{found[m]['speedup_vs_full']:.2f}" if m in found else "" for m in methods)
+        body.append([f"{full['context']:,}", f"{full['ms_per_token']:.0f} ms", *times])
+    return markdown(["context", "full cache", *map(code, methods)], body)
+
+
+@table
+def peers() -> str:
+    return markdown(
+        ["cache", "ms a token", "MB"],
+        (
+            [code(method), f"{row['ms_per_token']:.0f}", f"{row['cache_bytes'] / 1e6:.0f}"]
+            for method, row in by_method("bench-smollm2-32k").items()
+        ),
+    )
+
+
+@table
+def attention() -> str:
+    """Of one layer of Llama-3.1-8B's shape."""
+    short, long = by_method("bench-llama-8k"), by_method("bench-llama-32k")
+    body = []
+    for method in short:
+        cells = [code(method)]
+        for row in (short[method], long.get(method)):
+            cells += ["", "", ""] if row is None else _one_layer(row)
         body.append(cells)
-    table(["method", *(f"{context:,}" for context in contexts)], body)
+    head = ["cache", *(f"{n}, {c}" for n in ("8K", "32K") for c in ("ms", "times", "MB a layer"))]
+    return markdown(head, body)
 
 
-def families() -> None:
+def _one_layer(row: Row) -> list[str]:
+    times, size = f"{row['speedup_vs_full']:.1f}", f"{row['cache_bytes'] / 8e6:.0f}"
+    return [f"{row['attention_ms_per_layer']:.2f}", times, size]
+
+
+@table
+def tc_decode() -> str:
+    short, long = by_method("bench-tc-smollm2-2k"), by_method("bench-tc-smollm2-8k")
+    body = []
+    for method in short:
+        cells = [code(method)]
+        for row in (short[method], long[method]):
+            cells += [f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"]
+            cells += [f"{row['cache_bytes'] / 1e6:.1f}"]
+        body.append(cells)
+    head = [f"{n}{c}" for n in ("2,048: ", "8,192: ") for c in ("ms a token", "times full", "MB")]
+    return markdown(["cache", *(name.replace(": times", " times") for name in head)], body)
+
+
+@table
+def ranked_attention() -> str:
+    """Of one layer with ranked codes (`tc`), beside the product that rebuilds its keys alone."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows("ranked-attention"):
+        found.setdefault((row["shape"], row["tokens"]), {})[row["what"]] = row["milliseconds"]
+    kernels = ("avx512", "avx2", "folded")
+    body = []
+    for (shape, tokens), times in found.items():
+        products = [name for name in times if name not in kernels]
+        coded, all_channels = (name.split()[2] for name in products)
+        shown = (times[name] for name in (*kernels, *products))
+        cells = (f"{each:.0f} ms" if each >= 10 else f"{each:.1f} ms" for each in shown)
+        body.append([f"{shape}, {tokens:,}", f"{all_channels}, {coded}", *cells])
+    head = ["shape, tokens", "`C`, of them coded", *map(code, kernels)]
+    return markdown([*head, "product, coded", "product, all"], body)
+
+
+@table
+def peak_memory() -> str:
+    body = ([code(row["method"]), f"{row['peak_mb']:.0f}"] for row in rows("peak-memory"))
+    return markdown(["cache", "MB"], body)
+
+
+@table
+def families() -> str:
     """A line a family: of full and its standard error, then KL, then bits per value; empty where a method
     refused."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in json.loads((RESULTS / "families.json").read_text()):
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("families"):
         found.setdefault(row["family"], {})[row["method"]] = row
     methods = [method for method in next(iter(found.values())) if method != "full"]
-    shown: dict[str, Callable[[dict[str, Any]], str]] = {
+    shown: dict[str, Callable[[Row], str]] = {
         "of full": lambda row: f"{row['ratio']:.4f} ± {row['ratio'] * row['difference_error']:.4f}",
         "KL": lambda row: f"{row['kl']:.5f}",
         "bits per value": lambda row: f"{row['bits_per_value']:.2f}",
     }
+    made = []
     for name, cell in shown.items():
         body = []
         for family, own in found.items():
             cells = (cell(own[m]) if "ratio" in own[m] else "" for m in methods)
             body.append([family, f"{own['full']['perplexity']:.2f}", *cells])
-        table([name, "perplexity, full", *(f"`{m}`" for m in methods)], body)
+        made.append(markdown([name, "perplexity, full", *map(code, methods)], body))
+    return "\n".join(made)
 
 
-def upstream() -> None:
+@table
+def upstream() -> str:
     """Of transformers' own generation tests, by family: passed of all in which the cache was used."""
-    found = json.loads((RESULTS / "upstream.json").read_text())
+    found = rows("upstream")
     methods = list(dict.fromkeys(row["method"] for row in found))
     by_family: dict[str, dict[str, tuple[int, int]]] = {}
     for row in found:
@@ -189,29 +374,45 @@ def upstream() -> None:
             right, total = own.get(row["method"], (0, 0))
             own[row["method"]] = right + row["passed"], total + row["tests"]
     order = [*(family for family in by_family if family != "all"), "all"]
-    body = [
+    body = (
         [family, *("{} of {}".format(*by_family[family][m]) for m in methods)] for family in order
-    ]
-    table(["family", *(f"`{method}`" for method in methods)], body)
+    )
+    return markdown(["family", *map(code, methods)], body)
+
+
+def filled(page: str) -> str:
+    """The text of a page with its tables as the results have them.
+
+    Raises:
+        ValueError: a table that is not known.
+    """
+
+    def fill(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        if name not in TABLES:
+            raise ValueError(f"there is no table '{name}': one of {', '.join(TABLES)}")
+        return begin + "\n" + TABLES[name]() + "\n" + end
+
+    return MARKED.sub(fill, page)
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; fail where a table is out of date.")
+def main(check: bool) -> None:
+    """Write the tables of README.md and docs/ from the results files."""
+    stale = []
+    for page in PAGES:
+        text = page.read_text()
+        if (now := filled(text)) != text:
+            stale.append(str(page.relative_to(ROOT)))
+            if not check:
+                page.write_text(now)
+    for name in stale:
+        click.echo(f"{name}: {'its tables are not what the results say' if check else 'written'}")
+    if check and stale:
+        click.echo("Run: python benchmarks/tables.py", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["upstream"]:
-        upstream()
-    elif sys.argv[1:] == ["evaluation"]:
-        texts(**{"WikiText-2": "wikitext2", "C4": "c4"})
-        passkeys("passkey")
-        for file in ("truthfulqa", "gsm8k", "ruler", "longbench"):
-            tasks(file)
-    elif sys.argv[1:] == ["transform"]:
-        texts(**{"WikiText-2": "tc-wikitext2", "C4": "tc-c4"})
-        texts(**{"2,048": "tc-moby-2048", "6,000": "tc-moby-6000"})
-        passkeys("passkey-tc")
-        texts(**{"WikiText-2": "tc-options"})
-    elif sys.argv[1:] == ["families"]:
-        families()
-    else:
-        quality()
-        whole_decode()
-        peers()
-        attention()
+    main()

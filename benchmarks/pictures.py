@@ -1,0 +1,87 @@
+"""Draws the pictures of README.md and docs/ from the results files, for light and for dark pages.
+
+python benchmarks/pictures.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from xquant.results.plots import as_svg, new_figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+FILES = ("wikitext2-smollm2", "tc-wikitext2-smollm2")
+LINES = {
+    "int, groups of 64": ("int4-gs64", "int3-gs64"),
+    "nf4": ("nf4",),
+    "kivi": ("kivi-4bit", "kivi-3bit", "kivi-2bit"),
+    "kvquant": ("kvquant-3bit-1%", "kvquant-2bit-1%"),
+    "xquant": ("xquant-4bit", "xquant-3bit", "xquant-2bit"),
+    "xquant-cl": ("xquant-cl-3bit", "xquant-cl-2bit"),
+    "tc (ours)": ("tc-3bit", "tc-2bit", "tc-1.5bit"),
+    "tc-cl (ours)": ("tc-cl-3bit", "tc-cl-2bit", "tc-cl-1.1bit"),
+}
+"""Methods with their default options, without tails and sinks: what is compared has the same tokens full."""
+BESIDE: dict[str, dict[str, Any]] = {
+    "nf4": {"xytext": (0, -16)},
+    "kvquant": {"xytext": (-8, -8), "ha": "right"},
+    "xquant": {"xytext": (-9, -4), "ha": "right"},
+    "xquant-cl": {"xytext": (0, -16), "end": 0},
+}
+"""Where a name stands that has no room above the last point of its line."""
+COLOURS = ("#8a8a8a", "#8a8a8a", "#cc79a7", "#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#009e73")
+DARK, LIGHT = "#e6edf3", "#1f2328"
+
+
+def quality(ink: str) -> Any:
+    """Divergence from the full cache against bits per value, both logarithmic."""
+    found = {}
+    for file in FILES:
+        for row in json.loads((RESULTS / f"{file}.json").read_text()):
+            found[row["method"]] = row
+    figure = new_figure(7.6, 4.2)
+    axes = figure.add_subplot()
+    for (name, methods), colour in zip(LINES.items(), COLOURS, strict=True):
+        x = [found[m]["bits_per_value"] for m in methods]
+        y = [found[m]["kl"] for m in methods]
+        ours = "ours" in name
+        axes.plot(
+            x, y, "o-", color=colour, linewidth=2.4 if ours else 1.3, markersize=6 if ours else 4
+        )
+        label = {"xytext": (0, 9), "ha": "center", "end": -1} | BESIDE.get(name, {})
+        end = label.pop("end")
+        axes.annotate(
+            name,
+            (x[end], y[end]),
+            textcoords="offset points",
+            color=colour,
+            fontsize=10,
+            weight="bold" if ours else "normal",
+            **label,
+        )
+    axes.set_yscale("log")
+    axes.set_xlim(0.8, 4.9)
+    axes.set_ylim(1.2e-3, 2.2)
+    axes.set_xlabel("bits per key and value element, everything counted (fp16 has 16)", color=ink)
+    axes.set_ylabel("KL divergence from the full cache, nats", color=ink)
+    axes.tick_params(colors=ink, which="both")
+    axes.grid(color=ink, alpha=0.15, linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(ink)
+    return figure
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    with matplotlib.rc_context({"savefig.transparent": True}):
+        for name, ink in (("light", LIGHT), ("dark", DARK)):
+            (IMAGES / f"quality-{name}.svg").write_text(as_svg(quality(ink)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
