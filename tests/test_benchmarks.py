@@ -1,12 +1,16 @@
-"""The scripts in benchmarks/ are run by hand; what they import from the package is there."""
+"""The scripts in benchmarks/: what they import from the package is there, and tables are what results say."""
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = sorted((Path(__file__).parent.parent / "benchmarks").glob("*.py"))
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+SCRIPTS = sorted(BENCHMARKS.rglob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -19,3 +23,24 @@ def test_what_a_script_imports_is_there(script: Path) -> None:
             for name in node.names:
                 if not hasattr(module, name.name):
                     importlib.import_module(f"{node.module}.{name.name}")
+
+
+def check_tables() -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "tables.py"), "--check"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_tables_are_what_the_results_say() -> None:
+    found = check_tables()
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables = importlib.import_module("tables")
+    page = "before\n<!-- table: peak-memory -->\n| old |\n<!-- end -->\nafter\n"
+    written = tables.filled(page)
+    assert "DynamicCache" in written and "| old |" not in written
+    assert tables.filled(written) == written
+    with pytest.raises(ValueError, match="no table 'nothing'"):
+        tables.filled("<!-- table: nothing -->\n<!-- end -->")

@@ -1,0 +1,254 @@
+"""Tables of quality: perplexity, passkeys, tasks, families of models, transformers' own tests."""
+
+from collections.abc import Callable
+
+from xquant import parse_method
+
+from .common import Row, by_method, code, error, markdown, rows, table
+
+
+def quality_rows(file: str, with_tail: bool) -> str:
+    """Methods of a results file of `xquant perplexity`: those that keep recent tokens full, or the others."""
+    head = ["method", "perplexity", "of full", "±", "KL", "same token"]
+    head += ["bits per value", "in codes", "of fp16 cache"]
+    return markdown(
+        head,
+        (
+            [
+                code(method),
+                f"{row['perplexity']:.2f}",
+                f"{row['ratio']:.3f}",
+                error(row),
+                f"{row['kl']:.3f}",
+                f"{row['agreement']:.1%}",
+                f"{row['bits_per_value']:.2f}",
+                f"{row['code_bits']:.2f}",
+                f"{row['cache_ratio']:.1%}",
+            ]
+            for method, row in by_method(file).items()
+            if (parse_method(method).tail > 0) == with_tail
+        ),
+    )
+
+
+@table
+def which_method() -> str:
+    """What each recommended method costs: SmolLM2 on WikiText-2, decoding at 8,192 tokens on 2 threads."""
+    quality = by_method("wikitext2-smollm2") | by_method("tc-wikitext2-smollm2")
+    speed = by_method("bench-tc-smollm2-8k") | by_method("bench-smollm2-8k")
+
+    def cost(method: str) -> str:
+        row = quality[method]
+        smaller = f"{1 / row['cache_ratio']:.1f} times smaller than fp16"
+        return f"{smaller}, perplexity +{row['ratio'] - 1:.1%}"
+
+    def pace(method: str) -> str:
+        times = speed[method]["speedup_vs_full"]
+        if times < 1:
+            return f"decodes {1 / times:.2g} times slower than the full cache"
+        return f"decodes {times:.2g} times as fast as the full cache"
+
+    minutes = rows("calibrate-smollm2")[0]["seconds"] / 60
+    advice = (
+        ("speed, on a CPU", "kivi-4bit", pace("kivi-4bit")),
+        ("the smallest cache to decode from", "tc-2bit", pace("tc-2bit")),
+        (
+            "the smallest cache at rest",
+            "tc-cl-2bit",
+            f"{pace('tc-cl-2bit')}: convert it before you go on",
+        ),
+        (
+            "codes calibrated on a text of yours",
+            "kvquant-3bit-1%",
+            f"calibrating takes {minutes:.0f} minutes",
+        ),
+    )
+    body = [[want, code(spec), f"{cost(spec)}; {rest}"] for want, spec, rest in advice]
+    papers = "`xquant-4bit`, `xquant-cl-2bit`, `crosslayer`, `kivi-2bit`, `asymkv-1.5bit`"
+    body.append(["a paper's method as it is", papers, "see [methods](docs/methods/index.md)"])
+    return markdown(["You want", "Take", "What it costs"], body)
+
+
+@table
+def quality() -> str:
+    return quality_rows("wikitext2-smollm2", with_tail=False)
+
+
+@table
+def quality_tail() -> str:
+    return quality_rows("wikitext2-smollm2", with_tail=True)
+
+
+@table
+def quality_mha() -> str:
+    return markdown(
+        ["method", "perplexity", "of full", "bits per value", "of fp16 cache"],
+        (
+            [
+                code(method),
+                f"{row['perplexity']:.2f}",
+                f"{row['ratio']:.3f}",
+                f"{row['bits_per_value']:.2f}",
+                f"{row['cache_ratio']:.1%}",
+            ]
+            for method, row in by_method("wikitext2-smollm2-mha").items()
+        ),
+    )
+
+
+def texts(**files: str) -> str:
+    """Results of `xquant perplexity` side by side, each under its name: the methods of the last file."""
+    found = {name: by_method(file) for name, file in files.items()}
+    head = ["method", "bits per value"]
+    for name in found:
+        head += [f"{name}, of full", "±", "KL", "same token"]
+    body = []
+    for method in list(found.values())[-1]:
+        own = [of_text[method] for of_text in found.values()]
+        # The number of outliers depends on the text.
+        bits = dict.fromkeys(f"{row['bits_per_value']:.2f}" for row in own)
+        cells = [code(method), ", ".join(bits)]
+        for row in own:
+            cells += [
+                f"{row['ratio']:.3f}",
+                error(row),
+                f"{row['kl']:.3f}",
+                f"{row['agreement']:.1%}",
+            ]
+        body.append(cells)
+    return markdown(head, body)
+
+
+@table
+def two_texts() -> str:
+    return texts(**{"WikiText-2": "wikitext2-smollm2", "C4": "c4-smollm2"})
+
+
+@table
+def tc_two_texts() -> str:
+    return texts(**{"WikiText-2": "tc-wikitext2-smollm2", "C4": "tc-c4-smollm2"})
+
+
+@table
+def tc_lengths() -> str:
+    return texts(**{"2,048": "tc-moby-2048-smollm2", "6,000": "tc-moby-6000-smollm2"})
+
+
+@table
+def tc_options() -> str:
+    return texts(**{"WikiText-2": "tc-options-smollm2"})
+
+
+def passkeys(file: str) -> str:
+    """Numbers found, of those asked for, and the depths at which they were not."""
+    found = rows(file)
+    contexts = sorted({row["context"] for row in found})
+    body = []
+    for method in dict.fromkeys(row["method"] for row in found):
+        cells = [code(method)]
+        for context in contexts:
+            own = [r for r in found if r["method"] == method and r["context"] == context]
+            lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
+            cells.append(
+                f"{sum(r['found'] for r in own)} of {sum(r['samples'] for r in own)}"
+                + (f" (lost at {lost})" if lost else "")
+            )
+        body.append(cells)
+    return markdown(["method", *(f"{context:,}" for context in contexts)], body)
+
+
+@table
+def passkey() -> str:
+    return passkeys("passkey-smollm2")
+
+
+@table
+def tc_passkey() -> str:
+    return passkeys("passkey-tc-smollm2")
+
+
+def tasks(file: str) -> str:
+    """Scores of a results file of `xquant eval`: a line a method, a column a task and metric; then how many
+    rows were answered as with the full cache. Of the metrics of TruthfulQA those of BLEU."""
+    found = rows(file)
+    columns: dict[str, dict[str, str]] = {}
+    same: dict[str, dict[str, str]] = {}
+    for row in found:
+        # LongBench names its score twice.
+        if row["metric"].startswith("rouge") or row["metric"].endswith(("_diff", "_score")):
+            continue
+        made_to = f" {row['context']:,}" if row["context"] else ""
+        value = f"{row['value']:.3f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.3f}")
+        metric = "" if row["metric"] == str(row["context"]) else f", {row['metric']}"
+        columns.setdefault(f"{row['task']}{made_to}{metric}", {})[row["method"]] = value
+        if row["agreement"] is not None:
+            same.setdefault(f"{row['task']}{made_to}, as full", {})[row["method"]] = (
+                f"{row['agreement']} of {row['n']}"
+            )
+    columns |= same
+    methods = dict.fromkeys(row["method"] for row in found)
+    return markdown(
+        ["method", *columns],
+        ([code(m), *(cells.get(m, "") for cells in columns.values())] for m in methods),
+    )
+
+
+@table
+def truthfulqa() -> str:
+    return tasks("truthfulqa-smollm2")
+
+
+@table
+def gsm8k() -> str:
+    return tasks("gsm8k-smollm2")
+
+
+@table
+def ruler() -> str:
+    return tasks("ruler-smollm2")
+
+
+@table
+def longbench() -> str:
+    return tasks("longbench-smollm2")
+
+
+@table
+def families() -> str:
+    """A line a family: of full and its standard error, then KL, then bits per value; empty where a method
+    refused."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("families"):
+        found.setdefault(row["family"], {})[row["method"]] = row
+    methods = [method for method in next(iter(found.values())) if method != "full"]
+    shown: dict[str, Callable[[Row], str]] = {
+        "of full": lambda row: f"{row['ratio']:.4f} ± {row['ratio'] * row['difference_error']:.4f}",
+        "KL": lambda row: f"{row['kl']:.5f}",
+        "bits per value": lambda row: f"{row['bits_per_value']:.2f}",
+    }
+    made = []
+    for name, cell in shown.items():
+        body = []
+        for family, own in found.items():
+            cells = (cell(own[m]) if "ratio" in own[m] else "" for m in methods)
+            body.append([family, f"{own['full']['perplexity']:.2f}", *cells])
+        made.append(markdown([name, "perplexity, full", *map(code, methods)], body))
+    return "\n".join(made)
+
+
+@table
+def upstream() -> str:
+    """Of transformers' own generation tests, by family: passed of all in which the cache was used."""
+    found = rows("upstream")
+    methods = list(dict.fromkeys(row["method"] for row in found))
+    by_family: dict[str, dict[str, tuple[int, int]]] = {}
+    for row in found:
+        for family in (row["family"], "all"):
+            own = by_family.setdefault(family, {})
+            right, total = own.get(row["method"], (0, 0))
+            own[row["method"]] = right + row["passed"], total + row["tests"]
+    order = [*(family for family in by_family if family != "all"), "all"]
+    body = (
+        [family, *("{} of {}".format(*by_family[family][m]) for m in methods)] for family in order
+    )
+    return markdown(["family", *map(code, methods)], body)

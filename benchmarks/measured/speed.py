@@ -1,0 +1,84 @@
+"""Tables of time and memory."""
+
+from .common import Row, by_method, code, markdown, rows, table
+
+
+@table
+def decode() -> str:
+    """Of SmolLM2, by context: how many times faster than the full cache each method is."""
+    methods = ("kivi-4bit", "kivi-2bit", "xquant-4bit", "xquant-cl-2bit")
+    body = []
+    for name in ("512", "2k", "8k", "32k"):
+        found = by_method(f"bench-smollm2-{name}")
+        full = found["full"]
+        times = (f"{found[m]['speedup_vs_full']:.2f}" if m in found else "" for m in methods)
+        body.append([f"{full['context']:,}", f"{full['ms_per_token']:.0f} ms", *times])
+    return markdown(["context", "full cache", *map(code, methods)], body)
+
+
+@table
+def peers() -> str:
+    return markdown(
+        ["cache", "ms a token", "MB"],
+        (
+            [code(method), f"{row['ms_per_token']:.0f}", f"{row['cache_bytes'] / 1e6:.0f}"]
+            for method, row in by_method("bench-smollm2-32k").items()
+        ),
+    )
+
+
+@table
+def attention() -> str:
+    """Of one layer of Llama-3.1-8B's shape."""
+    short, long = by_method("bench-llama-8k"), by_method("bench-llama-32k")
+    body = []
+    for method in short:
+        cells = [code(method)]
+        for row in (short[method], long.get(method)):
+            cells += ["", "", ""] if row is None else _one_layer(row)
+        body.append(cells)
+    head = ["cache", *(f"{n}, {c}" for n in ("8K", "32K") for c in ("ms", "times", "MB a layer"))]
+    return markdown(head, body)
+
+
+def _one_layer(row: Row) -> list[str]:
+    times, size = f"{row['speedup_vs_full']:.1f}", f"{row['cache_bytes'] / 8e6:.0f}"
+    return [f"{row['attention_ms_per_layer']:.2f}", times, size]
+
+
+@table
+def tc_decode() -> str:
+    short, long = by_method("bench-tc-smollm2-2k"), by_method("bench-tc-smollm2-8k")
+    body = []
+    for method in short:
+        cells = [code(method)]
+        for row in (short[method], long[method]):
+            cells += [f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"]
+            cells += [f"{row['cache_bytes'] / 1e6:.1f}"]
+        body.append(cells)
+    head = [f"{n}{c}" for n in ("2,048: ", "8,192: ") for c in ("ms a token", "times full", "MB")]
+    return markdown(["cache", *(name.replace(": times", " times") for name in head)], body)
+
+
+@table
+def ranked_attention() -> str:
+    """Of one layer with ranked codes (`tc`), beside the product that rebuilds its keys alone."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in rows("ranked-attention"):
+        found.setdefault((row["shape"], row["tokens"]), {})[row["what"]] = row["milliseconds"]
+    kernels = ("avx512", "avx2", "folded")
+    body = []
+    for (shape, tokens), times in found.items():
+        products = [name for name in times if name not in kernels]
+        coded, all_channels = (name.split()[2] for name in products)
+        shown = (times[name] for name in (*kernels, *products))
+        cells = (f"{each:.0f} ms" if each >= 10 else f"{each:.1f} ms" for each in shown)
+        body.append([f"{shape}, {tokens:,}", f"{all_channels}, {coded}", *cells])
+    head = ["shape, tokens", "`C`, of them coded", *map(code, kernels)]
+    return markdown([*head, "product, coded", "product, all"], body)
+
+
+@table
+def peak_memory() -> str:
+    body = ([code(row["method"]), f"{row['peak_mb']:.0f}"] for row in rows("peak-memory"))
+    return markdown(["cache", "MB"], body)
