@@ -1,0 +1,203 @@
+"""Follows README.md and the pages of docs/ to the letter: runs each command and each snippet, in order.
+
+    python tools/follow_docs.py                 # in this environment, what takes seconds
+    python tools/follow_docs.py --slow          # also what takes minutes
+    python tools/follow_docs.py --fresh --slow  # in an empty environment, which the README's commands fill
+
+Blocks run in a clone of this checkout. A block of code says what it is: ``sh`` and ``python`` are run, and
+a page's Python blocks are one session; ``text`` and other kinds are shown only. A comment before a block says
+more:
+
+    <!-- run: slow -->            takes more than some seconds
+    <!-- run: setup -->           installs: only in an empty environment
+    <!-- run: never, a GPU -->    cannot be run here, and why
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from markdown_it import MarkdownIt
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = ("sh", "python")
+SHOWN = ("text", "json", "mermaid", "toml", "yaml", "bibtex")
+RULE = re.compile(r"<!-- run: (slow|setup|never)(?:, (.+?))? -->\s*$")
+# Runs what it is given, one JSON string a line, and says after each whether it went well.
+SESSION = """
+import json, sys, traceback
+names = {"__name__": "__main__"}
+for line in sys.stdin:
+    try:
+        exec(compile(json.loads(line), "snippet", "exec"), names)
+        print(chr(0) + "well", flush=True)
+    except BaseException:
+        traceback.print_exc(file=sys.stdout)
+        print(chr(0) + "failed", flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page."""
+
+    page: Path
+    line: int
+    kind: str
+    code: str
+    rule: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        first = self.code.strip().splitlines()[0]
+        return f"{self.page.relative_to(ROOT)}:{self.line}  {first[:70]}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The blocks of a page that can be run.
+
+    Raises:
+        ValueError: a block that does not say what it is.
+    """
+    before = ""
+    for token in MarkdownIt("commonmark").parse(page.read_text()):
+        where = f"{page.relative_to(ROOT)}:{token.map[0] + 1}" if token.map else ""
+        if token.type == "code_block":
+            raise ValueError(f"{where}: an indented block does not say what it is: use a fence")
+        if token.type == "fence":
+            kind = token.info.split(" ")[0]
+            if kind not in (*KINDS, *SHOWN):
+                raise ValueError(
+                    f"{where}: a block of kind '{kind}': one of {', '.join(KINDS + SHOWN)}"
+                )
+            found = RULE.search(before)
+            rule, why = found.groups(default="") if found else ("", "")
+            if kind in KINDS:
+                yield Block(page, token.map[0] + 1, kind, token.content, rule, why)
+        if token.type in ("html_block", "fence", "inline"):
+            before = token.content if token.type == "html_block" else ""
+
+
+class Follower:
+    """Runs blocks in a folder and an environment. The Python session begins anew with each page."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.environment = folder, environment
+        self.page: Path | None = None
+        self.session: subprocess.Popen[str] | None = None
+
+    def run(self, block: Block) -> tuple[bool, str]:
+        """Whether it went well, and what it printed."""
+        if block.page != self.page:
+            self.end()
+            self.page = block.page
+        return self._shell(block.code) if block.kind == "sh" else self._python(block.code)
+
+    def _shell(self, code: str) -> tuple[bool, str]:
+        found = subprocess.run(
+            ["bash", "-e", "-c", code],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return found.returncode == 0, found.stdout
+
+    def _python(self, code: str) -> tuple[bool, str]:
+        if self.session is None:
+            self.session = subprocess.Popen(
+                ["python", "-c", SESSION],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        assert self.session.stdin is not None and self.session.stdout is not None
+        self.session.stdin.write(json.dumps(code) + "\n")
+        self.session.stdin.flush()
+        printed = []
+        for line in self.session.stdout:
+            if line.startswith("\0"):
+                return line == "\0well\n", "".join(printed)
+            printed.append(line)
+        self.end()
+        return False, "".join(printed) + "the session ended\n"
+
+    def end(self) -> None:
+        if self.session is not None:
+            self.session.kill()
+            self.session.communicate()
+            self.session = None
+
+
+def environment(folder: Path, fresh: bool) -> dict[str, str]:
+    """Where Python and the commands are: beside this Python, or in an empty environment in ``folder``.
+
+    The versions of constraints.txt hold for what is installed there.
+    """
+    found = {**os.environ, "HF_HUB_OFFLINE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    binaries = Path(sys.executable).parent
+    if fresh:
+        venv.create(folder / "environment", with_pip=True)
+        binaries = folder / "environment" / "bin"
+        found |= {
+            "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+            "XQUANT_CACHE": str(folder / "cache"),
+        }
+    found["PATH"] = f"{binaries}{os.pathsep}{found['PATH']}"
+    found["VIRTUAL_ENV"] = str(binaries.parent)
+    return found
+
+
+@click.command()
+@click.argument("pages", nargs=-1, type=click.Path(exists=True, path_type=Path, resolve_path=True))
+@click.option("--slow", is_flag=True, help="Also run what takes minutes.")
+@click.option("--fresh", is_flag=True, help="Begin with an empty environment.")
+def main(pages: tuple[Path, ...], slow: bool, fresh: bool) -> None:
+    """Run each command and snippet of PAGES; by default of README.md and all of docs/."""
+    readme = ROOT / "README.md"
+    chosen = pages or (readme, *sorted((ROOT / "docs").rglob("*.md")))
+    # An empty environment is filled by what the README says.
+    if fresh and readme not in chosen:
+        chosen = (readme, *chosen)
+    try:
+        blocks = [block for page in chosen for block in blocks_of(page)]
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    wanted = {"": True, "slow": slow, "setup": fresh, "never": False}
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="follow-docs-") as place:
+        folder = Path(place) / "checkout"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+        follower = Follower(folder, environment(Path(place), fresh))
+        for block in blocks:
+            if not wanted[block.rule]:
+                click.echo(f"  skipped  {block}  ({block.why or block.rule})")
+                continue
+            started = time.perf_counter()
+            well, printed = follower.run(block)
+            seconds = time.perf_counter() - started
+            click.echo(f"{'ok' if well else 'FAILED':>6} {seconds:5.1f} s  {block}")
+            if not well:
+                failed += 1
+                click.echo(f"{block.code}\n{printed}", err=True)
+        follower.end()
+    click.echo(f"{len(blocks)} blocks, {failed} failed")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
