@@ -57,7 +57,7 @@ test: env
 # The sanitizers come first in the process, before torch. Leaks are not looked for: Python has its own.
 # Triton's kernels are not in the library.
 sanitize: env
-	$(PIP) --no-deps --upgrade --target $(SANITIZED) \
+	XQUANT_REQUIRE_NATIVE=1 $(PIP) --no-deps --upgrade --target $(SANITIZED) \
 		-C cmake.define.XQUANT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
