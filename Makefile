@@ -5,6 +5,7 @@
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter and type checker
+# make wheels     the files of a release in dist/, each installed into an empty environment and tried
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,7 +19,7 @@ CXX ?= g++
 
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize mutants gpu lint clean
+.PHONY: env demo test sanitize mutants gpu lint wheels clean
 
 env: $(EXTRAS)
 
@@ -77,5 +78,15 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Without a compiler pip makes of the source distribution what -C wheel.cmake=false makes of the checkout.
+wheels: env
+	rm -rf dist
+	XQUANT_REQUIRE_NATIVE=1 $(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --wheel -C wheel.cmake=false --outdir dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/python tools/check_wheel.py dist/*.whl
+	CXX=/bin/false $(BIN)/python tools/check_wheel.py dist/*.tar.gz
+
 clean:
-	rm -rf .venv build mutants
+	rm -rf .venv build dist mutants
