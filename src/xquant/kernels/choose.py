@@ -44,7 +44,10 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
     if wanted == "auto":
         fastest_first = (native, FOLDED, REFERENCE)
         fit = (b for b in fastest_first if not refusal(b) and b.gains(codec, block))
-        return Choice(next(fit), refusal(native))
+        why = refusal(native)
+        if why and why == cpu.library.absence():
+            cpu.library.warn_of_absence()
+        return Choice(next(fit), why)
     backend = BACKENDS[wanted]
     if why := refusal(backend):
         raise ValueError(f"kernel '{wanted}' cannot be used: {why}")

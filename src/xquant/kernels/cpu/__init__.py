@@ -37,7 +37,7 @@ class Native(Backend):
 
     def missing(self, codec: LayerCodec) -> str:
         if library.library() is None:
-            return "installed without the native library"
+            return library.absence()
         if not library.isas():
             return "this CPU has neither AVX2 nor AVX-512 VNNI"
         return "" if self.name in library.isas() else f"this CPU has not all of {self.name}"

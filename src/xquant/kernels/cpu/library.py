@@ -6,6 +6,8 @@ beside its fields: a name that is not a field is an error, and not a value that 
 
 import ctypes
 import os
+import platform
+import warnings
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
@@ -17,6 +19,9 @@ from torch import Tensor
 ISAS = {"avx512": 2, "avx2": 1}
 """Instruction sets, best first, with their bits in ``xq_isas``."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
+
+NOT_BUILT = "installed without the native library"
+OTHER_MACHINE = "the native kernels are for Linux on x86-64 only"
 
 _FILE = "libxquant_kernels.so"
 _FOUND_NAN = 1  # XQ_FOUND_NAN
@@ -168,14 +173,28 @@ def library_file() -> Path | None:
     return next(filter(Path.exists, files), None)
 
 
-@cache
 def library() -> ctypes.CDLL | None:
     """The library, or None where there is none."""
+    return loaded()[0]
+
+
+def absence() -> str:
+    """Why there is no library; empty where there is one."""
+    return loaded()[1]
+
+
+@cache
+def loaded() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why there is none."""
     file = library_file()
     if file is None:
-        return None
-    # torch is imported: its OpenMP runtime is the one that this library finds.
-    found = ctypes.CDLL(str(file))
+        elsewhere = (platform.system(), platform.machine()) != ("Linux", "x86_64")
+        return None, OTHER_MACHINE if elsewhere else NOT_BUILT
+    try:
+        # torch is imported: its OpenMP runtime is the one that this library finds.
+        found = ctypes.CDLL(str(file))
+    except OSError as error:
+        return None, f"the native library cannot be loaded: {error}"
     for name, size in CALLS.items():
         measure = getattr(found, f"xq_{name}_size", None)
         if measure is None or measure() != ctypes.sizeof(size):
@@ -186,7 +205,22 @@ def library() -> ctypes.CDLL | None:
         getattr(found, f"xq_read_{isa}").argtypes = [c_void_p, c_int64, c_int32]
     found.xq_rope_table.argtypes = [c_void_p, c_void_p, c_int32, c_int32, c_void_p]
     found.xq_rope_table.restype = None
-    return found
+    return found, ""
+
+
+@cache
+def warn_of_absence() -> None:
+    """Say, once in a process, that there is no library and what to do."""
+    remedy = (
+        "; to have it built, install GCC or Clang with OpenMP and then xquant again"
+        if absence() == NOT_BUILT
+        else ""
+    )
+    warnings.warn(
+        f"xquant: attention runs in torch, which is slower on a CPU: {absence()}{remedy}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @cache
