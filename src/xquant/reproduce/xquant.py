@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..methods.xquant import latent_bases
+from ..methods.xquant_codec import latent_bases
 from ..models import AttentionView
 from ..models.base import linear
 from ..results.plots import perplexity_figure
