@@ -8,6 +8,7 @@ import pytest
 from words import model_folder, text_of
 from xquant.bench import run as bench
 from xquant.methods import METHODS
+from xquant.spec import parse_method
 
 
 @pytest.fixture
@@ -22,11 +23,29 @@ def test_methods_lists_every_method(run):
     assert (status, err) == (0, "")
     assert [row["name"] for row in rows] == list(METHODS)
     keys = {"name", "spec", "paper", "needs_calibration", "summary", "options"}
+    keys |= {"calibration", "uncalibrated"}
     keys |= {"schema", "environment"}
     assert all(row.keys() == keys for row in rows)
     status, out, err = run("methods")
     assert (status, err) == (0, "")
     assert all(row["spec"] in out for row in rows)
+
+
+def test_methods_says_where_a_calibration_comes_from(run):
+    found = {
+        row["name"]: row["calibration"] for row in json.loads(run("methods", "--json", "-")[1])
+    }
+    assert found.pop("kvquant") == "from a text"
+    assert (found.pop("tc"), found.pop("tc-cl")) == ("its own", "its own")
+    assert set(found.values()) == {"none"}
+    out = run("methods")[1]
+    assert "'xquant calibrate' makes it" in out
+    assert "kvquant with datatype=nf,scales=online needs none" in out
+    for name, method in METHODS.items():
+        needed = parse_method(method.example).needs_calibration
+        assert needed == (name in ("kvquant", "tc", "tc-cl"))
+        if method.uncalibrated:
+            assert not parse_method(f"{method.example}:{method.uncalibrated}").needs_calibration
 
 
 def test_perplexity_prints_a_table_or_json_or_both(run, model, text, tmp_path):
@@ -189,6 +208,15 @@ def test_a_bug_is_not_bad_input(run, monkeypatch):
     monkeypatch.setattr("xquant.cli.methods.finish", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         run("methods")
+
+
+def test_no_description_is_cut_off(run):
+    out = run("--help")[1]
+    assert "..." not in out.partition("[ARGS]...")[2]
+    words = " ".join(out.split())
+    assert (
+        "Say what the cache of MODEL takes with each method, from its configuration alone" in words
+    )
 
 
 def test_without_words_it_shows_its_help(run):
