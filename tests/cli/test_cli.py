@@ -302,6 +302,26 @@ def test_a_stopped_bench_goes_on_with_the_sizes_that_are_left(run, tmp_path, mon
     assert rows() == []
 
 
+def test_what_failed_is_tried_again(run, tmp_path, monkeypatch):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
+    asked += ("--context", 12, "--context", 20, "--device", "cpu", "--resume", tmp_path / "kept")
+    measure, measured, reasons = bench.bench, [], {20: "no memory"}
+
+    def flawed(models, methods, settings, *rest):
+        measured.append(settings.context)
+        rows = measure(models, methods, settings, *rest)
+        return [{**row, "failed": reasons.get(settings.context)} for row in rows]
+
+    monkeypatch.setattr(bench, "bench", flawed)
+    status, out, _ = run(*asked)
+    assert status == 0 and "kivi-4bit, 20 tokens, batch 1: no memory" in out
+    reasons.clear()
+    status, out, _ = run(*asked)
+    assert status == 0 and "no memory" not in out
+    assert run(*asked)[0] == 0
+    assert measured == [12, 20, 20]
+
+
 def test_bench_finds_the_largest_batch(run):
     asked = ("bench", "--shape", "tiny", "--largest-batch", "--memory", 0.002, "--device", "cpu")
     asked += ("--method", "kivi-2bit:group=32", "--context", 64)
