@@ -127,6 +127,7 @@ def test_compare_writes_its_four_files(run, model, text, tmp_path):
     rows = json.loads((folder / "results.json").read_text())
     assert [row["method"] for row in rows] == ["full", "kivi-4bit:group=8"]
     assert out.index("full") < out.index("kivi-4bit")
+    assert "kivi-4bit:group=8: KL" in out or "half of the places" in out
 
 
 @pytest.mark.parametrize(
