@@ -18,7 +18,6 @@ from xquant import (
 )
 from xquant.methods import METHODS
 from xquant.methods.base import BITS
-from xquant.names import NAMES
 
 
 def values_of(option: Any) -> Any:
@@ -128,7 +127,3 @@ def test_a_preset_is_a_set_of_options_that_others_may_change() -> None:
     assert method == CrossLayer(kq=30, vq=2, km=32, vm=16, eta1=1 / 6, eta2=0.045, tail=0)
     assert parse_method(method.spec) == method
     assert len(CrossLayer.presets) == 16
-
-
-def test_the_names_known_without_torch_are_those_of_the_methods() -> None:
-    assert tuple(METHODS) == NAMES

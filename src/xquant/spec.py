@@ -6,7 +6,6 @@ from fractions import Fraction
 from typing import Any
 
 from .methods import METHODS, Method
-from .names import method_name
 
 
 def parse_method(spec: str | Method) -> Method:
@@ -20,7 +19,7 @@ def parse_method(spec: str | Method) -> Method:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a method is a spec string or a Method, not {type(spec).__name__}")
-    name = method_name(spec, METHODS)
+    name = _method_name(spec)
     cls = METHODS[name]
     head, _, options = spec.strip().partition(":")
     kinds = {f.name: f.type for f in dataclasses.fields(cls)}
@@ -42,6 +41,16 @@ def parse_method(spec: str | Method) -> Method:
             written.append((key, text))
     values.update((key, _parse_value(name, key, text, kinds[key])) for key, text in written)
     return cls(**values)
+
+
+def _method_name(spec: str) -> str:
+    """The name that ``spec`` begins with, the longest where there are several."""
+    head = spec.strip().partition(":")[0]
+    named = (n for n in METHODS if head.startswith(n) and not head[len(n) :][:1].isalpha())
+    name = max(named, key=len, default=None)
+    if name is None:
+        raise ValueError(f"unknown method '{spec}'; known are {', '.join(METHODS)}")
+    return name
 
 
 def _parse_value(method: str, key: str, text: str, kind: Any) -> int | float | bool | str | None:

@@ -8,6 +8,7 @@ import pytest
 from words import model_folder, text_of
 from xquant.bench import run as bench
 from xquant.methods import METHODS
+from xquant.spec import parse_method
 
 
 @pytest.fixture
@@ -22,11 +23,29 @@ def test_methods_lists_every_method(run):
     assert (status, err) == (0, "")
     assert [row["name"] for row in rows] == list(METHODS)
     keys = {"name", "spec", "paper", "needs_calibration", "summary", "options"}
+    keys |= {"calibration", "uncalibrated"}
     keys |= {"schema", "environment"}
     assert all(row.keys() == keys for row in rows)
     status, out, err = run("methods")
     assert (status, err) == (0, "")
     assert all(row["spec"] in out for row in rows)
+
+
+def test_methods_says_where_a_calibration_comes_from(run):
+    found = {
+        row["name"]: row["calibration"] for row in json.loads(run("methods", "--json", "-")[1])
+    }
+    assert found.pop("kvquant") == "from a text"
+    assert (found.pop("tc"), found.pop("tc-cl")) == ("its own", "its own")
+    assert set(found.values()) == {"none"}
+    out = run("methods")[1]
+    assert "'xquant calibrate' makes it" in out
+    assert "kvquant with datatype=nf,scales=online needs none" in out
+    for name, method in METHODS.items():
+        needed = parse_method(method.example).needs_calibration
+        assert needed == (name in ("kvquant", "tc", "tc-cl"))
+        if method.uncalibrated:
+            assert not parse_method(f"{method.example}:{method.uncalibrated}").needs_calibration
 
 
 def test_perplexity_prints_a_table_or_json_or_both(run, model, text, tmp_path):
@@ -108,6 +127,7 @@ def test_compare_writes_its_four_files(run, model, text, tmp_path):
     rows = json.loads((folder / "results.json").read_text())
     assert [row["method"] for row in rows] == ["full", "kivi-4bit:group=8"]
     assert out.index("full") < out.index("kivi-4bit")
+    assert "kivi-4bit:group=8: KL" in out or "half of the places" in out
 
 
 @pytest.mark.parametrize(
@@ -191,6 +211,15 @@ def test_a_bug_is_not_bad_input(run, monkeypatch):
         run("methods")
 
 
+def test_no_description_is_cut_off(run):
+    out = run("--help")[1]
+    assert "..." not in out.partition("[ARGS]...")[2]
+    words = " ".join(out.split())
+    assert (
+        "Say what the cache of MODEL takes with each method, from its configuration alone" in words
+    )
+
+
 def test_without_words_it_shows_its_help(run):
     status, out, err = run()
     assert (status, err) == (0, "")
@@ -272,6 +301,26 @@ def test_a_stopped_bench_goes_on_with_the_sizes_that_are_left(run, tmp_path, mon
     monkeypatch.setattr(bench, "bench", lambda *_: [])
     assert run(*asked, "--method", "kivi-2bit")[0] == 0
     assert rows() == []
+
+
+def test_what_failed_is_tried_again(run, tmp_path, monkeypatch):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
+    asked += ("--context", 12, "--context", 20, "--device", "cpu", "--resume", tmp_path / "kept")
+    measure, measured, reasons = bench.bench, [], {20: "no memory"}
+
+    def flawed(models, methods, settings, *rest):
+        measured.append(settings.context)
+        rows = measure(models, methods, settings, *rest)
+        return [{**row, "failed": reasons.get(settings.context)} for row in rows]
+
+    monkeypatch.setattr(bench, "bench", flawed)
+    status, out, _ = run(*asked)
+    assert status == 0 and "kivi-4bit, 20 tokens, batch 1: no memory" in out
+    reasons.clear()
+    status, out, _ = run(*asked)
+    assert status == 0 and "no memory" not in out
+    assert run(*asked)[0] == 0
+    assert measured == [12, 20, 20]
 
 
 def test_bench_finds_the_largest_batch(run):

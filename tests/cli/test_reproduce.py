@@ -4,7 +4,7 @@ import os
 import pytest
 
 from words import text_of
-from xquant.reproduce import EXPERIMENTS
+from xquant.reproduce.experiments import EXPERIMENTS
 
 
 @pytest.fixture

@@ -26,8 +26,9 @@ def test_the_best_that_fits_is_chosen() -> None:
     ("spec", "options", "why"),
     [
         ("kivi-4bit:group=8", {}, "blocks of 8"),
-        ("full:group=32", {}, "rebuilt from other states"),
-        ("kivi-16bit:group=32", {}, "not quantized"),
+        ("full:group=32", {}, "nothing is packed"),
+        ("kivi-16bit:group=32", {}, "nothing is packed"),
+        ("kivi-4bit:group=32,key_bits=16", {}, "keys are not quantized"),
         ("xquant-4bit:group=24", {}, "blocks of 24"),
         ("kivi-4bit:group=32", {"attend": "store"}, "every token reads the store"),
         ("kivi-4bit:group=32", {"kernel": "reference"}, "asked for"),
@@ -77,7 +78,7 @@ def test_small_blocks_are_folded_only_when_asked_for() -> None:
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        ("full:group=32", "rebuilt from other states"),
+        ("full:group=32", "nothing is packed"),
         ("kvquant-2bit-10%:group=32,datatype=int,scales=online", "outliers are stored apart"),
     ],
 )

@@ -124,7 +124,7 @@ def test_models_decode_as_with_the_reference(family: str) -> None:
     [
         ("kivi-4bit:group=24", "blocks of 24"),
         ("kivi-4bit:group=2048", "more than a program holds"),
-        ("full:group=32", "rebuilt from other states"),
+        ("full:group=32", "nothing is packed"),
     ],
 )
 def test_what_it_does_not_read_is_said(spec: str, why: str) -> None:

@@ -8,8 +8,9 @@ from xquant import KVCache, parse_method
 from xquant.methods import CrossLayer
 from xquant.methods.key_value import flat_heads
 from xquant.quant.affine import quantize
-from xquant.reproduce import EXPERIMENTS, crosslayer
+from xquant.reproduce import crosslayer
 from xquant.reproduce.crosslayer import at_depth, codes, figure2, figure3, shares, table3, widths
+from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.reproduce.setup import Setup
 
 TABLES = [f"crosslayer/table{n}" for n in range(1, 9)]

@@ -8,7 +8,8 @@ import pytest
 from models import VOCABULARY, tiny
 from questions import truthfulqa
 from words import text_of, word_tokenizer
-from xquant.reproduce import EXPERIMENTS, find_experiment
+from xquant.reproduce import IDS, check_id
+from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.reproduce.setup import Setup
 from xquant.results.plots import as_svg
 
@@ -83,9 +84,7 @@ def test_latents_are_looked_at_with_multi_head_attention_too(name):
 
 
 def test_figure_1_is_table_4_for_one_model():
-    rows = EXPERIMENTS["xquant/figure1"].run(
-        make("llama"), find_experiment("xquant/figure1").printed
-    )
+    rows = EXPERIMENTS["xquant/figure1"].run(make("llama"), EXPERIMENTS["xquant/figure1"].printed)
     (row,) = (row for row in rows if row["method"] == "xquant-cl-2bit")
     where = "Llama-2-7B, WikiText-2"
     assert row["paper"]["factor"] == {where: 12.5}
@@ -109,6 +108,10 @@ def test_table_b2_counts_the_layers_whose_outlier_channel_was_predicted():
     assert [row["accuracy"] for row in rows] == sorted(row["accuracy"] for row in rows)
 
 
+def test_the_ids_known_without_torch_are_those_of_the_experiments():
+    assert tuple(EXPERIMENTS) == IDS
+
+
 def test_no_experiment_is_of_that_name():
     with pytest.raises(ValueError, match="no experiment 'xquant/table9'"):
-        find_experiment("xquant/table9")
+        check_id("xquant/table9")

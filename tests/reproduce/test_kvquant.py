@@ -9,8 +9,8 @@ from models import tiny
 from questions import harness_folder, words
 from words import text_of, word_tokenizer
 from xquant.analysis.shapes import shape_config
-from xquant.reproduce import EXPERIMENTS
 from xquant.reproduce import kvquant as module
+from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.reproduce.setup import Setup
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from xquant import parse_method
-from xquant.reproduce import EXPERIMENTS
+from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.reproduce.printed import FOLDER, KEYS, add_ratios, printed_rows, read_figures
 
 PAPERS = sorted(file.stem for file in FOLDER.glob("*.toml"))

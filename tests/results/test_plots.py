@@ -5,16 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rows import benched, compared
+from xquant.results.front import RATIO, compressed, front, verdict
 from xquant.results.labels import write_labels
-from xquant.results.plots import (
-    NARROW,
-    as_png,
-    as_svg,
-    compressed,
-    front,
-    perplexity_figure,
-    speed_figure,
-)
+from xquant.results.plots import NARROW, as_png, as_svg, loss_figure, speed_figure
 
 ROWS = [
     compared("full", 1.0, 1.0),
@@ -22,7 +15,7 @@ ROWS = [
     compared("xquant-2bit:sink=1", 2.0, 0.15),
     compared("kivi-4bit", 1.012, 0.271),
     compared("kivi-2bit", math.inf, 0.14),
-    {**compared("kivi-2bit:sink=1", 1.0, 0.14), "ratio": None},
+    compared("kivi-2bit:sink=1", 1.0, 0.14, kl=None),
 ]
 BENCH = [
     benched("full", 512, 1.0),
@@ -63,23 +56,69 @@ def test_the_front_is_what_nothing_dominates(points):
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:2], ROWS[:1], [compared("int4", 1e6, 0.3)]])
-def test_perplexity_is_an_svg_and_a_png_and_the_same_every_time(rows):
-    svg = as_svg(perplexity_figure(rows))
+def test_the_loss_is_an_svg_and_a_png_and_the_same_every_time(rows):
+    svg = as_svg(loss_figure(rows))
     assert svg.startswith("<svg") and svg.rstrip().endswith("</svg>")
-    assert as_svg(perplexity_figure(rows)) == svg
-    assert as_png(perplexity_figure(rows, NARROW)).startswith(b"\x89PNG")
+    assert as_svg(loss_figure(rows)) == svg
+    assert as_png(loss_figure(rows, NARROW)).startswith(b"\x89PNG")
 
 
 def test_small_losses_are_on_a_linear_axis_and_large_ones_are_not():
     small, large = (
-        perplexity_figure([compared("kivi-4bit", ratio, 0.3)]).axes[0] for ratio in (1.001, 1.5)
+        loss_figure([compared("kivi-4bit", ratio, 0.3)]).axes[0] for ratio in (1.001, 1.5)
     )
     assert (small.get_yscale(), large.get_yscale()) == ("linear", "function")
 
 
-def test_one_window_has_no_error_bar():
-    svg = as_svg(perplexity_figure([compared("kivi-4bit", 1.1, 0.3, difference_error=None)]))
-    assert "nan" not in svg.lower()
+def test_what_is_worst_has_a_tick_near_it():
+    for worst in (0.005, 0.3, 4.0, 70.0, 1e5):
+        axes = loss_figure([compared("kivi-4bit", 1 + worst, 0.3)]).axes[0]
+        ticks = [tick for tick in axes.get_yticks() if tick > 0]
+        assert worst / 10 <= max(ticks) <= worst * 5
+        assert "nan" not in as_svg(axes.figure).lower()
+
+
+def test_papers_print_perplexity_alone():
+    rows = [{"method": m, "ratio": r, "cache_ratio": c} for m, r, c in (("int4", 0.99, 0.3),)]
+    assert names(front(rows, RATIO)) == ["int4"]
+    (axes,) = loss_figure(rows, measure=RATIO).axes
+    assert axes.get_ylabel() == RATIO.label
+
+
+# It "improves" perplexity by a tenth, and guesses another token than the full cache in most places.
+LUCKY = compared("kivi-1bit", 0.903, 0.08, kl=1.9, agreement=0.18)
+
+
+def test_a_lower_perplexity_than_that_of_the_full_cache_is_not_praised():
+    close, far = compared("kivi-4bit", 1.02, 0.27), compared("kivi-2bit", 0.95, 0.27, kl=0.5)
+    assert names(front([close, far])) == ["kivi-4bit"]
+    assert names(front([close, LUCKY])) == ["kivi-4bit"]
+    assert "kivi-1bit" not in verdict([close, LUCKY])
+    alone = verdict([LUCKY])
+    assert front([LUCKY]) == [] and "kivi-1bit" not in alone and "half of the places" in alone
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (ROWS[:1], "No compressed cache with a finite KL was measured."),
+        (
+            ROWS[:2],
+            "`xquant-4bit`: KL 0.0100, the same top token in 95.0% of places, 27.0% of an fp16 cache.",
+        ),
+        (
+            ROWS[:3],
+            "Of 2 compressed caches, 2 are on the Pareto front of size and KL, from `xquant-4bit`",
+        ),
+        (
+            [ROWS[1], ROWS[3]],
+            "`xquant-4bit` is both the smallest and the closest to the full cache: KL",
+        ),
+        ([ROWS[1], LUCKY], "the full cache, of those that keep its most likely token in half of"),
+    ],
+)
+def test_the_verdict_is_computed(rows, sentence):
+    assert sentence in verdict(rows)
 
 
 def test_speed_has_a_panel_a_setting_and_a_tick_a_method():

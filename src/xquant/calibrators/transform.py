@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..methods.key_value import KeyValueCodec
-from ..methods.transform import Transform, channels
+from ..methods.transform import Transform
+from ..methods.transform_codec import channels
 from ..models import AttentionView
 from ..quant import Plain
 from ..quant.affine import FP16_MAX

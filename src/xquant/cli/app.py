@@ -30,6 +30,8 @@ for _verb in (
     evaluate,
     lm_eval,
 ):
+    # Given as such, click writes it whole. What it takes of a docstring itself is cut off with dots.
+    _verb.short_help = " ".join((_verb.help or "").partition("\n\n")[0].split()).rstrip(".")
     xquant.add_command(_verb)
 
 

@@ -109,7 +109,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     help="What weights and caches may take then.  [default: what is free on the GPU]",
 )
 @calibrations_option
-@resume_option("the rows of every finished context and batch")
+@resume_option("the rows of every context and batch in which nothing failed")
 @json_option
 def bench(
     model: str | None,
@@ -189,7 +189,8 @@ def bench(
         held = runs.load(name)
         if held is None:
             held = measure()
-            runs.save(name, held)
+            if not any(row["failed"] or (row.get("sealing") or {}).get("failed") for row in held):
+                runs.save(name, held)  # what failed is tried again
         rows += held
         if json_file != STDOUT:  # what was measured stays, whatever becomes of the rest
             finish(rows, json_file, **subject)

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..hub import check_model
-from ..names import method_name
 from ..results.rows import STDOUT, stamp, write_json
 from ..text import NAMES
 from . import NOTHING_KEPT
@@ -67,8 +66,15 @@ def check_folder(target: str) -> None:
         raise ValueError(f"cannot write to '{target}': permission denied")
 
 
+def check_spec(spec: str) -> None:
+    """Raise ValueError unless ``spec`` is a method, with options that it has."""
+    from ..spec import parse_method
+
+    parse_method(spec)
+
+
 MODEL = Checked("model", check_model)
-SPEC = Checked("spec", method_name)
+SPEC = Checked("spec", check_spec)
 OUT_FILE = Checked("file", check_file)
 OUT_FOLDER = Checked("folder", check_folder)
 IN_FILE = click.Path(exists=True, dir_okay=False)

@@ -98,18 +98,20 @@ def compare(
     json_file: str | None,
     **asked: Any,
 ) -> None:
-    """Compare methods on MODEL: perplexity against the size of the cache.
+    """Compare methods on MODEL: what a cache loses against its size.
 
     Writes results.json, report.html and the pictures into --output: perplexity.svg and .png, with
     --bench also speed.svg and .png. The full cache is always the first row; without --method a
-    selection follows it, and the method of every --calibration.
+    selection follows it, and the method of every --calibration. Methods are judged by KL, the divergence
+    of predictions from the full cache's: perplexity may fall where predictions are merely other ones.
     """
     # Imported before the long work, so that a missing package is told of at once.
     import jinja2  # noqa: F401
     import matplotlib  # noqa: F401
 
     from ..results import diff, page
-    from ..results.plots import as_png, as_svg, perplexity_figure, speed_figure, timed
+    from ..results.front import verdict
+    from ..results.plots import as_png, as_svg, loss_figure, speed_figure, timed
 
     bench = [row for file in bench_files for row in read_results(file, *page.BENCH_FIELDS)]
     bench = [row for row in bench if row["speedup_vs_full"] is not None]  # what failed is not shown
@@ -123,7 +125,7 @@ def compare(
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "results.json", rows)
-    figures = {"perplexity": perplexity_figure(rows)}
+    figures = {"perplexity": loss_figure(rows)}
     if timed(bench):
         figures["speed"] = speed_figure(bench)
     for name, figure in figures.items():
@@ -132,6 +134,7 @@ def compare(
     write_atomically(folder / "report.html", page.render_page(rows, bench, tasks, earlier))
     if json_file != STDOUT:
         print_rows(rows)
+        click.echo("\n" + verdict(rows).replace("`", ""))
         if against:
             click.echo(f"\nAgainst {against}:")
             print_changes(diff.changes(rows, earlier))

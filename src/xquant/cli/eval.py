@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +101,8 @@ def run(
     resume: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The measurement: rows, and what they were measured on."""
+    from importlib.metadata import version
+
     from .. import parse_method
 
     methods = list(dict.fromkeys(map(parse_method, (BASELINE, *specs))))

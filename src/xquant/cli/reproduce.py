@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..files import write_atomically
+from ..reproduce import check_id
 from ..results.rows import STDOUT, write_json
 from .common import (
     DTYPES,
@@ -25,7 +26,7 @@ from .common import (
 from .progress import progress
 
 if TYPE_CHECKING:
-    from ..reproduce import Experiment
+    from ..reproduce.experiment import Experiment
 
 
 @click.command()
@@ -104,11 +105,12 @@ def run(
     from ..text import read_text, text_name
 
     # Before torch is imported.
+    check_id(name)
     words, calibration_words = (file and read_text(file) for file in (text, calibration_text))
-    from ..reproduce import find_experiment
+    from ..reproduce.experiments import EXPERIMENTS
     from ..reproduce.setup import Setup
 
-    experiment = find_experiment(name)
+    experiment = EXPERIMENTS[name]
     if experiment.needs == "text" and text is None:
         raise ValueError(
             f"{experiment.id} is measured on a text: give --text FILE, which is UTF-8, .jsonl with"
@@ -166,7 +168,7 @@ def write_files(experiment: "Experiment", rows: list[dict[str, Any]], folder: Pa
 
 def show_list(json_file: str | None) -> None:
     """What there is to choose from."""
-    from ..reproduce import EXPERIMENTS
+    from ..reproduce.experiments import EXPERIMENTS
 
     rows: list[dict[str, Any]] = [
         {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..methods import LayerCodec
+from ..quant import Plain
 from ..store.packer import TORCH, Packer
 from ..store.past import Accumulator
 from .call import AttentionCall
@@ -73,6 +74,8 @@ def unread(codec: LayerCodec, block: int) -> str:
     """Why no kernel can read a layer, only the reference; empty where one may."""
     if codec.rematerialized is not None:
         return ""
+    if all(isinstance(segment.quantizer, Plain) for segment in codec.segments):
+        return "nothing is packed"
     if not codec.packs_states:
         return "keys and values are rebuilt from other states"
     for segment, role in zip(codec.segments, ("keys", "values"), strict=True):

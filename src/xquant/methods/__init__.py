@@ -1,7 +1,13 @@
-"""One file a method; `METHODS` lists them by the name that a spec starts with."""
+"""One file a method; `METHODS` lists them by the name that a spec starts with.
+
+Methods and their options are known without torch. What codecs are made of (`codec`, the files ``*_codec``)
+needs it, and is imported when it is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from .asymkv import AsymKV
-from .base import AttentionInputs, LayerCodec, Method, QuantizedMethod
+from .base import Method, QuantizedMethod
 from .crosslayer import CrossLayer
 from .full import Full
 from .kivi import Kivi
@@ -10,6 +16,9 @@ from .plain_formats import Integer, NormalFloat
 from .transform import PredictedTransform, Transform
 from .xquant import XQuant
 from .xquant_cl import XQuantCL
+
+if TYPE_CHECKING:
+    from .codec import AttentionInputs, LayerCodec
 
 METHODS: dict[str, type[Method]] = {
     cls.name: cls
@@ -46,3 +55,11 @@ __all__ = [
     "XQuant",
     "XQuantCL",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("AttentionInputs", "LayerCodec"):
+        raise AttributeError(f"module 'xquant.methods' has no attribute '{name}'")
+    from . import codec
+
+    return getattr(codec, name)

@@ -1,11 +1,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ..calibration import Calibration
-from ..models import AttentionView
-from .base import GROUP, TAIL, LayerCodec, Method, affine_or_plain, bits_field, short
-from .key_value import ROPE, KeyValueCodec
+from .base import GROUP, ROPE, TAIL, Method, bits_field, short
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+    from ..models import AttentionView
+    from .codec import LayerCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +72,11 @@ class AsymKV(Method):
         return self.lk, self.lv
 
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
+        from .codec import affine_or_plain
+        from .key_value import KeyValueCodec
+
         lk, lv = self.wide_layers(len(views))
         return [
             KeyValueCodec(

@@ -1,8 +1,11 @@
 """What a method is: a frozen dataclass of options that builds one codec per attention layer.
 
-A *codec* says which features of a token a layer keeps, how they are packed, and how keys and values
+A *codec* (`codec`) says which features of a token a layer keeps, how they are packed, and how keys and values
 come back. Everything else (appending, sealing, sinks, tail, crop, reorder) is done once for all methods, in
 `xquant.store`. Bytes are what quantizers say of themselves.
+
+Options are read, checked and listed without torch, which takes seconds to import. What makes codecs imports
+it where it is called.
 """
 
 import dataclasses
@@ -13,145 +16,24 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import Tensor
-
-from ..calibration import Calibration, Expected, check
-from ..models import AttentionView
-from ..models.base import linear
-from ..quant import Affine, Packed, Plain, Quantizer, Segment
-from ..quant.quantizer import Granularity
-from .cost import RebuildCost
-
 if TYPE_CHECKING:
-    from .rematerialized import Rematerialized
+    import torch
+    from torch import Tensor
+
+    from ..calibration import Calibration, Expected
+    from ..models import AttentionView
+    from ..quant import Quantizer
+    from ..quant.quantizer import Granularity
+    from .codec import LayerCodec
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
-
+ROPE: dict[str, Any] = {
+    "choices": ("pre", "post"),
+    "help": "quantize keys before or after RoPE",
+}
 TAIL: dict[str, Any] = {"help": "most recent tokens kept full, at least (residual length)"}
 GROUP: dict[str, Any] = {"help": "quantization group; also the tokens of a sealed block"}
-
-
-@dataclass
-class AttentionInputs:
-    """What one attention layer is given of ``T`` new tokens, and what it makes of them for its cache."""
-
-    x: Tensor  # post-norm input [B, T, d]
-    residual: Tensor  # input of the norm [B, T, d]
-    raw_key: Tensor  # output of the key projection, before norm and RoPE [B, T, G*D]
-    key: Tensor  # as the model gives it to a cache, rotated [B, G, T, D]
-    value: Tensor  # [B, G, T, D]
-
-    def last(self, count: int) -> "AttentionInputs":
-        """The newest ``count`` tokens of it."""
-        x, residual, raw_key = (t[:, -count:] for t in (self.x, self.residual, self.raw_key))
-        return AttentionInputs(
-            x, residual, raw_key, self.key[:, :, -count:], self.value[:, :, -count:]
-        )
-
-
-class LayerCodec(ABC):
-    """One layer's way from features to packed rows to keys and values.
-
-    Letters: ``W`` channels of a feature row, ``C`` channels of a packed row, ``n`` tokens of a block.
-    """
-
-    segments: tuple[Segment, ...]
-    width: int
-    """``W``."""
-    reads_below: bool = False
-    """Whether `encode` and `recall` need what the layer below has accumulated."""
-    feeds_above: bool = False
-    """Whether the layer above needs what this layer accumulates."""
-    rotated: bool = False
-    """Whether keys are stored after RoPE."""
-    keeps_states: bool = False
-    """Whether features are keys (before RoPE unless `rotated`) and values as they are, side by side: other
-    caches can then be converted to it."""
-    packs_states: bool = False
-    """Whether the segments are keys, plus `offset`, and values: `rebuild` is their concatenation."""
-    offset: Tensor | None = None
-    """What is taken off every key before it is packed, ``[G*D]``."""
-    sums_deltas: bool = False
-    """Whether `recall` adds decoded rows, times `synthesis` where there is one, to what the layer below has
-    accumulated."""
-    synthesis: Tensor | None = None
-    """What decoded rows are multiplied with, ``[W, C]``."""
-    span: int = 1
-    """Layers, this one the lowest, that are sealed together, see `merge`."""
-    source: int = 0
-    """The layer of the span whose codes the segments of the others share."""
-
-    def __init__(self, view: AttentionView) -> None:
-        self.view = view
-        self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
-
-    @property
-    def rematerialized(self) -> "Rematerialized | None":
-        """The codec itself where keys and values are products of what is packed."""
-        return None
-
-    @property
-    def added(self) -> list[Tensor]:
-        """The weights that the codec adds to the model's own (bases, fused projections)."""
-        tensors = [*vars(self).values(), *(t for ts in self.prepared.values() for t in ts)]
-        own = {id(t): t for t in tensors if isinstance(t, Tensor)}
-        model = [t.untyped_storage() for t in (self.view.key_weight, self.view.value_weight)]
-        # Not by address: on the meta device all are 0.
-        return [t for t in own.values() if all(t.untyped_storage() is not s for s in model)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of `added`; of views, those of what they show parts of."""
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in self.added}
-        return sum(storage.nbytes() for storage in storages.values())
-
-    @abstractmethod
-    def features(self, inputs: AttentionInputs) -> Tensor:
-        """The rows to keep, ``[B, T, W]``: copies or elementwise functions of ``inputs``, so that
-        a token's row does not depend on which tokens came with it."""
-
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
-        """Rows to pack, ``[B, m, n, C]``, of ``m`` blocks of features ``[B, m, n, W]``."""
-        return features
-
-    def merge(self, packed: list[list[Packed]]) -> list[list[Packed]]:
-        """What the layers of the span store, from what each packed of the same tokens by itself."""
-        return packed
-
-    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
-        """What `rebuild` works on, from decoded rows ``[B, T, C]``; when ``sealing``, codes of the layer
-        above are made from it, and it must not depend on which blocks come together."""
-        return rows
-
-    def accumulate(self, recalled: Tensor) -> Tensor:
-        """What the layer above gets as ``below``, ``[B, T, .]``: ``W`` channels in the space of the features,
-        and perhaps more that came from further below."""
-        return recalled
-
-    @abstractmethod
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (before RoPE unless `rotated`) and values, two ``[B, T, G*D]``."""
-
-    @property
-    def rebuild_cost(self) -> RebuildCost | None:
-        """What `recall` and `rebuild` take. None where it is not known: plans and benchmarks then leave out
-        what follows from it."""
-        return None
-
-    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """The same from features that were never packed (sinks and tail)."""
-        return self.rebuild(features)
-
-
-def by_block(x: Tensor, weight: Tensor, block: int) -> Tensor:
-    """``x @ weight.T`` for ``x`` ``[B, T, C]``, computed block by block.
-
-    A matrix product may round differently for another number of rows. Codes must not depend on
-    whether a block arrived alone or with others, so each block is its own product.
-    """
-    return torch.cat([linear(part, weight) for part in x.split(block, 1)], 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +50,8 @@ class Method(ABC):
     """Tokens of a sample and samples that a calibration reads by default."""
     calibrates_itself: ClassVar[bool] = False
     """Whether the text may be one that the model writes, without being asked."""
+    uncalibrated: ClassVar[str] = ""
+    """Options with which it needs no calibration, where it otherwise does."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named sets of options: ``preset=NAME`` in a spec."""
 
@@ -224,13 +108,13 @@ class Method(ABC):
         """The spec without the options that calibrating does not depend on."""
         return dataclasses.replace(self, tail=0).spec
 
-    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
+    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
         """The tensors of a calibration for layers like ``views``; none where none is needed."""
         return {}
 
     def found(
-        self, views: Sequence[AttentionView], calibration: Calibration | None
-    ) -> list[dict[str, Tensor]]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None"
+    ) -> "list[dict[str, Tensor]]":
         """What a calibration holds of each layer, all of it as it is `expected`.
 
         Raises:
@@ -240,6 +124,8 @@ class Method(ABC):
             if self.needs_calibration:
                 raise ValueError(self.how_to_calibrate)
             return [{} for _ in views]
+        from ..calibration import check
+
         check(calibration.tensors, self.expected(views))
         return [calibration.layer(i) for i in range(len(views))]
 
@@ -250,8 +136,8 @@ class Method(ABC):
 
     @abstractmethod
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
         """One codec for each compressed layer, bottom up. Offline work (SVD) is done here.
 
         Raises:
@@ -334,13 +220,8 @@ class QuantizedMethod(Method):
         """Bits of the compressed layer at ``position``, counted from the bottom."""
         return self.first_bits if position < self.first_layers else self.bits
 
-    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
+    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
         """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
+        from .codec import affine_or_plain
+
         return affine_or_plain(bits, per, self.group, dtype)
-
-
-def affine_or_plain(
-    bits: int, per: Granularity, group: int, dtype: torch.dtype, eta: float = 0.0
-) -> Quantizer:
-    """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
-    return Plain(dtype) if bits == 16 else Affine(bits, per, group, eta)

@@ -1,12 +1,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ..calibration import Calibration
-from ..models import AttentionView
-from ..quant import Plain, Segment
-from .base import LayerCodec, Method
-from .key_value import StateCodec
+from .base import Method
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+    from ..models import AttentionView
+    from .codec import LayerCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,8 @@ class Full(Method):
     example: ClassVar[str] = "full"
 
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
+        from .key_value import FullCodec
+
         return [FullCodec(view) for view in views]
-
-
-class FullCodec(StateCodec):
-    rotated = True
-
-    def __init__(self, view: AttentionView) -> None:
-        super().__init__(view)
-        self.segments = (Segment(self.width, Plain(view.dtype)),)

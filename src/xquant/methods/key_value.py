@@ -1,20 +1,13 @@
 """What methods have in common that keep keys and values: KIVI, AsymKV, cross-layer XQuant, KVQuant and the
 plain formats with a quantizer for each, transform coding together, the uncompressed cache as they are."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Plain, Quantizer, Segment
-from .base import AttentionInputs, LayerCodec
+from .codec import AttentionInputs, LayerCodec
 from .cost import NOTHING, RebuildCost
-
-ROPE: dict[str, Any] = {
-    "choices": ("pre", "post"),
-    "help": "quantize keys before or after RoPE",
-}
 
 
 def flat_heads(states: Tensor) -> Tensor:
@@ -82,3 +75,13 @@ class KeyValueCodec(StateCodec):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.exact(recalled)
         return (key if self.offset is None else key + self.offset), value
+
+
+class FullCodec(StateCodec):
+    """Rotated keys and values in the dtype of the model, in one segment."""
+
+    rotated = True
+
+    def __init__(self, view: AttentionView) -> None:
+        super().__init__(view)
+        self.segments = (Segment(self.width, Plain(view.dtype)),)

@@ -1,11 +1,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from ..calibration import Calibration
-from ..models import AttentionView
-from .base import LayerCodec, QuantizedMethod, bits_field
-from .key_value import ROPE, KeyValueCodec
+from .base import ROPE, QuantizedMethod, bits_field
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+    from ..models import AttentionView
+    from .codec import LayerCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,13 @@ class Kivi(QuantizedMethod):
     rope: str = field(default="pre", metadata=ROPE)
 
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
         return [self._codec(view, i) for i, view in enumerate(views)]
 
-    def _codec(self, view: AttentionView, position: int) -> LayerCodec:
+    def _codec(self, view: "AttentionView", position: int) -> "LayerCodec":
+        from .key_value import KeyValueCodec
+
         keys = values = self.layer_bits(position)
         if position >= self.first_layers:
             keys, values = self.key_bits or keys, self.value_bits or values

@@ -1,24 +1,26 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from .base import ROPE, Method, bits_field, short
 
-from ..calibration import Calibration, Expected
-from ..models import AttentionView
-from ..quant import Codebook, Plain
-from ..quant.codebook import normal_float_levels, uniform_levels
-from .base import LayerCodec, Method, bits_field, short
-from .key_value import ROPE, KeyValueCodec
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..calibration import Calibration, Expected
+    from ..models import AttentionView
+    from ..quant import Codebook
+    from .codec import LayerCodec
+    from .key_value import KeyValueCodec
+
+    Tensors = dict[str, Tensor]
 
 WIDTHS = (2, 3, 4, 16)
 FARTHEST = 2
 """No level is farther out. They are in [-1, 1], but where fp16 rounds a tiny scale by half."""
-Tensors = dict[str, Tensor]
 
 
-def _bounds(pair: Tensor) -> tuple[Tensor, Tensor]:
+def _bounds(pair: "Tensor") -> "tuple[Tensor, Tensor]":
     low, high = pair
     return low.clone(), high.clone()  # a view would keep both alive
 
@@ -41,6 +43,7 @@ class KVQuant(Method):
     paper: ClassVar[str] = "KVQuant, arXiv 2401.18079"
     summary: ClassVar[str] = "calibrated non-uniform codes, sparse outliers, first token full"
     example: ClassVar[str] = "kvquant-3bit-1%"
+    uncalibrated: ClassVar[str] = "datatype=nf,scales=online"
     head_pattern: ClassVar[str] = r"-(?P<bits>\d+)bit(-(?P<outliers>[\d.]+)%)?"
 
     bits: int = bits_field(choices=WIDTHS)
@@ -115,27 +118,34 @@ class KVQuant(Method):
         return self.outliers / 100
 
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
         found = self.found(views, calibration)
         if self.bits == 16:
+            from ..quant import Plain
+            from .key_value import KeyValueCodec
+
             return [
                 KeyValueCodec(view, Plain(view.dtype), Plain(view.dtype), self.rope)
                 for view in views
             ]
         return [self.codec(view, found[i]) for i, view in enumerate(views)]
 
-    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
+    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
         return {
             f"{i}.{name}": wanted
             for i, view in enumerate(views)
             for name, wanted in self.expected_of(view).items()
         }
 
-    def expected_of(self, view: AttentionView) -> dict[str, Expected]:
+    def expected_of(self, view: "AttentionView") -> "dict[str, Expected]":
         """The tensors of one layer."""
         if not self.needs_calibration:
             return {}
+        import torch
+
+        from ..calibration import Expected
+
         wanted: dict[str, Expected] = {}
         channels, whole = (Expected((2, n), torch.float16, rising=True) for n in (view.kv_width, 1))
         if self.has_ranges:
@@ -149,14 +159,18 @@ class KVQuant(Method):
             wanted |= {"key.levels": levels, "value.levels": levels}
         return wanted
 
-    def codec(self, view: AttentionView, found: Tensors) -> KeyValueCodec:
+    def codec(self, view: "AttentionView", found: "Tensors") -> "KeyValueCodec":
         """The codec of a layer from its calibrated tensors; levels stay where they are."""
+        from .key_value import KeyValueCodec
+
         levels = ("key.levels", "value.levels")
         found = {n: t if n in levels else t.to(view.device) for n, t in found.items()}
         return KeyValueCodec(view, self.keys(found), self.values(found), self.rope)
 
-    def keys(self, found: Tensors) -> Codebook:
+    def keys(self, found: "Tensors") -> "Codebook":
         """The quantizer of keys. Levels that are not found yet are uniform."""
+        from ..quant import Codebook
+
         threshold = span = None
         if self.has_ranges:
             span = _bounds(found["key.range"])
@@ -165,14 +179,18 @@ class KVQuant(Method):
         levels = self.levels(found.get("key.levels"))
         return Codebook(self.bits, "channel", 0, levels, self.share, threshold, span)
 
-    def values(self, found: Tensors) -> Codebook:
+    def values(self, found: "Tensors") -> "Codebook":
         """The quantizer of values, likewise."""
+        from ..quant import Codebook
+
         threshold = _bounds(found["value.threshold"]) if self.has_matrix_thresholds else None
         levels = self.levels(found.get("value.levels"))
         return Codebook(self.bits, "token", 0, levels, self.share, threshold)
 
-    def levels(self, found: Tensor | None) -> Tensor:
+    def levels(self, found: "Tensor | None") -> "Tensor":
         """The levels that the datatype asks for; ``found`` are the calibrated ones."""
+        from ..quant.codebook import normal_float_levels, uniform_levels
+
         if self.datatype == "nf":
             return normal_float_levels(self.bits)
         return uniform_levels(self.bits) if found is None else found.float()

@@ -1,16 +1,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from .base import BITS, ROPE, QuantizedMethod, bits_field
 
-from ..calibration import Calibration
-from ..models import AttentionView
-from ..quant import Affine, Codebook, Plain, Quantizer
-from ..quant.codebook import normal_float_levels
-from ..quant.quantizer import Granularity
-from .base import BITS, LayerCodec, QuantizedMethod, bits_field
-from .key_value import ROPE, KeyValueCodec
+if TYPE_CHECKING:
+    import torch
+
+    from ..calibration import Calibration
+    from ..models import AttentionView
+    from ..quant import Quantizer
+    from ..quant.quantizer import Granularity
+    from .codec import LayerCodec
 
 PER = ("token", "channel")
 
@@ -23,10 +24,10 @@ class PlainFormat(QuantizedMethod):
 
     gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
     group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
-    keys: Granularity = field(
+    keys: "Granularity" = field(
         default="token", metadata={"choices": PER, "help": "ranges of keys per"}
     )
-    values: Granularity = field(
+    values: "Granularity" = field(
         default="token", metadata={"choices": PER, "help": "ranges of values per"}
     )
     rope: str = field(default="post", metadata=ROPE)
@@ -36,8 +37,10 @@ class PlainFormat(QuantizedMethod):
         return f"{self.name}{self.bits}" + (f"-gs{self.gs}" if self.gs else "")
 
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
+        from .key_value import KeyValueCodec
+
         return [
             KeyValueCodec(
                 view,
@@ -67,7 +70,9 @@ class Integer(PlainFormat):
     summary: ClassVar[str] = "keys and values as plain low-bit integers"
     example: ClassVar[str] = "int4-gs64"
 
-    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
+    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
+        from ..quant import Affine, Plain
+
         return Plain(dtype) if bits == 16 else Affine(bits, per, self.gs)
 
 
@@ -88,7 +93,10 @@ class NormalFloat(PlainFormat):
     bits: int = bits_field(choices=BITS[1:])
     first_bits: int = bits_field(4, choices=BITS[1:], help="bits of the first_layers")
 
-    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
+    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
+        from ..quant import Codebook, Plain
+        from ..quant.codebook import normal_float_levels
+
         return (
             Plain(dtype) if bits == 16 else Codebook(bits, per, self.gs, normal_float_levels(bits))
         )

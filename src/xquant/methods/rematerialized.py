@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from ..models.base import linear
-from .base import LayerCodec
+from .codec import LayerCodec
 from .cost import RebuildCost
 
 

@@ -1,22 +1,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-from torch import Tensor
+from .base import Method, short
 
-from ..calibration import Calibration, Expected
-from ..models import AttentionView
-from ..models.base import linear
-from ..quant import Segment
-from ..quant.affine import FP16_MAX
-from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
-from .base import LayerCodec, Method, by_block, short
-from .cost import RebuildCost
-from .key_value import StateCodec
-from .rematerialized import Rematerialized
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Tensors = dict[str, Tensor]
+    from ..calibration import Calibration, Expected
+    from ..models import AttentionView
+    from .codec import LayerCodec
+
 CALIBRATED_AT = 2.0
 """The bits in the name of an artifact, which is for any."""
 
@@ -70,20 +64,22 @@ class Transform(Method):
         return replace(self, bits=CALIBRATED_AT, sink=4, tail=0, group=128).spec
 
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
         found = self.found(views, calibration)
         counts = self.allotted(views, [layer["profile"] for layer in found])
         return [self.codec(*of_layer) for of_layer in zip(views, found, counts, strict=True)]
 
     def allotted(
-        self, views: Sequence[AttentionView], profiles: Sequence[Tensor]
+        self, views: "Sequence[AttentionView]", profiles: "Sequence[Tensor]"
     ) -> list[tuple[int, ...]]:
         """The counts of `Ranked` for each layer: together they take ``bits`` a value, scales included.
 
         Raises:
             ValueError: the scales alone take more.
         """
+        from ..quant.ranked import allot, side_nbytes
+
         values = sum(2 * view.kv_width for view in views)
         sides = sum(side_nbytes(len(profile), self.group) for profile in profiles)
         scales = -(-8 * sides // self.group)  # bits a token
@@ -95,7 +91,14 @@ class Transform(Method):
             )
         return allot(profiles, budget)
 
-    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
+    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
+        import torch
+
+        from ..calibration import Expected
+        from ..quant.affine import FP16_MAX
+        from ..quant.ranked import FARTHEST_STEP
+        from .transform_codec import channels
+
         wanted: dict[str, Expected] = {}
         for i, view in enumerate(views):
             width, count = 2 * view.kv_width, channels(view)
@@ -112,8 +115,12 @@ class Transform(Method):
             wanted |= {f"{i}.{name}": each for name, each in layer.items()}
         return wanted
 
-    def codec(self, view: AttentionView, found: Tensors, counts: tuple[int, ...]) -> LayerCodec:
+    def codec(
+        self, view: "AttentionView", found: "dict[str, Tensor]", counts: tuple[int, ...]
+    ) -> "LayerCodec":
         """The codec of a layer from its calibrated tensors."""
+        from .transform_codec import TransformCodec
+
         return TransformCodec(view, found, self.group, counts)
 
 
@@ -137,8 +144,10 @@ class PredictedTransform(Transform):
         return self.reach
 
     def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
+        from .transform_codec import PredictedCodec
+
         codecs = super().codecs(views, calibration)
         for i, codec in enumerate(codecs):
             assert isinstance(codec, PredictedCodec)
@@ -148,101 +157,9 @@ class PredictedTransform(Transform):
         codecs[-1].feeds_above = False
         return codecs
 
-    def codec(self, view: AttentionView, found: Tensors, counts: tuple[int, ...]) -> LayerCodec:
+    def codec(
+        self, view: "AttentionView", found: "dict[str, Tensor]", counts: tuple[int, ...]
+    ) -> "LayerCodec":
+        from .transform_codec import PredictedCodec
+
         return PredictedCodec(view, found, self.group, counts)
-
-
-def channels(view: AttentionView) -> int:
-    """``C``: keys and values that come from X alone have no more dimensions than X."""
-    width = 2 * view.kv_width
-    return width if view.key_norm is not None else min(width, view.hidden)
-
-
-class _ChannelCodec(StateCodec):
-    """Keeps keys before RoPE and values; packs ``C`` channels of their transform.
-
-    The transform is computed in fp32: its channels differ in size by orders of magnitude.
-    """
-
-    synthesis: Tensor
-
-    def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
-    ) -> None:
-        super().__init__(view)
-        self.block = block
-        self.mean = found["mean"].to(view.device, view.dtype)  # [W]
-        self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
-        self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
-        self.segments = (Segment(len(self.analysis), Ranked(found["usual"], counts)),)
-
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
-        rows = (features - self.expected(below)).float()
-        flat = by_block(rows.flatten(1, 2), self.analysis, self.block)
-        return flat.unflatten(1, rows.shape[1:3])
-
-    def expected(self, below: Tensor | None) -> Tensor:
-        """What is taken off the features before they are transformed."""
-        return self.mean
-
-
-class TransformCodec(Rematerialized, _ChannelCodec):
-    """Keys and values are each a product of the channels, and a constant."""
-
-    def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
-    ) -> None:
-        super().__init__(view, found, block, counts)
-        self.key_weight, self.value_weight = self.synthesis.split(view.kv_width)
-
-    @property
-    def key_bias(self) -> Tensor:
-        return self.mean[: self.view.kv_width]
-
-    @property
-    def value_bias(self) -> Tensor:
-        return self.mean[self.view.kv_width :]
-
-    def keys(self, source: Tensor) -> Tensor:
-        return linear(source, self.key_weight, self.key_bias)
-
-
-class PredictedCodec(_ChannelCodec):
-    """Carries its own rows and those of the layers below that the layer above is predicted from, side by
-    side: ``[B, T, W + W' + ...]``. The lowest layer predicts from nothing."""
-
-    feeds_above = True
-    accumulated_width: int
-    """Their channels."""
-
-    def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
-    ) -> None:
-        super().__init__(view, found, block, counts)
-        self.predictor: Tensor | None = None  # [W, sum of the widths below]
-        if "predictor" in found:
-            self.reads_below = True
-            self.predictor = found["predictor"].to(view.device, view.dtype).contiguous()
-
-    def expected(self, below: Tensor | None) -> Tensor:
-        if below is None:
-            return self.mean
-        assert self.predictor is not None
-        flat = below.flatten(1, -2)
-        return (
-            by_block(flat, self.predictor, self.block).unflatten(1, below.shape[1:-1]) + self.mean
-        )
-
-    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
-        own = by_block(rows, self.synthesis, self.block).add_(self.expected(below))
-        if self.accumulated_width == self.width:
-            return own
-        assert below is not None
-        return torch.cat([own, below], -1)[..., : self.accumulated_width]
-
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        return self.exact(recalled[..., : self.width])
-
-    @property
-    def rebuild_cost(self) -> RebuildCost | None:
-        return None  # no kernel attends to predicted rows, so how often they are predicted is not known

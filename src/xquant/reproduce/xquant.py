@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..methods.xquant import latent_bases
+from ..methods.xquant_codec import latent_bases
 from ..models import AttentionView
 from ..models.base import linear
-from ..results.plots import perplexity_figure
+from ..results.front import RATIO
+from ..results.plots import loss_figure
 from .experiment import TASKS, Experiment, perplexities, scores
 from .pictures import by_layer, outliers
 from .printed import Rows
@@ -40,11 +41,11 @@ def figure1(setup: Setup, printed: Rows) -> Rows:
 def draw_figure1(rows: Rows) -> Mapping[str, Any]:
     """The measured points, and those of the paper."""
     printed = [
-        {"method": row["method"], "difference_error": None}
-        | {name: value[SHOWN] for name, value in row["paper"].items()}
+        {"method": row["method"]} | {name: value[SHOWN] for name, value in row["paper"].items()}
         for row in rows
     ]
-    return {"measured": perplexity_figure(rows), "paper": perplexity_figure(printed)}
+    found = {"measured": rows, "paper": printed}
+    return {name: loss_figure(each, measure=RATIO) for name, each in found.items()}
 
 
 def figure3(setup: Setup, printed: Rows) -> Rows:

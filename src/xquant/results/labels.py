@@ -36,7 +36,8 @@ def write_labels(
     points = axes.transData.transform([point for _, point in labels]) if labels else []
     taken = [Bbox([point, point]).padded(MARKER * scale) for point in points]
     for (left, low), (right, high) in pairwise(points[:on_front]):
-        taken += [Bbox([(left, low), (left, high)]), Bbox([(left, high), (right, high)])]
+        steps = Bbox([(left, low), (left, high)]), Bbox([(left, high), (right, high)])
+        taken += [step.padded(2 * scale) for step in steps]
     for number, (name, point) in enumerate(labels):
         strong = number < on_front
         note = axes.annotate(

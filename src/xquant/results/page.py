@@ -7,17 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import diff
-from .plots import (
-    NARROW,
-    WIDE,
-    as_svg,
-    compressed,
-    front,
-    perplexity_figure,
-    setting,
-    speed_figure,
-    timed,
-)
+from .front import front, verdict
+from .plots import COLOURS, NARROW, WIDE, as_svg, loss_figure, setting, speed_figure, timed
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -30,6 +21,17 @@ BENCH_FIELDS = (
 """What the page needs of a row of `xquant bench`."""
 TASK_FIELDS = ("method", "task", "metric", "value", "n", "stderr", "agreement")
 """What the page needs of a row of `xquant eval`."""
+
+ON_DARK = ("#5cb0ea", "#ff8f4d", "#35c99b", "#e8a0c8", "#ffc555", "#a5dcff", "#ffffff")
+"""`COLOURS` where the page is dark."""
+INKS = {
+    "#ffffff": "paper",
+    "#1a1a1a": "ink",
+    **dict.fromkeys(("#666666", "#8c8c8c", "#999999"), "muted"),
+    "#e6e6e6": "thin",
+    **{colour: f"series-{number}" for number, colour in enumerate(COLOURS)},
+}
+"""The colours of the pictures, and what the page's style calls them: it has others where it is dark."""
 
 Row = Mapping[str, Any]
 Column = tuple[Any, ...]
@@ -58,14 +60,15 @@ def render_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    jinja.filters |= {"number": _number, "breakable": _breakable}
+    jinja.filters |= {"number": _number, "breakable": _breakable, "specs": _specs}
     columns, scores = _scores(tasks)
     return jinja.get_template(TEMPLATE).render(
         rows=rows,
         first=rows[0],
-        compressed=compressed(rows),
+        series=list(zip(COLOURS, ON_DARK, strict=True)),
+        verdict=verdict(rows),
         front=front(rows),
-        pareto=_pictures(perplexity_figure, rows),
+        pareto=_pictures(loss_figure, rows),
         speed=_pictures(speed_figure, bench) if timed(bench) else {},
         speeds=_by_setting(bench),
         columns=columns,
@@ -85,6 +88,7 @@ def _pictures(
     found = {}
     for name, width in (("wide", WIDE), ("narrow", NARROW)):
         svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", as_svg(draw(rows, width)))
+        svg = re.sub("(?<=: )#[0-9a-f]{6}", lambda found: f"var(--{INKS[found[0]]})", svg)
         unique = f"{draw.__name__}-{name}-"
         found[name] = Markup(re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{unique}", svg))
     return found
@@ -128,3 +132,14 @@ def _breakable(spec: str) -> "Markup":
     from markupsafe import Markup, escape
 
     return Markup(re.sub("[^:,]+[:,]?", r"<span>\g<0></span>", str(escape(spec))))
+
+
+def _specs(sentence: str) -> "Markup":
+    """A sentence with its specs, which are in backticks, as code."""
+    from markupsafe import Markup, escape
+
+    parts = sentence.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(_breakable(part)) if number % 2 else escape(part)
+        for number, part in enumerate(parts)
+    )

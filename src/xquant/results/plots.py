@@ -2,91 +2,67 @@
 
 import io
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..methods import METHODS
 from ..spec import parse_method
+from .front import KL, Measure, compressed, front
 from .labels import write_labels
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLOURS = ("#0072b2", "#d55e00", "#008f68", "#c2649b", "#b07800", "#3d97cf", "#000000")
 MARKERS = "osD^vPXp"
 WIDE, NARROW = 7.4, 4.2
 """Widths in inches: of a screen or a sheet, and of a telephone."""
 HEIGHT = 4.8
-LOSS = 0.01
-"""Loss of perplexity (0.01 is 1%) from which the axis is logarithmic in the loss; linear below."""
-FINE = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 1, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50)
-COARSE = (0.5, 0.9, 1, 1.1, 2, *(10.0**n for n in range(1, 16)))
-"""Ticks of that axis, and those where a ratio is past the fine ones."""
+FINE = tuple(digit * 10.0**n for n in range(-3, 2) for digit in (1, 2, 5))
+COARSE = (0.01, 0.1, *(10.0**n for n in range(16)))
+"""Ticks of an axis of losses, and those where a loss is past the fine ones."""
 LANE = 0.15
 """Inches of height that a row takes in the picture of speeds."""
 
 Row = Mapping[str, Any]
 
 
-def compressed(rows: Sequence[Row]) -> list[Row]:
-    """The rows that the picture shows: compressed caches with a finite perplexity."""
-    return [
-        row
-        for row in rows
-        if parse_method(row["method"]).name != "full"
-        and row["ratio"] is not None
-        and math.isfinite(row["ratio"])
-        and row["cache_ratio"]
-    ]
+def loss_figure(rows: Sequence[Row], width: float = WIDE, measure: Measure = KL) -> Any:
+    """A matplotlib figure: how far caches are from the full one against the compression factor.
 
-
-def front(rows: Sequence[Row]) -> list[Row]:
-    """The Pareto front of the compressed caches, largest first. No other cache is as small and as close to
-    the full cache, and better in one of the two."""
-    points = compressed(rows)
-    best = [row for row in points if not any(_dominates(other, row) for other in points)]
-    return sorted(best, key=lambda row: -row["cache_ratio"])
-
-
-def _dominates(one: Row, other: Row) -> bool:
-    a, b = ((row["cache_ratio"], row["ratio"]) for row in (one, other))
-    return a != b and a[0] <= b[0] and a[1] <= b[1]
-
-
-def perplexity_figure(rows: Sequence[Row], width: float = WIDE) -> Any:
-    """A matplotlib figure: perplexity relative to the full cache against the compression factor.
-
-    Methods on the Pareto front are filled and joined by a line; the full cache is the line at 1. Bars
-    are standard errors of the difference to it.
+    Methods on the Pareto front are filled and joined by a line; the full cache is a dashed line.
     """
+
+    def position(row: Row) -> tuple[float, float]:
+        return 1 / row["cache_ratio"], row[measure.field]
+
     figure = new_figure(width, HEIGHT)
     axes = figure.add_subplot()
-    axes.axhline(1, color="0.4", linewidth=1, linestyle="--", zorder=1.5, label="full cache")
-    points, best = compressed(rows), front(rows)
+    axes.axhline(
+        measure.best, color="0.4", linewidth=1, linestyle="--", zorder=1.5, label="full cache"
+    )
+    points, best = compressed(rows, measure), front(rows, measure)
     if best:
-        line = zip(*map(_position, best), strict=True)
+        line = zip(*map(position, best), strict=True)
         axes.plot(*line, color="0.55", drawstyle="steps-pre", zorder=1.8, label="Pareto front")
     for index, name in enumerate(METHODS):
         colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
         own = [row for row in points if parse_method(row["method"]).name == name]
         for row in own:
-            x, y = _position(row)
-            error = y * (row["difference_error"] or 0)
             fill = colour if row in best else "white"
-            axes.errorbar(x, y, error, color=colour, linewidth=1, zorder=2)
-            axes.plot(x, y, marker, color=colour, markerfacecolor=fill, markersize=6, zorder=3)
+            place = position(row)
+            axes.plot(*place, marker, color=colour, markerfacecolor=fill, markersize=6, zorder=3)
         if own:
             axes.plot([], [], marker, color=colour, markersize=6, label=name)
     axes.set_xlabel("compression factor against the fp16 cache")
-    axes.set_ylabel("perplexity relative to the full cache")
+    axes.set_ylabel(measure.label)
     axes.margins(0.13, 0.1)
     axes.ticklabel_format(useOffset=False)
-    worst = max((row["ratio"] for row in points), default=1)
-    if worst > 1 + 2 * LOSS:
-        _loss_axis(axes, FINE if worst < 2 * FINE[-1] else COARSE)
+    worst = max((row[measure.field] for row in points), default=measure.best) - measure.best
+    if worst > 2 * measure.fine:
+        _loss_axis(axes, measure, worst)
     axes.grid(color="0.9", linewidth=0.8)
     _plain(axes)
     figure.legend(loc="outside upper center", ncols=round(width / 1.4), frameon=False, fontsize=9)
     rest = [row for row in points if row not in best]
-    write_labels(axes, [(row["method"], _position(row)) for row in (*best, *rest)], len(best))
+    write_labels(axes, [(row["method"], position(row)) for row in (*best, *rest)], len(best))
     return figure
 
 
@@ -154,25 +130,28 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def _position(row: Row) -> tuple[float, float]:
-    return 1 / row["cache_ratio"], row["ratio"]
-
-
 def _plain(axes: Any) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _loss_axis(axes: Any, ticks: Sequence[float]) -> None:
-    """Spread out ratios near 1 on the y axis, where the differences matter."""
+def _loss_axis(axes: Any, measure: Measure, worst: float) -> None:
+    """Spread out small losses on the y axis, where the differences matter."""
     import numpy as np
     from matplotlib.ticker import FixedLocator, FuncFormatter
 
     axes.set_yscale(
         "function",
-        functions=(lambda y: np.arcsinh((y - 1) / LOSS), lambda y: 1 + LOSS * np.sinh(y)),
+        functions=(
+            lambda y: np.arcsinh((y - measure.best) / measure.fine),
+            lambda y: measure.best + measure.fine * np.sinh(y),
+        ),
     )
-    axes.yaxis.set_major_locator(FixedLocator(ticks))
+    ticks = [each for each in (FINE if worst < 2 * FINE[-1] else COARSE) if each >= measure.fine]
+    losses = [*(-each for each in ticks if each < 1), 0, *ticks]
+    low, high = axes.get_ylim()
+    marks = [measure.best + loss for loss in losses]
+    axes.yaxis.set_major_locator(FixedLocator([mark for mark in marks if low <= mark <= high]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
@@ -204,8 +183,5 @@ def _draw_speeds(axes: Any, rows: Sequence[Row], contexts: Sequence[int]) -> Non
     _plain(axes)
 
 
-def _shade(context: int, contexts: Sequence[int]) -> Any:
-    import matplotlib
-
-    share = (contexts.index(context) + 1) / len(contexts)
-    return matplotlib.colormaps["viridis_r"](0.1 + 0.8 * share)
+def _shade(context: int, contexts: Sequence[int]) -> str:
+    return COLOURS[contexts.index(context) % len(COLOURS)]

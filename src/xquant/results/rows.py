@@ -18,22 +18,26 @@ SCHEMA = 1
 
 
 def environment() -> dict[str, Any]:
-    """The command, the versions and the hardware of this process, as plain JSON values."""
-    import torch
-    import transformers
+    """The command, the versions and the hardware of this process, as plain JSON values.
+
+    ``threads`` and ``gpu`` are those that torch computes with: None where it was not imported, as nothing was
+    computed.
+    """
+    from importlib.metadata import version  # not at once: it takes as long as click
 
     from .. import __version__
 
+    torch = sys.modules.get("torch")
     return {
         "command": _command(),
         "xquant": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
         "python": platform.python_version(),
         "commit": _commit(),
         "cpu": _cpu(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads() if torch else None,
+        "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
     }
 
 
@@ -58,11 +62,11 @@ def read_results(file: str | Path, *fields: str) -> list[dict[str, Any]]:
     if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"'{file}' is not a results file: it holds no JSON array of rows")
     for row in rows:
-        version = row.get("schema")
-        if version is None:
+        written = row.get("schema")
+        if written is None:
             raise ValueError(f"'{file}' was written before rows had a schema number: measure again")
-        if version != SCHEMA:
-            raise ValueError(f"'{file}' is of schema {version}, and this xquant reads {SCHEMA}")
+        if written != SCHEMA:
+            raise ValueError(f"'{file}' is of schema {written}, and this xquant reads {SCHEMA}")
         missing = next((name for name in ("environment", *fields) if name not in row), None)
         if missing is not None:
             raise ValueError(f"'{file}' holds results of another kind: a row has no '{missing}'")

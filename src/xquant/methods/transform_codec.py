@@ -1,0 +1,111 @@
+"""The codecs of transform coding: channels of keys and values, predicted from the layers below or not."""
+
+import torch
+from torch import Tensor
+
+from ..models import AttentionView
+from ..models.base import linear
+from ..quant import Segment
+from ..quant.ranked import Ranked
+from .codec import by_block
+from .cost import RebuildCost
+from .key_value import StateCodec
+from .rematerialized import Rematerialized
+
+Tensors = dict[str, Tensor]
+
+
+def channels(view: AttentionView) -> int:
+    """``C``: keys and values that come from X alone have no more dimensions than X."""
+    width = 2 * view.kv_width
+    return width if view.key_norm is not None else min(width, view.hidden)
+
+
+class _ChannelCodec(StateCodec):
+    """Keeps keys before RoPE and values; packs ``C`` channels of their transform.
+
+    The transform is computed in fp32: its channels differ in size by orders of magnitude.
+    """
+
+    synthesis: Tensor
+
+    def __init__(
+        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+    ) -> None:
+        super().__init__(view)
+        self.block = block
+        self.mean = found["mean"].to(view.device, view.dtype)  # [W]
+        self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
+        self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
+        self.segments = (Segment(len(self.analysis), Ranked(found["usual"], counts)),)
+
+    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+        rows = (features - self.expected(below)).float()
+        flat = by_block(rows.flatten(1, 2), self.analysis, self.block)
+        return flat.unflatten(1, rows.shape[1:3])
+
+    def expected(self, below: Tensor | None) -> Tensor:
+        """What is taken off the features before they are transformed."""
+        return self.mean
+
+
+class TransformCodec(Rematerialized, _ChannelCodec):
+    """Keys and values are each a product of the channels, and a constant."""
+
+    def __init__(
+        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+    ) -> None:
+        super().__init__(view, found, block, counts)
+        self.key_weight, self.value_weight = self.synthesis.split(view.kv_width)
+
+    @property
+    def key_bias(self) -> Tensor:
+        return self.mean[: self.view.kv_width]
+
+    @property
+    def value_bias(self) -> Tensor:
+        return self.mean[self.view.kv_width :]
+
+    def keys(self, source: Tensor) -> Tensor:
+        return linear(source, self.key_weight, self.key_bias)
+
+
+class PredictedCodec(_ChannelCodec):
+    """Carries its own rows and those of the layers below that the layer above is predicted from, side by
+    side: ``[B, T, W + W' + ...]``. The lowest layer predicts from nothing."""
+
+    feeds_above = True
+    accumulated_width: int
+    """Their channels."""
+
+    def __init__(
+        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+    ) -> None:
+        super().__init__(view, found, block, counts)
+        self.predictor: Tensor | None = None  # [W, sum of the widths below]
+        if "predictor" in found:
+            self.reads_below = True
+            self.predictor = found["predictor"].to(view.device, view.dtype).contiguous()
+
+    def expected(self, below: Tensor | None) -> Tensor:
+        if below is None:
+            return self.mean
+        assert self.predictor is not None
+        flat = below.flatten(1, -2)
+        return (
+            by_block(flat, self.predictor, self.block).unflatten(1, below.shape[1:-1]) + self.mean
+        )
+
+    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
+        own = by_block(rows, self.synthesis, self.block).add_(self.expected(below))
+        if self.accumulated_width == self.width:
+            return own
+        assert below is not None
+        return torch.cat([own, below], -1)[..., : self.accumulated_width]
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        return self.exact(recalled[..., : self.width])
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return None  # no kernel attends to predicted rows, so how often they are predicted is not known
