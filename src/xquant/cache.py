@@ -3,7 +3,8 @@
 import copy
 import warnings
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,12 @@ from .kernels.call import AttentionCall
 from .methods import AttentionInputs, LayerCodec, Method
 from .models import AttentionView
 from .report import Report, report_of
+from .saved import reading, writing
+from .saved.header import read_header
 from .seam.check import check_input, check_rope, check_states, places
 from .seam.gradients import past_is_constant
 from .seam.hooks import attach
-from .seam.passes import Given, ObservingCache
+from .seam.passes import Given, ObservingCache, is_running
 from .snapshot import Snapshot
 from .spec import parse_method
 from .stack import LayerStack
@@ -90,6 +93,8 @@ class KVCache(ChangingCache, ObservingCache):
         self._begun: Snapshot | None = None
         self.note: str = ""
         """Why the model no longer uses this cache, where it has been seen that it does not."""
+        self.saved_tokens: Tensor | None = None
+        """Of a cache that was loaded: the ids ``[B, T]`` that it was saved with, int64 on the CPU."""
 
     @property
     def _config(self) -> Any:
@@ -305,6 +310,66 @@ class KVCache(ChangingCache, ObservingCache):
         other._refresh()
         fill(other, self)
         return other
+
+    # -- the cache at rest ---------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str], tokens: Tensor | None = None) -> None:
+        """Write the cache to a file, which appears whole or not at all.
+
+        The file holds what is resident, packed as it is, and says what it was made from. `load` gives back a
+        cache that goes on with the same tokens. What a calibration holds is not stored again: keep its file.
+
+        Args:
+            path: of a safetensors file.
+            tokens: ids ``[B, T]`` of the tokens that the cache holds, which `load` gives back as
+                `saved_tokens`: ``model.generate`` wants them before those that follow.
+
+        Raises:
+            ValueError: called within a forward pass; ids of other tokens; a path that is no file; layers
+                of a kind whose state is not known; NaN that an earlier forward pass on a GPU left.
+            OSError: the file cannot be written.
+        """
+        if self._begun is not None and is_running(self.attachment.view.decoder):
+            raise ValueError(
+                "a cache cannot be saved within a forward pass: save it before or after"
+            )
+        self._undo()
+        writing.write(self, Path(path), tokens)
+
+    @classmethod
+    @torch.inference_mode(False)  # what is made within it could not be written to outside
+    @torch.no_grad()
+    def load(
+        cls,
+        model: nn.Module,
+        path: str | PathLike[str],
+        calibration: Calibration | str | PathLike[str] | None = None,
+        kernel: str = "auto",
+    ) -> "KVCache":
+        """The cache that `save` wrote, for the same model: method and ``attend`` are those that it had.
+
+        Args:
+            model: with the weights, and in the dtype, of the one that the cache was saved from.
+            calibration, kernel: as of `KVCache`; the calibration is the one that the cache was made with.
+
+        Raises:
+            ValueError: a file that is damaged, cut short, of another format or no saved cache; another
+                model or calibration; further errors as of `KVCache`.
+            OSError: the file cannot be read.
+        """
+        view = attach(model).view
+        saved = read_header(Path(path))
+        reading.check_model(saved, view)
+        cache = cls(model, saved.header.method, saved.header.attend, calibration, kernel)
+        cache._refresh()
+        reading.fill(cache, saved)
+        return cache
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a compressed cache cannot be pickled, since its model would come along: cache.save(path)"
+            " writes it, and KVCache.load(model, path) reads it"
+        )
 
     # -- bytes ---------------------------------------------------------------------------------
 

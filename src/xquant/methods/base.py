@@ -83,6 +83,9 @@ class LayerCodec(ABC):
     source: int = 0
     """The layer of the span whose codes the segments of the others share."""
 
+    calibrated: str = ""
+    """The digest of the calibration that it was built with; empty without one."""
+
     def __init__(self, view: AttentionView) -> None:
         self.view = view
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
