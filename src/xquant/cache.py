@@ -2,37 +2,37 @@
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from . import compat
 from .calibration import Calibration
+from .changes import ChangingCache
 from .convert import fill
 from .kernels.backend import MOST_QUERIES
 from .kernels.call import AttentionCall
 from .methods import AttentionInputs, LayerCodec, Method
 from .models import AttentionView
 from .report import Report, report_of
+from .saved import reading, writing
+from .saved.header import read_header
 from .seam.check import check_input, check_rope, check_states, places
 from .seam.gradients import past_is_constant
 from .seam.hooks import attach
-from .seam.passes import Given, ObservingCache
+from .seam.passes import Given, ObservingCache, is_running
 from .snapshot import Snapshot
 from .spec import parse_method
 from .stack import LayerStack
 from .store.layer import CompressedLayer, States
-from .store.tokens import TokenIndex
 
 ATTEND = ("chunk", "store")
 
 
-class KVCache(Cache, ObservingCache):
+class KVCache(ChangingCache, ObservingCache):
     """A KV cache of ``model`` compressed by ``method``.
 
     ```python
@@ -93,6 +93,8 @@ class KVCache(Cache, ObservingCache):
         self._begun: Snapshot | None = None
         self.note: str = ""
         """Why the model no longer uses this cache, where it has been seen that it does not."""
+        self.saved_tokens: Tensor | None = None
+        """Of a cache that was loaded: the ids ``[B, T]`` that it was saved with, int64 on the CPU."""
 
     @property
     def _config(self) -> Any:
@@ -131,11 +133,6 @@ class KVCache(Cache, ObservingCache):
     def compressed(self) -> list[CompressedLayer]:
         """The layers that the method compresses, bottom up."""
         return self.stack.layers
-
-    @property
-    def index(self) -> TokenIndex:
-        """Positions, padding and sinks of the tokens that they hold."""
-        return self.stack.index
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held. Those of a forward pass count once it has succeeded.
@@ -268,80 +265,7 @@ class KVCache(Cache, ObservingCache):
             self.restore(begun)
         self._begun = None
 
-    # -- the batch and the length --------------------------------------------------------------
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """All layers change, or none: an error, or an interruption, brings back what was."""
-        before = self.snapshot()
-        try:
-            yield
-        except BaseException:
-            self.restore(before)
-            raise
-
-    def reset(self) -> None:
-        """Empty the cache for another batch; the model stays attached."""
-        self._undo()
-        # Layers that are not ours are made anew: before 5.18, theirs keep their length when reset.
-        own = compat.default_layers(self._config)
-        for i, layer in enumerate(self.layers):
-            if not isinstance(layer, CompressedLayer):
-                self.layers[i] = own[i]
-        self.stack.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep."""
-        with self._changing():
-            length = self.index.length
-            keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
-            if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
-                keep = length
-            keep = min(max(keep, 0), length)
-            for layer in self.layers:
-                own = isinstance(layer, CompressedLayer)
-                layer.crop(keep - length if own else tokens_to_remove)
-            self.index.crop(keep) if keep else self.index.reset()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences ``indices`` (integers, or a bool mask over the batch).
-
-        Raises:
-            ValueError: none is selected, or one that the batch has not.
-        """
-        indices = torch.as_tensor(indices)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().squeeze(1)
-        if indices.numel() == 0:
-            raise ValueError("no sequence is selected: reset() empties a cache")
-        batch = self.index.batch
-        if not batch:
-            return
-        if int(indices.min()) < -batch or int(indices.max()) >= batch:
-            raise ValueError(f"sequences {indices.tolist()} of a batch of {batch}")
-        self._select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times; sealed blocks are shared, not copied.
-
-        Raises:
-            ValueError: ``repeats`` is below 1.
-        """
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats}: it is 1 at least; reset() empties a cache")
-        if self.index.batch:
-            self._select(torch.arange(self.index.batch).repeat_interleave(repeats))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch for beam search."""
-        if self.index.batch:
-            self._select(beam_idx)
-
-    def _select(self, indices: Tensor) -> None:
-        with self._changing():
-            for layer in self.layers:
-                layer.batch_select_indices(indices)
-            self.index.select(indices)
+    # -- copies ---------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own for the same model, which is how a prompt's cache is used again."""
@@ -386,6 +310,66 @@ class KVCache(Cache, ObservingCache):
         other._refresh()
         fill(other, self)
         return other
+
+    # -- the cache at rest ---------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str], tokens: Tensor | None = None) -> None:
+        """Write the cache to a file, which appears whole or not at all.
+
+        The file holds what is resident, packed as it is, and says what it was made from. `load` gives back a
+        cache that goes on with the same tokens. What a calibration holds is not stored again: keep its file.
+
+        Args:
+            path: of a safetensors file.
+            tokens: ids ``[B, T]`` of the tokens that the cache holds, which `load` gives back as
+                `saved_tokens`: ``model.generate`` wants them before those that follow.
+
+        Raises:
+            ValueError: called within a forward pass; ids of other tokens; a path that is no file; layers
+                of a kind whose state is not known; NaN that an earlier forward pass on a GPU left.
+            OSError: the file cannot be written.
+        """
+        if self._begun is not None and is_running(self.attachment.view.decoder):
+            raise ValueError(
+                "a cache cannot be saved within a forward pass: save it before or after"
+            )
+        self._undo()
+        writing.write(self, Path(path), tokens)
+
+    @classmethod
+    @torch.inference_mode(False)  # what is made within it could not be written to outside
+    @torch.no_grad()
+    def load(
+        cls,
+        model: nn.Module,
+        path: str | PathLike[str],
+        calibration: Calibration | str | PathLike[str] | None = None,
+        kernel: str = "auto",
+    ) -> "KVCache":
+        """The cache that `save` wrote, for the same model: method and ``attend`` are those that it had.
+
+        Args:
+            model: with the weights, and in the dtype, of the one that the cache was saved from.
+            calibration, kernel: as of `KVCache`; the calibration is the one that the cache was made with.
+
+        Raises:
+            ValueError: a file that is damaged, cut short, of another format or no saved cache; another
+                model or calibration; further errors as of `KVCache`.
+            OSError: the file cannot be read.
+        """
+        view = attach(model).view
+        saved = read_header(Path(path))
+        reading.check_model(saved, view)
+        cache = cls(model, saved.header.method, saved.header.attend, calibration, kernel)
+        cache._refresh()
+        reading.fill(cache, saved)
+        return cache
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a compressed cache cannot be pickled, since its model would come along: cache.save(path)"
+            " writes it, and KVCache.load(model, path) reads it"
+        )
 
     # -- bytes ---------------------------------------------------------------------------------
 

@@ -76,7 +76,10 @@ class Codecs:
                     calibration = kept.find(method.calibrated_as, self._model_id(), wanted)
                 if calibration is None and method.needs_calibration:
                     raise ValueError(method.how_to_calibrate)
-                self._kept[made] = method.codecs(self._views, calibration)
+                self._kept[made] = codecs = method.codecs(self._views, calibration)
+                if calibration is not None:
+                    for codec in codecs:
+                        codec.calibrated = calibration.digest
             return self._kept[made]
 
     def _look(self, thoroughly: bool) -> None:

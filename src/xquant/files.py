@@ -1,6 +1,8 @@
 """Files that appear whole or not at all, and the folder of those that the package keeps."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -20,10 +22,17 @@ def write_atomically(target: str | Path, content: str | bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    path = path.resolve()
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A file beside ``target`` to write to, which takes its place when all is written; a link is followed."""
+    path = target.resolve()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(data)
+        yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

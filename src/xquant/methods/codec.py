@@ -70,6 +70,8 @@ class LayerCodec(ABC):
     """Layers, this one the lowest, that are sealed together, see `merge`."""
     source: int = 0
     """The layer of the span whose codes the segments of the others share."""
+    calibrated: str = ""
+    """The digest of the calibration that it was built with; empty without one."""
 
     def __init__(self, view: AttentionView) -> None:
         self.view = view

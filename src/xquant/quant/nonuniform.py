@@ -1,5 +1,6 @@
 """The quantizer of non-uniform codes with outliers apart (KVQuant, arXiv 2401.18079)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,8 +10,9 @@ from .affine import FP16_MAX, dequantize
 from .codebook import Bounds, nearest, normalize, outlier_count, outside, ranges, scale_of
 from .grouped import Grouped
 from .operand import Operand
-from .outliers import add_outliers, count_dtype, pack_outliers
+from .outliers import RAGGED, add_outliers, count_dtype, cut_outliers, pack_outliers
 from .quantizer import Field, Packed, dense
+from .ragged import Ragged
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,15 @@ class Codebook(Grouped):
     def sparse(self) -> bool:
         """Whether outliers are stored apart."""
         return self.share > 0 or self.threshold is not None
+
+    @property
+    def ragged(self) -> dict[str, torch.dtype]:
+        return RAGGED if self.sparse else {}
+
+    def cut(
+        self, fields: Mapping[str, Tensor], flat: Mapping[str, Tensor], channels: int
+    ) -> dict[str, Ragged]:
+        return cut_outliers(fields["outlier_count"], flat, channels) if self.sparse else {}
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         scaled = self.scaled(x, excluded)

@@ -1,5 +1,7 @@
 """Outliers of a block: elements that are stored apart, as a residual to what their codes decode to."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,30 @@ def pack_outliers(residual: Tensor, outliers: Tensor) -> Packed:
         "outlier_excess": Ragged.split(values, per_block),
         "outlier_channel": Ragged.split(channels.to(torch.int16), per_block),
     }
+
+
+RAGGED = {"outlier_excess": torch.float16, "outlier_channel": torch.int16}
+"""The fields of which a block has one number for each outlier."""
+
+
+def cut_outliers(counts: Tensor, flat: Mapping[str, Tensor], channels: int) -> dict[str, Ragged]:
+    """The `RAGGED` fields of blocks of so many ``channels``, from all of their runs after each other.
+
+    Args:
+        counts: ``outlier_count`` ``[N, n]``.
+
+    Raises:
+        ValueError: there are more or fewer outliers than the counts say, or one of no channel.
+    """
+    long = counts.long()
+    per_block = long.sum(-1)
+    if bool((long < 0).any()) or bool((long > channels).any()):
+        raise ValueError("a token has more outliers than channels")
+    if any(tensor.shape != (int(per_block.sum()),) for tensor in flat.values()):
+        raise ValueError("there are not as many outliers as are counted")
+    if bool((flat["outlier_channel"].long() & 0xFFFF >= channels).any()):
+        raise ValueError("an outlier is of no channel")
+    return {name: Ragged.split(tensor, per_block) for name, tensor in flat.items()}
 
 
 def add_outliers(packed: Packed, out: Tensor) -> None:

@@ -107,6 +107,21 @@ class Quantizer(ABC):
         `OUTLIER_NBYTES`."""
         return False
 
+    @property
+    def ragged(self) -> dict[str, torch.dtype]:
+        """The `Ragged` fields and their types."""
+        return {}
+
+    def cut(
+        self, fields: Mapping[str, Tensor], flat: Mapping[str, Tensor], channels: int
+    ) -> dict[str, Ragged]:
+        """The `ragged` fields of blocks with these `fields`, from all of their runs after each other.
+
+        Raises:
+            ValueError: they cannot be those of these blocks.
+        """
+        return {}
+
     def expected_outliers(self, blocks: int, tokens: int, channels: int, seen: int) -> float:
         """Outliers to be expected of ``blocks`` of ``tokens`` x ``channels``, where ``seen`` of all their
         tokens are no sinks and may have some."""

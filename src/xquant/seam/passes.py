@@ -1,9 +1,10 @@
 """What is known during one forward pass, and what a cache offers to those that see it run."""
 
+import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels.call import AttentionCall
 from ..models import AttentionView
@@ -12,6 +13,17 @@ from .watched import Watched
 
 if TYPE_CHECKING:
     from .hooks import Attachment
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is on the stack of this thread; one that was interrupted is not, though no
+    hook tells of its end."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_locals.get("self") is module:
+            return True
+    return False
 
 
 class Given(NamedTuple):

@@ -27,6 +27,16 @@ class Sinks:
     def nbytes(self) -> int:
         return self.rows.nbytes + self.columns.nbytes
 
+    @classmethod
+    def standing(cls, rows: Tensor, sink: Tensor, sealed: int) -> "Sinks":
+        """The sinks with these features ``[B, S, W]`` that stand among the first ``sealed`` tokens; ``sink``:
+        which of all tokens are sinks, bool ``[B, T]``."""
+        sink = sink.to(rows.device)
+        sequence, column = sink[:, :sealed].nonzero(as_tuple=True)
+        columns = torch.full(rows.shape[:2], -1, dtype=torch.int32, device=rows.device)
+        columns[sequence, (sink.cumsum(1) - 1)[sequence, column]] = column.int()
+        return cls(rows, columns)
+
     def kept(self, rows: Tensor, start: int, sink: Tensor) -> "Sinks":
         """With the sinks among the features ``rows`` ``[B, t, W]`` of the tokens from ``start`` on;
         ``sink``: which of all tokens are sinks, bool ``[B, T]``."""

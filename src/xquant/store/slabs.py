@@ -84,12 +84,13 @@ class Slabs:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":
         return Slabs(self.whole().clone())
 
-    def _parts(self) -> list[Tensor]:
+    def parts(self) -> list[Tensor]:
+        """All blocks as they lie in memory, in order."""
         return [*self.slabs[:-1], self.slabs[-1][: self._used]]
 
     def whole(self) -> Tensor:
         """All blocks as one tensor; a copy where there are several slabs."""
-        parts = self._parts()
+        parts = self.parts()
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def __getitem__(self, blocks: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class Slabs:
         first = int(blocks[0]) if count else 0
         follow = torch.equal(blocks, torch.arange(first, first + count, device=blocks.device))
         found, start = self.slabs[0].new_empty(count, *self.slabs[0].shape[1:]), 0
-        for slab in self._parts():
+        for slab in self.parts():
             if follow and start <= first and first + count <= start + len(slab):
                 return slab[first - start : first - start + count]
             here = (blocks >= start) & (blocks < start + len(slab))
@@ -116,7 +117,7 @@ class Slabs:
             self._addresses = torch.cat(
                 [
                     slab.data_ptr() + slab[0].nbytes * torch.arange(len(slab), dtype=torch.int64)
-                    for slab in self._parts()
+                    for slab in self.parts()
                 ]
             )
         return self._addresses

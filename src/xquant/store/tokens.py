@@ -7,7 +7,9 @@ from torch import Tensor
 
 from ..models.rope import Pair, Rope
 
-State = tuple[Tensor, Tensor, Tensor, tuple[tuple[int, bool], ...]]
+Runs = tuple[tuple[int, bool], ...]
+"""Of tokens with the frequencies of one set: where each ends, and whether they are those of long inputs."""
+State = tuple[Tensor, Tensor, Tensor, Runs]
 
 
 class TokenIndex:
@@ -30,7 +32,7 @@ class TokenIndex:
         self.positions = torch.empty(0, 0, dtype=torch.int32)
         self.real = torch.empty(0, 0, dtype=torch.bool)
         self.sink = torch.empty(0, 0, dtype=torch.bool)
-        self._runs: tuple[tuple[int, bool], ...] = ()  # where each ends, and whether it is long
+        self._runs: Runs = ()
 
     def forget(self) -> None:
         """Forget what is only needed within a forward pass."""
@@ -67,8 +69,17 @@ class TokenIndex:
 
     def take(self, other: "TokenIndex") -> None:
         """Have the tokens of another index of the same model, with sinks of its own."""
-        self.append(other.positions, other.real)
-        self._runs = other._runs
+        self.give(other.positions, other.real, other._runs)
+
+    def give(self, positions: Tensor, real: Tensor, runs: Runs) -> None:
+        """`append` tokens to none, where the `runs` of their frequencies are known."""
+        self.append(positions, real)
+        self._runs = runs
+
+    @property
+    def runs(self) -> Runs:
+        """Of a model with two sets of frequencies, see `Rope`; none of any other."""
+        return self._runs
 
     def excluded(self, start: int, stop: int) -> Tensor | None:
         """Tokens that must not set a quantization range (bool ``[B, stop-start]``), None if none.

@@ -1,0 +1,120 @@
+"""ChangingCache: how the batch and the length of a cache change, in all of its layers or in none."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from . import compat
+from .stack import LayerStack
+from .store.layer import CompressedLayer
+from .store.tokens import TokenIndex
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
+
+
+class ChangingCache(Cache):
+    """What transformers asks of a cache between forward passes: to be emptied, cut short, and to have its
+    sequences chosen, repeated and reordered."""
+
+    stack: LayerStack
+
+    @property
+    def index(self) -> TokenIndex:
+        """Positions, padding and sinks of the tokens that the compressed layers hold."""
+        return self.stack.index
+
+    @property
+    @abstractmethod
+    def _config(self) -> Any:
+        """The configuration of the decoder."""
+
+    @abstractmethod
+    def _undo(self) -> None:
+        """Undo a forward pass that was interrupted."""
+
+    @abstractmethod
+    def snapshot(self) -> "Snapshot":
+        """What `restore` needs, after `_undo`."""
+
+    @abstractmethod
+    def restore(self, state: "Snapshot") -> None:
+        """Be as at the time of `snapshot`."""
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """All layers change, or none: an error, or an interruption, brings back what was."""
+        before = self.snapshot()
+        try:
+            yield
+        except BaseException:
+            self.restore(before)
+            raise
+
+    def reset(self) -> None:
+        """Empty the cache for another batch; the model stays attached."""
+        self._undo()
+        # Layers that are not ours are made anew: before 5.18, theirs keep their length when reset.
+        own = compat.default_layers(self._config)
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, CompressedLayer):
+                self.layers[i] = own[i]
+        self.stack.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep."""
+        with self._changing():
+            length = self.index.length
+            keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
+            if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
+                keep = length
+            keep = min(max(keep, 0), length)
+            for layer in self.layers:
+                own = isinstance(layer, CompressedLayer)
+                layer.crop(keep - length if own else tokens_to_remove)
+            self.index.crop(keep) if keep else self.index.reset()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences ``indices`` (integers, or a bool mask over the batch).
+
+        Raises:
+            ValueError: none is selected, or one that the batch has not.
+        """
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(1)
+        if indices.numel() == 0:
+            raise ValueError("no sequence is selected: reset() empties a cache")
+        batch = self.index.batch
+        if not batch:
+            return
+        if int(indices.min()) < -batch or int(indices.max()) >= batch:
+            raise ValueError(f"sequences {indices.tolist()} of a batch of {batch}")
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence ``repeats`` times; sealed blocks are shared, not copied.
+
+        Raises:
+            ValueError: ``repeats`` is below 1.
+        """
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}: it is 1 at least; reset() empties a cache")
+        if self.index.batch:
+            self._select(torch.arange(self.index.batch).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch for beam search."""
+        if self.index.batch:
+            self._select(beam_idx)
+
+    def _select(self, indices: Tensor) -> None:
+        with self._changing():
+            for layer in self.layers:
+                layer.batch_select_indices(indices)
+            self.index.select(indices)

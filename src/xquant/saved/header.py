@@ -1,0 +1,244 @@
+"""The header of a saved cache: what the file says of itself. Read without torch.
+
+The file is a safetensors file. Its metadata hold three texts: ``format`` is `KIND`, ``header`` is the JSON
+of a `Header`, and ``sha256`` is the digest of all bytes before the tensors, taken with zeros in its own
+place. The header holds the digests of the tensors, so every byte of the file is under one.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+KIND = "xquant cache"
+VERSION = (1, 0)
+"""Of the format. A reader takes every minor version of its own major one, and passes over what it does not
+know in the header."""
+_UNSEALED = "0" * 64
+_LONGEST = 400
+"""Characters of a text, at most."""
+
+Check = Callable[[Any], bool]
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST
+
+
+def _digest(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**48
+
+
+def _list(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _pair(first: Check, second: Check) -> Check:
+    return lambda value: (
+        isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
+    )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def _digests(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_digest, value.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a saved cache is, and what it was saved from."""
+
+    version: str
+    """Of the format: ``"major.minor"``."""
+    xquant: str
+    transformers: str
+    family: str
+    """The class of the model."""
+    fingerprint: str
+    """`codecs.fingerprint` of the model."""
+    dtype: str
+    """Of the keys and values of the model."""
+    method: str
+    attend: str
+    calibration: str
+    """The digest of the calibration; empty where the method has none."""
+    bases: list[list[float]]
+    """Of each compressed layer: `bases.probe` of its codec."""
+    attention: str
+    """The attention implementation to which all layers were seen to hand over what a cache returns; empty
+    where that is not known."""
+    layers: list[int]
+    """The numbers of the compressed layers."""
+    recording: list[int]
+    """Those of sliding windows that keep tokens past their window until the next crop."""
+    batch: int
+    tokens: int
+    """Of each sequence."""
+    blocks: int
+    """That each compressed layer holds; one that several sequences share counts once."""
+    lengths: list[list[int]]
+    """Tokens of the blocks of a sequence, from the first on: how many tokens, and how many blocks of so many
+    follow each other."""
+    runs: list[list[Any]]
+    """Of a model with two sets of rotary frequencies: where each run of tokens ends, and whether it has those
+    of long inputs."""
+    cache_bytes: int
+    """Resident in the cache when it was saved."""
+    full_cache_bytes: int
+    """Of the fp16 cache of the same tokens."""
+    checksums: dict[str, str]
+    """SHA-256 of each tensor's bytes."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+
+_CHECKS: dict[str, Check] = {
+    "version": _text,
+    "xquant": _text,
+    "transformers": _text,
+    "family": _text,
+    "fingerprint": _digest,
+    "dtype": _text,
+    "method": _text,
+    "attend": lambda value: value in ("chunk", "store"),
+    "calibration": lambda value: value == "" or _digest(value),
+    "bases": _list(_list(_number)),
+    "attention": _text,
+    "layers": _list(_count),
+    "recording": _list(_count),
+    "batch": _count,
+    "tokens": _count,
+    "blocks": _count,
+    "lengths": _list(_pair(_count, _count)),
+    "runs": _list(_pair(_count, lambda value: isinstance(value, bool))),
+    "cache_bytes": _count,
+    "full_cache_bytes": _count,
+    "checksums": _digests,
+}
+"""What each field of a `Header` must be."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A file whose header is as it was written. Its tensors were not read yet."""
+
+    path: Path
+    header: Header
+    sizes: dict[str, int]
+    """Bytes of each tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return self.path.stat().st_size
+
+    def damaged(self, why: str) -> ValueError:
+        return _damaged(self.path, why)
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"'{path}' is damaged or no saved cache ({why})")
+
+
+def read_header(path: Path) -> Saved:
+    """Read and check the header of a saved cache.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is no saved cache, cut short, altered before its tensors, or of another major version.
+        OSError: it cannot be read.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is no saved cache '{path}'")
+    if not path.is_file():
+        raise ValueError(f"'{path}' is not a file")
+    try:
+        with safe_open(path, "np") as file:
+            facts = file.metadata() or {}
+    except SafetensorError as error:
+        raise _damaged(path, str(error)[:160]) from None
+    if facts.get("format") != KIND:
+        raise ValueError(f"'{path}' is a safetensors file, but not a saved cache of xquant")
+    if not {"header", "sha256"} <= facts.keys():
+        raise _damaged(path, "it has no header")
+    told = _parsed(path, facts["header"])
+    _check_version(path, told)
+    head = _head(path)
+    if facts["sha256"] != _seal(head, facts["sha256"]):
+        raise _damaged(path, "its header was altered")
+    for name, check in _CHECKS.items():
+        if name not in told:
+            raise _damaged(path, f"its header has no '{name}'")
+        if not check(told[name]):
+            raise _damaged(path, f"'{name}' of its header is not what it must be")
+    known = {name: told[name] for name in _CHECKS}
+    entries = json.loads(head[8:])
+    entries.pop("__metadata__")
+    sizes = {
+        name: at[1] - at[0] for name, at in ((n, e["data_offsets"]) for n, e in entries.items())
+    }
+    return Saved(path, Header(**known), sizes)
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _damaged(path, "its header is no JSON") from None
+    if not isinstance(told, dict):
+        raise _damaged(path, "its header is no JSON object")
+    return told
+
+
+def _check_version(path: Path, told: dict[str, Any]) -> None:
+    version = told.get("version")
+    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
+    if match is None:
+        raise _damaged(path, "its header has no version")
+    if int(match[1]) != VERSION[0]:
+        raise ValueError(
+            f"'{path}' is a saved cache of format {version}, and this xquant reads {VERSION[0]}.x: save it"
+            " again"
+        )
+
+
+def _head(path: Path) -> bytes:
+    """All bytes of a safetensors file before its tensors."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        return size + file.read(int.from_bytes(size, "little"))
+
+
+def _seal(head: bytes, digest: str) -> str:
+    """The digest of a head that has ``digest`` in its place."""
+    held, empty = (f'"sha256":"{text}"'.encode() for text in (digest, _UNSEALED))
+    return hashlib.sha256(head.replace(held, empty, 1)).hexdigest()
+
+
+def unsealed(header: Header) -> dict[str, str]:
+    """The metadata of a file that is yet to be sealed."""
+    return {"format": KIND, "header": header.to_json(), "sha256": _UNSEALED}
+
+
+def seal(path: Path) -> None:
+    """Put the digest of all that lies before the tensors in its place."""
+    head = _head(path)
+    place = f'"sha256":"{_UNSEALED}"'.encode()
+    with path.open("r+b") as file:
+        file.seek(head.index(place))
+        file.write(place.replace(_UNSEALED.encode(), _seal(head, _UNSEALED).encode()))

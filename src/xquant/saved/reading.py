@@ -1,0 +1,279 @@
+"""Reading a cache from a file. What does not fit the model and the method is refused."""
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..codecs import fingerprint
+from ..models import AttentionView, ModelView
+from ..quant import Segment
+from ..store.layer import CompressedLayer
+from ..store.sinks import Sinks
+from ..store.slabs import Slabs
+from ..store.stream import Pool
+from . import bases
+from .header import Saved
+from .writing import WINDOWS, checksum, plain_name
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types that rows may have; under autocast they are not the model's."""
+
+
+def check_model(saved: Saved, view: ModelView) -> None:
+    """Refuse a model that the cache is not of.
+
+    Raises:
+        ValueError: its weights, its dtype or its layers are others.
+    """
+    header, dtype = saved.header, plain_name(view.compressed[0].dtype)
+    if header.fingerprint != fingerprint(view.compressed):
+        raise ValueError(
+            f"'{saved.path}' was saved from another model ({header.family[:80]}): key and value projections"
+            " or key norms differ"
+        )
+    if header.dtype != dtype:
+        raise ValueError(
+            f"'{saved.path}' was saved from a model in {header.dtype[:20]}, and this one is in {dtype}: load"
+            " it in the same"
+        )
+    if header.layers != [layer.index for layer in view.compressed]:
+        raise ValueError(f"'{saved.path}' was saved from a model that has other layers compressed")
+
+
+def fill(cache: "KVCache", saved: Saved) -> None:
+    """Give the empty ``cache``, of the model and the method of the file, all that the file holds.
+
+    Raises:
+        ValueError: the file is damaged, or was packed with another calibration or other bases.
+    """
+    header, codecs = saved.header, cache.stack.codecs
+    if header.calibration != codecs[0].calibrated:
+        raise ValueError(
+            f"'{saved.path}' was packed with another calibration of {cache.method.calibrated_as}: give the"
+            " one that it was made with"
+        )
+    if not bases.same(header.bases, bases.probe(cache.method, codecs)):
+        raise ValueError(
+            f"'{saved.path}' was packed in other bases than {cache.method.spec} computes of this model here:"
+            " another version or build of torch may choose others"
+        )
+    try:
+        with safe_open(saved.path, "pt") as file:
+            reader = _Reader(saved, file)
+            _fill(cache, reader)
+            reader.check_all_read()
+    except SafetensorError as error:
+        raise saved.damaged(str(error)[:160]) from None
+    _expect_attention(cache, saved)
+
+
+class _Reader:
+    """The tensors of a file, each taken once, as it is expected."""
+
+    def __init__(self, saved: Saved, file: Any) -> None:
+        self.saved, self.header = saved, saved.header
+        self._file = file
+        self._left = set(file.keys())
+        if self._left != self.header.checksums.keys():
+            raise saved.damaged("it holds other tensors than its header names")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(
+        self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
+    ) -> Tensor:
+        """A tensor of one of these types and of this shape, None for any length. It is a view of the file."""
+        if name not in self._left:
+            raise self.saved.damaged(f"it has no '{name}'")
+        self._left.remove(name)
+        found = self._file.get_slice(name).get_shape()
+        fits = len(found) == len(shape) and all(
+            wanted in (None, size) for size, wanted in zip(found, shape, strict=True)
+        )
+        tensor: Tensor = self._file.get_tensor(name) if fits else torch.empty(0)
+        if not fits or tensor.dtype not in dtypes:
+            raise self.saved.damaged(f"'{name}' is of another type or shape than the method stores")
+        if checksum(tensor) != self.header.checksums[name]:
+            raise self.saved.damaged(f"'{name}' was altered")
+        return tensor
+
+    def rows(self, name: str, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
+        """A copy of features, which are finite."""
+        tensor = self.take(name, FLOATS, shape)
+        self.check(bool(tensor.isfinite().all()), f"'{name}' holds NaN or infinity")
+        return tensor.to(device, copy=True)
+
+    def check(self, right: bool, why: str) -> None:
+        if not right:
+            raise self.saved.damaged(why)
+
+    def check_all_read(self) -> None:
+        self.check(
+            not self._left,
+            f"it holds '{min(self._left, default='')[:80]}' that the method does not store",
+        )
+
+
+def _fill(cache: "KVCache", reader: _Reader) -> None:
+    header = reader.header
+    batch, tokens = header.batch, header.tokens
+    reader.check((batch > 0) == (tokens > 0), "sequences without tokens")
+    if not tokens:
+        reader.check(
+            not header.blocks and not header.lengths and not header.runs, "no tokens, but blocks"
+        )
+        return
+    home = cache.compressed[0].codec.view.device
+    positions = reader.take("positions", (torch.int32,), (batch, tokens))
+    real = reader.take("real", (torch.bool,), (batch, tokens))
+    _check_runs(cache, reader)
+    runs = tuple((stop, long) for stop, long in header.runs)
+    cache.index.give(positions.to(home, copy=True), real.to(home, copy=True), runs)
+    if "tokens" in reader:
+        ids = reader.take("tokens", (torch.int32,), (batch, tokens)).long()
+        reader.check(int(ids.min()) >= 0, "a token has no id")
+        cache.saved_tokens = ids
+    lengths, table = _table(reader, cache.method.group)
+    for layer in cache.compressed:
+        _fill_layer(layer, reader, lengths, table)
+    for view in cache.attachment.view.layers:
+        if view.index in cache.attachment.view.skipped:
+            _fill_other(cache.layers[view.index], view, reader)
+
+
+def _check_runs(cache: "KVCache", reader: _Reader) -> None:
+    """Runs of tokens end one after the other, the last with the last token, and neighbours differ."""
+    runs, before = reader.header.runs, 0
+    if not cache.attachment.view.rope.switches:
+        return reader.check(not runs, "runs of frequencies, of which the model has one set")
+    kinds = [long for _, long in runs]
+    reader.check(all(a != b for a, b in pairwise(kinds)), "runs that are one")
+    for stop, _ in runs:
+        reader.check(stop > before, "runs that do not follow each other")
+        before = stop
+    reader.check(before == reader.header.tokens, "runs of more or fewer tokens than there are")
+
+
+def _table(reader: _Reader, block: int) -> tuple[list[int], Tensor | None]:
+    """The lengths of a sequence's blocks, and the blocks of each sequence, int64 ``[B, columns]``."""
+    header = reader.header
+    if not header.lengths:
+        reader.check(not header.blocks, "blocks of no length")
+        return [], None
+    found = reader.take("table", (torch.int32,), (header.batch, None))
+    columns = found.shape[1]
+    reader.check(
+        sum(count for _, count in header.lengths) == columns, "more or fewer blocks than lengths"
+    )
+    reader.check(
+        all(0 < length <= block for length, _ in header.lengths),
+        "a block of a length that it cannot have",
+    )
+    lengths = [length for length, count in header.lengths for _ in range(count)]
+    reader.check(sum(lengths) <= header.tokens, "more tokens in blocks than there are")
+    used = found.unique()
+    right = len(used) == header.blocks and int(used[0]) == 0 and int(used[-1]) == header.blocks - 1
+    reader.check(right, "sequences of other blocks than there are")
+    return lengths, found.long()
+
+
+def _fill_layer(
+    layer: CompressedLayer, reader: _Reader, lengths: list[int], table: Tensor | None
+) -> None:
+    header, codec, stream = reader.header, layer.codec, layer.stream
+    name, device, sealed = str(codec.view.index), codec.view.device, sum(lengths)
+    tail = reader.rows(f"{name}.tail", (header.batch, header.tokens - sealed, codec.width), device)
+    sinks = None
+    if f"{name}.sinks" in reader:
+        shape = (header.batch, layer.index.sinks, codec.width)
+        rows = reader.rows(f"{name}.sinks", shape, device)
+        sinks = Sinks.standing(rows, layer.index.sink, sealed)
+    else:
+        reader.check(not bool(layer.index.sink[:, :sealed].any()), f"layer {name} has no sinks")
+    pool: list[Pool] = []
+    if table is not None:
+        table = table.to(device, copy=True)
+        for number, segment in enumerate(stream.segments):
+            pool.append(_segment(reader, f"{name}.{number}", segment, stream.block, device))
+    stream_state = pool, table, list(lengths), sealed, header.blocks
+    layer.restore((tail, sinks, stream_state))
+
+
+def _segment(
+    reader: _Reader, name: str, segment: Segment, block: int, device: torch.device
+) -> Pool:
+    """The packed fields of all blocks of a segment."""
+    count, quantizer = reader.header.blocks, segment.quantizer
+    fields: Pool = {}
+    for field, stored in segment.fields(block).items():
+        slabs: Slabs | None = None
+        while slabs is None or len(slabs) < count:
+            piece = f"{name}.{field}.{0 if slabs is None else len(slabs.slabs)}"
+            blocks = reader.take(piece, (stored.dtype,), (None, *stored.shape))
+            reader.check(len(blocks) > 0, f"'{piece}' is empty")
+            finite = not blocks.is_floating_point() or bool(blocks.isfinite().all())
+            reader.check(finite, f"'{piece}' holds NaN or infinity")
+            blocks = blocks.to(device)
+            if slabs is None:
+                slabs = Slabs(blocks)
+            else:
+                slabs.append(blocks)
+        reader.check(len(slabs) == count, f"'{name}.{field}' has more blocks than there are")
+        fields[field] = slabs
+    if quantizer.ragged:
+        flat = {
+            field: reader.take(f"{name}.{field}.0", (dtype,), (None,)).to(device, copy=True)
+            for field, dtype in quantizer.ragged.items()
+        }
+        dense = {
+            field: slabs.whole() for field, slabs in fields.items() if isinstance(slabs, Slabs)
+        }
+        try:
+            fields |= quantizer.cut(dense, flat, segment.channels)
+        except ValueError as error:
+            raise reader.saved.damaged(f"'{name}': {error}") from None
+    return fields
+
+
+def _fill_other(layer: Any, view: AttentionView, reader: _Reader) -> None:
+    """Fill a layer that transformers keeps itself, which is empty."""
+    header, sliding = reader.header, type(layer).__name__ == WINDOWS
+    recording, tokens = sliding and view.index in header.recording, header.tokens
+    most = tokens
+    if sliding and not recording:
+        most = min(tokens, layer.sliding_window - 1)
+    shape = (header.batch, view.kv_heads, None, view.head_size)
+    keys, values = (
+        reader.take(f"{view.index}.{name}", FLOATS, shape).to(view.device, copy=True)
+        for name in ("keys", "values")
+    )
+    least = min(tokens, layer.sliding_window - 1) if sliding else tokens
+    fits = (
+        least <= keys.shape[2] <= most and keys.shape == values.shape and keys.dtype == values.dtype
+    )
+    reader.check(fits, f"layer {view.index} holds more or fewer tokens than it must")
+    if recording:
+        layer.activate_past_recording()
+    layer.update(keys, values)
+    if sliding:
+        layer.cumulative_length = tokens
+
+
+def _expect_attention(cache: "KVCache", saved: Saved) -> None:
+    """Spare the first forward pass finding out what the file knows: with which attention implementation of
+    this version of transformers the layers hand over what a cache returns. Until a layer is seen to, it is
+    given keys and values decoded, which its own implementation rounds otherwise than a kernel."""
+    cache.attachment.wrap()
+    for hooks in cache.attachment.hooks.values():
+        known = saved.header.attention == hooks.implementation
+        same = saved.header.transformers == transformers.__version__
+        if known and same and hooks.hands_over is None:
+            hooks.learn(True)

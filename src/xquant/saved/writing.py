@@ -1,0 +1,149 @@
+"""Writing a cache to a file: packed blocks as they are, each once, and all else that a cache holds."""
+
+import hashlib
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..codecs import fingerprint
+from ..files import replacing
+from ..store.layer import CompressedLayer
+from ..store.slabs import Slabs
+from . import bases
+from .header import VERSION, Header, seal, unsealed
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+
+WINDOWS = "DynamicSlidingWindowLayer"
+PLAIN = "DynamicLayer"
+"""Classes of layers that transformers keeps itself and whose state is known here."""
+
+
+def write(cache: "KVCache", target: Path, tokens: Tensor | None) -> None:
+    """Write a cache that is between two forward passes; see `KVCache.save`."""
+    if target.exists() and not target.is_file():
+        raise ValueError(f"cannot save to '{target}': it is not a file")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"cannot save to '{target}': there is no folder '{target.parent}'")
+    CompressedLayer.check_finite(cache.compressed, cache.index.length)
+    tensors = {**_index(cache), **_blocks(cache), **_others(cache)}
+    if tokens is not None:
+        tensors["tokens"] = _ids(cache, tokens)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = _header(cache, {name: checksum(tensor) for name, tensor in tensors.items()})
+    with replacing(target) as file:
+        file.touch()
+        mode = file.stat().st_mode
+        try:
+            save_file(tensors, file, metadata=unsealed(header))
+        except SafetensorError as error:
+            raise OSError(f"cannot save to '{target}' ({str(error)[:160]})") from None
+        file.chmod(mode)  # as of any new file: safetensors leaves one that its owner alone may read
+        seal(file)
+
+
+def checksum(tensor: Tensor) -> str:
+    """SHA-256 of the bytes of a contiguous tensor on the CPU."""
+    return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def _header(cache: "KVCache", checksums: dict[str, str]) -> Header:
+    from .. import __version__
+
+    attachment, report = cache.attachment, cache.report()
+    view, first = attachment.view, cache.compressed[0]
+    attachment.wrap()
+    handing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.hands_over}
+    seen = all(hooks.hands_over for hooks in attachment.hooks.values())
+    return Header(
+        version=".".join(map(str, VERSION)),
+        xquant=__version__,
+        transformers=transformers.__version__,
+        family=type(view.model).__name__,
+        fingerprint=fingerprint(view.compressed),
+        dtype=plain_name(first.codec.view.dtype),
+        method=cache.method.spec,
+        attend="store" if first.through_store else "chunk",
+        calibration=first.codec.calibrated,
+        bases=bases.probe(cache.method, cache.stack.codecs),
+        attention=handing.pop() if seen and len(handing) == 1 else "",
+        layers=[layer.codec.view.index for layer in cache.compressed],
+        recording=[i for i, own in enumerate(cache.layers) if getattr(own, "record_past", False)],
+        batch=cache.index.batch,
+        tokens=cache.index.length,
+        blocks=first.stream.blocks,
+        lengths=[[length, len(list(alike))] for length, alike in groupby(first.stream.lengths)],
+        runs=[[stop, long] for stop, long in cache.index.runs],
+        cache_bytes=report.cache_bytes,
+        full_cache_bytes=report.full_cache_bytes,
+        checksums=checksums,
+    )
+
+
+def plain_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _index(cache: "KVCache") -> dict[str, Tensor]:
+    """What is known of every token, and the table of blocks, which all layers have alike."""
+    index, streams = cache.index, [layer.stream for layer in cache.compressed]
+    if not index.length:
+        return {}
+    held = {"positions": index.positions, "real": index.real}
+    tables = [stream.table for stream in streams if stream.table is not None]
+    assert all(stream.lengths == streams[0].lengths for stream in streams)
+    assert all(torch.equal(table.cpu(), tables[0].cpu()) for table in tables)
+    return {**held, "table": tables[0].int()} if tables else held
+
+
+def _blocks(cache: "KVCache") -> dict[str, Tensor]:
+    """The packed blocks, tail and sinks of each compressed layer. A field that lies in several pieces of
+    memory is saved in as many, so that none is copied."""
+    held: dict[str, Tensor] = {}
+    for layer in cache.compressed:
+        number = layer.codec.view.index
+        if layer.tail is not None:
+            held[f"{number}.tail"] = layer.tail
+        if layer.sinks is not None:
+            held[f"{number}.sinks"] = layer.sinks.rows
+        for segment, fields in enumerate(layer.stream.pool):
+            for name, blocks in fields.items():
+                pieces = blocks.parts() if isinstance(blocks, Slabs) else [blocks.flat()]
+                for piece, tensor in enumerate(pieces):
+                    held[f"{number}.{segment}.{name}.{piece}"] = tensor
+    return held
+
+
+def _others(cache: "KVCache") -> dict[str, Tensor]:
+    """Keys and values of the layers that transformers keeps itself."""
+    held: dict[str, Tensor] = {}
+    for number, layer in enumerate(cache.layers):
+        if isinstance(layer, CompressedLayer) or not cache.index.length:
+            continue
+        if type(layer).__name__ not in (WINDOWS, PLAIN):
+            raise ValueError(
+                f"this cache cannot be saved: transformers keeps layer {number} in a"
+                f" {type(layer).__name__}, of which more than keys and values may matter"
+            )
+        held[f"{number}.keys"], held[f"{number}.values"] = layer.keys.clone(), layer.values.clone()
+    return held
+
+
+def _ids(cache: "KVCache", tokens: Tensor) -> Tensor:
+    """The ids of the tokens that the cache holds."""
+    tokens, held = torch.as_tensor(tokens), (cache.index.batch, cache.index.length)
+    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != held:
+        raise ValueError(
+            f"the tokens are {plain_name(tokens.dtype)} {list(tokens.shape)}, and the cache holds"
+            f" {list(held)}: give the ids of exactly these"
+        )
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31:
+        raise ValueError("an id of a token is a number from 0 to 2147483647")
+    return tokens.int()
