@@ -371,7 +371,9 @@ class KVCache(Cache, ObservingCache):
         codes and kernels stay as they are.
 
         Args:
-            method, calibration, kernel: as of `KVCache`.
+            method: as of `KVCache`.
+            calibration: as of `KVCache`.
+            kernel: as of `KVCache`.
 
         Raises:
             ValueError, OSError: as of `KVCache`, and for a method that stores layer inputs (``xquant``,

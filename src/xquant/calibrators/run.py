@@ -39,7 +39,8 @@ def calibrate(
 
     Args:
         text: without one the model writes it (`writing`), sampled with ``seed``.
-        context, windows: by default the method's ``calibration_size``.
+        context: tokens of a sample; by default that of the method's ``calibration_size``.
+        windows: samples; likewise.
         name: the text's name in the artifact.
         runs: keeps the texts that the model has written, and has those of a run that was stopped.
 

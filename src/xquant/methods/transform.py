@@ -23,7 +23,7 @@ CALIBRATED_AT = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Transform(Method):
-    """Transform coding (docs/transform.md): keys before RoPE and values of a layer together, in the basis in
+    """Transform coding (docs/methods/transform.md): keys before RoPE and values of a layer together, in the basis in
     which they are uncorrelated and every error costs the same.
 
     Stores, a block of n tokens, the codes of C channels at 0 to 8 bits each and 4 bits for the scale of each:
@@ -31,7 +31,7 @@ class Transform(Method):
     """
 
     name: ClassVar[str] = "tc"
-    paper: ClassVar[str] = "none: transform coding, docs/transform.md"
+    paper: ClassVar[str] = "none: transform coding, docs/methods/transform.md"
     summary: ClassVar[str] = "keys and values in the basis where bits cost least, any bits a value"
     example: ClassVar[str] = "tc-2bit"
     head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
@@ -119,7 +119,7 @@ class Transform(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedTransform(Transform):
-    """Transform coding with prediction (docs/transform.md): what the layers below do not tell of a layer.
+    """Transform coding with prediction (docs/methods/transform.md): what the layers below do not tell of a layer.
 
     Stores what `tc` stores, of the difference to a linear prediction from the keys and values of the layers
     below as they read.
