@@ -156,7 +156,18 @@ def by_block(x: Tensor, weight: Tensor, block: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A compression method and its options; hashable, comparable, written as a spec string."""
+    """A compression method and its options: what every method is derived from.
+
+    A method can be compared, hashed and written as a spec string.
+
+    Examples:
+        >>> from xquant import Kivi, Method
+        >>> method = Kivi(bits=4, tail=128)
+        >>> method.spec
+        'kivi-4bit:tail=128'
+        >>> isinstance(method, Method), method.needs_calibration
+        (True, False)
+    """
 
     name: ClassVar[str]
     paper: ClassVar[str]
