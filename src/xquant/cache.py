@@ -33,33 +33,31 @@ ATTEND = ("chunk", "store")
 
 
 class KVCache(ChangingCache, ObservingCache):
-    """A KV cache of ``model`` compressed by ``method``.
-
-    ```python
-    cache = KVCache(model, "xquant-4bit")
-    model.generate(**inputs, past_key_values=cache)
-    print(cache.report())
-    ```
+    """A KV cache of ``model``, compressed by ``method``.
 
     Full-attention layers are compressed; others keep the cache that transformers gives them.
 
     Args:
-        model: a causal language model of transformers; the cache attaches itself to it.
-        method: a method or its spec string.
-        attend: ``"chunk"``: tokens of one forward pass attend to each other exactly and to earlier
-            ones through the store. ``"store"``: every token reads the store from the first on, itself
-            included, which is what perplexity is measured with.
-        calibration: what `xquant.calibrate` found, or its file; for the methods that need one.
+        model: a causal language model of transformers. The cache sets hooks on it.
+        method: a method, or its spec string.
+        attend: with ``"chunk"`` tokens of one forward pass attend to each other exactly, and to earlier ones
+            through the store; with ``"store"`` (for perplexity) every token reads the store, itself included.
+        calibration: what `xquant.calibrate` found, or its file, for methods that need one.
         kernel: ``"auto"`` takes the fastest that can read this method on this machine, and `report` says
-            which; ``"triton"``, ``"avx512"``, ``"avx2"``, ``"folded"`` and ``"reference"`` ask for one. It
-            also says what blocks are sealed and rebuilt with, to the same bits: ``"folded"`` and
-            ``"reference"`` leave that to torch too.
+            which. ``"triton"``, ``"avx512"``, ``"avx2"``, ``"folded"`` and ``"reference"`` ask for one;
+            with the last two torch packs blocks too, to the same bits.
 
     Raises:
         ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing
             or made for something else, or a model that cannot be served; the message says why.
         OSError: the calibration's file cannot be read.
         TypeError: ``model`` is not a transformers model.
+
+    Examples:
+        >>> cache = KVCache(model, "kivi-4bit")
+        >>> out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> out.shape[1] - cache.get_seq_length()  # the newest token has not been read yet
+        1
     """
 
     def __init__(
@@ -135,10 +133,7 @@ class KVCache(ChangingCache, ObservingCache):
         return self.stack.layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens held. Those of a forward pass count once it has succeeded.
-
-        One that was interrupted is undone before the next begins.
-        """
+        """Tokens held. Those of a forward pass count once it has succeeded."""
         if self._begun is not None:
             return self._begun.length(layer_idx)
         return int(super().get_seq_length(layer_idx))
@@ -282,24 +277,20 @@ class KVCache(ChangingCache, ObservingCache):
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
     ) -> "KVCache":
-        """A cache of its own for the same model that holds the same past, stored by another method.
+        """A new cache of the same model that holds the same past, stored by another method.
 
-        ```python
-        small = KVCache(model, "tc-cl-1bit")  # a long prompt, kept in few bytes
-        model(prompt, past_key_values=small)
-        fast = small.converted("kivi-4bit")  # to generate from
-        ```
-
-        Sealed tokens go over as they read, sinks and the tail exactly, and are stored as if they had come in
-        one forward pass, with ``attend`` as here. By the method that the cache has already it is a copy:
-        codes and kernels stay as they are.
-
-        Args:
-            method, calibration, kernel: as of `KVCache`.
+        This cache stays as it is. Compressed tokens are decoded and stored as if they had come in one
+        forward pass, with ``attend`` as here; sinks and the tail are exact. With the same method, the
+        result is a copy of codes and kernels. Arguments are those of `KVCache`.
 
         Raises:
-            ValueError, OSError: as of `KVCache`, and for a method that stores layer inputs (``xquant``,
-                ``xquant-cl``), which keys and values do not tell.
+            ValueError: as of `KVCache`, and for methods that keep layer inputs (``xquant``, ``xquant-cl``).
+
+        Examples:
+            >>> small = KVCache(model, "kivi-2bit")
+            >>> _ = model(**prompt, past_key_values=small)
+            >>> small.converted("int8").get_seq_length()
+            300
         """
         method = parse_method(method)
         if method == self.method:
@@ -375,9 +366,16 @@ class KVCache(ChangingCache, ObservingCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes resident in the whole cache, layers that are not compressed included."""
+        """Bytes of the whole cache, layers that are not compressed included."""
         return self.report().cache_bytes
 
     def report(self) -> Report:
-        """What is resident, layer by layer kind; cheap enough to call at any time."""
+        """What the cache holds, in bytes; cheap enough to call at any time.
+
+        Examples:
+            >>> cache = KVCache(model, "kivi-4bit")
+            >>> _ = model(**prompt, past_key_values=cache)
+            >>> cache.report().tokens, cache.report().code_bits
+            (300, 4.0)
+        """
         return report_of(self)

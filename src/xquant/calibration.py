@@ -28,6 +28,15 @@ class Calibration:
     """What `xquant.calibrate` found for one method on one model; equal where all it holds is equal.
 
     ``tensors`` are named ``"<position of the compressed layer>.<what>"``.
+
+    Examples:
+        >>> from xquant import Calibration, KVCache, calibrate
+        >>> text = tokenizer.decode(prompt.input_ids[0])
+        >>> found = calibrate(model, tokenizer, "kvquant-3bit", text, context=64, windows=4)
+        >>> found.save("kvquant.safetensors")
+        >>> Calibration.load("kvquant.safetensors") == found
+        True
+        >>> cache = KVCache(model, "kvquant-3bit", calibration="kvquant.safetensors")
     """
 
     tensors: dict[str, Tensor]

@@ -98,7 +98,7 @@ class ChangingCache(Cache):
         self._select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every sequence ``repeats`` times; sealed blocks are shared, not copied.
+        """Repeat every sequence ``repeats`` times. Compressed blocks are shared, not copied.
 
         Raises:
             ValueError: ``repeats`` is below 1.

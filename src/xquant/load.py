@@ -37,6 +37,18 @@ def load_model(
     Raises:
         ValueError: no such folder, not a whole model folder, or a hub id that cannot be had.
         ModuleNotFoundError: a packaged model is asked for and its package is not installed.
+
+    Examples:
+        >>> from xquant import load_model
+        >>> model.save_pretrained("folder")
+        >>> _ = tokenizer.save_pretrained("folder")
+        >>> loaded, its_tokenizer = load_model("folder")
+        >>> type(loaded).__name__, loaded.dtype
+        ('LlamaForCausalLM', torch.float32)
+        >>> load_model("no-such-folder")
+        Traceback (most recent call last):
+            ...
+        ValueError: ...no-such-folder...
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -14,13 +14,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """Bytes resident in a cache, by what they are.
+    """Bytes resident in a cache, by what they are: what `KVCache.report` returns.
 
-    ``bits_per_value`` counts sealed blocks with the tables they need (codebooks, offline scales) and
-    their sinks over the key and value elements of the sealed tokens, ``code_bits`` the codes alone (the
-    papers' equivalent bit-width); ``cache_ratio`` counts everything over the fp16 cache of the same
-    model. These leave out layers that are not compressed; ``cache_bytes`` and ``full_cache_bytes`` do
-    not.
+    Attributes:
+        method: the spec.
+        batch: sequences.
+        tokens: of each sequence.
+        kernel: what attends over the compressed layers, and why nothing faster does.
+        layers_compressed: their numbers.
+        layers_skipped: the numbers of layers that are not compressed, with the reason.
+        sealed_bytes: of compressed blocks, by tensor: codes, scales, zeros and so on.
+        table_bytes: what all blocks share: codebooks, offline scales.
+        sink_bytes: first tokens that are kept full.
+        tail_bytes: newest tokens that are kept full.
+        index_bytes: positions, padding and the block table.
+        skipped_bytes: of layers that are not compressed.
+        cache_bytes: all of the above.
+        full_cache_bytes: of the same keys and values in fp16.
+        bits_per_value: of compressed blocks, with the tables and sinks they need, over their key and value
+            elements.
+        code_bits: the codes alone: the papers' equivalent bit-width.
+        cache_ratio: everything in the compressed layers over their fp16 cache.
+        model_bytes: of the model's weights.
+        codec_bytes: of weights that the method adds; they do not grow with the context.
+        note: what the figures do not tell: why the model no longer uses the cache.
     """
 
     method: str
@@ -43,7 +60,6 @@ class Report:
     model_bytes: int
     codec_bytes: int
     note: str = ""
-    """What the figures do not tell: why the model no longer uses the cache."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""

@@ -14,6 +14,18 @@ def parse_method(spec: str | Method) -> Method:
     Raises:
         ValueError: unknown method, bits or option; the message says what is allowed.
         TypeError: ``spec`` is neither.
+
+    Examples:
+        >>> from xquant import parse_method
+        >>> method = parse_method("kivi-2bit:tail=128,group=32")
+        >>> type(method).__name__, method.bits, method.tail
+        ('Kivi', 2, 128)
+        >>> method.spec
+        'kivi-2bit:tail=128,group=32'
+        >>> parse_method("kivi-2bit:depth=3")
+        Traceback (most recent call last):
+            ...
+        ValueError: kivi has no option 'depth=3'; options are ...
     """
     if isinstance(spec, Method):
         return spec

@@ -38,14 +38,28 @@ def calibrate(
     """Gather a method's statistics from the first ``windows * context`` tokens of a text.
 
     Args:
+        model: a causal language model of transformers.
+        tokenizer: the model's.
+        method: a method, or its spec string.
         text: without one the model writes it (`writing`), sampled with ``seed``.
-        context, windows: by default the method's ``calibration_size``.
+        context: tokens of a sample; by default that of the method's ``calibration_size``.
+        windows: samples; likewise.
         name: the text's name in the artifact.
+        seed: of the text that the model writes.
+        progress: called as ``progress(done, total, what)``.
         runs: keeps the texts that the model has written, and has those of a run that was stopped.
 
     Raises:
         ValueError: unknown method, or one that needs no calibration; a text that is too short; a model
             that cannot be served.
+
+    Examples:
+        >>> from xquant import KVCache, calibrate
+        >>> text = tokenizer.decode(prompt.input_ids[0])
+        >>> found = calibrate(model, tokenizer, "kvquant-3bit-1%", text, context=64, windows=4)
+        >>> found.method
+        'kvquant-3bit-1%'
+        >>> cache = KVCache(model, "kvquant-3bit-1%", calibration=found)
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
@@ -100,11 +114,17 @@ def own_calibration(
     model: Any, tokenizer: Any, method: str | Method, progress: Progress | None = None
 ) -> Calibration:
     """The calibration of a method that calibrates itself, from a text that the model writes. Both are kept
-    on disk (`kept`) and found there the next time.
+    on disk and found there the next time; `KVCache` finds the calibration by itself.
 
     Raises:
         ValueError: unknown method, or one that needs no calibration; a model that cannot be served.
         OSError: the folder cannot be written to.
+
+    Examples:
+        >>> from xquant import KVCache, own_calibration
+        >>> found = own_calibration(model, tokenizer, "tc-2bit")
+        >>> cache = KVCache(model, "tc-2bit")
+        >>> smaller = KVCache(model, "tc-1.5bit")  # one calibration serves any number of bits
     """
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():

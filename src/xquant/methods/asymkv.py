@@ -18,6 +18,14 @@ class AsymKV(Method):
     wider codes first: at 1.5 bits every key has 2 bits and every value 1.
 
     Differs from the paper: keys before RoPE by default; the tail, as in `kivi`.
+
+    Examples:
+        >>> from xquant import AsymKV
+        >>> method = AsymKV(average=1.5)
+        >>> method.spec
+        'asymkv-1.5bit'
+        >>> method.wide_layers(32)  # of 32 layers, all keys have 2 bits and no values
+        (32, 0)
     """
 
     name: ClassVar[str] = "asymkv"

@@ -38,7 +38,18 @@ GROUP: dict[str, Any] = {"help": "quantization group; also the tokens of a seale
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """A compression method and its options; hashable, comparable, written as a spec string."""
+    """A compression method and its options: what every method is derived from.
+
+    A method can be compared, hashed and written as a spec string.
+
+    Examples:
+        >>> from xquant import Kivi, Method
+        >>> method = Kivi(bits=4, tail=128)
+        >>> method.spec
+        'kivi-4bit:tail=128'
+        >>> isinstance(method, Method), method.needs_calibration
+        (True, False)
+    """
 
     name: ClassVar[str]
     paper: ClassVar[str]

@@ -41,12 +41,17 @@ class CrossLayer(Method):
     """Cross-layer XQuant (arXiv 2510.11236): low-bit K and V whose codes neighbouring layers share.
 
     Layers from km (keys) and vm (values) on share the codes of their span of G layers; each keeps its
-    own scales and zeros, drawn in by eta (equation 9). 2 bits below layer kq (vq), 1 bit from there.
+    own scales and zeros, moved inwards by eta (equation 9). 2 bits below layer kq (vq), 1 bit from there.
     Stores what `kivi` stores at those widths, without the codes that another layer holds.
 
     Differs from the paper: layers share from km and vm on for keys and values each (Algorithm 1 prints
     otherwise, its Table 9 and Appendix A do not); a span that is not whole shares nothing; keys before
     RoPE by default.
+
+    Examples:
+        >>> from xquant import CrossLayer
+        >>> CrossLayer(kq=30, vq=2, km=32, vm=16).equivalent_bits(32)
+        1.375
     """
 
     name: ClassVar[str] = "crosslayer"

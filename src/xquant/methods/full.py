@@ -14,8 +14,15 @@ if TYPE_CHECKING:
 class Full(Method):
     """The uncompressed cache, in the same store as every other method.
 
-    Stores K (rotated) and V in the model's dtype: ``2 G D s`` bytes a token and layer, ``s`` the
+    Stores K (after RoPE) and V in the model's dtype: ``2 G D s`` bytes a token and layer, ``s`` the
     bytes of the dtype.
+
+    Examples:
+        >>> from xquant import Full, KVCache
+        >>> cache = KVCache(model, Full())  # or KVCache(model, "full")
+        >>> _ = model(**prompt, past_key_values=cache)
+        >>> cache.report().bits_per_value  # this model is in fp32
+        32.0
     """
 
     name: ClassVar[str] = "full"

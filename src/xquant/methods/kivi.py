@@ -18,7 +18,16 @@ class Kivi(QuantizedMethod):
     ``n (2 G D b) / 8 + 4 G D + 4 n ceil(G D / g)`` bytes a block of n = g tokens and layer.
 
     Differs from the paper: recent tokens that are not yet a whole block stay full, K and V alike, so
-    the tail is ``tail`` to ``tail + g - 1`` tokens; a key bias is taken out before quantizing.
+    the tail is ``tail`` to ``tail + g - 1`` tokens; a key bias is subtracted before quantizing.
+
+    Examples:
+        >>> from xquant import Kivi, KVCache
+        >>> Kivi(bits=2, tail=128, group=32, rope="post").spec  # the paper's setting
+        'kivi-2bit:tail=128,group=32,rope=post'
+        >>> cache = KVCache(model, Kivi(bits=4, value_bits=2))
+        >>> _ = model(**prompt, past_key_values=cache)
+        >>> cache.report().code_bits
+        3.0
     """
 
     name: ClassVar[str] = "kivi"

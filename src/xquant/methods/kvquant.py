@@ -36,7 +36,16 @@ class KVQuant(Method):
     a token's outlier count (1 below 256 channels, else 2; none without outliers).
 
     Differs from the paper: offline ranges of keys are fitted to the levels; sparse rows of K are token
-    by token too; a key bias is taken out before quantizing.
+    by token too; a key bias is subtracted before quantizing.
+
+    Examples:
+        >>> from xquant import KVCache, KVQuant
+        >>> KVQuant(bits=3, outliers=1).needs_calibration
+        True
+        >>> online = KVQuant(bits=3, outliers=1, datatype="nf", scales="online")
+        >>> online.needs_calibration
+        False
+        >>> cache = KVCache(model, online)
     """
 
     name: ClassVar[str] = "kvquant"

@@ -61,6 +61,11 @@ class Integer(PlainFormat):
 
     Differs from the papers: the zero is fp16, not an integer; per channel without groups, the vector
     is the block.
+
+    Examples:
+        >>> from xquant import Integer, parse_method
+        >>> Integer(bits=4, gs=64) == parse_method("int4-gs64")
+        True
     """
 
     name: ClassVar[str] = "int"
@@ -83,6 +88,11 @@ class NormalFloat(PlainFormat):
     Stores what `int` stores, with the 2^b levels of NormalFloat between the ends of each range.
 
     Differs from the papers: per channel without groups, the vector is the block.
+
+    Examples:
+        >>> from xquant import NormalFloat, parse_method
+        >>> NormalFloat(bits=4) == parse_method("nf4")
+        True
     """
 
     name: ClassVar[str] = "nf"

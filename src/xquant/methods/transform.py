@@ -17,15 +17,22 @@ CALIBRATED_AT = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Transform(Method):
-    """Transform coding (docs/transform.md): keys before RoPE and values of a layer together, in the basis in
-    which they are uncorrelated and every error costs the same.
+    """Transform coding (docs/methods/transform.md): keys before RoPE and values of a layer together, in the
+    basis in which they are uncorrelated and every error costs the same.
 
-    Stores, a block of n tokens, the codes of C channels at 0 to 8 bits each and 4 bits for the scale of each:
-    ``n b 2 G D / 8`` bytes for a layer on average, scales included; layers get bits by what they are worth.
+    Stores, for a block of n tokens, the codes of C channels at 0 to 8 bits each and 4 bits for the scale of
+    each: ``n b 2 G D / 8`` bytes for a layer on average, scales included. Layers get bits by what they are
+    worth.
+
+    Examples:
+        >>> from xquant import KVCache, Transform, calibrate
+        >>> text = tokenizer.decode(prompt.input_ids[0])
+        >>> found = calibrate(model, tokenizer, "tc-2bit", text, context=64, windows=4)
+        >>> cache = KVCache(model, Transform(bits=1.5), calibration=found)
     """
 
     name: ClassVar[str] = "tc"
-    paper: ClassVar[str] = "none: transform coding, docs/transform.md"
+    paper: ClassVar[str] = "none: transform coding, docs/methods/transform.md"
     summary: ClassVar[str] = "keys and values in the basis where bits cost least, any bits a value"
     example: ClassVar[str] = "tc-2bit"
     head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
@@ -126,10 +133,16 @@ class Transform(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedTransform(Transform):
-    """Transform coding with prediction (docs/transform.md): what the layers below do not tell of a layer.
+    """Transform coding with prediction (docs/methods/transform.md): what a prediction from the layers below
+    leaves over.
 
-    Stores what `tc` stores, of the difference to a linear prediction from the keys and values of the layers
-    below as they read.
+    Stores what `tc` stores, of the difference to a linear prediction from the decoded keys and values of the
+    layers below.
+
+    Examples:
+        >>> from xquant import PredictedTransform
+        >>> PredictedTransform(bits=1, tail=128).spec
+        'tc-cl-1bit:tail=128'
     """
 
     name: ClassVar[str] = "tc-cl"

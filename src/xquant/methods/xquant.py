@@ -22,6 +22,13 @@ class XQuant(QuantizedMethod):
 
     Differs from the paper: nothing by default. ``rotate`` multiplies X (MHA) or X U_v (GQA) by an
     orthogonal matrix before quantizing; ``outlier=true`` is the paper's Table B.1.
+
+    Examples:
+        >>> from xquant import KVCache, XQuant
+        >>> cache = KVCache(model, XQuant(bits=4, sink=1))  # or "xquant-4bit:sink=1"
+        >>> _ = model(**prompt, past_key_values=cache)
+        >>> cache.report().codec_bytes > 0  # the bases of the latents
+        True
     """
 
     name: ClassVar[str] = "xquant"

@@ -22,6 +22,13 @@ class XQuantCL(QuantizedMethod):
 
     Differs from the paper: MHA takes deltas of the residual stream and recomputes the norm when K and
     V are rebuilt (``stream=post`` is the paper's section 3.1); the GQA base is the full X.
+
+    Examples:
+        >>> from xquant import KVCache, XQuantCL
+        >>> method = XQuantCL(bits=2, sink=1, rotate=True)
+        >>> method.spec
+        'xquant-cl-2bit:sink=1,rotate=true'
+        >>> cache = KVCache(model, method)
     """
 
     name: ClassVar[str] = "xquant-cl"

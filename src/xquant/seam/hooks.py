@@ -43,10 +43,17 @@ _ATTACHING = RLock()
 
 
 def attach(model: nn.Module) -> "Attachment":
-    """Prepare ``model`` for compressed caches; what `KVCache` calls first. Idempotent.
+    """Prepare ``model`` for compressed caches. `KVCache` does this first; calling it again changes nothing.
 
     Raises:
-        TypeError, ValueError: see `view_model`.
+        TypeError: ``model`` is not a transformers model.
+        ValueError: the model cannot be served; the message names it and the reason.
+
+    Examples:
+        >>> from xquant import attach, detach
+        >>> [layer.index for layer in attach(model).view.compressed]
+        [0, 1, 2, 3, 4]
+        >>> detach(model)
     """
     with _ATTACHING:
         attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
@@ -62,7 +69,13 @@ def attach(model: nn.Module) -> "Attachment":
 def detach(model: nn.Module) -> None:
     """Take every hook off ``model`` and give it its attention implementation back.
 
-    Caches made for it cannot be used afterwards. Does nothing where nothing is attached.
+    Caches made for it cannot be used afterwards. Does nothing if nothing is attached.
+
+    Examples:
+        >>> from xquant import KVCache, detach
+        >>> cache = KVCache(model, "kivi-4bit")
+        >>> detach(model)
+        >>> _ = model(**inputs)  # as if there had been no cache
     """
     with _ATTACHING:
         attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)

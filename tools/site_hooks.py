@@ -1,0 +1,51 @@
+"""What mkdocs does beside its configuration (`hooks` in mkdocs.yml).
+
+Pages link to files outside docs/ by a relative path, which works where a repository host shows them. On the
+site such a link becomes one to the repository.
+
+Mermaid draws the diagrams in the reader's browser. The theme loads it from a public host. MERMAID_JS names a
+copy of mermaid.min.js that the site carries instead, so that it loads nothing from elsewhere.
+"""
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+BRANCH = "main"
+LINK = re.compile(r"(\]\()(\.\./[^)\s]+)(\))")
+MARKER = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
+MERMAID = "assets/mermaid.min.js"
+
+
+def on_config(config: Any) -> Any:
+    if os.environ.get("MERMAID_JS"):
+        config.extra_javascript.append(MERMAID)
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    if copy := os.environ.get("MERMAID_JS"):
+        files.append(File.generated(config, MERMAID, abs_src_path=str(Path(copy).resolve())))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links that leave docs/ go to the repository; the marks around tables go."""
+    docs = Path(config.docs_dir)
+    folder = posixpath.join(docs.name, posixpath.dirname(page.file.src_uri))
+
+    def to_repository(match: re.Match[str]) -> str:
+        path, hash_, anchor = match[2].partition("#")
+        target = posixpath.normpath(posixpath.join(folder, path))
+        if target.startswith(f"{docs.name}/"):
+            return match[0]
+        if not (docs.parent / target).exists():
+            raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which is not there")
+        kind = "tree" if (docs.parent / target).is_dir() else "blob"
+        return f"{match[1]}{config.repo_url}/{kind}/{BRANCH}/{target}{hash_}{anchor}{match[3]}"
+
+    return LINK.sub(to_repository, MARKER.sub("", markdown))
