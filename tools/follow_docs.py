@@ -59,7 +59,7 @@ class Block:
 
     def __str__(self) -> str:
         first = self.code.strip().splitlines()[0]
-        return f"{self.page.relative_to(ROOT)}:{self.line}  {first[:70]}"
+        return f"{os.path.relpath(self.page, ROOT)}:{self.line}  {first[:70]}"
 
 
 def blocks_of(page: Path) -> Iterator[Block]:
@@ -70,7 +70,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
     """
     before = ""
     for token in MarkdownIt("commonmark").parse(page.read_text()):
-        where = f"{page.relative_to(ROOT)}:{token.map[0] + 1}" if token.map else ""
+        where = f"{os.path.relpath(page, ROOT)}:{token.map[0] + 1}" if token.map else ""
         if token.type == "code_block":
             raise ValueError(f"{where}: an indented block does not say what it is: use a fence")
         if token.type == "fence":
