@@ -13,11 +13,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 BRANCH = "main"
 LINK = re.compile(r"(\]\()(\.\./[^)\s]+)(\))")
+CODE = re.compile(r"<code>([^<]*)</code>")
 MARKER = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 MERMAID = "assets/mermaid.min.js"
 
 
@@ -44,8 +47,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if target.startswith(f"{docs.name}/"):
             return match[0]
         if not (docs.parent / target).exists():
-            raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which is not there")
+            raise PluginError(f"{page.file.src_uri} links to {target}, which is not there")
         kind = "tree" if (docs.parent / target).is_dir() else "blob"
         return f"{match[1]}{config.repo_url}/{kind}/{BRANCH}/{target}{hash_}{anchor}{match[3]}"
 
     return LINK.sub(to_repository, MARKER.sub("", markdown))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """A method's name in a table may break after a colon or a comma."""
+
+    def breaking(match: re.Match[str]) -> str:
+        return "<code>" + re.sub("([:,])", r"\1<wbr>", match[1]) + "</code>"
+
+    return TABLE.sub(lambda table: CODE.sub(breaking, table[0]), html)
