@@ -4,7 +4,8 @@
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
-# make lint   linter, formatter and type checker
+# make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
+# make docs   the documentation as a site, in build/site
 # make wheels     the files of a release in dist/, each installed into an empty environment and tried
 
 PYTHON ?= python3
@@ -17,9 +18,10 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 DEMO := build/demo
 CXX ?= g++
 
+CHECK := $(BIN)/check-jsonschema --builtin-schema vendor.github
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize mutants gpu lint wheels clean
+.PHONY: env demo test sanitize mutants gpu lint schemas docs wheels clean
 
 env: $(EXTRAS)
 
@@ -77,6 +79,16 @@ lint: env
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(MAKE) schemas
+
+schemas: env
+	$(CHECK)-workflows .github/workflows/*.yml
+	$(CHECK)-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(CHECK)-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+
+docs: env
+	$(BIN)/mkdocs build --strict
 
 # Without a compiler pip makes of the source distribution what -C wheel.cmake=false makes of the checkout.
 wheels: env
