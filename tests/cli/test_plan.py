@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from models import tiny
-from xquant.analysis.gpus import GPUS
+from xquant.analysis.activations import Activations
+from xquant.analysis.gpus import GPU, GPUS
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.plan import plan
-from xquant.analysis.shapes import Skeleton
+from xquant.analysis.shapes import Skeleton, shape_config
+from xquant.cli.plan import advice
 from xquant.spec import parse_method
 
 CONTRACT = {"method", "cache_bytes", "fits", "max_context", "max_batch"}
@@ -33,11 +35,14 @@ def test_a_row_for_the_full_cache_and_for_every_method(run, model) -> None:
 def test_a_shape_is_planned_for_without_weights(run) -> None:
     asked = ("plan", "--shape", "llama-3.1-8b", "--gpu", "H100 PCIe", "--context", 1 << 20)
     status, out, err = run(*asked)
+    assert (status, out) == (2, "") and "past the model's 131072 positions" in err
+    status, out, err = run(*asked, "--past-positions")
     assert (status, err) == (0, "")
     for words in ("8.03 billion parameters", "131,072 positions", "378 FLOPs a byte", "~"):
         assert words in out
-    for spec in ("full", "kivi-4bit", "kvquant-3bit-1%", "xquant-cl-2bit"):
-        assert out.count(f"{spec} ") == 2
+    table = out[: out.index("\nTake")] if "\nTake" in out else out[: out.index("\nNone fits")]
+    for spec in ("full", "kivi-4bit", "kvquant-3bit-1%", "xquant-cl-2bit", "tc-2bit", "tc-cl-2bit"):
+        assert sum(line.startswith(f"{spec} ") for line in table.splitlines()) == 2
     full = next(line for line in out.splitlines() if line.startswith("full"))
     assert "no" in full.split()  # 137 GB of cache
 
@@ -47,22 +52,63 @@ def test_a_shape_is_planned_for_without_weights(run) -> None:
 def test_the_largest_are_the_last_that_fit(spec: str, batch: int) -> None:
     skeleton = Skeleton(tiny("gemma2").config, torch.bfloat16)
     layout, gpu = CacheLayout(skeleton, parse_method(spec)), GPUS["rtx-3090"]
-    (row,) = plan(skeleton, [layout.method], gpu, 1000, batch)
+    (row,) = plan(skeleton, [layout.method], gpu, 1000, batch, 256, past_positions=True)
     room = gpu.memory - row["weights_bytes"] - row["codec_bytes"]
     longest, most = row["max_context"], row["max_batch"]
-    assert layout.peak(longest, batch) <= room < layout.count(longest + 1, batch).total
-    assert layout.peak(1000, most) <= room < layout.peak(1000, most + 1)
+    active = Activations(layout)
+
+    def needed(context: int, sequences: int) -> int:
+        passes = active.prefill(context, sequences, 256), active.decode(context, sequences)
+        return layout.peak(context, sequences) + max(passes)
+
+    assert needed(longest, batch) <= room < needed(longest + 1, batch)
+    assert needed(1000, most) <= room < needed(1000, most + 1)
     assert row["fits"] and longest > 1000 and most > batch
-    (beyond,) = plan(skeleton, [layout.method], gpu, longest + 1, batch)
+    (beyond,) = plan(skeleton, [layout.method], gpu, longest + 1, batch, 256, past_positions=True)
     assert not beyond["fits"] and beyond["max_batch"] < batch
+
+
+def test_the_longest_context_is_within_the_positions() -> None:
+    skeleton = Skeleton(tiny("llama").config, torch.bfloat16)
+    asked = (skeleton, [parse_method("kivi-2bit")], GPUS["l4"], 100, 1, 64)
+    (row,), (past,) = plan(*asked), plan(*asked, past_positions=True)
+    assert row["max_context"] == skeleton.positions == 512
+    assert (
+        row["max_context_in_memory"] == past["max_context"] == past["max_context_in_memory"] > 512
+    )
+
+
+ROOMY, TIGHT = GPUS["h200"], GPU(20e9, 1e12, 1e14)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "specs", "taken"),
+    [
+        (ROOMY, "kivi-2bit full xquant-4bit", "full"),
+        (TIGHT, "full kivi-2bit xquant-4bit kivi-4bit", "kivi-4bit"),
+        (TIGHT, "full kivi-2bit xquant-4bit", "xquant-4bit"),
+        (TIGHT, "full kvquant-4bit kivi-4bit", "kivi-4bit"),
+        (TIGHT, "full", None),
+        (GPU(1e9, 1e12, 1e14), "full kivi-2bit", None),
+    ],
+)
+def test_one_method_is_to_be_taken(gpu: GPU, specs: str, taken: str | None) -> None:
+    skeleton = Skeleton(shape_config("llama-3.1-8b"), torch.bfloat16)
+    rows = plan(skeleton, [parse_method(s) for s in specs.split()], gpu, 32768, 1, 512)
+    assert [row["method"] for row in rows if row["take"]] == ([] if taken is None else [taken])
+    said = advice(rows)
+    assert said.startswith("None fits" if taken is None else f"Take {taken}")
+    assert said.count("\n") == 0
 
 
 def test_nothing_fits_where_the_weights_do_not(run) -> None:
     asked = ("plan", "--shape", "llama-65b", "--gpu", "l4", "--method", "xquant-2bit")
     status, out, _ = run(*asked, "--json", "-")
     assert status == 0
+    assert {row["context"] for row in json.loads(out)} == {2048}  # all its positions
     for row in json.loads(out):
         assert (row["fits"], row["max_context"], row["max_batch"]) == (False, 0, 0)
+    assert "None fits: not one token" in run(*asked)[1]
 
 
 @pytest.mark.parametrize(
@@ -76,6 +122,8 @@ def test_nothing_fits_where_the_weights_do_not(run) -> None:
         ("plan TMP --gpu l4", "it has no config.json"),
         ("plan NONE --gpu l4", "no model folder"),
         ("plan MODEL --gpu l4 --context 513", "past the model's 512 positions"),
+        ("plan --shape tiny --gpu l4 --context 4097", "past the model's 4096 positions: --past"),
+        ("plan MODEL --gpu l4 --context 9 --chunk 0", "0 is not in the range"),
         ("plan MODEL --gpu l4 --context 0", "0 is not in the range"),
         ("plan MODEL --gpu l4 --context 9 --batch 0", "0 is not in the range"),
         ("plan MODEL --gpu l4 --context 9 --method nonsense", "unknown method 'nonsense'"),

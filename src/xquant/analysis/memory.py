@@ -76,6 +76,18 @@ class CacheLayout:
         """Bytes of the weights that the method adds to the model's own."""
         return sum(codec.nbytes for codec in self.codecs)
 
+    @property
+    def code_bits(self) -> float:
+        """Bits of codes for every key and value element of a block."""
+        values = 2 * self.method.group * sum(codec.view.kv_width for codec in self.codecs)
+        return 8 * self.block["codes"] / values
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether keys and values are computed from other states, or nothing says that they are not."""
+        costs = [codec.rebuild_cost for codec in self.codecs]
+        return any(cost is None or bool(cost.matrices) for cost in costs)
+
     def count(self, context: int, batch: int) -> CacheBytes:
         """The bytes after ``batch`` sequences of ``context`` tokens without padding."""
         blocks = max((context - self.method.tail) // self.method.group, 0)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from ..analysis.shapes import Skeleton
 
 BASELINE = "full"
+USUAL = 8192
+"""Tokens that are planned for where nothing is said."""
 DEFAULT_METHODS = (
     "kivi-4bit",
     "kivi-2bit",
@@ -22,6 +24,12 @@ DEFAULT_METHODS = (
     "xquant-4bit",
     "xquant-2bit",
     "xquant-cl-2bit",
+    "tc-2bit",
+    "tc-cl-2bit",
+)
+RULE = (
+    "The rule: the widest codes that fit; of equals, what rebuilds nothing, then what needs no calibration,"
+    " then the smallest. What a method loses on your model is for 'xquant compare' to measure."
 )
 PARTS = {
     "codes": "codes",
@@ -37,9 +45,11 @@ FITS = {
     "method": "left",
     "cache, MB": "right",
     "of fp16 cache": "right",
-    "with weights, GB": "right",
+    "activations, GB": "right",
+    "in all, GB": "right",
     "fits": "right",
     "longest context": "right",
+    "fits in memory": "right",
     "largest batch": "right",
     "memory-bound to": "right",
 }
@@ -51,9 +61,21 @@ FITS = {
 @click.option("--gpu", metavar="NAME", required=True, help="Such as h100-pcie.")
 @methods_option
 @click.option(
-    "--context", type=click.IntRange(1), default=8192, show_default=True, help="Tokens held."
+    "--context",
+    type=click.IntRange(1),
+    help=f"Tokens held.  [default: {USUAL:,}, or the model's positions where they are fewer]",
 )
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences.")
+@click.option(
+    "--chunk",
+    type=click.IntRange(1),
+    default=2048,
+    show_default=True,
+    help="Tokens of a prompt that are read at a time.",
+)
+@click.option(
+    "--past-positions", is_flag=True, help="Also plan for more tokens than the model has positions."
+)
 @click.option(
     "--dtype",
     type=click.Choice(("auto", *DTYPES)),
@@ -67,15 +89,17 @@ def plan(
     shape: str | None,
     gpu: str,
     specs: Sequence[str],
-    context: int,
+    context: int | None,
     batch: int,
+    chunk: int,
+    past_positions: bool,
     dtype: str,
     json_file: str | None,
 ) -> None:
     """Say what the cache of MODEL takes with each method, from its configuration alone.
 
-    The full cache is always the first row; without --method a selection follows it. A shape is planned
-    for past its positions too.
+    The full cache is always the first row; without --method a selection follows it. What fits is weights,
+    cache and activations; the longest context is within the model's positions.
     """
     if (model is None) == (shape is None):
         raise ValueError("give either MODEL or --shape NAME")
@@ -85,20 +109,24 @@ def plan(
     from .. import parse_method
     from ..analysis.plan import plan as make_plan
     from ..analysis.shapes import Skeleton, load_config, shape_config
-    from ..positions import check_context
 
     asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))
     skeleton = Skeleton(config, _dtype(config, dtype))
-    if shape is None:
-        check_context(skeleton.model, context)
-    rows = make_plan(skeleton, list(dict.fromkeys(asked)), card, context, batch)
+    positions = skeleton.positions
+    if context is None:
+        context = min(USUAL, positions or USUAL)
+    if not past_positions:
+        _check_context(context, positions)
+    unique = list(dict.fromkeys(asked))
+    rows = make_plan(skeleton, unique, card, context, batch, chunk, past_positions)
     name = str(model or shape)
     finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))
     if json_file != STDOUT:
         click.echo(f"{_describe_model(name, skeleton)}\n{_describe_gpu(gpu, card)}\n")
         print_rows(rows)
+        click.echo(f"\n{advice(rows)}\n{RULE}")
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -114,15 +142,47 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         click.echo("\n~ as many outliers as are to be expected: their number depends on the text")
 
 
+def _check_context(context: int, positions: int | None) -> None:
+    if positions is not None and context > positions:
+        raise ValueError(
+            f"a context of {context} is past the model's {positions} positions: --past-positions plans for it"
+        )
+
+
+def advice(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The method to take, in a sentence."""
+    size = f"{rows[0]['context']:,} tokens, batch {rows[0]['batch']}"
+    taken = next((row for row in rows if row["take"]), None)
+    if taken is None:
+        longest = max(rows, key=lambda row: int(row["max_context"]))
+        if not longest["max_context"]:
+            return f"None fits: not one token at batch {longest['batch']} beside the weights."
+        return (
+            f"None fits at {size}: the longest context there is {longest['max_context']:,} tokens, with"
+            f" {longest['method']}."
+        )
+    if taken["method"] == BASELINE:
+        return f"Take {BASELINE}: it fits at {size}, and keeps keys and values as they are."
+    why = "rebuilds keys and values to read them" if taken["rebuilds"] else "rebuilds nothing"
+    calibration = ", after a calibration" if taken["needs_calibration"] else ""
+    return (
+        f"Take {taken['method']}{calibration}: of what fits at {size} it has the widest codes"
+        f" ({taken['code_bits']:.1f} bits), and {why}."
+    )
+
+
 def _fit(row: Mapping[str, Any]) -> tuple[str, ...]:
-    everything = row["cache_bytes"] + row["weights_bytes"] + row["codec_bytes"]
+    active = max(row["prefill_bytes"], row["decode_bytes"])
+    everything = row["peak_bytes"] + row["weights_bytes"] + row["codec_bytes"] + active
     return (
         row["method"],
         f"{'~' if row['estimated'] else ''}{row['cache_bytes'] / 1e6:,.1f}",
         f"{row['cache_bytes'] / row['full_cache_bytes']:.1%}",
+        f"{active / 1e9:,.2f}",
         f"{everything / 1e9:,.2f}",
         "yes" if row["fits"] else "no",
         f"{row['max_context']:,}",
+        f"{row['max_context_in_memory']:,}",
         f"{row['max_batch']:,}",
         _bound(row),
     )

@@ -83,6 +83,11 @@ class LayerCodec(ABC):
         return None
 
     @property
+    def carried(self) -> int:
+        """Channels of a token that go from this layer to the one above."""
+        return self.width if self.feeds_above else 0
+
+    @property
     def added(self) -> list[Tensor]:
         """The weights that the codec adds to the model's own (bases, fused projections)."""
         tensors = [*vars(self).values(), *(t for ts in self.prepared.values() for t in ts)]

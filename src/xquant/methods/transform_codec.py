@@ -87,6 +87,10 @@ class PredictedCodec(_ChannelCodec):
             self.reads_below = True
             self.predictor = found["predictor"].to(view.device, view.dtype).contiguous()
 
+    @property
+    def carried(self) -> int:
+        return self.accumulated_width if self.feeds_above else 0
+
     def expected(self, below: Tensor | None) -> Tensor:
         if below is None:
             return self.mean
