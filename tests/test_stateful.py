@@ -6,7 +6,9 @@ XQUANT_EXAMPLES=2000 runs as many of each kind; by default there are few, the sa
 
 import copy
 import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -171,6 +173,13 @@ class Machine(RuleBasedStateMachine):
         self.logits(other, self.ids(self.batch, count), mask)
         self.ours, other = copy.deepcopy(self.ours), self.ours
         other.reset()
+
+    @rule()
+    def go_on_from_a_file(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "cache"
+            self.ours.save(file)
+            self.ours = KVCache.load(self.model, file)
 
     @rule(
         count=st.integers(1, 30),

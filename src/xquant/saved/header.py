@@ -207,7 +207,9 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 def _check_version(path: Path, told: dict[str, Any]) -> None:
     version = told.get("version")
-    match = re.fullmatch(r"(\d{1,6})\.(\d{1,6})", version) if isinstance(version, str) else None
+    match = (
+        re.fullmatch(r"([0-9]{1,6})[.]([0-9]{1,6})", version) if isinstance(version, str) else None
+    )
     if match is None:
         raise _damaged(path, "its header has no version")
     if int(match[1]) != VERSION[0]:

@@ -105,11 +105,24 @@ class _Reader:
             raise self.saved.damaged(f"'{name}' was altered")
         return tensor
 
-    def rows(self, name: str, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
-        """A copy of features, which are finite."""
-        tensor = self.take(name, FLOATS, shape)
-        self.check(bool(tensor.isfinite().all()), f"'{name}' holds NaN or infinity")
-        return tensor.to(device, copy=True)
+    def rows(
+        self,
+        name: str,
+        shape: tuple[int | None, ...],
+        device: torch.device,
+        dtypes: tuple[torch.dtype, ...] = FLOATS,
+    ) -> Tensor:
+        """A copy of features."""
+        return self.finite(name, dtypes, shape).to(device, copy=True)
+
+    def finite(
+        self, name: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...]
+    ) -> Tensor:
+        """The same as `take`, without NaN and infinity."""
+        tensor = self.take(name, dtypes, shape)
+        fine = not tensor.is_floating_point() or bool(tensor.isfinite().all())
+        self.check(fine, f"'{name}' holds NaN or infinity")
+        return tensor
 
     def check(self, right: bool, why: str) -> None:
         if not right:
@@ -194,7 +207,7 @@ def _fill_layer(
     sinks = None
     if f"{name}.sinks" in reader:
         shape = (header.batch, layer.index.sinks, codec.width)
-        rows = reader.rows(f"{name}.sinks", shape, device)
+        rows = reader.rows(f"{name}.sinks", shape, device, (tail.dtype,))
         sinks = Sinks.standing(rows, layer.index.sink, sealed)
     else:
         reader.check(not bool(layer.index.sink[:, :sealed].any()), f"layer {name} has no sinks")
@@ -217,11 +230,8 @@ def _segment(
         slabs: Slabs | None = None
         while slabs is None or len(slabs) < count:
             piece = f"{name}.{field}.{0 if slabs is None else len(slabs.slabs)}"
-            blocks = reader.take(piece, (stored.dtype,), (None, *stored.shape))
+            blocks = reader.finite(piece, (stored.dtype,), (None, *stored.shape)).to(device)
             reader.check(len(blocks) > 0, f"'{piece}' is empty")
-            finite = not blocks.is_floating_point() or bool(blocks.isfinite().all())
-            reader.check(finite, f"'{piece}' holds NaN or infinity")
-            blocks = blocks.to(device)
             if slabs is None:
                 slabs = Slabs(blocks)
             else:
@@ -230,7 +240,7 @@ def _segment(
         fields[field] = slabs
     if quantizer.ragged:
         flat = {
-            field: reader.take(f"{name}.{field}.0", (dtype,), (None,)).to(device, copy=True)
+            field: reader.finite(f"{name}.{field}.0", (dtype,), (None,)).to(device)
             for field, dtype in quantizer.ragged.items()
         }
         dense = {
