@@ -6,6 +6,7 @@
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
 # make docs   the documentation as a site, in build/site
+# make docs   the site in build/site, and what its pages say to run, run
 # make wheels     the files of a release in dist/, each installed into an empty environment and tried
 
 PYTHON ?= python3
@@ -42,17 +43,7 @@ $(EXTRAS): $(STAMP)
 	touch $(EXTRAS)
 
 demo: $(STAMP)
-	mkdir -p $(DEMO)
-	@echo 'Two calibrations, a comparison and a text: each says how long it will take when it has begun.'
-	$(BIN)/xquant calibrate smollm2 --method kvquant-3bit-1% --context 384 --windows 6 \
-		--output $(DEMO)/kvquant.safetensors
-	$(BIN)/xquant calibrate smollm2 --method tc-cl-2bit --context 256 --windows 16 \
-		--output $(DEMO)/tc-cl.safetensors
-	$(BIN)/xquant compare smollm2 --context 1024 --windows 2 --calibration $(DEMO)/kvquant.safetensors \
-		--calibration $(DEMO)/tc-cl.safetensors --output $(DEMO)
-	$(BIN)/xquant generate smollm2 --method xquant-4bit --chat \
-		--prompt 'Write a long story about a lighthouse keeper and a storm.' --max-new-tokens 300
-	@echo 'The page: $(DEMO)/report.html'
+	$(BIN)/python tools/demo.py $(DEMO)
 
 test: env
 	$(BIN)/pytest -n 2
@@ -74,6 +65,13 @@ mutants: env
 
 gpu:
 	$(PYTHON) benchmarks/gpu.py --output build/gpu
+
+# The site without a warning, tables that are what the results say, and every command and snippet of the pages
+# that takes seconds.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python benchmarks/tables.py --check
+	$(BIN)/python tools/follow_docs.py
 
 lint: env
 	$(BIN)/ruff check

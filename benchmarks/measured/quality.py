@@ -120,22 +120,22 @@ def texts(**files: str) -> str:
 
 
 @table
-def two_texts() -> str:
+def evaluation_texts() -> str:
     return texts(**{"WikiText-2": "wikitext2-smollm2", "C4": "c4-smollm2"})
 
 
 @table
-def tc_two_texts() -> str:
+def transform_texts() -> str:
     return texts(**{"WikiText-2": "tc-wikitext2-smollm2", "C4": "tc-c4-smollm2"})
 
 
 @table
-def tc_lengths() -> str:
+def transform_long() -> str:
     return texts(**{"2,048": "tc-moby-2048-smollm2", "6,000": "tc-moby-6000-smollm2"})
 
 
 @table
-def tc_options() -> str:
+def transform_options() -> str:
     return texts(**{"WikiText-2": "tc-options-smollm2"})
 
 
@@ -158,12 +158,12 @@ def passkeys(file: str) -> str:
 
 
 @table
-def passkey() -> str:
+def evaluation_passkey() -> str:
     return passkeys("passkey-smollm2")
 
 
 @table
-def tc_passkey() -> str:
+def transform_passkey() -> str:
     return passkeys("passkey-tc-smollm2")
 
 
@@ -194,27 +194,27 @@ def tasks(file: str) -> str:
 
 
 @table
-def truthfulqa() -> str:
+def evaluation_truthfulqa() -> str:
     return tasks("truthfulqa-smollm2")
 
 
 @table
-def gsm8k() -> str:
+def evaluation_gsm8k() -> str:
     return tasks("gsm8k-smollm2")
 
 
 @table
-def ruler() -> str:
+def evaluation_ruler() -> str:
     return tasks("ruler-smollm2")
 
 
 @table
-def longbench() -> str:
+def evaluation_longbench() -> str:
     return tasks("longbench-smollm2")
 
 
 @table
-def families() -> str:
+def transform_families() -> str:
     """A line a family: of full and its standard error, then KL, then bits per value; empty where a method
     refused."""
     found: dict[str, dict[str, Row]] = {}

@@ -47,7 +47,7 @@ def _one_layer(row: Row) -> list[str]:
 
 
 @table
-def tc_decode() -> str:
+def transform_decode() -> str:
     short, long = by_method("bench-tc-smollm2-2k"), by_method("bench-tc-smollm2-8k")
     body = []
     for method in short:
