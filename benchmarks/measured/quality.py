@@ -53,7 +53,7 @@ def which_method() -> str:
         ("speed, on a CPU", "kivi-4bit", pace("kivi-4bit")),
         ("the smallest cache to decode from", "tc-2bit", pace("tc-2bit")),
         (
-            "the smallest cache at rest",
+            "the best quality for the bytes, at rest",
             "tc-cl-2bit",
             f"{pace('tc-cl-2bit')}: convert it before you go on",
         ),
