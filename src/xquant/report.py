@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .sizes import readable
 from .store.layer import CompressedLayer
 
 if TYPE_CHECKING:
@@ -72,14 +73,14 @@ class Report:
         parts = {**self.sealed_bytes, "tables": self.table_bytes, "sinks": self.sink_bytes}
         parts |= {"tail": self.tail_bytes, "index": self.index_bytes}
         parts |= {"layers not compressed": self.skipped_bytes}
-        held = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+        held = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
         lines = [
             f"{self.method}: {self.tokens} tokens x {self.batch}, kernel {self.kernel}",
             *([f"  note          {self.note}"] if self.note else []),
-            f"  resident      {_size(self.cache_bytes)} ({held or 'nothing yet'})",
-            f"  fp16 cache    {_size(self.full_cache_bytes)}; ratio {self.cache_ratio:.3f},"
+            f"  resident      {readable(self.cache_bytes)} ({held or 'nothing yet'})",
+            f"  fp16 cache    {readable(self.full_cache_bytes)}; ratio {self.cache_ratio:.3f},"
             f" {self.bits_per_value:.2f} bits per value in sealed blocks, {self.code_bits:.2f} in codes",
-            f"  model weights {_size(self.model_bytes)}; the method's own {_size(self.codec_bytes)}",
+            f"  model weights {readable(self.model_bytes)}; the method's own {readable(self.codec_bytes)}",
             f"  layers        {len(self.layers_compressed)} compressed",
         ]
         reasons: dict[str, int] = {}
@@ -87,14 +88,6 @@ class Report:
             reasons[reason] = reasons.get(reason, 0) + 1
         lines += [f"                {count} not: {reason}" for reason, count in reasons.items()]
         return "\n".join(lines)
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"
 
 
 def report_of(cache: "KVCache") -> Report:

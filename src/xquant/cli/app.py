@@ -6,7 +6,18 @@ from collections.abc import Sequence
 import click
 
 from .. import __version__
-from . import bench, calibrate, compare, generate, methods, perplexity, plan, reproduce
+from . import (
+    bench,
+    calibrate,
+    compare,
+    generate,
+    inspect,
+    methods,
+    perplexity,
+    plan,
+    prompt,
+    reproduce,
+)
 from .common import how_to_go_on
 from .eval import evaluate
 from .lm_eval import lm_eval
@@ -21,6 +32,8 @@ def xquant() -> None:
 for _verb in (
     methods.methods,
     generate.generate,
+    prompt.prompt,
+    inspect.inspect,
     perplexity.perplexity,
     compare.compare,
     calibrate.calibrate,
