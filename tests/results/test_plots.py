@@ -114,7 +114,14 @@ def test_a_lower_perplexity_than_that_of_the_full_cache_is_not_praised():
             [ROWS[1], ROWS[3]],
             "`xquant-4bit` is both the smallest and the closest to the full cache: KL",
         ),
-        ([ROWS[1], LUCKY], "the full cache, of those that keep its most likely token in half of"),
+        (
+            [ROWS[1], LUCKY],
+            "Of 2 compressed caches, `xquant-4bit` alone keeps the full cache's most",
+        ),
+        (
+            [ROWS[1], ROWS[3], LUCKY],
+            "Of 3 compressed caches, 2 of which keep the full cache's most",
+        ),
     ],
 )
 def test_the_verdict_is_computed(rows, sentence):

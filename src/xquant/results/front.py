@@ -76,13 +76,18 @@ def verdict(rows: Sequence[Row]) -> str:
             f"Of {len(every)} compressed caches, {len(best)} are on the Pareto front of size and KL, from"
             f" `{best[0]['method']}` ({_cost(best[0])}) to `{best[-1]['method']}` ({_cost(best[-1])})."
         )
-    spec = best[0]["method"]
+    spec, faithful = best[0]["method"], sum(map(_faithful, every))
     if len(every) == 1:
         return f"`{spec}`: {_cost(best[0])}."
-    whose = "both the smallest and the closest to the full cache"
-    if sum(map(_faithful, every)) < len(every):
-        whose += ", of those that keep its most likely token in half of the places"
-    return f"Of {len(every)} compressed caches, `{spec}` is {whose}: {_cost(best[0])}."
+    whose = "is both the smallest and the closest to the full cache"
+    if faithful == 1:
+        whose = "alone keeps the full cache's most likely token in half of the places"
+    among = f"{len(every)} compressed caches"
+    if 1 < faithful < len(every):
+        among += (
+            f", {faithful} of which keep the full cache's most likely token in half of the places"
+        )
+    return f"Of {among}, `{spec}` {whose}: {_cost(best[0])}."
 
 
 def _faithful(row: Row) -> bool:
