@@ -19,7 +19,7 @@ from calibrated import calibration, make_cache
 from models import prompt, tiny
 from wild import SWITCH, long_rope
 from xquant import Calibration, KVCache
-from xquant.methods import xquant as xquant_method
+from xquant.methods import xquant_codec
 
 SPEC = "kivi-2bit:group=8,sink=2"
 ROOM = 1 << 29
@@ -117,7 +117,7 @@ def test_other_bases_are_refused(
     """A library of linear algebra that gives other vectors of an SVD."""
     spec = f"xquant-4bit:group=8,form={form}"
     filled(tiny("llama", num_hidden_layers=2), spec).save(tmp_path / "c")
-    usual = xquant_method.left_basis
+    usual = xquant_codec.left_basis
 
     def other(weight: torch.Tensor) -> Any:
         basis, rest = usual(weight)
@@ -125,7 +125,7 @@ def test_other_bases_are_refused(
         signs[3] = -1
         return basis * signs[:, None], rest * signs
 
-    monkeypatch.setattr(xquant_method, "left_basis", other)
+    monkeypatch.setattr(xquant_codec, "left_basis", other)
     fresh = tiny("llama", num_hidden_layers=2)
     if form == "gqa":
         refused(fresh, tmp_path / "c", "packed in other bases")
