@@ -5,7 +5,6 @@
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
-# make docs   the documentation as a site, in build/site
 # make docs   the site in build/site, and what its pages say to run, run
 # make wheels     the files of a release in dist/, each installed into an empty environment and tried
 
@@ -85,8 +84,6 @@ schemas: env
 	$(CHECK)-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
-docs: env
-	$(BIN)/mkdocs build --strict
 
 # Without a compiler pip makes of the source distribution what -C wheel.cmake=false makes of the checkout.
 wheels: env
