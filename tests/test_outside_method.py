@@ -78,6 +78,20 @@ def test_it_decodes_near_the_full_cache_and_nearer_with_more_digits() -> None:
     assert errors[-1] < 0.05
 
 
+@pytest.mark.parametrize("spec", SPECS)
+def test_its_cache_is_saved_and_loaded(spec: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    method, cache = made(model, spec)
+    decode(model, cache, prompt(2, 70), 2)
+    cache.save(tmp_path / "c")
+    given = None
+    if method.needs_calibration:
+        given = calibrate_on(model, prompt(2, 40), method)
+    other = KVCache.load(model, tmp_path / "c", given)
+    ids = prompt(2, 25, seed=3)
+    assert torch.equal(decode(model, other, ids, 3), decode(model, cache, ids, 3))
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_it_is_reported_and_priced_to_the_byte(spec: str, family: str) -> None:

@@ -20,6 +20,7 @@ from models import prompt, tiny
 from wild import SWITCH, long_rope
 from xquant import Calibration, KVCache
 from xquant.methods import xquant_codec
+from xquant.quant import Codebook
 
 SPEC = "kivi-2bit:group=8,sink=2"
 ROOM = 1 << 29
@@ -200,6 +201,15 @@ def test_layers_of_which_more_may_matter_are_refused(model: Any, tmp_path: Path)
     kind = type("OtherLayer", (type(cache.layers[0]),), {})
     cache.layers[0].__class__ = kind
     with pytest.raises(ValueError, match="keeps layer 0 in a OtherLayer"):
+        cache.save(tmp_path / "c")
+
+
+def test_a_quantizer_that_could_not_be_read_back_is_refused(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = filled(model, "kvquant-2bit-1%:group=8")
+    monkeypatch.setattr(Codebook, "ragged", {})
+    with pytest.raises(ValueError, match=r"Codebook\.ragged does not name 'outlier_excess'"):
         cache.save(tmp_path / "c")
 
 

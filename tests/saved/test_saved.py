@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -21,6 +22,7 @@ from operations import beams, generate, greedy, remove, sampling
 from test_quantized_weights import SIZES, hqq
 from wild import SWITCH, long_rope
 from xquant import KVCache
+from xquant.saved import writing
 from xquant.store.sinks import Sinks
 
 SOME = [
@@ -225,6 +227,29 @@ def test_shared_blocks_stay_shared_and_are_saved_once(tmp_path: Path) -> None:
     other = KVCache.load(model, tmp_path / "eight")
     assert all(layer.stream.blocks == 25 for layer in other.compressed)
     assert run.same_with(other)
+
+
+def test_packed_blocks_are_not_copied_to_be_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    run = Run(model, KVCache(model, "kivi-4bit:group=8"), torch.ones(1, 0).long())
+    for count in (100, 8, 100, 1):
+        run.forward(prompt(1, count))
+    held: list[Tensor] = []
+    monkeypatch.setattr(
+        writing,
+        "save_file",
+        lambda tensors, *rest, **more: (
+            held.extend(tensors.values()),
+            save_file(tensors, *rest, **more),
+        ),
+    )
+    run.cache.save(tmp_path / "c")
+    written = {tensor.data_ptr() for tensor in held}
+    pools = [fields for layer in run.cache.compressed for fields in layer.stream.pool]
+    slabs = [slab for fields in pools for blocks in fields.values() for slab in blocks.parts()]
+    assert len(slabs) > len(pools) * 3 and all(slab.data_ptr() in written for slab in slabs)
 
 
 def test_a_converted_and_a_copied_cache(tmp_path: Path) -> None:

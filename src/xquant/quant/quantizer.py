@@ -74,7 +74,7 @@ class Quantizer(ABC):
 
         Returns:
             the `fields`, each with a leading dimension ``N``. A field that differs in length from block to
-            block is `Ragged`, and is not among `fields`.
+            block is `Ragged`, and is not among `fields` but `ragged`.
 
         Raises:
             ValueError: NaN in a token that sets a range.

@@ -270,6 +270,8 @@ def _fill_other(layer: Any, view: AttentionView, reader: _Reader) -> None:
         least <= keys.shape[2] <= most and keys.shape == values.shape and keys.dtype == values.dtype
     )
     reader.check(fits, f"layer {view.index} holds more or fewer tokens than it must")
+    known = not recording or hasattr(layer, "activate_past_recording")
+    reader.check(known, f"layer {view.index} keeps tokens past its window")
     if recording:
         layer.activate_past_recording()
     layer.update(keys, values)

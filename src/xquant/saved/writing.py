@@ -113,11 +113,17 @@ def _blocks(cache: "KVCache") -> dict[str, Tensor]:
             held[f"{number}.tail"] = layer.tail
         if layer.sinks is not None:
             held[f"{number}.sinks"] = layer.sinks.rows
-        for segment, fields in enumerate(layer.stream.pool):
+        pools = zip(layer.stream.segments, layer.stream.pool, strict=False)
+        for at, (segment, fields) in enumerate(pools):
             for name, blocks in fields.items():
+                if not isinstance(blocks, Slabs) and name not in segment.quantizer.ragged:
+                    kind = type(segment.quantizer).__name__
+                    raise ValueError(
+                        f"{kind}.ragged does not name '{name}': it could not be loaded"
+                    )
                 pieces = blocks.parts() if isinstance(blocks, Slabs) else [blocks.flat()]
                 for piece, tensor in enumerate(pieces):
-                    held[f"{number}.{segment}.{name}.{piece}"] = tensor
+                    held[f"{number}.{at}.{name}.{piece}"] = tensor
     return held
 
 

@@ -32,7 +32,8 @@ class TokenIndex:
         self.positions = torch.empty(0, 0, dtype=torch.int32)
         self.real = torch.empty(0, 0, dtype=torch.bool)
         self.sink = torch.empty(0, 0, dtype=torch.bool)
-        self._runs: Runs = ()
+        self.runs: Runs = ()
+        """Of a model with two sets of frequencies, see `Rope`; none of any other."""
 
     def forget(self) -> None:
         """Forget what is only needed within a forward pass."""
@@ -63,23 +64,18 @@ class TokenIndex:
         self.sink = torch.cat([self.sink, real & (rank <= self.sinks)], 1)
         if self._rope.switches:
             run = self.length, self._rope.is_long(positions)
-            before = self._runs[:-1] if self._runs and self._runs[-1][1] == run[1] else self._runs
-            self._runs = (*before, run)
+            before = self.runs[:-1] if self.runs and self.runs[-1][1] == run[1] else self.runs
+            self.runs = (*before, run)
         self.forget()
 
     def take(self, other: "TokenIndex") -> None:
         """Have the tokens of another index of the same model, with sinks of its own."""
-        self.give(other.positions, other.real, other._runs)
+        self.give(other.positions, other.real, other.runs)
 
     def give(self, positions: Tensor, real: Tensor, runs: Runs) -> None:
         """`append` tokens to none, where the `runs` of their frequencies are known."""
         self.append(positions, real)
-        self._runs = runs
-
-    @property
-    def runs(self) -> Runs:
-        """Of a model with two sets of frequencies, see `Rope`; none of any other."""
-        return self._runs
+        self.runs = runs
 
     def excluded(self, start: int, stop: int) -> Tensor | None:
         """Tokens that must not set a quantization range (bool ``[B, stop-start]``), None if none.
@@ -94,11 +90,11 @@ class TokenIndex:
     @property
     def uniform(self) -> bool:
         """Whether all tokens have the frequencies of one set; see `Rope`."""
-        return len({long for _, long in self._runs}) < 2
+        return len({long for _, long in self.runs}) < 2
 
     @property
     def _long(self) -> bool:
-        return bool(self._runs) and self._runs[-1][1]
+        return bool(self.runs) and self.runs[-1][1]
 
     def rope(self, like: Tensor) -> Pair:
         """cos and sin of all tokens, ``[B, T, R]`` in the dtype and on the device of ``like``: those that the
@@ -110,10 +106,10 @@ class TokenIndex:
             if self.uniform:
                 self._angles = self._rope(like, self.positions, self._long)
             else:
-                starts = (0, *(stop for stop, _ in self._runs))
+                starts = (0, *(stop for stop, _ in self.runs))
                 parts = [
                     self._rope(like, self.positions[:, start:stop], long)
-                    for start, (stop, long) in zip(starts, self._runs, strict=False)
+                    for start, (stop, long) in zip(starts, self.runs, strict=False)
                 ]
                 cos, sin = (torch.cat(part, 1) for part in zip(*parts, strict=True))
                 self._angles = cos, sin
@@ -138,17 +134,17 @@ class TokenIndex:
 
     def crop(self, length: int) -> None:
         self._each(lambda t: t[:, :length].clone())
-        kept = [(min(stop, length), long) for stop, long in self._runs]
+        kept = [(min(stop, length), long) for stop, long in self.runs]
         starts = (0, *(stop for stop, _ in kept))
-        self._runs = tuple(run for start, run in zip(starts, kept, strict=False) if run[0] > start)
+        self.runs = tuple(run for start, run in zip(starts, kept, strict=False) if run[0] > start)
 
     def snapshot(self) -> State:
         """What `restore` needs to bring back what is known now."""
-        return self.positions, self.real, self.sink, self._runs
+        return self.positions, self.real, self.sink, self.runs
 
     def restore(self, state: State) -> None:
         self.epoch += 1
-        self.positions, self.real, self.sink, self._runs = state
+        self.positions, self.real, self.sink, self.runs = state
         self.forget()
 
     def select(self, indices: Tensor) -> None:
