@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 XQUANT = Path(sys.executable).with_name("xquant")
+PAGE = "docs/choose.md"
 STORY = "Write a long story about a lighthouse keeper and a storm."
 
 
@@ -40,14 +41,13 @@ def stages(output: Path) -> list[tuple[str, str]]:
         ("Write a text with the full cache", f"xquant generate smollm2 --method full {story}"),
         ("Write it with 4 bits", f"xquant generate smollm2 --method kivi-4bit {story}"),
         (
-            "Read a long prompt, and save its cache in 2 bits",
-            "xquant prompt smollm2 --method tc-cl-2bit --text help-topics --tokens 3000"
-            f" --calibration {tc_cl} --output {saved}",
+            "Read a page of the documentation, and save its cache in 2 bits",
+            f"xquant prompt smollm2 --method tc-cl-2bit --text {PAGE} --calibration {tc_cl} --output {saved}",
         ),
         (
             "Load it as kivi-4bit, and go on",
             f"xquant generate smollm2 --prompt-cache {saved} --calibration {tc_cl}"
-            " --method kivi-4bit --prompt 'In short:' --max-new-tokens 60",
+            " --method kivi-4bit --prompt 'In one sentence, this page says that' --max-new-tokens 60",
         ),
     ]
 
