@@ -84,7 +84,6 @@ schemas: env
 	$(CHECK)-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
-
 # Without a compiler pip makes of the source distribution what -C wheel.cmake=false makes of the checkout.
 wheels: env
 	rm -rf dist

@@ -26,7 +26,7 @@ LARGEST = 2_000_000
 SDIST = ".tar.gz"
 EXPECTED = {"src", "tests", "docs", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
 EXPECTED |= {"CMakeLists.txt", "pyproject.toml", "PKG-INFO"}
-ALLOWED = EXPECTED | {"benchmarks", "examples", "tools", "mkdocs.yml"}
+ALLOWED = EXPECTED | {"benchmarks", "examples", "notebooks", "tools", "mkdocs.yml"}
 """What lies at the top of a source distribution."""
 UNWANTED = (".pyc", ".so", ".pth", ".safetensors", ".gguf")
 
