@@ -69,8 +69,10 @@ def main(text: str, tokens: int, rounds: int, calibration: str | None, target: s
             click.echo(f"round {number + 1}: prefill {taken['prefill'][-1]:.1f} s")
     rows = []
     for spec in (LONG, FAST):
-        load, convert = (statistics.median(taken[what]) for what in (f"load {spec}", "convert"))
-        ready = load + convert if spec == LONG else load
+        ready = taken[f"load {spec}"]
+        if spec == LONG:
+            ready = [sum(both) for both in zip(ready, taken["convert"], strict=True)]
+        usual = statistics.median(ready)
         row = {
             "method": spec,
             "tokens": tokens,
@@ -80,14 +82,14 @@ def main(text: str, tokens: int, rounds: int, calibration: str | None, target: s
             "load_seconds": taken[f"load {spec}"],
             "convert_seconds": taken["convert"] if spec == LONG else None,
             "ready_seconds": ready,
-            "times_faster": statistics.median(taken["prefill"]) / ready,
+            "times_faster": statistics.median(taken["prefill"]) / usual,
         }
         rows.append(row)
         click.echo(
             f"{spec:12} file {row['file_over_cache'] - 1:+.2%} of the cache,"
             f" {row['file_over_fp16']:.3f} of fp16;"
             f" saved in {statistics.median(row['save_seconds']):.2f} s, ready to generate with {FAST} in"
-            f" {ready:.2f} s, {row['times_faster']:.0f} times faster than the prompt is read"
+            f" {usual:.2f} s, {row['times_faster']:.0f} times faster than the prompt is read"
         )
     subject = {"text": text_name(text), "chunk": CHUNK, "rounds": rounds, "calibration": made.text}
     write_json(target, stamp(rows, model="smollm2", dtype="float32", **subject))
