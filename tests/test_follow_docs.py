@@ -33,7 +33,11 @@ print(name)
 
 def follow(page: Path, text: str) -> subprocess.CompletedProcess[str]:
     page.write_text(text)
-    command = [sys.executable, str(TOOLS / "follow_docs.py"), str(page)]
+    return run(page)
+
+
+def run(*pages: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / "follow_docs.py"), *map(str, pages)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -57,3 +61,20 @@ def test_a_block_says_what_it_is(tmp_path: Path, block: str) -> None:
     found = follow(tmp_path / "page.md", block)
     assert found.returncode == 1
     assert "page.md:1:" in found.stderr
+
+
+def test_pages_share_no_names(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.md", tmp_path / "second.md"
+    first.write_text("```python\nname = 1\n```\n")
+    second.write_text("```python\nprint(name)\n```\n")
+    found = run(first, second)
+    assert "2 blocks, 1 failed" in found.stdout
+    assert "NameError" in found.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_session_that_ends_is_a_failure(tmp_path: Path, code: int) -> None:
+    page = f"```python\nimport os\nos._exit({code})\n```\n\n```python\nprint(1)\n```\n"
+    found = follow(tmp_path / "page.md", page)
+    assert "2 blocks, 1 failed" in found.stdout
+    assert "the session ended" in found.stderr

@@ -32,17 +32,34 @@ ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("sh", "python")
 SHOWN = ("text", "json", "mermaid", "toml", "yaml", "bibtex")
 RULE = re.compile(r"<!-- run: (slow|setup|never)(?:, (.+?))? -->\s*$")
-# Runs what it is given, one JSON string a line, and says after each whether it went well.
-SESSION = """
-import json, sys, traceback
-names = {"__name__": "__main__"}
-for line in sys.stdin:
-    try:
-        exec(compile(json.loads(line), "snippet", "exec"), names)
-        print(chr(0) + "well", flush=True)
-    except BaseException:
-        traceback.print_exc(file=sys.stdout)
-        print(chr(0) + "failed", flush=True)
+# Sessions are forks of one process, so that pages wait once for what all of them import. A session runs what
+# it is given, one JSON string a line, and says after each whether it went well; null ends it.
+SESSIONS = """
+import json, os, sys, traceback
+
+try:
+    from xquant import KVCache, load_model
+except ImportError:
+    pass  # the page's own import says what is missing
+
+def session():
+    names, code = {"__name__": "__main__"}, ""
+    while code is not None:
+        code = json.loads(sys.stdin.readline() or os._exit(1))
+        try:
+            exec(compile(code or "", "snippet", "exec"), names)
+            print(chr(0) + "well", flush=True)
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+            print(chr(0) + "failed", flush=True)
+    os._exit(3)
+
+while True:
+    child = os.fork()
+    if child == 0:
+        session()
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 3:
+        break
 """
 
 
@@ -70,7 +87,8 @@ def blocks_of(page: Path) -> Iterator[Block]:
     """
     before = ""
     for token in MarkdownIt("commonmark").parse(page.read_text()):
-        where = f"{os.path.relpath(page, ROOT)}:{token.map[0] + 1}" if token.map else ""
+        line = token.map[0] + 1 if token.map else 0
+        where = f"{os.path.relpath(page, ROOT)}:{line}"
         if token.type == "code_block":
             raise ValueError(f"{where}: an indented block does not say what it is: use a fence")
         if token.type == "fence":
@@ -82,7 +100,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
             found = RULE.search(before)
             rule, why = found.groups(default="") if found else ("", "")
             if kind in KINDS:
-                yield Block(page, token.map[0] + 1, kind, token.content, rule, why)
+                yield Block(page, line, kind, token.content, rule, why)
         if token.type in ("html_block", "fence", "inline"):
             before = token.content if token.type == "html_block" else ""
 
@@ -93,13 +111,15 @@ class Follower:
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self.folder, self.environment = folder, environment
         self.page: Path | None = None
-        self.session: subprocess.Popen[str] | None = None
+        self.sessions: subprocess.Popen[str] | None = None
 
     def run(self, block: Block) -> tuple[bool, str]:
         """Whether it went well, and what it printed."""
-        if block.page != self.page:
-            self.end()
-            self.page = block.page
+        if block.rule == "setup":
+            self.end()  # what was imported may be another one now
+        elif block.page != self.page and self.sessions is not None:
+            self._ask(None)
+        self.page = block.page
         return self._shell(block.code) if block.kind == "sh" else self._python(block.code)
 
     def _shell(self, code: str) -> tuple[bool, str]:
@@ -115,9 +135,9 @@ class Follower:
         return found.returncode == 0, found.stdout
 
     def _python(self, code: str) -> tuple[bool, str]:
-        if self.session is None:
-            self.session = subprocess.Popen(
-                ["python", "-c", SESSION],
+        if self.sessions is None:
+            self.sessions = subprocess.Popen(
+                ["python", "-c", SESSIONS],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.PIPE,
@@ -125,11 +145,16 @@ class Follower:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-        assert self.session.stdin is not None and self.session.stdout is not None
-        self.session.stdin.write(json.dumps(code) + "\n")
-        self.session.stdin.flush()
-        printed = []
-        for line in self.session.stdout:
+        return self._ask(code)
+
+    def _ask(self, code: str | None) -> tuple[bool, str]:
+        """Give the session a line and wait for the answer, so that none reads what is the next one's."""
+        assert self.sessions is not None
+        assert self.sessions.stdin is not None and self.sessions.stdout is not None
+        self.sessions.stdin.write(json.dumps(code) + "\n")
+        self.sessions.stdin.flush()
+        printed: list[str] = []
+        for line in self.sessions.stdout:
             if line.startswith("\0"):
                 return line == "\0well\n", "".join(printed)
             printed.append(line)
@@ -137,10 +162,9 @@ class Follower:
         return False, "".join(printed) + "the session ended\n"
 
     def end(self) -> None:
-        if self.session is not None:
-            self.session.kill()
-            self.session.communicate()
-            self.session = None
+        if self.sessions is not None:
+            self.sessions.communicate()  # without input the session ends, and with it the others
+            self.sessions = None
 
 
 def environment(folder: Path, fresh: bool) -> dict[str, str]:
@@ -166,7 +190,8 @@ def environment(folder: Path, fresh: bool) -> dict[str, str]:
 @click.argument("pages", nargs=-1, type=click.Path(exists=True, path_type=Path, resolve_path=True))
 @click.option("--slow", is_flag=True, help="Also run what takes minutes.")
 @click.option("--fresh", is_flag=True, help="Begin with an empty environment.")
-def main(pages: tuple[Path, ...], slow: bool, fresh: bool) -> None:
+@click.option("--show", is_flag=True, help="Show what each block prints.")
+def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool) -> None:
     """Run each command and snippet of PAGES; by default of README.md and all of docs/."""
     readme = ROOT / "README.md"
     chosen = pages or (readme, *sorted((ROOT / "docs").rglob("*.md")))
@@ -194,6 +219,8 @@ def main(pages: tuple[Path, ...], slow: bool, fresh: bool) -> None:
             if not well:
                 failed += 1
                 click.echo(f"{block.code}\n{printed}", err=True)
+            elif show:
+                click.echo(printed)
         follower.end()
     click.echo(f"{len(blocks)} blocks, {failed} failed")
     sys.exit(1 if failed else 0)
