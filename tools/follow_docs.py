@@ -43,18 +43,16 @@ except ImportError:
     pass  # the page's own import says what is missing
 
 def session():
-    names = {"__name__": "__main__"}
-    for line in sys.stdin:
-        code = json.loads(line)
-        if code is None:
-            os._exit(3)
+    names, code = {"__name__": "__main__"}, ""
+    while code is not None:
+        code = json.loads(sys.stdin.readline() or os._exit(1))
         try:
-            exec(compile(code, "snippet", "exec"), names)
+            exec(compile(code or "", "snippet", "exec"), names)
             print(chr(0) + "well", flush=True)
         except BaseException:
             traceback.print_exc(file=sys.stdout)
             print(chr(0) + "failed", flush=True)
-    os._exit(1)
+    os._exit(3)
 
 while True:
     child = os.fork()
@@ -120,7 +118,7 @@ class Follower:
         if block.rule == "setup":
             self.end()  # what was imported may be another one now
         elif block.page != self.page and self.sessions is not None:
-            self._send(None)
+            self._ask(None)
         self.page = block.page
         return self._shell(block.code) if block.kind == "sh" else self._python(block.code)
 
@@ -147,8 +145,14 @@ class Follower:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-        self._send(code)
-        assert self.sessions.stdout is not None
+        return self._ask(code)
+
+    def _ask(self, code: str | None) -> tuple[bool, str]:
+        """Give the session a line and wait for the answer, so that none reads what is the next one's."""
+        assert self.sessions is not None
+        assert self.sessions.stdin is not None and self.sessions.stdout is not None
+        self.sessions.stdin.write(json.dumps(code) + "\n")
+        self.sessions.stdin.flush()
         printed: list[str] = []
         for line in self.sessions.stdout:
             if line.startswith("\0"):
@@ -156,11 +160,6 @@ class Follower:
             printed.append(line)
         self.end()
         return False, "".join(printed) + "the session ended\n"
-
-    def _send(self, code: str | None) -> None:
-        assert self.sessions is not None and self.sessions.stdin is not None
-        self.sessions.stdin.write(json.dumps(code) + "\n")
-        self.sessions.stdin.flush()
 
     def end(self) -> None:
         if self.sessions is not None:
@@ -191,7 +190,8 @@ def environment(folder: Path, fresh: bool) -> dict[str, str]:
 @click.argument("pages", nargs=-1, type=click.Path(exists=True, path_type=Path, resolve_path=True))
 @click.option("--slow", is_flag=True, help="Also run what takes minutes.")
 @click.option("--fresh", is_flag=True, help="Begin with an empty environment.")
-def main(pages: tuple[Path, ...], slow: bool, fresh: bool) -> None:
+@click.option("--show", is_flag=True, help="Show what each block prints.")
+def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool) -> None:
     """Run each command and snippet of PAGES; by default of README.md and all of docs/."""
     readme = ROOT / "README.md"
     chosen = pages or (readme, *sorted((ROOT / "docs").rglob("*.md")))
@@ -219,6 +219,8 @@ def main(pages: tuple[Path, ...], slow: bool, fresh: bool) -> None:
             if not well:
                 failed += 1
                 click.echo(f"{block.code}\n{printed}", err=True)
+            elif show:
+                click.echo(printed)
         follower.end()
     click.echo(f"{len(blocks)} blocks, {failed} failed")
     sys.exit(1 if failed else 0)
