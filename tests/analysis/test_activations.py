@@ -15,8 +15,8 @@ from xquant.analysis.activations import Activations
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
 
-WITHIN = 0.5
-"""Share of the measured peak by which the formula may be off."""
+LEAST, MOST = 0.6, 2.5
+"""Of the measured peak, which the profiler has too low where it loses records."""
 SIZES = {"num_hidden_layers": 3, "hidden_size": 256, "num_attention_heads": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": {**SIZES, "num_key_value_heads": 2, "intermediate_size": 704},
@@ -73,7 +73,7 @@ def test_a_pass_takes_what_the_formula_says(name: str, spec: str, context: int, 
     counted = Activations(layout_of(name, spec))
     expected = counted.decode(context, 2) if new == 1 else counted.prefill(context, 2, new)
     found, grown = measure(name, spec, context, 2, new)
-    assert expected + grown == pytest.approx(found, rel=WITHIN)
+    assert LEAST * found <= expected + grown <= MOST * found
 
 
 def test_the_logits_count_where_there_are_many() -> None:
