@@ -171,6 +171,19 @@ def test_autocast() -> None:
         torch.testing.assert_close(exact, want, rtol=0, atol=0.5)
 
 
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("spec", ["kivi-4bit", "xquant-4bit", "xquant-cl-4bit", "kvquant-4bit-1%"])
+def test_autocast_with_sinks(spec: str, kernel: str) -> None:
+    """The rows of a layer are of the autocast dtype, what is rebuilt of its codes is of the model's."""
+    model = tiny("llama")
+    spec = f"{spec}:group=8,sink=2"
+    with torch.no_grad():
+        want = two_passes(model, make_cache(model, spec, kernel=kernel))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = two_passes(model, make_cache(model, spec, kernel=kernel))
+    assert (found - want).abs().mean() < 0.25 * want.abs().mean()
+
+
 # -- compiling -------------------------------------------------------------------------------------
 
 

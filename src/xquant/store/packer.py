@@ -5,6 +5,7 @@ The store packs each block once, when it is full, and unpacks it at every read t
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..quant import Packed, Quantizer
@@ -29,12 +30,14 @@ class Packer:
         Raises:
             ValueError: ``x`` holds NaN in a token that sets a range.
         """
-        return quantizer.encode(x, excluded)
+        with _as_written(x):
+            return quantizer.encode(x, excluded)
 
     def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
         """Decode blocks into ``out`` ``[N, n, C]``, which gives the dtype. It may be a slice along ``C`` of a
         wider tensor."""
-        quantizer.decode(packed, out)
+        with _as_written(out):
+            quantizer.decode(packed, out)
 
     def joins(self, quantizer: Quantizer, x: Tensor) -> bool:
         """Whether the store should stack ``x`` with the blocks that other layers seal at the same time, and
@@ -44,6 +47,12 @@ class Packer:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packer":
         """A copied cache shares its packer."""
         return self
+
+
+def _as_written(x: Tensor) -> torch.autocast:
+    """Arithmetic in the dtypes that quantizers ask for, whatever autocast takes elsewhere; it refuses to join
+    scales in fp64."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 TORCH = Packer()

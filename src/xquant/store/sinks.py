@@ -50,12 +50,13 @@ class Sinks:
         )
 
     def placed(self, rows: Tensor, exact: Tensor) -> Tensor:
-        """``rows`` ``[B, T, .]`` with those of ``exact`` ``[B, S, .]`` where the sinks stand."""
+        """``rows`` ``[B, T, .]`` with those of ``exact`` ``[B, S, .]`` where the sinks stand, in the dtype of
+        ``rows``: under autocast the two differ."""
         sequence, slot = ((self.columns >= 0) & (self.columns < rows.shape[1])).nonzero(
             as_tuple=True
         )
         column = self.columns[sequence, slot].long()
-        return rows.index_put((sequence, column), exact[sequence, slot])
+        return rows.index_put((sequence, column), exact[sequence, slot].to(rows.dtype))
 
     def cropped(self, tokens: int) -> "Sinks":
         """Without those past the first ``tokens``."""
