@@ -22,8 +22,8 @@ def stages(output: Path) -> list[tuple[str, str]]:
     """What each stage does, and its command."""
     kvquant, tc_cl = output / "kvquant.safetensors", output / "tc-cl.safetensors"
     saved = output / "prompt.safetensors"
-    sample = f"--context 256 --windows 12 --resume {output}/text"
-    story = f"--chat --prompt {shlex.quote(STORY)} --max-new-tokens 150"
+    sample = f"--context 192 --windows 12 --resume {output}/text"
+    story = f"--chat --prompt {shlex.quote(STORY)} --max-new-tokens 120"
     return [
         (
             "Calibrate kvquant on a text that the model writes itself",
@@ -35,7 +35,7 @@ def stages(output: Path) -> list[tuple[str, str]]:
         ),
         (
             "Compare the methods: a table, a picture and a page",
-            "xquant compare smollm2 --context 1024 --windows 2"
+            "xquant compare smollm2 --context 768 --windows 2"
             f" --calibration {kvquant} --calibration {tc_cl} --output {output}",
         ),
         ("Write a text with the full cache", f"xquant generate smollm2 --method full {story}"),
