@@ -21,3 +21,11 @@ def test_a_notebook_runs(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ).execute()
     printed = [out for cell in notebook.cells for out in cell.get("outputs", ()) if "text" in out]
     assert printed
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_what_a_notebook_shows_is_of_one_whole_run(file: Path) -> None:
+    cells = [cell for cell in nbformat.read(file, 4).cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    assert not any(out.output_type == "error" for cell in cells for out in cell.outputs)
+    assert any(cell.outputs for cell in cells)
