@@ -1,12 +1,16 @@
 """Caches filled with random states, and the error of a kernel's attention over them."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from calibrated import calibration, make_cache
 from models import left_padded, prompt, tiny
@@ -17,6 +21,21 @@ from xquant.methods import AttentionInputs
 TOLERANCE = 1e-3
 DEVICE = torch.device(os.environ.get("XQUANT_TEST_DEVICE", "cpu"))
 """Where caches are: the CPU but for Triton's kernels, where a GPU is asked for (see conftest.py)."""
+
+
+def flash_reads_groups() -> bool:
+    """Whether torch's flash attention for CPUs takes fewer heads of keys than of queries."""
+    states = (torch.zeros(1, heads, 1, 32) for heads in (2, 1, 1))
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            F.scaled_dot_product_attention(*states, enable_gqa=True)
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_flash = pytest.mark.skipif(not flash_reads_groups(), reason="flash attention of this torch")
 
 
 @dataclass

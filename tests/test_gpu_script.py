@@ -13,7 +13,7 @@ import pytest
 from rows import benched
 from xquant.results.rows import read_results
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 

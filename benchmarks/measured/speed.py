@@ -1,5 +1,7 @@
 """Tables of time and memory."""
 
+import statistics
+
 from .common import Row, by_method, code, markdown, rows, table
 
 
@@ -82,3 +84,17 @@ def ranked_attention() -> str:
 def peak_memory() -> str:
     body = ([code(row["method"]), f"{row['peak_mb']:.0f}"] for row in rows("peak-memory"))
     return markdown(["cache", "MB"], body)
+
+
+@table
+def saved() -> str:
+    """A prompt's cache on disk, and the time until one can go on from it."""
+    body = []
+    for row in rows("saved-smollm2"):
+        read, ready = (statistics.median(row[f"{what}_seconds"]) for what in ("prefill", "ready"))
+        megabytes = f"{row['file_bytes'] / 1e6:.1f} MB"
+        over = f"{row['file_over_cache'] - 1:.2%}"
+        times = [f"{read:.0f} s", f"{ready:.2f} s", f"{row['times_faster']:.0f}"]
+        body.append([code(row["method"]), megabytes, f"{row['file_over_fp16']:.1%}", over, *times])
+    head = ["saved as", "file", "of an fp16 cache", "over the cache", "read the prompt"]
+    return markdown([*head, "load as `kivi-4bit`", "times faster"], body)

@@ -111,7 +111,10 @@ class Calibration:
             with safe_open(path, "pt") as file:
                 facts = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
+        except (
+            SafetensorError,
+            AttributeError,
+        ) as error:  # the second: a dtype that this torch has not
             why = str(error)[:160]
             raise ValueError(f"'{path}' is damaged or no calibration file ({why})") from None
         if facts.get("kind") != _KIND or any(fact not in facts for fact in _FACTS):

@@ -1,7 +1,8 @@
 """The only file that knows transformers versions.
 
 Supported from 5.8 on. What changed since: ``crop`` takes a final length up to 5.13 and a (negative)
-number of tokens to remove from 5.18 on; ``get_max_cache_shape`` became ``get_max_length`` in 5.13.
+number of tokens to remove from 5.18 on; ``get_max_cache_shape`` became ``get_max_length`` in 5.13; the
+rotary embeddings of Qwen2-VL and Qwen2.5-VL gave the angles of three axes, and layers chose among them.
 """
 
 import inspect
@@ -11,7 +12,7 @@ from typing import Any
 
 import transformers
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -44,7 +45,14 @@ def register_attention(name: str, like: str, function: Callable[..., Any]) -> No
     AttentionMaskInterface.register(name, AttentionMaskInterface()[like])
 
 
-def rotary_arguments(rotary: nn.Module) -> dict[str, str]:
-    """Further arguments of a rotary embedding: models with two kinds of RoPE name the layer type."""
-    accepted = inspect.signature(rotary.forward).parameters
-    return {"layer_type": "full_attention"} if "layer_type" in accepted else {}
+def angles(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of ``positions`` ``[B, T]`` of text, ``[B, T, R]`` each, by a model's rotary embedding."""
+    # Models with two kinds of RoPE name the layer type.
+    named = "layer_type" in inspect.signature(rotary.forward).parameters
+    more = {"layer_type": "full_attention"} if named else {}
+    parameters = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
+    if "mrope_section" in parameters and not hasattr(rotary, "mrope_section"):
+        cos, sin = rotary(like, positions.expand(3, -1, -1), **more)
+        return cos[0], sin[0]
+    cos, sin = rotary(like, positions, **more)
+    return cos, sin

@@ -65,7 +65,7 @@ def find_text(size: tuple[int, int], model: str, words: int) -> Tensor | None:
     try:
         found = load_file(_file(_text(size), model))
         check(found, {"ids": ids})
-    except (OSError, SafetensorError, ValueError):
+    except (OSError, SafetensorError, ValueError, AttributeError):
         return None
     return found["ids"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from attending import exact
+from attending import exact, needs_flash
 from models import tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.roofline import attention_step
@@ -138,6 +138,7 @@ def on_gpu(specs: list[str], model: Any = None, **options: Any) -> list[dict[str
     return bench(models, methods, settings, lambda *_: None, limits=LIMITS)
 
 
+@needs_flash
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_full_cache_is_attended_to_by_the_best_kernel_there_is(whole: bool) -> None:
@@ -213,6 +214,7 @@ def test_states_that_have_room_are_not_copied_as_they_grow() -> None:
     assert roomy.get_seq_length() == 23 and roomy.layers[0].keys.data_ptr() == where
 
 
+@needs_flash
 @pytest.mark.parametrize("kernel", ["sdpa flash", "sdpa flash packed", "torch grouped"])
 def test_kernels_of_the_full_cache_attend(kernel: str) -> None:
     query, states = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 2, 40, 32)

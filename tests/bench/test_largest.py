@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from attending import needs_flash
 from models import tiny
 from xquant import parse_method
 from xquant.bench import capacity, largest
@@ -25,6 +26,7 @@ def found(sequences: float, specs: tuple[str, ...] = (SPEC,)) -> list[dict[str, 
     )
 
 
+@needs_flash
 def test_more_sequences_fit_where_they_are_compressed() -> None:
     full, ours = found(3.5)
     assert (full["method"], ours["method"]) == ("full", SPEC)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 
 import interpreted
 from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
@@ -144,3 +144,12 @@ def test_it_needs_a_gpu_or_the_interpreter_and_triton(monkeypatch: pytest.Monkey
     monkeypatch.setattr(support, "installed", lambda: False)
     with pytest.raises(ValueError, match="Triton is not installed"):
         KVCache(model, "kivi-4bit:group=32", kernel="triton")
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU, and no interpreter")
+def test_a_triton_that_is_too_old_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama", head_dim=32, hidden_size=128)
+    monkeypatch.setattr(support, "outdated", lambda: "3.2.0")
+    with pytest.raises(ValueError, match=r"Triton 3\.2\.0 is too old: 3\.5 or later is needed"):
+        KVCache(model, "kivi-4bit:group=32", kernel="triton")
+    assert "triton" not in KVCache(model, "kivi-4bit:group=32").kernel

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 
 
 def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 
 from attending import DEVICE, Case, filled
 from xquant.bench.clocks import capture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5")
 
 import interpreted
 from attending import DEVICE

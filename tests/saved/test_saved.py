@@ -192,6 +192,8 @@ def test_windows_that_record_what_left_them(recording: bool, tmp_path: Path) -> 
     model = model_of("gemma3")
     run = Run(model, KVCache(model, "kivi-4bit:group=8"), torch.ones(2, 0).long())
     if recording:
+        if not hasattr(run.cache, "activate_past_recording"):
+            pytest.skip("this version of transformers records nothing")
         run.cache.activate_past_recording()
     run.forward(prompt(2, 30))
     other = loaded(run.cache, tmp_path / "c")

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from models import prompt, tiny
 from wild import END, IMAGE, START, SWITCH, VISION, built, dynamic_rope, long_rope, with_images
 from xquant import KVCache
+from xquant.compat import VERSION
 
 IDENTITY = [
     "full:group=8",
@@ -90,8 +91,10 @@ def test_frequencies_of_every_length_are_refused_before_the_first_token(spec: st
 
 @pytest.mark.parametrize("spec", ["full:group=8", "kivi-16bit:group=8,rope=post"])
 def test_keys_after_rope_keep_the_frequencies_that_they_had(spec: str) -> None:
-    model = dynamic_rope()
-    assert off(model, KVCache(model, spec), SWITCH - 4) < 1e-4
+    # A model each: up to transformers 5.8 one keeps the frequencies of its longest text.
+    model, other = dynamic_rope(), dynamic_rope()
+    want = steps(other, DynamicCache(config=other.config), SWITCH - 4, 10)
+    assert (steps(model, KVCache(model, spec), SWITCH - 4, 10) - want).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("count", [10, SWITCH - 4, SWITCH + 8])
@@ -129,6 +132,7 @@ def test_frequencies_that_switch_back_when_tokens_are_cropped() -> None:
     torch.testing.assert_close(*more, rtol=0, atol=1e-4)
 
 
+@pytest.mark.skipif(VERSION.release[:2] == (5, 8), reason="5.8 reads the newest token alone")
 def test_a_cache_that_generate_drops_says_so() -> None:
     model = long_rope("Phi3")
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

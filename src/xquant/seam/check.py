@@ -107,15 +107,19 @@ def check_rope(family: str, rope: Pair, index: TokenIndex) -> None:
     """Refuse tokens that are turned by other angles than those of their positions.
 
     Args:
-        rope: cos and sin that the model gives to a layer, ``[B, t, R]``.
+        rope: cos and sin that the model gives to a layer, ``[B, t, R]``, or ``[3, B, t, R]``.
 
     Raises:
         ValueError: they are, as those of images are; the message names ``family``.
     """
     cos = rope[0]
     own = index.rope_of_newest(cos, cos.shape[-2])
+    axes = cos.dim() == 4 and cos.shape[:2] == (
+        3,
+        index.batch,
+    )  # angles of each axis: alike for text
     # Some models give a table of another form; what they do with it is for `check_states`.
-    if cos.dim() != 3 or cos.shape[-1] != own[0].shape[-1]:
+    if not (axes or cos.dim() == 3) or cos.shape[-1] != own[0].shape[-1]:
         return
     close = EXACT if cos.dtype == torch.float32 else ROUNDED
     for given, ours in zip(rope, own, strict=True):

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TypeGuard
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from ...methods import LayerCodec
@@ -18,9 +19,20 @@ MOST_ELEMENTS = 1 << 15
 """Of a head in a block, which a program holds in registers."""
 
 
-@cache
+OLDEST = Version("3.5")
+"""Of Triton: the first with functions that are evaluated as a kernel is compiled."""
+
+
 def installed() -> bool:
     return find_spec("triton") is not None
+
+
+@cache
+def outdated() -> str:
+    """The version of Triton where it is too old; imports it."""
+    import triton
+
+    return triton.__version__ if Version(triton.__version__) < OLDEST else ""
 
 
 def interpreted() -> bool:
@@ -32,9 +44,9 @@ def missing(device: torch.device) -> str:
     """Why the kernels cannot run on ``device``; empty where they can."""
     if not installed():
         return "Triton is not installed"
-    if device.type == "cuda" or (device.type == "cpu" and interpreted()):
-        return ""
-    return f"the layer is on {device.type}, and Triton's kernels run on cuda"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"the layer is on {device.type}, and Triton's kernels run on cuda"
+    return f"Triton {outdated()} is too old: {OLDEST} or later is needed" if outdated() else ""
 
 
 def unfit(codec: LayerCodec, block: int) -> str:
