@@ -98,3 +98,15 @@ def saved() -> str:
         body.append([code(row["method"]), megabytes, f"{row['file_over_fp16']:.1%}", over, *times])
     head = ["saved as", "file", "of an fp16 cache", "over the cache", "read the prompt"]
     return markdown([*head, "load as `kivi-4bit`", "times faster"], body)
+
+
+@table
+def folded() -> str:
+    """Of one layer of Llama-3.1-8B's shape, attention by the kernel `folded` and by the reference."""
+    found, reference = by_method("bench-folded-8k"), by_method("bench-reference-8k")
+    body = []
+    for method, row in found.items():
+        if "folded" in row["kernel"]:
+            times = (one[method]["attention_ms_per_layer"] for one in (found, reference))
+            body.append([code(method), row["dtype"], *(f"{ms:.0f} ms" for ms in times)])
+    return markdown(["method", "dtype", "`folded`", "`reference`"], body)
