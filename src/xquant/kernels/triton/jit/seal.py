@@ -154,7 +154,10 @@ def seal(
             low, high, nan = range_ends(
                 rows, hidden, token, token_stride, 1, j * GROUP, stop, NP, HIDDEN
             )
-            place, stored = (block * ranges + j) * N + token, (token >= 0) & (j * GROUP >= first)
+            # Of the one program in which the range begins. Triton 3.9's interpreter cannot join a block
+            # and a scalar by &.
+            stored = tl.where(j * GROUP >= first, token, -1) >= 0
+            place = (block * ranges + j) * N + token
         else:
             vector = tl.where(channel >= 0, first + channel, -1)
             stop = tl.minimum((j + 1) * GROUP, N)
