@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Method,
         NormalFloat,
         PredictedTransform,
+        Pyramid,
         Transform,
         XQuant,
         XQuantCL,
@@ -44,6 +45,7 @@ __all__ = [
     "Method",
     "NormalFloat",
     "PredictedTransform",
+    "Pyramid",
     "Report",
     "Transform",
     "XQuant",
@@ -58,7 +60,7 @@ __all__ = [
 
 _METHODS = (
     *("AsymKV", "CrossLayer", "Full", "Integer", "KVQuant", "Kivi", "Method", "NormalFloat"),
-    *("PredictedTransform", "Transform", "XQuant", "XQuantCL"),
+    *("PredictedTransform", "Pyramid", "Transform", "XQuant", "XQuantCL"),
 )
 _HOMES = {
     **dict.fromkeys(("attach", "detach"), "seam.hooks"),

@@ -78,8 +78,8 @@ class KVCache(ChangingCache, ObservingCache):
             raise ValueError(f"attend is {' or '.join(ATTEND)}, not '{attend}'")
         if attend == "store" and not self.method.causal:
             raise ValueError(
-                f"{self.method.spec} stores codes of a layer above, which do not exist yet when a token"
-                " attends to itself: it can generate, but not attend to the store alone"
+                f"{self.method.spec} {self.method.not_causal}, so what it stores of a token is not known when"
+                " the token attends to itself: it can generate, but not attend to the store alone"
             )
         if isinstance(calibration, str | PathLike):
             calibration = Calibration.load(calibration)
@@ -202,13 +202,13 @@ class KVCache(ChangingCache, ObservingCache):
             return own
         self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))
         hands_over = self.attachment.hooks[layer_idx].hands_over
-        banded = self._through_store and self.method.tail > 0
+        banded = layer.evicts or (self._through_store and self.method.tail > 0)
         if hands_over or (hands_over is None and banded):
             return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
         if banded:
             raise ValueError(
                 f"{self._family} does not leave attention to transformers' attention function, which"
-                " attend='store' with recent tokens in full needs"
+                f" {self.method.spec if layer.evicts else 'attend=store with recent tokens in full'} needs"
             )
         with torch.no_grad():
             key, value, _ = layer.read(key_states, value_states, None)
@@ -220,6 +220,10 @@ class KVCache(ChangingCache, ObservingCache):
         if hands_over is None:
             return self.attachment.hand(layer_idx, key, value, whole=True)
         return key, value
+
+    def see(self, index: int, call: AttentionCall) -> None:
+        layer: CompressedLayer = self.layers[index]
+        layer.see(call.query, call.scaling, call.softcap)
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
         return self.stack.attend(index, call)

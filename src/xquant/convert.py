@@ -24,6 +24,9 @@ def fill(target: "KVCache", source: "KVCache") -> None:
     Raises:
         ValueError: ``target`` keeps more than keys and values tell.
     """
+    for cache in (source, target):
+        if any(layer.evicts for layer in cache.compressed):
+            raise ValueError(f"a cache of {cache.method.spec} cannot be converted: it drops tokens")
     for layer in target.compressed:
         if not layer.codec.keeps_states:
             raise ValueError(

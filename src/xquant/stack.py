@@ -12,6 +12,7 @@ from .kernels.rope import RopeTable
 from .kernels.workspace import Workspace
 from .methods import LayerCodec, Method
 from .models.rope import Rope
+from .store.evicting import EvictingLayer
 from .store.layer import CompressedLayer
 from .store.sealing import seal
 from .store.tokens import TokenIndex
@@ -48,7 +49,8 @@ class LayerStack:
         packer, below = packer_of(kernel), None
         self.layers: list[CompressedLayer] = []
         for codec in codecs:
-            below = CompressedLayer(codec, method, self.index, through_store, below, packer)
+            kind = CompressedLayer if codec.kept is None else EvictingLayer
+            below = kind(codec, method, self.index, through_store, below, packer)
             self.layers.append(below)
         CompressedLayer.link(self.layers)
         self._attach_backends()
@@ -99,6 +101,8 @@ class LayerStack:
         if due or length - before > MOST_QUERIES:
             CompressedLayer.check_finite(self.layers, before)
         seal(due)
+        for layer in self.layers:
+            layer.thin()
         self.index.forget()
         return True
 

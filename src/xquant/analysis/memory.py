@@ -21,6 +21,8 @@ ENTRY_NBYTES = 8
 """Bytes of a block in a layer's table."""
 SINK_NBYTES = 4
 """Bytes of a sink's position, beside its row."""
+KEPT_NBYTES = 8
+"""Bytes of a kept token's column and weight, beside its row, where tokens are dropped."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class CacheLayout:
 
     def count(self, context: int, batch: int) -> CacheBytes:
         """The bytes after ``batch`` sequences of ``context`` tokens without padding."""
+        if self.codecs[0].kept is not None:
+            return self._count_kept(context, batch)
         blocks = max((context - self.method.tail) // self.method.group, 0)
         tail = context - blocks * self.method.group
         layers = len(self.codecs)
@@ -105,6 +109,17 @@ class CacheLayout:
             index=batch * (INDEX_NBYTES * context + ENTRY_NBYTES * blocks * layers),
             skipped=batch * self.skeleton.skipped_nbytes(context),
         )
+
+    def _count_kept(self, context: int, batch: int) -> CacheBytes:
+        """The same of a method that drops tokens, where as many were dropped as can be."""
+        rows = 0
+        for codec in self.codecs:
+            kept = codec.kept(context) if codec.kept else context
+            kept = kept if context - kept >= self.method.group else context
+            rows += kept * (codec.width * codec.view.dtype.itemsize + KEPT_NBYTES)
+        index = INDEX_NBYTES * context
+        skipped = self.skeleton.skipped_nbytes(context)
+        return CacheBytes(0, 0, 0, 0, 0, batch * rows, batch * index, batch * skipped)
 
     def peak(self, context: int, batch: int) -> int:
         """The most bytes held on the way to ``context`` tokens.

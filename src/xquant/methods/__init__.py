@@ -13,6 +13,7 @@ from .full import Full
 from .kivi import Kivi
 from .kvquant import KVQuant
 from .plain_formats import Integer, NormalFloat
+from .pyramid import Pyramid
 from .transform import PredictedTransform, Transform
 from .xquant import XQuant
 from .xquant_cl import XQuantCL
@@ -29,6 +30,7 @@ METHODS: dict[str, type[Method]] = {
         Kivi,
         AsymKV,
         CrossLayer,
+        Pyramid,
         KVQuant,
         XQuant,
         XQuantCL,
@@ -50,6 +52,7 @@ __all__ = [
     "Method",
     "NormalFloat",
     "PredictedTransform",
+    "Pyramid",
     "QuantizedMethod",
     "Transform",
     "XQuant",

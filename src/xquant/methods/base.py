@@ -63,6 +63,8 @@ class Method(ABC):
     """Whether the text may be one that the model writes, without being asked."""
     uncalibrated: ClassVar[str] = ""
     """Options with which it needs no calibration, where it otherwise does."""
+    not_causal: ClassVar[str] = ""
+    """What it does where it is not `causal`."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named sets of options: ``preset=NAME`` in a spec."""
 
@@ -142,7 +144,8 @@ class Method(ABC):
 
     @property
     def causal(self) -> bool:
-        """Whether what a layer stores needs nothing of a layer above it."""
+        """Whether what a layer stores of a token needs nothing of a layer above it or of later tokens, so
+        that a token can attend to itself as it is stored."""
         return True
 
     @abstractmethod

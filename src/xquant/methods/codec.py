@@ -5,6 +5,7 @@ options (`base`) do not.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,9 @@ class LayerCodec(ABC):
     """Layers, this one the lowest, that are sealed together, see `merge`."""
     source: int = 0
     """The layer of the span whose codes the segments of the others share."""
+    kept: Callable[[int], int] | None = None
+    """How many of so many tokens the layer keeps at least; None where it keeps all, in any method that drops
+    none."""
     calibrated: str = ""
     """The digest of the calibration that it was built with; empty without one."""
 

@@ -55,6 +55,7 @@ class CrossLayer(Method):
     """
 
     name: ClassVar[str] = "crosslayer"
+    not_causal: ClassVar[str] = "stores codes of a layer above"
     paper: ClassVar[str] = "XQuant (cross-layer), arXiv 2510.11236"
     summary: ClassVar[str] = "as asymkv, codes shared between layers, ends of ranges drawn in"
     example: ClassVar[str] = "crosslayer"

@@ -32,6 +32,8 @@ def write(cache: "KVCache", target: Path, tokens: Tensor | None) -> None:
         raise ValueError(f"cannot save to '{target}': it is not a file")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot save to '{target}': there is no folder '{target.parent}'")
+    if any(layer.evicts for layer in cache.compressed):
+        raise ValueError(f"a cache of {cache.method.spec} cannot be saved: it drops tokens")
     CompressedLayer.check_finite(cache.compressed, cache.index.length)
     tensors = {**_index(cache), **_blocks(cache), **_others(cache)}
     if tokens is not None:

@@ -369,10 +369,12 @@ def _attention(like: str) -> Callable[..., Any]:
         cache, index, exact = current.cache, hooks.index, (query, key, value)
         out = None
         with torch.no_grad():
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            softcap = kwargs.get("softcap") if like == "eager" else None
+            call = AttentionCall(*exact, attention_mask, scaling, softcap)
+            cache.see(index, call)
             if not _unusual(kwargs):
-                scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-                softcap = kwargs.get("softcap") if like == "eager" else None
-                out = cache.attend(index, AttentionCall(*exact, attention_mask, scaling, softcap))
+                out = cache.attend(index, call)
             if out is None:
                 keys, values, mask = cache.answer(index, key, value, attention_mask)
         if out is not None:

@@ -61,6 +61,9 @@ class ObservingCache:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and mask that layer ``index`` attends to, given the newest tokens' own."""
 
+    def see(self, index: int, call: AttentionCall) -> None:
+        """Layer ``index`` is about to attend."""
+
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
         """The attention of layer ``index`` itself, ``[B, T, H, D]``; None to have it done by the model's
         own implementation on what `answer` gives."""

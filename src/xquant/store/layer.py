@@ -20,6 +20,8 @@ class CompressedLayer(Past, CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    evicts = False
+    """Whether tokens are dropped."""
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -54,6 +56,12 @@ class CompressedLayer(Past, CacheLayerMixin):
         if self.below is not None:
             self.below.release()
         return *states, mask
+
+    def see(self, query: Tensor, scaling: float, softcap: float | None) -> None:
+        """Be shown the newest queries ``[B, H, t, D]``, after their `append` and before `read`."""
+
+    def thin(self) -> None:
+        """Drop tokens, once a forward pass is over."""
 
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""

@@ -1,0 +1,80 @@
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import Method
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+    from ..models import AttentionView
+    from .codec import LayerCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pyramid(Method):
+    """PyramidInfer (arXiv 2405.12532): drops tokens that recent ones hardly attend to, more of them in upper
+    layers.
+
+    Stores K (after RoPE) and V of the kept tokens in the model's dtype. The newest ``tail`` tokens are kept
+    whole. Of ``n`` older ones, layer ``l`` of ``L`` keeps ``n r``:
+    ``r = keep (1 + slope - 2 slope l / (L - 1))``, 1 at most: those with the highest attention weight, averaged over all heads and the newest ``tail``
+    queries. Bytes of a layer: ``2 G D s (tail + n r)`` and 8 a token for its column and weight, ``s`` the bytes
+    of the dtype; of up to ``group - 1`` tokens more before they are dropped.
+
+    Differs from the paper: a prompt's tokens are dropped once its forward pass is over, not on the way, so
+    reading it costs as much as with the full cache; ratios fall in a straight line instead of by the layers'
+    measured shares; recent queries weigh alike; tokens are dropped again whenever ``group`` of them can go.
+
+    Examples:
+        >>> from xquant import KVCache, Pyramid
+        >>> cache = KVCache(model, Pyramid(keep=0.25, tail=32, group=32))
+        >>> _ = model(**prompt, past_key_values=cache)
+        >>> report = cache.report()
+        >>> report.tokens, report.cache_bytes < 0.4 * 2 * report.full_cache_bytes  # this model is in fp32
+        (300, True)
+    """
+
+    name: ClassVar[str] = "pyramid"
+    paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
+    summary: ClassVar[str] = "drops tokens that recent ones hardly attend to"
+    example: ClassVar[str] = "pyramid:keep=0.5"
+    not_causal: ClassVar[str] = "drops tokens once later ones were seen"
+
+    keep: float = field(
+        default=0.5, metadata={"help": "share of older tokens kept, mean of layers", "most": 1}
+    )
+    slope: float = field(
+        default=0.5, metadata={"help": "how much more of it the lowest layer keeps", "most": 1}
+    )
+    tail: int = field(
+        default=64,
+        metadata={"help": "most recent tokens kept, whose attention decides", "least": 1},
+    )
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    def share(self, position: int, layers: int) -> float:
+        """Of older tokens that the layer at ``position`` of ``layers`` keeps."""
+        height = position / (layers - 1) if layers > 1 else 0.5
+        return min(self.keep * (1 + self.slope * (1 - 2 * height)), 1.0)
+
+    def kept(self, tokens: int, share: float) -> int:
+        """How many of ``tokens`` a layer with this share keeps."""
+        older = max(tokens - self.tail, 0)
+        return tokens - older + math.ceil(older * share)
+
+    def codecs(
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
+        from .key_value import FullCodec
+
+        codecs: list[LayerCodec] = []
+        for position, view in enumerate(views):
+            codec = FullCodec(view)
+            codec.kept = partial(self.kept, share=self.share(position, len(views)))
+            codecs.append(codec)
+        return codecs
