@@ -43,3 +43,7 @@ LOW = [
     "tc-cl-1.5bit:group=8,sink=2",
     "tc-cl-4bit:group=8,basis=head,sink=0",
 ]
+
+KEEPING_ALL = "pyramid:keep=1,tail=5,group=8"
+DROPPING = ["pyramid:tail=6,group=8", "pyramid:keep=0.3,slope=1,tail=5,group=1,sink=2"]
+"""What drops tokens is neither saved nor converted, and has no blocks."""

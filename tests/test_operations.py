@@ -8,9 +8,9 @@ import torch
 from transformers import DynamicCache
 
 from calibrated import make_cache
-from matrix import IDENTITY, LOW
+from matrix import DROPPING, IDENTITY, KEEPING_ALL, LOW
 from models import FAMILIES, tiny
-from operations import OPERATIONS, Operation, greedy, reset
+from operations import OPERATIONS, Operation, crop_and_continue, greedy, reset
 from sizes import block_nbytes
 from xquant import KVCache, compat
 from xquant.quant.quantizer import OUTLIER_NBYTES
@@ -42,7 +42,7 @@ def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
-@pytest.mark.parametrize("spec", IDENTITY)
+@pytest.mark.parametrize("spec", [*IDENTITY, KEEPING_ALL])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation: Operation) -> None:
@@ -84,3 +84,35 @@ def test_low_bits_run_with_lengths_and_positions_right(
         assert key.isfinite().all() and value.isfinite().all()
         blocks = layer.stream.blocks * block_nbytes(layer.stream)
         assert layer.stream.nbytes == blocks + OUTLIER_NBYTES * layer.stream.outliers
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("spec", DROPPING)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.inference_mode()
+def test_what_drops_tokens_knows_all_lengths_and_positions(
+    family: str, spec: str, operation: Operation
+) -> None:
+    skip_what_transformers_cannot(family, operation)
+    model = family_model(family)
+    caches: list[KVCache] = []
+
+    def make() -> KVCache:
+        caches.append(make_cache(model, spec))
+        return caches[-1]
+
+    if operation is crop_and_continue:
+        with pytest.raises(
+            ValueError, match=r"has dropped tokens: .* can be cropped within its newest"
+        ):
+            operation(model, make)
+        return
+    tokens = operation(model, make)
+    assert tokens.shape == expected(family, operation).shape
+    cache = caches[-1]
+    assert tokens.shape[1] - cache.get_seq_length() in (0, 1)
+    for layer in cache.compressed:
+        assert layer.get_seq_length() == cache.index.length
+        assert layer.columns.shape == layer.weights.shape == layer.tail.shape[:2]
+        assert layer.columns.shape[1] < layer.codec.kept(cache.index.length) + cache.method.group
+        assert (layer.columns.diff(dim=1) > 0).all()

@@ -18,10 +18,11 @@ class Pyramid(Method):
     layers.
 
     Stores K (after RoPE) and V of the kept tokens in the model's dtype. The newest ``tail`` tokens are kept
-    whole. Of ``n`` older ones, layer ``l`` of ``L`` keeps ``n r``:
-    ``r = keep (1 + slope - 2 slope l / (L - 1))``, 1 at most: those with the highest attention weight, averaged over all heads and the newest ``tail``
-    queries. Bytes of a layer: ``2 G D s (tail + n r)`` and 8 a token for its column and weight, ``s`` the bytes
-    of the dtype; of up to ``group - 1`` tokens more before they are dropped.
+    whole. Of ``n`` older ones, layer ``l`` of ``L`` keeps ``n r``: those with the highest attention weight,
+    averaged over all heads and the newest ``tail`` queries. ``r`` falls in a straight line from ``keep + s``
+    in the lowest layer to ``keep - s`` in the highest, ``s = min(keep slope, 1 - keep)``. Bytes of a layer:
+    ``2 G D b (tail + n r)`` and 8 a token for its column and weight, ``b`` the bytes of the dtype. Up to
+    ``group - 1`` tokens more are there before they are dropped.
 
     Differs from the paper: a prompt's tokens are dropped once its forward pass is over, not on the way, so
     reading it costs as much as with the full cache; ratios fall in a straight line instead of by the layers'
@@ -60,7 +61,7 @@ class Pyramid(Method):
     def share(self, position: int, layers: int) -> float:
         """Of older tokens that the layer at ``position`` of ``layers`` keeps."""
         height = position / (layers - 1) if layers > 1 else 0.5
-        return min(self.keep * (1 + self.slope * (1 - 2 * height)), 1.0)
+        return self.keep + min(self.keep * self.slope, 1 - self.keep) * (1 - 2 * height)
 
     def kept(self, tokens: int, share: float) -> int:
         """How many of ``tokens`` a layer with this share keeps."""
