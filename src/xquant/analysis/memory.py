@@ -110,12 +110,11 @@ class CacheLayout:
             skipped=batch * self.skeleton.skipped_nbytes(context),
         )
 
-    def _count_kept(self, context: int, batch: int) -> CacheBytes:
-        """The same of a method that drops tokens, where as many were dropped as can be."""
+    def _count_kept(self, context: int, batch: int, more: int = 0) -> CacheBytes:
+        """The same of a method that drops tokens, ``more`` of which are still there."""
         rows = 0
         for codec in self.codecs:
-            kept = codec.kept(context) if codec.kept else context
-            kept = kept if context - kept >= self.method.group else context
+            kept = min(codec.kept(context) + more, context) if codec.kept else context
             rows += kept * (codec.width * codec.view.dtype.itemsize + KEPT_NBYTES)
         index = INDEX_NBYTES * context
         skipped = self.skeleton.skipped_nbytes(context)
@@ -126,6 +125,8 @@ class CacheLayout:
 
         Sealing makes a cache smaller, so this may be just before the last block was sealed.
         """
+        if self.codecs[0].kept is not None:
+            return self._count_kept(context, batch, self.method.group - 1).total
         fullest = context - (context - self.method.tail + 1) % self.method.group
         return max(self.count(t, batch).total for t in (context, max(fullest, 0)))
 
