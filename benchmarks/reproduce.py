@@ -3,9 +3,8 @@
     python benchmarks/reproduce.py --data DATA              # all, those that have a file left out
     python benchmarks/reproduce.py --data DATA xquant/table1 kvquant/table6
 
-DATA holds the texts and tasks: ``wikitext2/test.raw`` and ``train-slice.raw``, ``longbench/``, ``gsm8k/``,
-``truthfulqa/``, ``ruler/``. What is finished is kept in build/reproduce, so the same command goes on from there.
-Results that need no quiet machine come first.
+DATA holds the texts: ``wikitext2/test.raw`` and ``wikitext2/train-slice.raw``. What is finished is kept in
+build/reproduce, so the same command goes on from there. None of these experiments is timed.
 """
 
 import shlex
@@ -21,7 +20,6 @@ XQUANT = Path(sys.executable).with_name("xquant")
 
 TEXT = "--text {data}/wikitext2/test.raw --windows 4"
 CALIBRATED = f"{TEXT} --calibration-text {{data}}/wikitext2/train-slice.raw"
-TASKS = "--data {data}"
 
 RUNS: dict[str, str] = {
     "xquant/table1": TEXT,
@@ -54,7 +52,7 @@ def command(experiment: str, model: str, data: str, target: Path) -> str:
 
 @click.command()
 @click.argument("experiments", nargs=-1)
-@click.option("--data", required=True, help="Folder of texts and tasks.")
+@click.option("--data", required=True, help="Folder of the texts.")
 def main(experiments: tuple[str, ...], data: str) -> None:
     """Run EXPERIMENTS, or all that have no results file."""
     for experiment in experiments or RUNS:

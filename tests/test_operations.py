@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from calibrated import make_cache
 from matrix import DROPPING, IDENTITY, KEEPING_ALL, LOW
 from models import FAMILIES, tiny
-from operations import OPERATIONS, Operation, crop_and_continue, greedy, reset
+from operations import OPERATIONS, Operation, greedy, reset
 from sizes import block_nbytes
 from xquant import KVCache, compat
 from xquant.quant.quantizer import OUTLIER_NBYTES
@@ -101,12 +101,6 @@ def test_what_drops_tokens_knows_all_lengths_and_positions(
         caches.append(make_cache(model, spec))
         return caches[-1]
 
-    if operation is crop_and_continue:
-        with pytest.raises(
-            ValueError, match=r"has dropped tokens: .* can be cropped within its newest"
-        ):
-            operation(model, make)
-        return
     tokens = operation(model, make)
     assert tokens.shape == expected(family, operation).shape
     cache = caches[-1]

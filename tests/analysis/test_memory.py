@@ -88,9 +88,10 @@ def test_the_methods_own_groups_in_bfloat16(spec: str, family: str) -> None:
         assert layout.codec_nbytes == report.codec_bytes
 
 
-def test_every_method_is_among_them() -> None:
+def test_every_method_with_blocks_is_among_them() -> None:
+    blocks = {name for name in METHODS if name != "pyramid"}  # for which see store/test_evicting.py
     for specs in ([*IDENTITY, *LOW], OWN_GROUPS):
-        assert {parse_method(spec).name for spec in specs} == set(METHODS)
+        assert {parse_method(spec).name for spec in specs} == blocks
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha"])

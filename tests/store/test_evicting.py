@@ -97,6 +97,24 @@ def test_a_failed_pass_brings_back_what_was_dropped_since() -> None:
 
 
 @torch.inference_mode()
+def test_a_batch_is_cropped_within_its_newest_tokens() -> None:
+    model = tiny("llama")
+    cache = KVCache(model, SPEC)
+    model(prompt(3, 60), past_key_values=cache)
+    before = [layer.columns.clone() for layer in cache.compressed]
+    with pytest.raises(
+        ValueError, match=r"has dropped tokens: .* within its newest 4 tokens alone"
+    ):
+        cache.crop(-31)
+    for layer, columns in zip(cache.compressed, before, strict=True):
+        assert torch.equal(layer.columns, columns)
+    cache.crop(-3)
+    for layer, columns in zip(cache.compressed, before, strict=True):
+        assert torch.equal(layer.columns, columns[:, :-3])
+    assert cache.get_seq_length() == 57
+
+
+@torch.inference_mode()
 def test_bytes_are_what_the_plan_says() -> None:
     model = tiny("llama")
     cache = KVCache(model, SPEC)

@@ -40,7 +40,7 @@ class Pyramid(Method):
     name: ClassVar[str] = "pyramid"
     paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
     summary: ClassVar[str] = "drops tokens that recent ones hardly attend to"
-    example: ClassVar[str] = "pyramid:keep=0.5"
+    example: ClassVar[str] = "pyramid"
     not_causal: ClassVar[str] = "drops tokens once later ones were seen"
 
     keep: float = field(
@@ -66,7 +66,7 @@ class Pyramid(Method):
     def kept(self, tokens: int, share: float) -> int:
         """How many of ``tokens`` a layer with this share keeps."""
         older = max(tokens - self.tail, 0)
-        return tokens - older + math.ceil(older * share)
+        return tokens - older + max(math.ceil(older * share), min(self.sink, older))
 
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
