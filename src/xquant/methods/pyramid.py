@@ -25,8 +25,8 @@ class Pyramid(Method):
     ``group - 1`` tokens more are there before they are dropped.
 
     Differs from the paper: a prompt's tokens are dropped once its forward pass is over, not on the way, so
-    reading it costs as much as with the full cache. The straight line, weights that count all queries and heads
-    alike, and dropping again whenever ``group`` tokens can go are choices of ours.
+    reading it costs as much as with the full cache. The straight line, weights that count all queries and
+    heads alike, and dropping again whenever ``group`` tokens can go are choices of ours.
 
     Examples:
         >>> from xquant import KVCache, Pyramid
