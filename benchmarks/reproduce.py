@@ -8,6 +8,7 @@ build/reproduce, so the same command goes on from there. None of these experimen
 """
 
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,12 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build" / "reproduce"
 RESULTS = ROOT / "benchmarks" / "results" / "reproduce"
 XQUANT = Path(sys.executable).with_name("xquant")
 
-TEXT = "--text {data}/wikitext2/test.raw --windows 4"
-CALIBRATED = f"{TEXT} --calibration-text {{data}}/wikitext2/train-slice.raw"
+TEXT = "--text data/wikitext2/test.raw --windows 4"
+CALIBRATED = f"{TEXT} --calibration-text data/wikitext2/train-slice.raw"
 
 RUNS: dict[str, str] = {
     "xquant/table1": TEXT,
@@ -42,31 +44,33 @@ MULTI_HEAD = ("xquant/table1", "xquant/table4", "xquant/figure1", "xquant/figure
 """Whose paper has a model without shared key/value heads: run on the same model in that form as well."""
 
 
-def command(experiment: str, model: str, data: str, target: Path) -> str:
-    options = RUNS[experiment].format(data=data)
-    return (
-        f"xquant reproduce {experiment} {model} {options} --resume build/reproduce/{model}"
-        f" --json {target.relative_to(ROOT)}"
-    )
+def command(experiment: str, model: str, name: str) -> str:
+    options = " ".join([RUNS[experiment], f"--resume runs/{model} --json {name}.json"]).strip()
+    return f"xquant reproduce {experiment} {model} {options}"
 
 
 @click.command()
 @click.argument("experiments", nargs=-1)
-@click.option("--data", required=True, help="Folder of the texts.")
-def main(experiments: tuple[str, ...], data: str) -> None:
-    """Run EXPERIMENTS, or all that have no results file."""
+@click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
+def main(experiments: tuple[str, ...], data: Path) -> None:
+    """Run EXPERIMENTS, or all that have no results file, on the texts of a folder."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    link = WORK / "data"  # so that the commands in the results name no folder of this machine
+    link.unlink(missing_ok=True)
+    link.symlink_to(data.resolve())
     for experiment in experiments or RUNS:
         for model in ("smollm2", *(["smollm2-mha"] if experiment in MULTI_HEAD else [])):
             name = experiment.replace("/", "-") + ("-mha" if model == "smollm2-mha" else "")
             target = RESULTS / f"{name}.json"
             if target.exists() and not experiments:
                 continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            line = command(experiment, model, data, target)
+            line = command(experiment, model, name)
             click.echo(f"$ {line}")
-            done = subprocess.run([XQUANT, *shlex.split(line)[1:]], cwd=ROOT)
-            if done.returncode:
+            if subprocess.run([XQUANT, *shlex.split(line)[1:]], cwd=WORK).returncode:
                 click.echo(f"{name} failed", err=True)
+            else:
+                shutil.move(WORK / target.name, target)
 
 
 if __name__ == "__main__":
