@@ -1,7 +1,7 @@
 """Runs the papers' tables and figures on SmolLM2, and keeps one results file for each.
 
     python benchmarks/reproduce.py --data DATA              # all, those that have a file left out
-    python benchmarks/reproduce.py --data DATA xquant/table1 kvquant/table6
+    python benchmarks/reproduce.py --data DATA xquant/table1 kvquant/table8
 
 DATA holds the texts: ``wikitext2/test.raw`` and ``wikitext2/train-slice.raw``. What is finished is kept in
 build/reproduce, so the same command goes on from there. None of these experiments is timed.
@@ -45,12 +45,12 @@ MULTI_HEAD = ("xquant/table1", "xquant/table4", "xquant/figure1", "xquant/figure
 
 
 def command(experiment: str, model: str, name: str) -> str:
-    options = " ".join([RUNS[experiment], f"--resume runs/{model} --json {name}.json"]).strip()
-    return f"xquant reproduce {experiment} {model} {options}"
+    kept = f"--resume runs/{model} --json {name}.json"
+    return " ".join(filter(None, ["xquant reproduce", experiment, model, RUNS[experiment], kept]))
 
 
 @click.command()
-@click.argument("experiments", nargs=-1)
+@click.argument("experiments", nargs=-1, type=click.Choice(list(RUNS)))
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
 def main(experiments: tuple[str, ...], data: Path) -> None:
     """Run EXPERIMENTS, or all that have no results file, on the texts of a folder."""

@@ -127,10 +127,9 @@ def test_a_text_of_a_long_name_can_be_calibrated_on() -> None:
 def test_statistics_that_fp16_does_not_hold_saturate() -> None:
     model = tiny("llama")
     with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight *= 1e5
-        model.model.layers[
-            0
-        ].self_attn.q_proj.weight *= 1e-5  # the same scores, so gradients are not 0
+        attention = model.model.layers[0].self_attn
+        attention.k_proj.weight *= 1e5
+        attention.q_proj.weight *= 1e-5  # the same scores, so gradients are not 0
     found = calibrate_on(model, prompt(2, 40), "kvquant-2bit").layer(0)
     assert bool(found["key.range"].isfinite().all())
     assert float(found["key.range"].max()) == 65504

@@ -53,13 +53,8 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
-@pytest.mark.parametrize("spec", LOW)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@torch.inference_mode()
-def test_low_bits_run_with_lengths_and_positions_right(
-    family: str, spec: str, operation: Operation
-) -> None:
+def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor, KVCache]:
+    """The tokens of an operation, as many as with transformers' cache, and the last cache that it used."""
     skip_what_transformers_cannot(family, operation)
     model = family_model(family)
     caches: list[KVCache] = []
@@ -69,9 +64,18 @@ def test_low_bits_run_with_lengths_and_positions_right(
         return caches[-1]
 
     tokens = operation(model, make)
-    want = expected(family, operation)
-    assert tokens.shape == want.shape
-    cache = caches[-1]
+    assert tokens.shape == expected(family, operation).shape
+    return tokens, caches[-1]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("spec", LOW)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.inference_mode()
+def test_low_bits_run_with_lengths_and_positions_right(
+    family: str, spec: str, operation: Operation
+) -> None:
+    tokens, cache = outcome(family, spec, operation)
     length = tokens.shape[1] - 1
     assert cache.get_seq_length() in (length, length + 1)  # assisted decoding may end past its last
     assert {layer.get_seq_length() for layer in cache.compressed} == {cache.index.length}
@@ -93,17 +97,7 @@ def test_low_bits_run_with_lengths_and_positions_right(
 def test_what_drops_tokens_knows_all_lengths_and_positions(
     family: str, spec: str, operation: Operation
 ) -> None:
-    skip_what_transformers_cannot(family, operation)
-    model = family_model(family)
-    caches: list[KVCache] = []
-
-    def make() -> KVCache:
-        caches.append(make_cache(model, spec))
-        return caches[-1]
-
-    tokens = operation(model, make)
-    assert tokens.shape == expected(family, operation).shape
-    cache = caches[-1]
+    tokens, cache = outcome(family, spec, operation)
     assert tokens.shape[1] - cache.get_seq_length() in (0, 1)
     for layer in cache.compressed:
         assert layer.get_seq_length() == cache.index.length

@@ -8,7 +8,7 @@ rotary embeddings of Qwen2-VL and Qwen2.5-VL gave the angles of three axes, and 
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from packaging.version import Version
@@ -45,14 +45,29 @@ def register_attention(name: str, like: str, function: Callable[..., Any]) -> No
     AttentionMaskInterface.register(name, AttentionMaskInterface()[like])
 
 
-def angles(rotary: nn.Module, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of ``positions`` ``[B, T]`` of text, ``[B, T, R]`` each, by a model's rotary embedding."""
-    # Models with two kinds of RoPE name the layer type.
+class RotaryForm(NamedTuple):
+    """What a model's rotary embedding is called with, besides states and positions."""
+
+    more: dict[str, str]
+    """Models with two kinds of RoPE name the layer type."""
+    axes: bool
+    """Whether positions are of three axes, and angles of each come back."""
+
+
+def rotary_form(rotary: nn.Module) -> RotaryForm:
+    """How a rotary embedding is called. Asked once: reading a signature takes longer than a call."""
     named = "layer_type" in inspect.signature(rotary.forward).parameters
-    more = {"layer_type": "full_attention"} if named else {}
     parameters = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
-    if "mrope_section" in parameters and not hasattr(rotary, "mrope_section"):
-        cos, sin = rotary(like, positions.expand(3, -1, -1), **more)
+    axes = "mrope_section" in parameters and not hasattr(rotary, "mrope_section")
+    return RotaryForm({"layer_type": "full_attention"} if named else {}, axes)
+
+
+def angles(
+    rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of ``positions`` ``[B, T]`` of text, ``[B, T, R]`` each, in the dtype of ``like``."""
+    if form.axes:  # of text, all three are the same
+        cos, sin = rotary(like, positions.expand(3, -1, -1), **form.more)
         return cos[0], sin[0]
-    cos, sin = rotary(like, positions, **more)
+    cos, sin = rotary(like, positions, **form.more)
     return cos, sin

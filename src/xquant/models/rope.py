@@ -23,7 +23,7 @@ class Rope:
     """
 
     def __init__(self, rotary: nn.Module, config: Any) -> None:
-        self._rotary = rotary
+        self._rotary, self._form = rotary, compat.rotary_form(rotary)
         far = FAR * int(getattr(config, "max_position_embeddings", 0) or 0)
         near, *others = (self._angle(at) for at in (0, far, 2 * far))
         self.drifts = not torch.equal(*others)
@@ -37,7 +37,7 @@ class Rope:
         if device is not None and device.type == "meta":
             return torch.zeros(0)
         positions = torch.tensor([[1, longest]], dtype=torch.int32, device=device)
-        cos, _ = compat.angles(self._copy(), torch.empty(0, device=device), positions)
+        cos, _ = compat.angles(self._copy(), self._form, torch.empty(0, device=device), positions)
         return cos[:, 0]
 
     def _copy(self) -> nn.Module:
@@ -51,11 +51,11 @@ class Rope:
         As in a forward pass of these positions; ``long``: as in one of a long input.
         """
         if not (self.switches or self.drifts):
-            return compat.angles(self._rotary, like, positions)
+            return compat.angles(self._rotary, self._form, like, positions)
         count = positions.shape[1]
         if long:
             positions = torch.nn.functional.pad(positions, (0, 1), value=self._far)
-        cos, sin = compat.angles(self._copy(), like, positions)
+        cos, sin = compat.angles(self._copy(), self._form, like, positions)
         return cos[:, :count], sin[:, :count]
 
     def is_long(self, positions: Tensor) -> bool:
@@ -63,5 +63,7 @@ class Rope:
         if not self.switches or positions.shape[1] == 0:
             return False
         probe = torch.cat([torch.ones_like(positions[:1, :1]), positions.max().view(1, 1)], 1)
-        cos, _ = compat.angles(self._copy(), torch.empty(0, device=positions.device), probe)
+        cos, _ = compat.angles(
+            self._copy(), self._form, torch.empty(0, device=positions.device), probe
+        )
         return not torch.equal(cos[:, 0], self._angle(0).to(cos.device))

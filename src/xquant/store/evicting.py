@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .layer import CompressedLayer, States
-from .past import Past
 
 
 class EvictingLayer(CompressedLayer):
@@ -137,6 +136,4 @@ class EvictingLayer(CompressedLayer):
         if self.columns is not None and self.weights is not None:
             chosen = indices.to(self.columns.device)
             self.columns, self.weights = self.columns[chosen], self.weights[chosen]
-        Past.select(self, indices)
-
-    batch_select_indices = reorder_cache = select
+        super().select(indices)

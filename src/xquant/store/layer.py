@@ -164,7 +164,10 @@ class CompressedLayer(Past, CacheLayerMixin):
         """The same of values."""
         return None if self.tail is None else self.states()[1]
 
-    batch_select_indices = reorder_cache = Past.select
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select(indices)
+
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.tail is not None:

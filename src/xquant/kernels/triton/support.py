@@ -17,12 +17,11 @@ from ...quant.operand import Operand
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 15
 """Of a head in a block, which a program holds in registers."""
-
-
 OLDEST = Version("3.5")
 """Of Triton: the first with functions that are evaluated as a kernel is compiled."""
 
 
+@cache
 def installed() -> bool:
     return find_spec("triton") is not None
 
