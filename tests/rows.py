@@ -79,6 +79,8 @@ def scored(method: str, task: str, value: float, **more: Any) -> dict[str, Any]:
         "n": 50,
         "stderr": 0.02,
         "agreement": 40,
+        "kl": None,
+        "same_tokens": None,
         "model": "m",
         "dtype": "float32",
         "device": "cpu",

@@ -55,9 +55,9 @@ def test_tasks_go_on_where_they_were_stopped(run, model, data, tmp_path, monkeyp
     first = [row["value"] for row in json.loads(run(*asked)[1])]
     rest, ran = tasks._run, []
 
-    def watched(lm, task, limit):
+    def watched(lm, task, *more):
         ran.append(task.task_name)
-        return rest(lm, task, limit)
+        return rest(lm, task, *more)
 
     monkeypatch.setattr(tasks, "_run", watched)
     rows = json.loads(run(*asked, "--task", "longbench_2wikimqa")[1])

@@ -95,7 +95,10 @@ def test_each_task_of_table_3_has_its_own_setting_and_averages_are_over_them(mon
     def scores(setup, printed, metric, scale):
         assert len({row["task"] for row in printed}) == 1
         ran.extend(row["method"] for row in printed)
-        return [{**row, "score": len(row["task"]), "agreement": 1.0} for row in printed]
+        return [
+            {**row, "score": len(row["task"]), "agreement": 1.0, "same_tokens": 9, "kl": 0.5}
+            for row in printed
+        ]
 
     monkeypatch.setattr(crosslayer, "scores", scores)
     printed = EXPERIMENTS["crosslayer/table3"].printed

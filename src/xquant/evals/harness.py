@@ -11,6 +11,7 @@ a layer above cannot do that. They read their text a block at a time, and each b
 through the store.
 """
 
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..methods import Method
 from ..models import AttentionView
 from ..seam.passes import Given
 from ..spec import parse_method
+from .agreement import Comparison
 
 
 @register_model("xquant")
@@ -44,6 +46,10 @@ class XQuantLM(HFLM):
         device: where to put the model; by default the GPU where there is one.
         more: all other arguments of ``hf``.
 
+    Of prompts that are longer than ``longest`` tokens their end is read.
+    With a ``comparison``, which takes prompts one at a time, a prompt's last tokens read the earlier ones
+    from the store, like a question about a text that was read before.
+
     Raises:
         ValueError: unknown method, a calibration that is missing or made for something else, or a model
             that cannot be served; raised before the first request.
@@ -59,6 +65,8 @@ class XQuantLM(HFLM):
         **more: Any,
     ) -> None:
         self.method = parse_method(method)
+        self.longest: int | None = None
+        self.comparison: Comparison | None = None
         self.calibration = (
             Calibration.load(calibration)
             if isinstance(calibration, str | PathLike)
@@ -73,11 +81,22 @@ class XQuantLM(HFLM):
         super().__init__(pretrained, dtype=dtype, device=device, **more)
         KVCache(self.model, self.method, calibration=self.calibration)
 
+    def tok_batch_encode(
+        self, strings: Sequence[str], *places: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and attention mask of prompts, each ``[B, T]``."""
+        ids, mask = super().tok_batch_encode(strings, *places, **named)
+        start = -(self.longest or 0)
+        return ids[:, start:], mask[:, start:]
+
     def _model_generate(
         self, context: Tensor, max_length: int, stop: list[str], **generation: Any
     ) -> Tensor:
         """Token ids of prompts ``context`` ``[B, T]``, padded on the left, and their continuations."""
         cache = KVCache(self.model, self.method, calibration=self.calibration)
+        if self.comparison is not None:
+            with self._precision():
+                self.comparison.read(self.model, cache, context)
         tokens: Tensor = super()._model_generate(
             context, max_length, stop, past_key_values=cache, **generation
         )
@@ -90,13 +109,14 @@ class XQuantLM(HFLM):
             inps, self.model, self.method, "store" if causal else "chunk", self.calibration
         )
         parts = inps.split(inps.shape[1] if causal else self.method.group, 1)
-        enabled = self.mixed_precision_dtype is not None
-        with (
-            torch.no_grad(),
-            torch.autocast(self.device.type, self.mixed_precision_dtype, enabled),
-        ):
+        with torch.no_grad(), self._precision():
             logits = [self.model(part, past_key_values=cache).logits for part in parts]
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+    def _precision(self) -> torch.autocast:
+        """As lm-eval calls a model."""
+        enabled = self.mixed_precision_dtype is not None
+        return torch.autocast(self.device.type, self.mixed_precision_dtype, enabled)
 
 
 class _RightPadded(KVCache):

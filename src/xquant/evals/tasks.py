@@ -25,6 +25,7 @@ from ..positions import check_context
 from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
+from .agreement import Comparison, mean
 from .harness import XQuantLM
 from .task_lookup import ReadyTask, quiet, seed
 
@@ -43,6 +44,12 @@ class TaskRow:
     stderr: float | None  # as lm-eval has it; None for one row, or a metric without
     n: int  # rows
     agreement: int | None  # rows answered as with the full cache; None for tasks without answers
+    kl: (
+        float | None
+    )  # of the predictions on prompts' last tokens from the full cache's, nats, if compared
+    same_tokens: (
+        float | None
+    )  # of an answer, before the first that is not the full cache's, if compared
     seconds: float  # that `lm_eval_task` took with this method
     lm_eval_task: str  # what was run, by lm-eval's name
     version: str  # of that task in lm-eval
@@ -64,6 +71,8 @@ def evaluate(
     progress: Progress | None = None,
     calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
+    longest: int | None = None,
+    compare: bool = False,
 ) -> list[TaskRow]:
     """Run each task with the full cache first, then with each of ``methods``.
 
@@ -77,6 +86,8 @@ def evaluate(
         calibrations: each goes to the methods that it was made for.
         runs: keeps the result of each task with each method, and gives it back to a run that goes on after a
             stop. Its subject names the model and the calibrations.
+        longest: tokens of a prompt; of a longer one the end is read. None for as many as the model reads.
+        compare: also measure `agreement` on the prompts of answers, which are read one at a time.
 
     Returns:
         a row for every method, task and metric.
@@ -97,26 +108,34 @@ def evaluate(
                 method,
                 made.of(method),
                 tokenizer=tokenizer,
-                batch_size=batch_size,
+                batch_size=1 if compare else batch_size,
             )
             for method in wanted
         }
+    for lm in models.values():
+        lm.longest = longest
     rows: list[TaskRow] = []
     done, total = 0, len(tasks) * len(wanted)
     for task in tasks:
         built: list[Any] = []
+        comparisons: list[Comparison | None] = []
         baseline: list[dict[str, Any]] = []
+        size = f"limit={limit} batch={batch_size} longest={longest} compare={compare}"
+        names = {method: f"{method.spec} {task.title} {size} {task.digest}" for method in models}
+        held = {method: runs.load(name) for method, name in names.items()}
+        if compare and None in held.values():
+            held[Full()] = None  # whose predictions are what the others are compared with
         for method, lm in models.items():
-            name = f"{method.spec} {task.title} limit={limit} batch={batch_size} {task.digest}"
-            results = runs.load(name)
+            results = held[method]
             if results is None:
                 tell = partial(show, done, total)
                 tell(f"{method.spec}, {task.title}")
                 # A group is several tasks of lm-eval. They are built only if something is left to run.
                 built = built or task.build(tokenizer)
+                comparisons = comparisons or [Comparison() if compare else None for _ in built]
                 lm.set_cache_hook(_Counter(f"{method.spec}, {task.title}", tell))
-                results = [_run(lm, each, limit) for each in built]
-                runs.save(name, results)
+                results = [_run(lm, *each, limit) for each in zip(built, comparisons, strict=True)]
+                runs.save(names[method], results)
             baseline = baseline or results  # the full cache comes first
             for result, full in zip(results, baseline, strict=True):
                 rows += _rows(method, task, result, full)
@@ -125,8 +144,13 @@ def evaluate(
     return rows
 
 
-def _run(lm: XQuantLM, task: Any, limit: int | None) -> dict[str, Any]:
+def _run(
+    lm: XQuantLM, task: Any, comparison: Comparison | None, limit: int | None
+) -> dict[str, Any]:
     """Run one of lm-eval's tasks with one method: its metrics, and its answers row by row."""
+    lm.comparison = comparison
+    if comparison is not None:
+        comparison.begin(lm.method == Full())
     seed()
     task.set_fewshot_seed(DEFAULT_OTHER_SEED)
     name, started = task.task_name, time.perf_counter()
@@ -139,10 +163,12 @@ def _run(lm: XQuantLM, task: Any, limit: int | None) -> dict[str, Any]:
     seconds, samples = time.perf_counter() - started, results["samples"][name]
     # lm-eval lists a row once for each filter of its answer; the answer itself is the same.
     kept = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
+    compared = comparison and comparison.found
     return {
         "task": name,
         "metrics": _metrics(results["results"][name]),
         "answers": [_answer(task.OUTPUT_TYPE, sample["resps"]) for sample in kept],
+        "compared": asdict(mean(compared)) if compared else {"kl": None, "same_tokens": None},
         "seconds": seconds,
         "version": str(results["versions"][name]),
         "shots": int(results["n-shot"][name] or 0),
@@ -197,6 +223,7 @@ def _rows(
             **metric,
             n=len(pairs),
             agreement=sum(own == other for own, other in pairs) if answered else None,
+            **result["compared"],
             seconds=result["seconds"],
             lm_eval_task=result["task"],
             version=result["version"],

@@ -58,7 +58,7 @@ class Experiment:
 TASKS: dict[str, Any] = {
     "needs": "data",
     "keys": (*KEYS, "task"),
-    "metrics": ("score", "cache_ratio", "agreement"),
+    "metrics": ("score", "cache_ratio", "agreement", "same_tokens", "kl"),
 }
 """Of an experiment that runs `scores`."""
 
@@ -73,8 +73,9 @@ def perplexities(setup: Setup, printed: Rows) -> Rows:
 def scores(setup: Setup, printed: Rows, metric: str, scale: float = 1) -> Rows:
     """The score of each method on each task of a table: lm-eval's ``metric``, times ``scale``.
 
-    ``agreement`` is the share of rows answered as with the full cache, which tells methods apart where
-    a model can answer nothing. ``average`` is over the other tasks; sizes are of ``context`` tokens.
+    Where a model can answer next to nothing, other fields tell methods apart: ``agreement``, the share of
+    rows answered as with the full cache, and ``same_tokens`` and ``kl`` of `evals.agreement`. ``average`` is
+    over the other tasks; sizes are of ``context`` tokens.
     """
     specs, tasks = (list(dict.fromkeys(row[key] for row in printed)) for key in ("method", "task"))
     tasks = [task for task in tasks if task != AVERAGE]
@@ -86,6 +87,10 @@ def scores(setup: Setup, printed: Rows, metric: str, scale: float = 1) -> Rows:
         measured = {
             "score": scale * fmean(one.value for one in answered),
             "agreement": fmean((one.agreement or 0) / one.n for one in answered),
+            **{
+                name: fmean(getattr(one, name) for one in answered)
+                for name in ("same_tokens", "kl")
+            },
             "n": sum(one.n for one in answered),
             "cache_ratio": setup.cache_ratio(row["method"]),
         }

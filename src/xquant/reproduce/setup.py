@@ -70,6 +70,8 @@ class Setup:
     ) -> "dict[tuple[str, str], TaskRow]":
         """By spec and task of lm-eval, one of the task's metrics; without ``data`` rows are the hub's.
 
+        Of prompts longer than ``context`` tokens the end is read, unless they are made to a length.
+
         Raises:
             ValueError: unknown task, missing data, or data of another form.
         """
@@ -88,6 +90,8 @@ class Setup:
             progress=self.progress,
             calibrations=calibrations,
             runs=self.runs({}),
+            longest=None if any(task.context for task in tasks) else self.context,
+            compare=True,
         )
         return {(row.method, row.task): row for row in rows if row.metric == metric}
 
