@@ -124,3 +124,28 @@ def test_what_cannot_be_measured_is_refused_before_the_first_pass(model, asked, 
 
     with pytest.raises(ValueError, match=message):
         run(model, **{"methods": ["full"], **asked}, progress=forbidden)
+
+
+DROPS = "pyramid:keep=0.25,tail=8,group=8"
+
+
+def test_with_a_method_that_is_not_causal_all_read_a_block_at_a_time(model):
+    stored, whole = run(model, ["kivi-2bit:group=16", "full"])
+    assert stored.block is whole.block is None
+    dropped, blocks, full = run(model, [DROPS, "kivi-2bit:group=16", "full"])
+    assert dropped.block == blocks.block == full.block == 16
+    assert full.perplexity == pytest.approx(whole.perplexity, rel=1e-5)
+    assert blocks.kl < stored.kl  # a block attends to itself exactly
+    assert dropped.kl > 0
+    assert dropped.cache_bytes < full.cache_bytes
+
+
+def test_blocks_are_read_through_one_cache(model):
+    (row,) = run(model, [DROPS], windows=1)
+    ids = torch.tensor(word_tokenizer()(text_of(40), verbose=False)["input_ids"])
+    cache = KVCache(model, DROPS)
+    with torch.inference_mode():
+        parts = [model(part[None], past_key_values=cache).logits[0] for part in ids.split(8)]
+    logits = torch.cat(parts)[:-1]
+    nll = -logits.log_softmax(-1).gather(1, ids[1:, None]).mean().item()
+    assert row.window_nll == pytest.approx([nll], rel=1e-5)

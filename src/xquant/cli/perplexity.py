@@ -50,7 +50,8 @@ def perplexity(json_file: str | None, **asked: Any) -> None:
     The text is cut into windows from its start; every token reads keys and values that went through
     the packed store. The full cache is measured in the same run, and each method's predictions are
     compared with its own: the standard error is that of the logarithm of the relative perplexity, KL the
-    mean divergence in nats, "same token" how often the most likely one is the same.
+    mean divergence in nats, "same token" how often the most likely one is the same. With a method that
+    drops tokens or stores codes of a layer above, all read the text a block at a time.
     """
     if not asked["specs"]:
         raise ValueError("no method to measure: give --method SPEC")
@@ -121,3 +122,5 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             for row in rows
         ],
     )
+    if rows[0]["block"]:
+        click.echo(f"Read {rows[0]['block']} tokens at a time, which see each other exactly.")

@@ -1,5 +1,9 @@
 """Teacher-forced perplexity, with every key and value read from the packed store.
 
+Of some methods it is known only later what they store of a token: they take codes from a layer above, or drop
+tokens. Where one of those is measured, all are read a block at a time: tokens of a block attend to each
+other exactly, and to earlier blocks through the store.
+
 The text is cut into consecutive windows from its start, each its own sequence in a cache of its own.
 A window of ``T`` tokens scores ``T - 1`` next-token predictions. The full cache runs through the same
 code on the same windows, so that a ratio compares methods and nothing else, and each method's
@@ -55,6 +59,7 @@ class PerplexityRow:
     tokens: int  # predictions scored
     windows: int
     context: int
+    block: int | None  # tokens read at a time; None where every token reads the store
     seconds: float  # of the forward passes
     window_nll: list[float]  # mean of each window, nats per token
 
@@ -122,39 +127,56 @@ def measure(
     scored: dict[Method, list[_Scored]] = {method: [] for method in (baseline, *methods)}
     made, tell = Calibrations(calibrations), progress or silent
     use = {method: made.of(method) for method in scored}
+    causal = all(method.causal for method in scored)
+    block = None if causal else max(one.group for one in methods if one != baseline)
     for method in scored:  # raises for bad input before the first forward pass
-        KVCache(model, method, attend="store", calibration=use[method])
+        _empty(model, method, use[method], block)
     total, done = len(ids) * len(scored), 0
     for number, window in enumerate(ids.to(model.device)):
         full = None  # logits, computed where a method has not finished this window
         for method, windows in scored.items():
             tell(done, total, method.spec)
-            name = f"{method.spec} window {number}"
+            name = f"{method.spec} window {number}" + (f" by {block}" if block else "")
             held = runs.load(name)
             if held is None:
                 if full is None:
-                    full, whole = _forward(model, window, baseline, None)
+                    full, whole = _forward(model, window, baseline, None, block)
                 logits, part = full, whole
                 if method != baseline:
-                    logits, part = _forward(model, window, method, use[method])
+                    logits, part = _forward(model, window, method, use[method], block)
                 part |= _score(logits, full, window)
                 held = [part]
                 runs.save(name, held)
             windows.append(_Scored(**held[0]))
             done += 1
     tell(done, total, method.spec)
-    return [_row(method.spec, scored[method], scored[baseline], ids) for method in methods]
+    return [_row(method.spec, scored[method], scored[baseline], ids, block) for method in methods]
+
+
+def _empty(
+    model: Any, method: Method, calibration: Calibration | None, block: int | None
+) -> KVCache:
+    attend = "store" if block is None else "chunk"
+    return KVCache(model, method, attend=attend, calibration=calibration)
 
 
 @torch.inference_mode()
 def _forward(
-    model: Any, window: Tensor, method: Method, calibration: Calibration | None
+    model: Any,
+    window: Tensor,
+    method: Method,
+    calibration: Calibration | None,
+    block: int | None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Logits ``[T - 1, V]`` of ``window [T]``, and what the pass took."""
     # Made before the clock starts, since the first cache of a method does its offline work.
-    cache = KVCache(model, method, attend="store", calibration=calibration)
+    cache = _empty(model, method, calibration, block)
     started = time.perf_counter()
-    logits = model(window[None], past_key_values=cache, use_cache=True).logits[0, :-1]
+    parts = [
+        model(part[None], past_key_values=cache, use_cache=True).logits[0]
+        for part in window.split(block or len(window))
+    ]
+    logits = torch.cat(parts)[:-1] if len(parts) > 1 else parts[0][:-1]
     seconds, report = time.perf_counter() - started, cache.report()
     sizes = ("bits_per_value", "code_bits", "cache_ratio", "cache_bytes", "full_cache_bytes")
     return logits, {"seconds": seconds, **{size: getattr(report, size) for size in sizes}}
@@ -179,7 +201,11 @@ def _score(logits: Tensor, full: Tensor, window: Tensor) -> dict[str, float]:
 
 
 def _row(
-    spec: str, scored: Sequence[_Scored], full: Sequence[_Scored], ids: Tensor
+    spec: str,
+    scored: Sequence[_Scored],
+    full: Sequence[_Scored],
+    ids: Tensor,
+    block: int | None,
 ) -> PerplexityRow:
     windows, context = ids.shape
     nll = [window.nll for window in scored]
@@ -204,6 +230,7 @@ def _row(
         tokens=windows * (context - 1),
         windows=windows,
         context=context,
+        block=block,
         seconds=math.fsum(window.seconds for window in scored),
         window_nll=nll,
     )

@@ -119,7 +119,7 @@ class Method(ABC):
     @property
     def calibrated_as(self) -> str:
         """The spec without the options that calibrating does not depend on."""
-        return dataclasses.replace(self, tail=0).spec
+        return dataclasses.replace(self, tail=0).spec if self.needs_calibration else self.spec
 
     def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
         """The tensors of a calibration for layers like ``views``; none where none is needed."""
