@@ -3,6 +3,7 @@ import os
 
 import pytest
 
+from questions import harness_folder, longbench
 from words import text_of
 from xquant.reproduce.experiments import EXPERIMENTS
 
@@ -70,6 +71,8 @@ def test_a_figure_is_written_as_rows_and_pictures(run, model, text, tmp_path):
         (["xquant/table1", "MODEL", "--text", "TEXT", "--context", "40"], "holds 2 windows of 40"),
         (["xquant/table1", "MODEL", "--text", "TEXT", "--json", "no/where.json"], "cannot write"),
         (["xquant/table1", "MODEL", "--text", "TEXT", "--output", "TEXT"], "not a folder"),
+        (["xquant/table1", "MODEL", "--text", "TEXT", "--task", "gsm8k"], "it runs no tasks"),
+        (["xquant/table3", "MODEL", "--task", "trec"], "no task 'trec': its tasks are gsm8k"),
     ],
 )
 def test_bad_input_is_one_line(run, model, text, asked, message):
@@ -87,3 +90,17 @@ def test_missing_data_is_named_with_its_form(run, model, text, tmp_path):
     assert "gsm8k/test.jsonl" in err
     assert "question, answer" in err
     assert err.count("\n") == 1
+
+
+def test_tasks_can_be_chosen_and_averages_are_over_them(run, tmp_path):
+    pytest.importorskip("lm_eval")
+    longbench(tmp_path), longbench(tmp_path, "samsum")
+    model = harness_folder(tmp_path / "model")
+    asked = ("reproduce", "crosslayer/table3", model, "--data", tmp_path, "--limit", 1)
+    status, out, err = run(*asked, "--task", "longbench_samsum", "--json", "-")
+    assert (status, err) == (0, "")
+    rows = json.loads(out)
+    assert {row["task"] for row in rows} == {"longbench_samsum", "average"}
+    assert rows[0]["tasks"] == ["longbench_samsum"]
+    of_task, of_all = (row for row in rows if row["row"] == "KIVI")
+    assert of_task["kl"] == of_all["kl"]

@@ -48,6 +48,13 @@ if TYPE_CHECKING:
     type=click.Path(exists=True),
     help="Folder of the tasks' data, where tasks are run.",
 )
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    metavar="NAME",
+    help="Run this task of the table; may be given several times.  [default: all of them]",
+)
 @click.option("--limit", type=click.IntRange(1), help="Rows of a task.  [default: all]")
 @click.option(
     "--calibration-text",
@@ -95,6 +102,7 @@ def run(
     device: str | None,
     text: str | None,
     data: str | None,
+    tasks: Sequence[str],
     calibration_text: str | None,
     artifacts: Sequence[str],
     resume: str | None,
@@ -116,6 +124,7 @@ def run(
             f"{experiment.id} is measured on a text: give --text FILE, which is UTF-8, .jsonl with"
             ' "text" fields, or WikiText\'s .raw'
         )
+    printed = chosen(experiment, tasks)
     if output is not None and experiment.draw is not None:
         import matplotlib  # noqa: F401  # a missing package is told of at once
     calibrations = load_calibrations(artifacts)
@@ -133,13 +142,14 @@ def run(
             progress=show,
             **size,
         )
-        rows = experiment.run(setup, experiment.printed)
+        rows = experiment.run(setup, printed)
     subject = {
         "experiment": experiment.id,
         "source": experiment.paper,
         "model": model,
         "text": None if text is None else text_name(text),
         "data": None if data is None else Path(data).name,
+        "tasks": list(tasks) or None,
         "size": size,
         "dtype": dtype,
         "device": str(network.device),
@@ -150,6 +160,23 @@ def run(
         write_files(experiment, rows, Path(output))
     if json_file != STDOUT:
         print_rows(experiment, rows)
+
+
+def chosen(experiment: "Experiment", tasks: Sequence[str]) -> list[dict[str, Any]]:
+    """The printed rows of these tasks, and of averages; of all tasks where none is named.
+
+    Raises:
+        ValueError: the experiment has no such task.
+    """
+    from ..reproduce.experiment import AVERAGE
+
+    rows = experiment.printed
+    known = dict.fromkeys(row["task"] for row in rows if row.get("task", AVERAGE) != AVERAGE)
+    unknown = next((task for task in tasks if task not in known), None)
+    if unknown is not None:
+        there = f"its tasks are {', '.join(known)}" if known else "it runs no tasks"
+        raise ValueError(f"{experiment.id} has no task '{unknown}': {there}")
+    return [row for row in rows if not tasks or row["task"] in (*tasks, AVERAGE)]
 
 
 def write_files(experiment: "Experiment", rows: list[dict[str, Any]], folder: Path) -> None:
