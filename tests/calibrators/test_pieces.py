@@ -150,7 +150,7 @@ def test_gradients_are_those_of_the_projections(family: str) -> None:
         handle.remove()
     method = parse_method("kvquant-2bit")
     stage = Keep()
-    collect(model, ids, find_calibrator(method, views).codecs, stage, lambda: None)
+    collect(model, ids, [(find_calibrator(method, views).codecs, stage)], lambda: None)
     for position, view in enumerate(views):
         rows = stage.rows[position]
         key, value = outputs[view.key_module], outputs[view.value_module]
@@ -169,7 +169,7 @@ def test_gradients_predict_how_the_loss_moves(family: str) -> None:
     views = attach(model).view.compressed
     stage = Keep()
     codecs = find_calibrator(parse_method("kvquant-2bit"), views).codecs
-    collect(model, ids, codecs, stage, lambda: None)
+    collect(model, ids, [(codecs, stage)], lambda: None)
 
     view = views[-1]
 

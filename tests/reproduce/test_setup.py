@@ -32,14 +32,14 @@ def test_without_a_text_the_model_writes_one():
 
 def test_a_calibration_at_hand_is_used(monkeypatch):
     given = make().calibrated(METHODS)
-    monkeypatch.setattr(module, "calibrate_on", None)
+    monkeypatch.setattr(module, "calibrate_together", None)
     assert make(calibrations=given).calibrated(METHODS).of(METHODS[0]) == given.of(METHODS[0])
 
 
 def test_what_is_finished_is_found_again(tmp_path, monkeypatch):
     specs = [method.spec for method in METHODS]
     first = make(resume=tmp_path).perplexity(specs)
-    monkeypatch.setattr(module, "calibrate_on", None)
+    monkeypatch.setattr(module, "calibrate_together", None)
     again = make(resume=tmp_path)
     monkeypatch.setattr(type(again.model), "forward", None)
     assert again.perplexity(specs) == first
@@ -72,6 +72,19 @@ def test_another_calibration_text_is_another_calibration(tmp_path):
 
 
 def test_a_text_too_short_is_refused_before_the_calibration(monkeypatch):
-    monkeypatch.setattr(module, "calibrate_on", None)
+    monkeypatch.setattr(module, "calibrate_together", None)
     with pytest.raises(ValueError, match="one window needs 24"):
         Setup(tiny("llama"), word_tokenizer(), text_of(9), context=24).perplexity(["kvquant-2bit"])
+
+
+def test_methods_calibrated_together_get_what_they_get_alone(monkeypatch):
+    specs = ["kvquant-2bit:scales=offline", "kvquant-3bit-5%", "tc-2bit", "kvquant-2bit:rope=post"]
+    methods = [parse_method(spec) for spec in specs]
+    monkeypatch.setattr(module, "TOGETHER", 3)
+    together = make().calibrated(methods)
+    for method in methods:
+        alone = make().calibrated([method]).of(method)
+        own = together.of(method)
+        assert own.tensors.keys() == alone.tensors.keys()
+        for name, tensor in own.tensors.items():
+            assert tensor.equal(alone.tensors[name])

@@ -1,4 +1,4 @@
-"""Runs a model over samples, and gives a calibrator each layer's keys and values with their gradients.
+"""Runs a model over samples, and gives calibrators each layer's keys and values with their gradients.
 
 Gradients are of the loss with respect to the keys and values that a cache is given. RoPE is a rotation
 times a factor, so its transpose turns gradients of rotated keys into gradients of keys before RoPE.
@@ -76,40 +76,54 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
 def collect(
     model: Any,
     samples: Tensor,
-    codecs: Sequence[LayerCodec],
-    stage: Stage,
+    stages: Sequence[tuple[Sequence[LayerCodec], Stage]],
     done: Callable[[], None],
 ) -> None:
-    """Give ``stage`` the keys and values of every sample ``[N, T]`` (token ids) at every layer; ``done`` is
-    called after each sample."""
+    """Give every stage the keys and values of every sample ``[N, T]`` (token ids) at every layer, as its own
+    codecs pack them. ``done`` is called after each sample."""
     attachment = attach(model)
-    with _frozen(model), torch.set_grad_enabled(stage.gradients):
+    with (
+        _frozen(model),
+        torch.set_grad_enabled(any(stage.gradients for _, stage in stages)),
+    ):
         for sample in samples.to(model.device):
-            _collect_one(model, attachment, sample, codecs, stage)
+            _collect_one(model, attachment, sample, stages)
             done()
 
 
 def _collect_one(
-    model: Any, attachment: Attachment, sample: Tensor, codecs: Sequence[LayerCodec], stage: Stage
+    model: Any,
+    attachment: Attachment,
+    sample: Tensor,
+    stages: Sequence[tuple[Sequence[LayerCodec], Stage]],
 ) -> None:
-    recorder = _Recorder(attachment, stage.gradients)
+    wanted = torch.is_grad_enabled()
+    recorder = _Recorder(attachment, wanted)
     logits = model(sample[None], past_key_values=recorder, use_cache=True).logits[0, :-1]
-    seen = [recorder.seen[codec.view.index] for codec in codecs]
-    gradients: list[Tensor | None] = [None] * (2 * len(seen))
-    if stage.gradients:
+    seen, gradients = recorder.seen, dict[int, tuple[Tensor, Tensor]]()
+    if wanted:
         loss = F.cross_entropy(logits.float(), sample[1:])
-        states = [t for s in seen for t in (s.key, s.value)]
-        gradients = list(torch.autograd.grad(loss, states))
+        states = [t for s in seen.values() for t in (s.key, s.value)]
+        found = torch.autograd.grad(loss, states)
+        gradients = dict(zip(seen, zip(found[::2], found[1::2], strict=True), strict=True))
     del logits
     with torch.no_grad():
-        for position, (codec, states) in enumerate(zip(codecs, seen, strict=True)):
-            rows = codec.encode(codec.features(states).unsqueeze(1), None)[0, 0].detach()
-            key, value = rows.split(codec.view.kv_width, -1)
-            key_gradient, value_gradient = gradients[2 * position : 2 * position + 2]
-            if key_gradient is not None and value_gradient is not None:
-                key_gradient = _before_rope(codec, key_gradient, attachment)
-                value_gradient = flat_heads(value_gradient)[0]
-            stage.see(position, Rows(key, value, key_gradient, value_gradient))
+        for codecs, stage in stages:
+            for position, codec in enumerate(codecs):
+                index = codec.view.index
+                given = gradients[index] if stage.gradients else None
+                stage.see(position, _rows(codec, seen[index], given, attachment))
+
+
+def _rows(
+    codec: LayerCodec, states: Any, gradients: tuple[Tensor, Tensor] | None, attachment: Attachment
+) -> Rows:
+    rows = codec.encode(codec.features(states).unsqueeze(1), None)[0, 0].detach()
+    key, value = rows.split(codec.view.kv_width, -1)
+    if gradients is None:
+        return Rows(key, value, None, None)
+    key_gradient = _before_rope(codec, gradients[0], attachment)
+    return Rows(key, value, key_gradient, flat_heads(gradients[1])[0])
 
 
 def _before_rope(codec: LayerCodec, gradient: Tensor, attachment: Attachment) -> Tensor:

@@ -1,6 +1,8 @@
 """`calibrate`: from a model, a method and some text to an artifact."""
 
 import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -75,7 +77,6 @@ def calibrate(
     return calibrate_on(model, samples, method, name, progress)
 
 
-@torch.inference_mode(False)  # a caller may be in it; a backward pass cannot use its tensors
 def calibrate_on(
     model: Any,
     samples: Tensor,
@@ -84,12 +85,25 @@ def calibrate_on(
     progress: Progress | None = None,
 ) -> Calibration:
     """`calibrate` on token ids ``[N, T]``, each row a sequence of its own."""
+    return calibrate_together(model, samples, [parse_method(method)], name, progress)[0]
+
+
+@torch.inference_mode(False)  # a caller may be in it; a backward pass cannot use its tensors
+def calibrate_together(
+    model: Any,
+    samples: Tensor,
+    methods: Sequence[Method],
+    name: str = "tokens",
+    progress: Progress | None = None,
+) -> list[Calibration]:
+    """`calibrate_on` for several methods, with as many passes over the samples as the longest needs."""
     from .. import __version__
 
-    method, views = parse_method(method), attach(model).view.compressed
-    calibrator = find_calibrator(method, views)
+    views = attach(model).view.compressed
+    calibrators = [find_calibrator(method, views) for method in methods]
     samples, tell = samples.clone(), progress or silent
-    for number, stage in enumerate(calibrator.stages(*samples.shape), 1):
+    passes = zip_longest(*(each.stages(*samples.shape) for each in calibrators))
+    for number, stages in enumerate(passes, 1):
         done = 0
 
         def step(what: str = f"pass {number}") -> None:
@@ -97,17 +111,24 @@ def calibrate_on(
             done += 1
             tell(done, len(samples), what)
 
-        collect(model, samples, calibrator.codecs, stage, step)
-    tensors = calibrator.tensors()
-    check(tensors, method.expected(views), "give another text")
+        pairs = zip(calibrators, stages, strict=True)
+        given = [(each.codecs, stage) for each, stage in pairs if stage is not None]
+        collect(model, samples, given, step)
     digest = hashlib.sha256(samples.to("cpu", torch.int64).numpy().tobytes()).hexdigest()
-    return Calibration(
-        tensors=tensors,
-        method=method.calibrated_as,
-        model=fingerprint(views),
-        text=f"{name[:NAMED]}, sha256 {digest[:16]}, {samples.numel()} tokens",
-        version=__version__,
-    )
+    made = []
+    for method, calibrator in zip(methods, calibrators, strict=True):
+        tensors = calibrator.tensors()
+        check(tensors, method.expected(views), "give another text")
+        made.append(
+            Calibration(
+                tensors=tensors,
+                method=method.calibrated_as,
+                model=fingerprint(views),
+                text=f"{name[:NAMED]}, sha256 {digest[:16]}, {samples.numel()} tokens",
+                version=__version__,
+            )
+        )
+    return made
 
 
 def own_calibration(

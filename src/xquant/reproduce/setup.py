@@ -14,7 +14,7 @@ from ..analysis.memory import CacheLayout
 from ..analysis.shapes import Skeleton
 from ..calibration import Calibration
 from ..calibrations import Calibrations
-from ..calibrators.run import calibrate_on
+from ..calibrators.run import calibrate_together
 from ..calibrators.writing import GENERATED, write_samples
 from ..codecs import fingerprint
 from ..evals.perplexity import PerplexityRow, measure
@@ -27,6 +27,9 @@ from ..text import cut_windows
 
 if TYPE_CHECKING:
     from ..evals.tasks import TaskRow
+
+TOGETHER = 8
+"""Methods that are calibrated in the same passes: each holds about 100 MB of counts for a small model."""
 
 
 @dataclass
@@ -107,7 +110,13 @@ class Setup:
 
     def calibrated(self, methods: Sequence[Method]) -> Calibrations:
         """The calibrations of the methods that need one, made where they are missing."""
-        made = [self._calibrate(method) for method in self.calibrations.lacking(methods)]
+        lacking = self.calibrations.lacking(methods)
+        found = [self._kept(method) for method in lacking]
+        left = [method for method, one in zip(lacking, found, strict=True) if one is None]
+        made = [one for one in found if one is not None]
+        while left:
+            together, left = left[:TOGETHER], left[TOGETHER:]
+            made += self._calibrate(together)
         self.calibrations = Calibrations([*self.calibrations, *made])
         return self.calibrations
 
@@ -117,24 +126,36 @@ class Setup:
         device, dtype = str(self.model.device), str(self.model.dtype)
         return Runs(self.resume, {**subject, **facts, "device": device, "dtype": dtype})
 
-    def _calibrate(self, method: Method) -> Calibration:
-        size = self.context, self.calibration_windows
+    def _kept(self, method: Method) -> Calibration | None:
+        """The calibration that an earlier run of the same code has made."""
+        file = self._file(method)
+        if file is None or not file.exists():
+            return None
         views = attach(self.model).view.compressed
-        made_for = method.calibrated_as, fingerprint(views)
+        own = fingerprint(views)
+        found = kept.usable(file, method.calibrated_as, own, method.expected(views))
+        if found is None:
+            tell_unfit(file)
+        return found
+
+    def _calibrate(self, methods: Sequence[Method]) -> list[Calibration]:
+        samples, name = self._samples
+        made = calibrate_together(self.model, samples, methods, name, self.progress)
+        for method, one in zip(methods, made, strict=True):
+            file = self._file(method)
+            if file is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                one.save(file)
+        return made
+
+    def _file(self, method: Method) -> Path | None:
+        if self.resume is None:
+            return None
+        made_for = method.calibrated_as, fingerprint(attach(self.model).view.compressed)
+        size = self.context, self.calibration_windows
         source = *made_for, self.calibration_text, size, code_digest()
         key = hashlib.sha256(repr(source).encode()).hexdigest()
-        file = self.resume and self.resume / f"calibration-{key[:16]}.safetensors"
-        if file and file.exists():
-            found = kept.usable(file, *made_for, method.expected(views))
-            if found is not None:
-                return found
-            tell_unfit(file)
-        samples, name = self._samples
-        made = calibrate_on(self.model, samples, method, name, self.progress)
-        if file:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            made.save(file)
-        return made
+        return self.resume / f"calibration-{key[:16]}.safetensors"
 
     @cached_property
     def _samples(self) -> tuple[Tensor, str]:
