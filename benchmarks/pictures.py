@@ -1,14 +1,20 @@
-"""Draws the pictures of README.md and docs/ from the results files, for light and for dark pages.
+"""Draws the pictures of README.md and docs/ from the results files.
 
-python benchmarks/pictures.py
+    python benchmarks/pictures.py
+
+Those of the front page are for light and for dark pages. Those of the papers' experiments have a white ground
+for both.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from measured import beside
 
+from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.results.plots import as_svg, new_figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,6 +87,40 @@ def main() -> None:
     with matplotlib.rc_context({"savefig.transparent": True}):
         for name, ink in (("light", LIGHT), ("dark", DARK)):
             (IMAGES / f"quality-{name}.svg").write_text(as_svg(quality(ink)) + "\n")
+    of_papers()
+
+
+def of_papers() -> None:
+    """What the experiments draw of their results files, and nothing else in their folder."""
+    folder = IMAGES.parent / beside.IMAGES
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.svg"):
+        old.unlink()
+    for experiment in EXPERIMENTS.values():
+        for file in beside.results(experiment):
+            for name, figure in beside.pictures(experiment, file).items():
+                (folder / beside.picture(file, name)).write_text(short(as_svg(figure)) + "\n")
+
+
+def short(svg: str) -> str:
+    """A picture whose paths go to hundredths of a point, and name one coordinate where the other stays: a
+    third of the size where there are many steps."""
+
+    def shorter(path: re.Match[str]) -> str:
+        lines, at = [], ("", "")
+        for line in path[2].split("\n"):
+            command, *numbers = re.sub(r"\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}", line).split()
+            x, y = numbers[-2:] or at
+            if command == "L" and x == at[0]:
+                lines.append(f"V{y}")
+            elif command == "L" and y == at[1]:
+                lines.append(f"H{x}")
+            else:
+                lines.append(command + " ".join(numbers))
+            at = x, y
+        return path[1] + "".join(lines) + path[3]
+
+    return re.sub(r'( d=")([^"]*?)(\s*")', shorter, svg)
 
 
 if __name__ == "__main__":

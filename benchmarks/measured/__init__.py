@@ -1,6 +1,6 @@
 """The tables of measured figures, by what they are about."""
 
-from . import quality, speed
+from . import papers, quality, speed
 from .common import TABLES
 
-__all__ = ["TABLES", "quality", "speed"]
+__all__ = ["TABLES", "papers", "quality", "speed"]
