@@ -3,8 +3,9 @@
     python benchmarks/reproduce.py --data DATA              # all, those that have a file left out
     python benchmarks/reproduce.py --data DATA xquant/table1 kvquant/table8
 
-DATA holds the texts: ``wikitext2/test.raw`` and ``wikitext2/train-slice.raw``. What is finished is kept in
-build/reproduce, so the same command goes on from there. None of these experiments is timed.
+DATA holds the texts, ``wikitext2/test.raw`` and ``wikitext2/train-slice.raw``, and the tasks' files (see
+docs/evaluation-tasks.md). What is finished is kept in build/reproduce, so the same command goes on from there.
+None of these experiments is timed.
 """
 
 import shlex
@@ -21,7 +22,22 @@ RESULTS = ROOT / "benchmarks" / "results" / "reproduce"
 XQUANT = Path(sys.executable).with_name("xquant")
 
 TEXT = "--text data/wikitext2/test.raw --windows 4"
-CALIBRATED = f"{TEXT} --calibration-text data/wikitext2/train-slice.raw"
+CALIBRATION = "--calibration-text data/wikitext2/train-slice.raw"
+CALIBRATED = f"{TEXT} {CALIBRATION}"
+TASKS = "--dtype bfloat16 --data data"
+LONGBENCH = f"{TASKS} --limit 20 --answer 16"
+MANY_TASKS = f"{TASKS} --limit 8 --answer 16"
+
+
+def chosen(names: str) -> str:
+    """The options for tasks of LongBench, of the names without their beginning."""
+    return " ".join(f"--task longbench_{name}" for name in names.split())
+
+
+# Summaries are left out: 512 tokens are written for each.
+QUESTIONS = chosen(
+    "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique trec triviaqa samsum repobench-p lcc"
+)
 
 RUNS: dict[str, str] = {
     "xquant/table1": TEXT,
@@ -31,7 +47,16 @@ RUNS: dict[str, str] = {
     "xquant/figure1": CALIBRATED,
     "xquant/figure3": TEXT,
     "xquant/figureB.2": TEXT,
+    "xquant/table2": f"{MANY_TASKS} {QUESTIONS}",
+    "xquant/table3": f"{TASKS} --limit 20",
     "crosslayer/figure2": TEXT,
+    "crosslayer/table2": f"{TASKS} --limit 40",
+    "crosslayer/table3": MANY_TASKS,
+    **dict.fromkeys((f"crosslayer/table{n}" for n in (1, 4, 5, 6, 7, 8)), LONGBENCH),
+    "kvquant/table2": f"{CALIBRATION} --dtype bfloat16 --limit 25",
+    "kvquant/table3": f"{MANY_TASKS} {CALIBRATION} {QUESTIONS}"
+    f" {chosen('passage_retrieval_en passage_count')}",
+    "kvquant/table4": f"{TASKS} {CALIBRATION} --context 1024 --limit 5 --answer 64",
     "kvquant/table7": "",
     "kvquant/table8": "",
     "kvquant/table9": TEXT,

@@ -4,7 +4,8 @@ import torch
 from matrix import DROPPING
 from models import tiny
 from questions import harness_tokenizer, longbench, words
-from xquant import KVCache
+from xquant import Full, KVCache, parse_method
+from xquant.calibrations import Calibrations
 from xquant.evals.agreement import ANSWER, LAST, Agreement, Comparison, mean
 
 METHODS = ["kivi-4bit:group=8", "xquant-4bit:group=8", "kivi-2bit:group=8,tail=16", *DROPPING]
@@ -21,14 +22,12 @@ def prompts(count=2, length=60):
 
 
 def compare(model, methods, asked):
-    """The agreement of each method on each prompt."""
-    comparison, found = Comparison(), []
-    for method in ["full", *methods]:
-        comparison.begin(method == "full")
-        for prompt in asked:
-            comparison.read(model, KVCache(model, method), prompt)
-        found.append(comparison.found)
-    return found
+    """The agreement of the full cache and of each method, on each prompt."""
+    methods = [parse_method(method) for method in methods]
+    comparison = Comparison(model, methods, Calibrations())
+    for prompt in asked:
+        comparison.answer(Full(), prompt, lambda cache: None)
+    return list(comparison.found.values())
 
 
 def greedy(model, method, prompt):
@@ -44,10 +43,8 @@ def greedy(model, method, prompt):
 
 
 def test_the_full_cache_agrees_with_itself(model):
-    first, again = compare(model, ["full"], prompts())
-    assert first == [Agreement(0.0, ANSWER)] * 2
-    assert [one.same_tokens for one in again] == [ANSWER] * 2
-    assert all(one.kl < 1e-9 for one in again)
+    (found,) = compare(model, ["full"], prompts())
+    assert found == [Agreement(0.0, ANSWER)] * 2
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -63,7 +60,7 @@ def test_same_tokens_are_those_of_greedy_decoding(model, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_divergence_is_that_of_predictions_that_read_the_store(model, method):
     (prompt,) = prompts(1)
-    _, ((found),) = compare(model, [method], [prompt])
+    _, (found,) = compare(model, [method], [prompt])
     with torch.inference_mode():
         full = model(prompt).logits[0, -LAST:].log_softmax(-1)
         cache = KVCache(model, method)
@@ -77,6 +74,21 @@ def test_a_short_prompt_is_compared_too(model):
     first, found = compare(model, ["kivi-2bit:group=8"], prompts(1, LAST - 3))
     assert first == [Agreement(0.0, ANSWER)]
     assert found[0].kl < 1e-9  # nothing was stored before
+
+
+@pytest.mark.parametrize("prompt", prompts(1) + prompts(1, LAST + 7))
+def test_answers_are_those_of_caches_of_their_own(model, prompt):
+    methods = [Full(), *map(parse_method, METHODS), parse_method("xquant-cl-2bit:group=8")]
+    comparison = Comparison(model, methods, Calibrations())
+
+    def generate(cache):
+        return model.generate(prompt, past_key_values=cache, max_new_tokens=9, do_sample=False)
+
+    for method in methods:
+        cache = KVCache(model, method)
+        with torch.inference_mode():
+            model(prompt[:, :-LAST], past_key_values=cache)
+        assert torch.equal(comparison.answer(method, prompt, generate), generate(cache))
 
 
 def test_means_are_over_prompts():
@@ -115,6 +127,18 @@ def test_a_task_is_compared_with_the_same_answers(model, tmp_path):
     assert ANSWER >= near.same_tokens >= far.same_tokens
     alone = evaluate(model, harness_tokenizer(), methods, asked, 2)
     assert all(row.kl is None and row.same_tokens is None for row in alone)
+
+
+def test_answers_can_be_cut(model):
+    pytest.importorskip("lm_eval")
+    from xquant.evals.harness import XQuantLM
+
+    lm = XQuantLM(model, tokenizer=harness_tokenizer(), device="cpu")
+    (prompt,) = prompts(1)
+    whole = lm._model_generate(prompt, 80, [], attention_mask=torch.ones_like(prompt))
+    lm.most = 3
+    cut = lm._model_generate(prompt, 80, [], attention_mask=torch.ones_like(prompt))
+    assert torch.equal(cut, whole[:, :63])
 
 
 def test_of_a_long_prompt_the_end_is_read(model):

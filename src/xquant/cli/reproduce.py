@@ -57,6 +57,11 @@ if TYPE_CHECKING:
 )
 @click.option("--limit", type=click.IntRange(1), help="Rows of a task.  [default: all]")
 @click.option(
+    "--answer",
+    type=click.IntRange(1),
+    help="Tokens of an answer at most.  [default: as the task has it]",
+)
+@click.option(
     "--calibration-text",
     metavar="FILE",
     type=IN_FILE,

@@ -5,7 +5,8 @@ on a prompt's last tokens, and along the answer that it gives with the full cach
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from statistics import fmean
@@ -14,8 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 from ..cache import KVCache
+from ..calibrations import Calibrations
+from ..kernels.call import AttentionCall
+from ..methods import Full, Method
+from ..models import AttentionView
+from ..seam.passes import Given, ObservingCache
 
 LAST = 16
 """Tokens at the end of a prompt that read the tokens before them from the store."""
@@ -36,6 +43,91 @@ def mean(found: Sequence[Agreement]) -> Agreement:
     return Agreement(fmean(one.kl for one in found), fmean(one.same_tokens for one in found))
 
 
+class Comparison:
+    """Reads each prompt of a task once for all methods, the full cache first, and compares what they predict.
+
+    ``found`` has the agreement of each method on each prompt. The answers are kept too: `answer` gives them
+    in the order of the prompts.
+    """
+
+    def __init__(self, model: Any, methods: Sequence[Method], calibrations: Calibrations) -> None:
+        self._model = model
+        self._given = {method: calibrations.of(method) for method in (Full(), *methods)}
+        self._answers: dict[Method, deque[Tensor]] = {method: deque() for method in self._given}
+        self.found: dict[Method, list[Agreement]] = {method: [] for method in self._given}
+
+    def answer(
+        self, method: Method, prompt: Tensor, generate: Callable[[KVCache], Tensor]
+    ) -> Tensor:
+        """The token ids of ``prompt`` ``[1, T]`` and of its answer.
+
+        Args:
+            generate: makes them with a cache that may hold the prompt's first tokens.
+        """
+        if method == Full():
+            self._read(prompt, generate)
+        return self._answers[method].popleft()
+
+    @torch.inference_mode()
+    def _read(self, prompt: Tensor, generate: Callable[[KVCache], Tensor]) -> None:
+        caches = {
+            method: KVCache(self._model, method, calibration=calibration)
+            for method, calibration in self._given.items()
+        }
+        last = min(LAST, prompt.shape[1])
+        earlier, rest = prompt.split([prompt.shape[1] - last, last], 1)
+        if earlier.shape[1]:
+            together = Together(list(caches.values()))
+            self._model(earlier, past_key_values=together, logits_to_keep=1)
+        full: _Reference | None = None
+        for method, cache in caches.items():
+            aside = copy.deepcopy(cache)
+            full = full or _reference(self._model, aside, rest)
+            self.found[method].append(_compare(self._model, copy.deepcopy(cache), rest, full))
+            self._answers[method].append(generate(cache))
+
+
+class Together(DynamicCache, ObservingCache):
+    """Fills empty caches of one model in one forward pass. It holds nothing itself, and is used once."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        super().__init__()
+        self.caches, self.attachment = caches, caches[0].attachment
+
+    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+        for cache in self.caches:
+            cache.begin(batch, length, mask)
+
+    def observe(self, view: AttentionView, given: Given) -> None:
+        for cache in self.caches:
+            cache.observe(view, given)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """All return the same: tokens of a first forward pass attend to each other exactly."""
+        current, states = self.attachment.current, (key_states, value_states)
+        seen = None if current is None else current.inputs.get(layer_idx)
+        for cache in self.caches:
+            if current is not None and seen is not None:
+                current.inputs[layer_idx] = seen  # each takes it away
+            states = cache.update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
+    def see(self, index: int, call: AttentionCall) -> None:
+        for cache in self.caches:
+            cache.see(index, call)
+
+    def answer(
+        self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return key, value, mask
+
+    def finish(self, failed: bool = False) -> None:
+        for cache in self.caches:
+            cache.finish(failed)
+
+
 @dataclass(frozen=True)
 class _Reference:
     """What the model does with the full cache."""
@@ -44,42 +136,7 @@ class _Reference:
     answer: list[int]  # ANSWER token ids
 
 
-class Comparison:
-    """Compares caches with the full one, prompt by prompt. All get the same prompts in the same order, the
-    full cache first. Its logits stay in memory: `LAST` rows of a prompt.
-
-    ``found`` has the agreement of each prompt since the last `begin`.
-    """
-
-    def __init__(self) -> None:
-        self._references: list[_Reference] = []
-        self._expected: Iterator[_Reference] | None = None
-        self.found: list[Agreement] = []
-
-    def begin(self, full: bool) -> None:
-        """What follows are all prompts with the full cache, or with another."""
-        if full:
-            self._references.clear()
-        self._expected = None if full else iter(self._references)
-        self.found = []
-
-    @torch.inference_mode()
-    def read(self, model: Any, cache: KVCache, prompt: Tensor) -> None:
-        """Read ``prompt`` ``[1, T]`` without its last tokens into an empty cache, and compare on a copy."""
-        last = min(LAST, prompt.shape[1])
-        earlier, rest = prompt.split([prompt.shape[1] - last, last], 1)
-        if earlier.shape[1]:
-            model(earlier, past_key_values=cache, logits_to_keep=1)
-        aside = copy.deepcopy(cache)
-        if self._expected is None:
-            own = _answer(model, aside, rest)
-            self._references.append(own)
-            self.found.append(Agreement(0.0, ANSWER))
-        else:
-            self.found.append(_compare(model, aside, rest, next(self._expected)))
-
-
-def _answer(model: Any, cache: KVCache, rest: Tensor) -> _Reference:
+def _reference(model: Any, cache: KVCache, rest: Tensor) -> _Reference:
     logits = model(rest, past_key_values=cache).logits
     tokens = list(islice(_greedy(model, cache, logits), ANSWER))
     return _Reference(logits[0], tokens)

@@ -46,7 +46,7 @@ class XQuantLM(HFLM):
         device: where to put the model; by default the GPU where there is one.
         more: all other arguments of ``hf``.
 
-    Of prompts that are longer than ``longest`` tokens their end is read.
+    Of prompts that are longer than ``longest`` tokens the end is read, and answers end after ``most`` tokens.
     With a ``comparison``, which takes prompts one at a time, a prompt's last tokens read the earlier ones
     from the store, like a question about a text that was read before.
 
@@ -66,6 +66,7 @@ class XQuantLM(HFLM):
     ) -> None:
         self.method = parse_method(method)
         self.longest: int | None = None
+        self.most: int | None = None
         self.comparison: Comparison | None = None
         self.calibration = (
             Calibration.load(calibration)
@@ -93,14 +94,20 @@ class XQuantLM(HFLM):
         self, context: Tensor, max_length: int, stop: list[str], **generation: Any
     ) -> Tensor:
         """Token ids of prompts ``context`` ``[B, T]``, padded on the left, and their continuations."""
-        cache = KVCache(self.model, self.method, calibration=self.calibration)
+
+        if self.most is not None:
+            max_length = min(max_length, context.shape[1] + self.most)
+
+        def generate(cache: KVCache) -> Tensor:
+            tokens: Tensor = super(XQuantLM, self)._model_generate(
+                context, max_length, stop, past_key_values=cache, **generation
+            )
+            return tokens
+
         if self.comparison is not None:
             with self._precision():
-                self.comparison.read(self.model, cache, context)
-        tokens: Tensor = super()._model_generate(
-            context, max_length, stop, past_key_values=cache, **generation
-        )
-        return tokens
+                return self.comparison.answer(self.method, context, generate)
+        return generate(KVCache(self.model, self.method, calibration=self.calibration))
 
     def _model_call(self, inps: Tensor, **unused: Any) -> Tensor:
         """Logits ``[B, T, V]`` of texts ``inps`` ``[B, T]``, padded on the right."""

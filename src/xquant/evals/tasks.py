@@ -72,6 +72,7 @@ def evaluate(
     calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
     longest: int | None = None,
+    most: int | None = None,
     compare: bool = False,
 ) -> list[TaskRow]:
     """Run each task with the full cache first, then with each of ``methods``.
@@ -87,7 +88,9 @@ def evaluate(
         runs: keeps the result of each task with each method, and gives it back to a run that goes on after a
             stop. Its subject names the model and the calibrations.
         longest: tokens of a prompt; of a longer one the end is read. None for as many as the model reads.
-        compare: also measure `agreement` on the prompts of answers, which are read one at a time.
+        most: tokens of an answer; None for as many as the task allows.
+        compare: also measure `agreement` on the prompts of answers. They are read one at a time, for all
+            methods at once, so all the seconds are those of the full cache.
 
     Returns:
         a row for every method, task and metric.
@@ -113,18 +116,19 @@ def evaluate(
             for method in wanted
         }
     for lm in models.values():
-        lm.longest = longest
+        lm.longest, lm.most = longest, most
     rows: list[TaskRow] = []
     done, total = 0, len(tasks) * len(wanted)
     for task in tasks:
         built: list[Any] = []
         comparisons: list[Comparison | None] = []
         baseline: list[dict[str, Any]] = []
-        size = f"limit={limit} batch={batch_size} longest={longest} compare={compare}"
+        size = f"limit={limit} batch={batch_size} longest={longest} most={most} compare={compare}"
         names = {method: f"{method.spec} {task.title} {size} {task.digest}" for method in models}
         held = {method: runs.load(name) for method, name in names.items()}
-        if compare and None in held.values():
-            held[Full()] = None  # whose predictions are what the others are compared with
+        left = [method for method, results in held.items() if results is None]
+        if compare and left:
+            held[Full()] = None  # the others are compared with it
         for method, lm in models.items():
             results = held[method]
             if results is None:
@@ -132,7 +136,9 @@ def evaluate(
                 tell(f"{method.spec}, {task.title}")
                 # A group is several tasks of lm-eval. They are built only if something is left to run.
                 built = built or task.build(tokenizer)
-                comparisons = comparisons or [Comparison() if compare else None for _ in built]
+                comparisons = comparisons or [
+                    Comparison(model, left, made) if compare else None for _ in built
+                ]
                 lm.set_cache_hook(_Counter(f"{method.spec}, {task.title}", tell))
                 results = [_run(lm, *each, limit) for each in zip(built, comparisons, strict=True)]
                 runs.save(names[method], results)
@@ -149,8 +155,6 @@ def _run(
 ) -> dict[str, Any]:
     """Run one of lm-eval's tasks with one method: its metrics, and its answers row by row."""
     lm.comparison = comparison
-    if comparison is not None:
-        comparison.begin(lm.method == Full())
     seed()
     task.set_fewshot_seed(DEFAULT_OTHER_SEED)
     name, started = task.task_name, time.perf_counter()
@@ -163,7 +167,7 @@ def _run(
     seconds, samples = time.perf_counter() - started, results["samples"][name]
     # lm-eval lists a row once for each filter of its answer; the answer itself is the same.
     kept = [sample for sample in samples if sample["filter"] == samples[0]["filter"]]
-    compared = comparison and comparison.found
+    compared = comparison and comparison.found[lm.method]
     return {
         "task": name,
         "metrics": _metrics(results["results"][name]),

@@ -47,6 +47,7 @@ class Setup:
     windows: int = 4
     data: Path | None = None
     limit: int | None = None  # rows of a task
+    answer: int | None = None  # tokens of an answer at most
     calibration_text: str | None = None
     calibration_name: str = ""
     calibration_windows: int = 16
@@ -94,6 +95,7 @@ class Setup:
             calibrations=calibrations,
             runs=self.runs({}),
             longest=None if any(task.context for task in tasks) else self.context,
+            most=self.answer,
             compare=True,
         )
         return {(row.method, row.task): row for row in rows if row.metric == metric}
