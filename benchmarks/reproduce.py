@@ -4,7 +4,7 @@
     python benchmarks/reproduce.py --data DATA xquant/table1 kvquant/table8
 
 DATA holds the texts, ``wikitext2/test.raw`` and ``wikitext2/train-slice.raw``, and the tasks' files (see
-docs/evaluation-tasks.md). What is finished is kept in build/reproduce, so the same command goes on from there.
+docs/evaluation-tasks.md). What is finished is kept in build/reproduce: the same command goes on from there.
 None of these experiments is timed.
 """
 

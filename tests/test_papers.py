@@ -174,11 +174,10 @@ def test_an_average_is_computed_only_of_all_tasks(beside: ModuleType) -> None:
     experiment = EXPERIMENTS["crosslayer/table6"]
     place = "Mistral-7B-Instruct-v0.2"
     rows = measured(experiment)
-    assert beside.averaged(experiment, rows)[0]["paper"] == {
+    found = beside.averaged(experiment, rows)[0]["paper"]
+    assert {name: values for name, values in found.items() if values} == {
         "score": {place: pytest.approx((18.78 + 48.26) / 2)},
-        "agreement": {},
         "code_bits": {place: 16},
-        "bits_per_value": {},
     }
     del rows[0]["paper"]["score"]
     assert beside.averaged(experiment, rows)[0]["paper"]["score"] == {}
