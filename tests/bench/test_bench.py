@@ -17,6 +17,7 @@ from xquant.bench import run as evaluation
 from xquant.bench.ceilings import Ceilings, copy_bandwidth, matrix_rate, read_bandwidth
 from xquant.bench.clocks import HostClock
 from xquant.bench.contenders import Compressed, Full, Models, fill
+from xquant.bench.parts import with_dense
 from xquant.bench.run import bench
 from xquant.bench.shaped import fitting_layers, random_calibration, shaped_model
 from xquant.bench.trials import Settings
@@ -266,3 +267,18 @@ def test_on_a_gpu_bench_asks_for_triton_where_it_reads_the_method(
     assert contenders.new_cache(model, "full", None, "auto") == "auto"
     assert contenders.new_cache(model, "kivi-4bit", None, "folded") == "folded"
     assert asked == ["triton", "triton", "auto", "folded"]
+
+
+def test_parts_are_packing_codes_and_outliers() -> None:
+    spec = "kvquant-4bit-1%:datatype=nf,scales=online,group=32"
+    methods = with_dense([parse_method(spec), parse_method("kivi-4bit:group=32")])
+    assert [method.head for method in methods] == ["kvquant-4bit-1%", "kvquant-4bit", "kivi-4bit"]
+    specs = [method.spec for method in methods]
+    found = {row["method"]: row for row in rows(specs, whole=False, sealing=True, parts=True)}
+    assert "parts" not in found["full"]
+    sparse, dense, plain = (found[spec]["parts"] for spec in specs)
+    taken, codes = (1e3 * found[spec]["attention_ms_per_layer"] for spec in specs[:2])
+    assert all(each["packing_us"] > 0 for each in (sparse, dense, plain))
+    assert sparse["dense_us"] == dense["dense_us"] == codes
+    assert sparse["sparse_us"] == pytest.approx(taken - codes)
+    assert dense["sparse_us"] == plain["sparse_us"] == 0

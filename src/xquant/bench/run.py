@@ -19,6 +19,7 @@ from . import capacity, trials
 from .ceilings import Ceilings, ceilings
 from .clocks import Clock, GraphClock, HostClock, Job
 from .contenders import Compressed, Contender, Models, attentions
+from .parts import parts_of, without_outliers
 from .trials import Settings, Trial
 
 HOPELESS = 2.0
@@ -47,6 +48,7 @@ def bench(
     On a GPU a row may instead say why the method could not be timed.
 
     Args:
+        methods: for `Settings.parts` with those of `parts.with_dense`.
         peers: makers of further contenders.
         limits: of the device; they are measured here where they are not given.
     """
@@ -76,6 +78,11 @@ def bench(
             if best.failed:
                 row["sealing"] = {"failed": best.failed}
         rows.append(row)
+    if settings.parts:
+        by_name = {row["method"]: row for row in rows}
+        for method in methods:
+            row, dense = (by_name[each.spec] for each in (method, without_outliers(method)))
+            row["parts"] = parts_of(row, dense, layers)
     return rows
 
 

@@ -32,6 +32,8 @@ class Settings:
     """Also decode whole tokens; otherwise attention alone is timed."""
     sealing: bool = False
     """Also time how tokens are appended and sealed."""
+    parts: bool = False
+    """Also tell what attention is made of, which wants ``sealing``."""
 
     @property
     def size(self) -> tuple[int, int]:

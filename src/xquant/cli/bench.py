@@ -93,6 +93,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 )
 @click.option("--sealing", is_flag=True, help="Also time how tokens are appended and sealed.")
 @click.option(
+    "--parts",
+    is_flag=True,
+    help="Also what a token's attention is made of: packing it, reading codes, reading outliers.",
+)
+@click.option(
     "--peers",
     is_flag=True,
     help="Also transformers' QuantizedCache and llama.cpp, where their packages are installed.",
@@ -123,6 +128,7 @@ def bench(
     kernel: str,
     layers: int | None,
     sealing: bool,
+    parts: bool,
     peers: bool,
     largest_batch: bool,
     memory: float | None,
@@ -140,15 +146,22 @@ def bench(
         raise ValueError("give either MODEL or --shape NAME")
     if shape is None and (largest_batch or layers):
         raise ValueError("--layers and --largest-batch want a shape: --shape NAME")
+    if parts and largest_batch:
+        raise ValueError(
+            "--parts times attention, and --largest-batch whole steps: give one of them"
+        )
     if peers and shape is not None:
         raise ValueError("--peers decode with a MODEL, not with a shape")
     import torch
 
     from .. import parse_method
+    from ..bench.parts import with_dense
     from ..bench.trials import Settings
     from ..runs import Runs
 
     methods = [parse_method(spec) for spec in specs or DEFAULT_METHODS]
+    if parts:
+        methods = with_dense(methods)
     calibrations = calibrations_for(methods, artifacts)
     where = find_device(device)
     if where.type == "cuda":
@@ -161,18 +174,19 @@ def bench(
         kernel=kernel,
         dtypes=dtypes,
         whole=shape is None,
-        sealing=sealing,
+        sealing=sealing or parts,
+        parts=parts,
     )
     facts = {"calibrations": " ".join(sorted(made.digest for made in calibrations))}
     if shape is None:
         assert model is not None
         subjects, facts = _loaded(model, methods, dtypes[0], where, calibrations)
-        parts = _sizes(subjects, methods, settings, contexts, batches, model if peers else None)
+        todo = _sizes(subjects, methods, settings, contexts, batches, model if peers else None)
     elif largest_batch:
-        parts = _largest(shape, methods, settings, contexts, where, memory, calibrations)
+        todo = _largest(shape, methods, settings, contexts, where, memory, calibrations)
     else:
         subjects = _shaped(shape, methods, dtypes[0], where, calibrations, layers)
-        parts = _sizes(subjects, methods, settings, contexts, batches)
+        todo = _sizes(subjects, methods, settings, contexts, batches)
     subject = {"model": model or shape, "device": str(where)}
     machine = environment()
     asked = {
@@ -185,7 +199,7 @@ def bench(
     }
     runs = Runs(resume, asked)
     rows: list[dict[str, Any]] = []
-    for name, measure in parts:
+    for name, measure in todo:
         held = runs.load(name)
         if held is None:
             held = measure()

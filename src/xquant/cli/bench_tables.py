@@ -22,6 +22,9 @@ COLUMNS = {
     "of bandwidth": "right",
     "least, ms a layer": "right",
     "full at least": "right",
+    "packing, us": "right",
+    "codes, us": "right",
+    "outliers, us": "right",
 }
 LARGEST_COLUMNS = {
     "method": "left",
@@ -69,7 +72,7 @@ def print_largest(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
     shares = row["share_of_read_bandwidth"], row["share_of_copy_bandwidth"]
-    least = row.get("roofline") or {}
+    least, parts = row.get("roofline") or {}, row.get("parts") or {}
     return (
         row["method"],
         str(row["context"]),
@@ -84,6 +87,7 @@ def _cells(row: Mapping[str, Any]) -> Sequence[str]:
         _show(next((share for share in shares if share is not None), None), ".0%"),
         _show(least.get("ms_per_layer"), ".4g"),
         _show(least.get("full_ms_per_layer"), ".4g"),
+        *(_show(parts.get(name), ".1f") for name in ("packing_us", "dense_us", "sparse_us")),
     )
 
 
