@@ -9,7 +9,7 @@ from models import tiny
 from questions import harness_folder, words
 from words import text_of, word_tokenizer
 from xquant.analysis.shapes import shape_config
-from xquant.reproduce import kvquant as module
+from xquant.reproduce import kvquant_states, kvquant_tasks
 from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.reproduce.setup import Setup
 
@@ -66,9 +66,9 @@ def test_ruler_is_of_as_many_tokens_as_the_context(tmp_path, monkeypatch):
 
 
 def test_the_row_of_a_task_that_the_paper_does_not_tell_is_measured(monkeypatch):
-    monkeypatch.setattr(module, "scores", lambda setup, rows, **_: rows)
+    monkeypatch.setattr(kvquant_tasks, "scores", lambda setup, rows, **_: rows)
     printed = EXPERIMENTS["kvquant/table3"].printed
-    rows = module.table3(make(), printed)
+    rows = kvquant_tasks.table3(make(), printed)
     assert len(rows) == 3 * 17
     told = [row for row in rows if row["paper"]["score"]]
     assert len(told) == 17 + 2
@@ -122,10 +122,12 @@ def test_rope_keeps_the_size_of_keys_and_spreads_their_outliers():
     rows = experiment.run(make(model=model), [])
     found = {(row["layer"], row["state"]): row for row in rows}
     for layer in range(5):
-        before, after = (found[layer, name] for name in (module.KEYS, module.TURNED_KEYS))
+        before, after = (
+            found[layer, name] for name in (kvquant_states.KEYS, kvquant_states.TURNED_KEYS)
+        )
         assert before["largest"] == 3
         assert after["times_median"] < before["times_median"]
-        assert (layer, module.VALUES) in found
+        assert (layer, kvquant_states.VALUES) in found
 
 
 def test_percentiles_are_shares_of_the_largest():
