@@ -1,10 +1,11 @@
-"""Runs a model over samples, and gives calibrators each layer's keys and values with their gradients.
+"""Runs a model over samples, and gives calibrators each layer's keys and values with their gradients, or the
+mean square of the gradients of weights.
 
-Gradients are of the loss with respect to the keys and values that a cache is given. RoPE is a rotation
-times a factor, so its transpose turns gradients of rotated keys into gradients of keys before RoPE.
+Gradients of states are of the loss with respect to the keys and values that a cache is given. RoPE is a
+rotation times a factor, so its transpose turns gradients of rotated keys into gradients of keys before RoPE.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,16 +62,18 @@ class _Recorder(DynamicCache, ObservingCache):
 
 
 @contextmanager
-def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Turn gradients of the weights off, so that the backward pass keeps memory for states alone."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
+def _frozen(model: torch.nn.Module, but: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Turn gradients of the weights off, of all ``but`` some, so that the backward pass keeps memory for what
+    is asked for alone."""
+    wanted = {id(weight) for weight in but}
+    turned = [p for p in model.parameters() if p.requires_grad != (id(p) in wanted)]
+    for parameter in turned:
+        parameter.requires_grad_(not parameter.requires_grad)
     try:
         yield
     finally:
-        for parameter in trained:
-            parameter.requires_grad_()
+        for parameter in turned:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 def collect(
@@ -102,7 +105,7 @@ def _collect_one(
     logits = model(sample[None], past_key_values=recorder, use_cache=True).logits[0, :-1]
     seen, gradients = recorder.seen, dict[int, tuple[Tensor, Tensor]]()
     if wanted:
-        loss = F.cross_entropy(logits.float(), sample[1:])
+        loss = _loss(logits, sample)
         states = [t for s in seen.values() for t in (s.key, s.value)]
         found = torch.autograd.grad(loss, states)
         gradients = dict(zip(seen, zip(found[::2], found[1::2], strict=True), strict=True))
@@ -124,6 +127,34 @@ def _rows(
         return Rows(key, value, None, None)
     key_gradient = _before_rope(codec, gradients[0], attachment)
     return Rows(key, value, key_gradient, flat_heads(gradients[1])[0])
+
+
+@torch.inference_mode(False)  # a caller may be in it; a backward pass cannot use its tensors
+def collect_weights(
+    model: Any, samples: Tensor, weights: Mapping[str, Tensor], done: Callable[[], None]
+) -> dict[str, Tensor]:
+    """The mean square of the gradient of every element of ``weights``, parameters of the model, over samples
+    ``[N, T]`` (token ids), fp32: the diagonal of the empirical Fisher information. ``done`` is called after
+    each sample."""
+    found = {
+        name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
+    }
+    with _frozen(model, but=weights.values()), torch.enable_grad():
+        for sample in samples.clone().to(model.device):
+            logits = model(sample[None], use_cache=False).logits[0, :-1]
+            loss = _loss(logits, sample)
+            # An expert that no token went to has no gradient.
+            gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+            for total, gradient in zip(found.values(), gradients, strict=True):
+                total += gradient.float().square() / len(samples)
+            del logits, loss, gradients
+            done()
+    return found
+
+
+def _loss(logits: Tensor, sample: Tensor) -> Tensor:
+    """The mean loss per token of the predictions ``[T - 1, V]`` of a sample ``[T]``."""
+    return F.cross_entropy(logits.float(), sample[1:])
 
 
 def _before_rope(codec: LayerCodec, gradient: Tensor, attachment: Attachment) -> Tensor:
