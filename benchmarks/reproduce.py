@@ -3,9 +3,9 @@
     python benchmarks/reproduce.py --data DATA              # all, those that have a file left out
     python benchmarks/reproduce.py --data DATA xquant/table1 kvquant/table8
 
-DATA holds the texts, ``wikitext2/test.raw`` and ``wikitext2/train-slice.raw``, and the tasks' files (see
-docs/evaluation-tasks.md). What is finished is kept in build/reproduce: the same command goes on from there.
-None of these experiments is timed.
+DATA holds the texts, ``wikitext2/test.raw``, ``wikitext2/train-slice.raw`` and ``c4/passages.jsonl``, and the
+tasks' files (see docs/evaluation-tasks.md). What is finished is kept in build/reproduce: the same command goes on
+from there.
 """
 
 import shlex
@@ -24,6 +24,8 @@ XQUANT = Path(sys.executable).with_name("xquant")
 TEXT = "--text data/wikitext2/test.raw --windows 4"
 CALIBRATION = "--calibration-text data/wikitext2/train-slice.raw"
 CALIBRATED = f"{TEXT} {CALIBRATION}"
+C4 = f"--text data/c4/passages.jsonl --windows 4 {CALIBRATION}"
+LONG = f"--text data/wikitext2/test.raw --context 8192 --windows 2 {CALIBRATION}"
 TASKS = "--dtype bfloat16 --data data"
 LONGBENCH = f"{TASKS} --limit 20 --answer 16"
 MANY_TASKS = f"{TASKS} --limit 8 --answer 16"
@@ -49,6 +51,7 @@ RUNS: dict[str, str] = {
     "xquant/figureB.2": TEXT,
     "xquant/table2": f"{MANY_TASKS} {QUESTIONS}",
     "xquant/table3": f"{TASKS} --limit 20",
+    "xquant/figureB.3": TEXT,
     "crosslayer/figure2": TEXT,
     "crosslayer/table2": f"{TASKS} --limit 40",
     "crosslayer/table3": MANY_TASKS,
@@ -61,12 +64,25 @@ RUNS: dict[str, str] = {
     "kvquant/table8": "",
     "kvquant/table9": TEXT,
     "kvquant/table20": TEXT,
+    "kvquant/table19": C4,
+    "kvquant/figure1": CALIBRATED,
     "kvquant/figure2": TEXT,
+    "kvquant/figure3": LONG,
     "kvquant/figure4": TEXT,
-    **dict.fromkeys((f"kvquant/table{n}" for n in (1, 10, 11, 12, 13, 14, 17, 21)), CALIBRATED),
+    **dict.fromkeys(
+        (f"kvquant/table{n}" for n in (1, 5, 10, 11, 12, 13, 14, 17, 18, 21)), CALIBRATED
+    ),
 }
 MULTI_HEAD = ("xquant/table1", "xquant/table4", "xquant/figure1", "xquant/figure3")
 """Whose paper has a model without shared key/value heads: run on the same model in that form as well."""
+SECOND = ("xquant/figureB.3",)
+"""The same experiment as another, meant for a second model: run on that form alone."""
+
+
+def models(experiment: str) -> tuple[str, ...]:
+    if experiment in SECOND:
+        return ("smollm2-mha",)
+    return ("smollm2", "smollm2-mha") if experiment in MULTI_HEAD else ("smollm2",)
 
 
 def command(experiment: str, model: str, name: str) -> str:
@@ -85,7 +101,7 @@ def main(experiments: tuple[str, ...], data: Path) -> None:
     link.unlink(missing_ok=True)
     link.symlink_to(data.resolve())
     for experiment in experiments or RUNS:
-        for model in ("smollm2", *(["smollm2-mha"] if experiment in MULTI_HEAD else [])):
+        for model in models(experiment):
             name = experiment.replace("/", "-") + ("-mha" if model == "smollm2-mha" else "")
             target = RESULTS / f"{name}.json"
             if target.exists() and not experiments:

@@ -9,7 +9,7 @@ from models import tiny
 from questions import harness_folder, words
 from words import text_of, word_tokenizer
 from xquant.analysis.shapes import shape_config
-from xquant.reproduce import kvquant_states, kvquant_tasks
+from xquant.reproduce import kvquant_figures, kvquant_states, kvquant_tasks
 from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.reproduce.setup import Setup
 
@@ -134,3 +134,64 @@ def test_percentiles_are_shares_of_the_largest():
     rows = EXPERIMENTS["kvquant/figure4"].run(make(), [])
     assert len(rows) == 5 * 2
     assert all(0 < row["p50"] < row["p90"] < row["p99"] <= 1 for row in rows)
+
+
+def test_figure_1_has_the_bytes_of_weights_and_caches():
+    experiment = EXPERIMENTS["kvquant/figure1"]
+    rows = run("figure1", make())
+    full, last = rows["full"], rows["kvquant-3bit-1%:scales=offline"]
+    model = tiny("llama")
+    config = model.config
+    token = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * 2
+    assert full["cache_gib_512"] == pytest.approx(512 * token / 2**30, rel=0.02)
+    assert full["cache_gib_128k"] == pytest.approx(2**17 * token / 2**30, rel=0.02)
+    assert full["weights_gib"] == sum(2 * p.numel() for p in model.parameters()) / 2**30
+    assert last["cache_gib_128k"] < full["cache_gib_128k"] / 2
+    assert [row["paper"]["perplexity"]["LLaMA-7B, WikiText-2"] for row in experiment.printed] == [
+        5.68, 10.87, 7.05, 6.23, 5.94, 5.75, 5.75
+    ]  # fmt: skip
+    assert set(experiment.draw(list(rows.values()))) == {"sizes", "parts", "paper"}
+
+
+def test_the_papers_bytes_of_figure_1_come_out_for_its_model():
+    class Shape:
+        config = shape_config("llama-7b")
+
+    printed = EXPERIMENTS["kvquant/figure1"].printed
+    found = kvquant_figures.sizes(Shape(), [row["method"] for row in printed])
+    for row, sizes in zip(printed, found, strict=True):
+        for metric in ("weights_gib", "cache_gib_128k"):
+            if metric in row["paper"]:
+                wanted = row["paper"][metric]["LLaMA-7B"]
+                assert sizes[metric] == pytest.approx(wanted, abs=0.01 * wanted + 0.05)
+
+
+def test_windows_of_figure_3_grow_over_the_same_tokens(monkeypatch):
+    calibrated = []
+    own = Setup.calibrated
+    monkeypatch.setattr(
+        Setup, "calibrated", lambda self, m: calibrated.append(self.context) or own(self, m)
+    )
+    monkeypatch.setattr(kvquant_figures, "CALIBRATED", 48)
+    setup = make()
+    rows = EXPERIMENTS["kvquant/figure3"].run(setup, [])
+    lengths = [(row["length"], row["windows"]) for row in rows if row["method"] == "full"]
+    assert lengths == [(8, 16), (16, 8), (32, 4), (64, 2)]
+    assert calibrated[0] == 48
+    assert {made.method for made in setup.calibrations} >= {"kvquant-2bit-1%", "tc-cl-2bit"}
+    assert len(rows) == 4 * len(kvquant_figures.METHODS)
+    for length in (8, 16, 32, 64):
+        own_rows = [row for row in rows if row["length"] == length]
+        assert {row["full_perplexity"] for row in own_rows} == {own_rows[0]["perplexity"]}
+
+
+def test_tables_18_and_19_print_table_1_and_c4():
+    everything = {row["method"]: row["paper"] for row in EXPERIMENTS["kvquant/table18"].printed}
+    for row in EXPERIMENTS["kvquant/table1"].printed:
+        for where, value in row["paper"]["perplexity"].items():
+            assert everything[row["method"]]["perplexity"][where] == value
+    c4 = {
+        row["method"]: row["paper"]["perplexity"] for row in EXPERIMENTS["kvquant/table19"].printed
+    }
+    assert list(c4) == list(everything)
+    assert [len(values) for values in c4.values()] == [10] * 6 + [6] + [10] * 12

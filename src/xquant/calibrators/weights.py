@@ -89,8 +89,8 @@ def sparse_part(weight: Tensor, fisher: Tensor) -> Tensor:
 def channel_levels(
     points: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], bits: int
 ) -> np.ndarray[Any, Any]:
-    """``2**bits`` levels for ``points``, sorted, by k-means on the weighted squared error. Where no more points
-    have a weight than there are levels, all count alike."""
+    """``2**bits`` levels for ``points``, sorted, by k-means on the weighted squared error. Where no more
+    points have a weight than there are levels, all count alike."""
     # scikit-learn comes with the extra `calibrate`.
     from sklearn.cluster import KMeans
 

@@ -34,6 +34,10 @@ class Experiment:
     """Whether it only counts bytes, so that nothing has to be calibrated."""
     like: str = ""
     """The table whose printed values are meant, where it is another than that of the id."""
+    methods: tuple[str, ...] = ()
+    """What it runs, where the paper prints no rows that say so."""
+    calibration_text: bool = False
+    """Whether a text to calibrate on, or a calibration, has to be given."""
 
     @property
     def paper(self) -> str:
@@ -50,7 +54,8 @@ class Experiment:
     @property
     def calibrates(self) -> bool:
         """Whether one of its methods needs a calibration."""
-        methods = (row["method"] for row in self.printed if "method" in row)
+        printed = (row["method"] for row in self.printed if "method" in row)
+        methods = (*self.methods, *printed)
         wanting = any(parse_method(method).needs_calibration for method in methods)
         return wanting and not self.counts
 

@@ -1,6 +1,6 @@
-"""KVQuant (arXiv 2401.18079): Tables 1 to 4, 6 to 14, 17, 20, 21 and Figures 2, 4.
+"""KVQuant (arXiv 2401.18079): Tables 1 to 14, 17 to 21 and Figures 1 to 4.
 
-Tables 1 to 4 run ``kvquant`` as it is here. The ablations run it with the paper's ranges of keys
+Tables 1 to 5, 18 and 19 run ``kvquant`` as it is here. The ablations run it with the paper's ranges of keys
 (``scales=offline``), and without a full first token (``sink=0``) where the paper's values are those without.
 """
 
@@ -9,8 +9,10 @@ from dataclasses import replace
 from ..calibrations import Calibrations
 from .experiment import TASKS, Experiment, perplexities
 from .kvquant_costs import add_cache_ratios, table6, table7, table8
+from .kvquant_figures import METHODS, draw_figure1, draw_figure3, figure1, figure3
 from .kvquant_states import PERCENTILES, draw_figure4, figure2, figure4
 from .kvquant_tasks import table2, table3, table4
+from .kvquant_weights import table5
 from .pictures import outliers
 from .printed import Rows
 from .setup import Setup
@@ -55,6 +57,13 @@ EXPERIMENTS = (
     Experiment("kvquant/table3", "KVQuant and KIVI: LongBench", table3, **TASKS),
     Experiment("kvquant/table4", "KVQuant and KIVI: RULER", table4, **TASKS),
     Experiment(
+        "kvquant/table5",
+        "weights quantized too, after SqueezeLLM: perplexity",
+        table5,
+        keys=("row", "weights", "method"),
+        metrics=("perplexity", "ratio", "cache_ratio", "weight_bits"),
+    ),
+    Experiment(
         "kvquant/table6",
         "attention of one token over 4-bit codes with 1% outliers: time",
         table6,
@@ -86,12 +95,22 @@ EXPERIMENTS = (
     Experiment("kvquant/table13", "with and without a full first token: perplexity", perplexities),
     Experiment("kvquant/table14", "ranges of keys online or offline: perplexity", perplexities),
     Experiment("kvquant/table17", "datatypes and shares of outliers: perplexity", sized),
+    Experiment("kvquant/table18", "all methods of table 1: perplexity on WikiText-2", sized),
+    Experiment("kvquant/table19", "all methods of table 1: perplexity on C4", sized),
     Experiment("kvquant/table20", "keys before or after RoPE, per token: perplexity", perplexities),
     Experiment(
         "kvquant/table21",
         "what KVQuant is calibrated on: perplexity",
         table21,
         metrics=("perplexity", "perplexity_generated"),
+        calibration_text=True,
+    ),
+    Experiment(
+        "kvquant/figure1",
+        "KVQuant's parts one by one at 3 bits: perplexity; weights and cache: bytes",
+        figure1,
+        metrics=("perplexity", "ratio", "weights_gib", "cache_gib_512", "cache_gib_128k"),
+        draw=draw_figure1,
     ),
     Experiment(
         "kvquant/figure2",
@@ -100,6 +119,15 @@ EXPERIMENTS = (
         keys=("layer", "state"),
         metrics=("largest", "times_median"),
         draw=outliers,
+    ),
+    Experiment(
+        "kvquant/figure3",
+        "perplexity by context length",
+        figure3,
+        keys=("method", "length"),
+        metrics=("perplexity", "ratio", "cache_ratio"),
+        draw=draw_figure3,
+        methods=METHODS,
     ),
     Experiment(
         "kvquant/figure4",

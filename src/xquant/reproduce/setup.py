@@ -141,7 +141,7 @@ class Setup:
         return found
 
     def _calibrate(self, methods: Sequence[Method]) -> list[Calibration]:
-        samples, name = self._samples
+        samples, name = self.samples
         made = calibrate_together(self.model, samples, methods, name, self.progress)
         for method, one in zip(methods, made, strict=True):
             file = self._file(method)
@@ -160,7 +160,7 @@ class Setup:
         return self.resume / f"calibration-{key[:16]}.safetensors"
 
     @cached_property
-    def _samples(self) -> tuple[Tensor, str]:
+    def samples(self) -> tuple[Tensor, str]:
         """Token ids to calibrate on, ``[calibration_windows, context]``, and their name."""
         size = self.context, self.calibration_windows
         if self.calibration_text is not None:

@@ -1,4 +1,4 @@
-"""XQuant (arXiv 2508.10395): Tables 1, 2, 3, 4, B.1, B.2 and Figures 1, 3, B.2."""
+"""XQuant (arXiv 2508.10395): Tables 1, 2, 3, 4, B.1, B.2 and Figures 1, 3, B.2, B.3."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -140,6 +140,14 @@ EXPERIMENTS = (
     Experiment(
         "xquant/figureB.2",
         "X and its latents: where the outliers are",
+        figure_b2,
+        keys=("layer", "state"),
+        metrics=("largest", "times_median"),
+        draw=outliers,
+    ),
+    Experiment(
+        "xquant/figureB.3",
+        "figure B.2 again, for a second model: where the outliers are",
         figure_b2,
         keys=("layer", "state"),
         metrics=("largest", "times_median"),
