@@ -5,6 +5,7 @@ import pytest
 
 from questions import harness_folder, longbench
 from words import text_of
+from xquant.cli.reproduce import check_needs
 from xquant.reproduce.experiments import EXPERIMENTS
 
 
@@ -24,6 +25,7 @@ def test_list_shows_every_experiment(run):
     assert (rows["xquant/table4"]["needs"], rows["xquant/table4"]["calibrates"]) == ("text", True)
     assert (rows["kvquant/table8"]["needs"], rows["kvquant/table8"]["calibrates"]) == ("", False)
     assert rows["xquant/table3"]["needs"] == "data"
+    assert rows["kvquant/figure3"]["calibrates"] is True
     status, out, err = run("reproduce", "--list")
     assert (status, err) == (0, "")
     assert all(name in out for name in EXPERIMENTS)
@@ -66,6 +68,8 @@ def test_a_figure_is_written_as_rows_and_pictures(run, model, text, tmp_path):
         (["xquant/table1"], "--list shows the experiments"),
         (["xquant/table9", "MODEL"], "no experiment 'xquant/table9'"),
         (["xquant/table1", "MODEL"], "is measured on a text: give --text FILE"),
+        (["kvquant/table21", "MODEL", "--text", "TEXT"], "give --calibration-text FILE"),
+        (["kvquant/figure3", "MODEL"], "is measured on a text: give --text FILE"),
         (["xquant/table1", "MODEL", "--text", "nowhere.txt"], "no text file 'nowhere.txt'"),
         (["xquant/table1", "MODEL", "--text", "TEXT", "--context", "9999"], "positions"),
         (["xquant/table1", "MODEL", "--text", "TEXT", "--context", "40"], "holds 2 windows of 40"),
@@ -104,3 +108,24 @@ def test_tasks_can_be_chosen_and_averages_are_over_them(run, tmp_path):
     assert rows[0]["tasks"] == ["longbench_samsum"]
     of_task, of_all = (row for row in rows if row["row"] == "KIVI")
     assert of_task["kl"] == of_all["kl"]
+
+
+def test_data_of_a_hub_out_of_reach_are_asked_for_before_the_model_is_loaded(run, monkeypatch):
+    monkeypatch.setattr("xquant.hub.hub_answers", lambda: False)
+    monkeypatch.setattr("xquant.cli.reproduce.load", None)
+    status, out, err = run("reproduce", "xquant/table3", "smollm2")
+    assert (status, out) == (2, "")
+    assert "the hub, which has their data, cannot be reached: give --data DIR" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("offline", "answers"), [(True, False), (False, True)])
+def test_data_may_be_kept_by_the_hubs_client(monkeypatch, offline, answers):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr("xquant.hub.hub_answers", lambda: answers)
+    check_needs(EXPERIMENTS["xquant/table3"], None, None, None)
+
+
+def test_a_calibration_is_as_good_as_a_text_for_one():
+    check_needs(EXPERIMENTS["kvquant/table21"], "t.txt", None, ["made.safetensors"])

@@ -124,12 +124,8 @@ def run(
     from ..reproduce.setup import Setup
 
     experiment = EXPERIMENTS[name]
-    if experiment.needs == "text" and text is None:
-        raise ValueError(
-            f"{experiment.id} is measured on a text: give --text FILE, which is UTF-8, .jsonl with"
-            ' "text" fields, or WikiText\'s .raw'
-        )
     printed = chosen(experiment, tasks)
+    check_needs(experiment, text, data, calibration_text or artifacts)
     if output is not None and experiment.draw is not None:
         import matplotlib  # noqa: F401  # a missing package is told of at once
     calibrations = load_calibrations(artifacts)
@@ -165,6 +161,35 @@ def run(
         write_files(experiment, rows, Path(output))
     if json_file != STDOUT:
         print_rows(experiment, rows)
+
+
+def check_needs(
+    experiment: "Experiment", text: str | None, data: str | None, calibration: object
+) -> None:
+    """Raise ValueError unless the experiment is given what it needs, or the hub can be asked for it."""
+    if experiment.needs == "text" and text is None:
+        raise ValueError(
+            f"{experiment.id} is measured on a text: give --text FILE, which is UTF-8, .jsonl with"
+            ' "text" fields, or WikiText\'s .raw'
+        )
+    if experiment.calibration_text and not calibration:
+        raise ValueError(
+            f"{experiment.id} compares texts to calibrate on: give --calibration-text FILE, beside which"
+            " the model writes one"
+        )
+    if experiment.needs != "data":
+        return
+    from huggingface_hub import constants
+
+    from ..hub import hub_answers
+
+    # Told to stay offline, the hub's client takes what it has kept.
+    if data is None and not constants.HF_HUB_OFFLINE and not hub_answers():
+        raise ValueError(
+            f"{experiment.id} runs tasks, and the hub, which has their data, cannot be reached: give --data"
+            " DIR, a folder with the data"
+        )
+    import lm_eval  # noqa: F401  # a missing package is told of at once
 
 
 def chosen(experiment: "Experiment", tasks: Sequence[str]) -> list[dict[str, Any]]:
