@@ -125,7 +125,7 @@ EXPERIMENTS = (
         "perplexity by context length",
         figure3,
         keys=("method", "length"),
-        metrics=("perplexity", "ratio", "cache_ratio"),
+        metrics=("perplexity", "ratio", "kl", "cache_ratio"),
         draw=draw_figure3,
         methods=METHODS,
     ),
