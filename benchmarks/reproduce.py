@@ -4,8 +4,8 @@
     python benchmarks/reproduce.py --data DATA xquant/table1 kvquant/table8
 
 DATA holds the texts, ``wikitext2/test.raw``, ``wikitext2/train-slice.raw`` and ``c4/passages.jsonl``, and the
-tasks' files (see docs/evaluation-tasks.md). What is finished is kept in build/reproduce: the same command goes on
-from there.
+tasks' files (see docs/evaluation-tasks.md). What is finished is kept in build/reproduce: the same command
+goes on from there. Experiments that time something run when they are named; nothing else should run then.
 """
 
 import shlex
@@ -73,6 +73,13 @@ RUNS: dict[str, str] = {
         (f"kvquant/table{n}" for n in (1, 5, 10, 11, 12, 13, 14, 17, 18, 21)), CALIBRATED
     ),
 }
+TIMED: dict[str, str] = {
+    "crosslayer/figure3": "--text data/wikitext2/test.raw --context 1152 --windows 4",
+    "kvquant/table6": "--context 16384",
+    "kvquant/table15": "",
+    "kvquant/table16": CALIBRATION,
+    "kvquant/table22": "--context 16384",
+}
 MULTI_HEAD = ("xquant/table1", "xquant/table4", "xquant/figure1", "xquant/figure3")
 """Whose paper has a model without shared key/value heads: run on the same model in that form as well."""
 SECOND = ("xquant/figureB.3",)
@@ -87,14 +94,16 @@ def models(experiment: str) -> tuple[str, ...]:
 
 def command(experiment: str, model: str, name: str) -> str:
     kept = f"--resume runs/{model} --json {name}.json"
-    return " ".join(filter(None, ["xquant reproduce", experiment, model, RUNS[experiment], kept]))
+    return " ".join(
+        filter(None, ["xquant reproduce", experiment, model, (RUNS | TIMED)[experiment], kept])
+    )
 
 
 @click.command()
-@click.argument("experiments", nargs=-1, type=click.Choice(list(RUNS)))
+@click.argument("experiments", nargs=-1, type=click.Choice([*RUNS, *TIMED]))
 @click.option("--data", required=True, type=click.Path(exists=True, path_type=Path))
 def main(experiments: tuple[str, ...], data: Path) -> None:
-    """Run EXPERIMENTS, or all that have no results file, on the texts of a folder."""
+    """Run EXPERIMENTS, or all that have no results file and time nothing, on the texts of a folder."""
     WORK.mkdir(parents=True, exist_ok=True)
     RESULTS.mkdir(parents=True, exist_ok=True)
     link = WORK / "data"  # so that the commands in the results name no folder of this machine

@@ -1,4 +1,4 @@
-"""KVQuant (arXiv 2401.18079): Tables 1 to 14, 17 to 21 and Figures 1 to 4.
+"""KVQuant (arXiv 2401.18079): Tables 1 to 22 and Figures 1 to 4.
 
 Tables 1 to 5, 18 and 19 run ``kvquant`` as it is here. The ablations run it with the paper's ranges of keys
 (``scales=offline``), and without a full first token (``sink=0``) where the paper's values are those without.
@@ -12,6 +12,7 @@ from .kvquant_costs import add_cache_ratios, table6, table7, table8
 from .kvquant_figures import METHODS, draw_figure1, draw_figure3, figure1, figure3
 from .kvquant_states import PERCENTILES, draw_figure4, figure2, figure4
 from .kvquant_tasks import table2, table3, table4
+from .kvquant_times import table15, table16, table22
 from .kvquant_weights import table5
 from .pictures import outliers
 from .printed import Rows
@@ -94,6 +95,23 @@ EXPERIMENTS = (
     Experiment("kvquant/table12", "outliers per vector or per matrix: perplexity", sized),
     Experiment("kvquant/table13", "with and without a full first token: perplexity", perplexities),
     Experiment("kvquant/table14", "ranges of keys online or offline: perplexity", perplexities),
+    Experiment(
+        "kvquant/table15",
+        "outlier thresholds beside the projections: time",
+        table15,
+        needs="",
+        keys=("row",),
+        metrics=("milliseconds", "of_projection"),
+    ),
+    Experiment(
+        "kvquant/table16",
+        "calibration by stage: time",
+        table16,
+        needs="",
+        keys=("row", "method"),
+        metrics=("minutes",),
+        counts=True,
+    ),
     Experiment("kvquant/table17", "datatypes and shares of outliers: perplexity", sized),
     Experiment("kvquant/table18", "all methods of table 1: perplexity on WikiText-2", sized),
     Experiment("kvquant/table19", "all methods of table 1: perplexity on C4", sized),
@@ -104,6 +122,14 @@ EXPERIMENTS = (
         table21,
         metrics=("perplexity", "perplexity_generated"),
         calibration_text=True,
+    ),
+    Experiment(
+        "kvquant/table22",
+        "attention of one token by its parts: time",
+        table22,
+        needs="",
+        keys=("row",),
+        metrics=("microseconds",),
     ),
     Experiment(
         "kvquant/figure1",
