@@ -33,6 +33,9 @@ NAMES = {
     "weights_gib": "weights, GB",
     "agreement": "answered as full",
     "kl": "KL",
+    "through_store": "through the store",
+    "likelihood": "digits, nats",
+    "likelihood_through_store": "digits through the store, nats",
 }
 ONE_EACH = "a setting for each task"
 """What a row runs as whose tasks have settings of their own."""

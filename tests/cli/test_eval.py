@@ -71,7 +71,7 @@ def test_passkey_is_our_own(run, model, tmp_path, monkeypatch):
     def passkey(model, tokenizer, methods, **more):
         asked.append((methods, more))
         return [
-            PasskeyRow(method.spec, context, 0.5, 1, 4, 2.0)
+            PasskeyRow(method.spec, context, 0.5, 1, 4, -0.5, more["attend"], 2.0)
             for method in methods
             for context in more["contexts"]
         ]

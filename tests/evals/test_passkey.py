@@ -3,6 +3,7 @@ import torch
 
 from models import tiny
 from words import word_tokenizer
+from xquant import Full, KVCache, parse_method
 from xquant.evals import passkey as module
 from xquant.evals.passkey import passkey
 from xquant.runs import Runs
@@ -36,7 +37,8 @@ class Reader:
 
 @pytest.fixture
 def reader(monkeypatch):
-    monkeypatch.setattr(module, "KVCache", lambda *_, **__: None)
+    monkeypatch.setattr(module, "_filled", lambda model, methods, *_: dict.fromkeys(methods))
+    monkeypatch.setattr(module, "_likelihood", lambda *_: -1.0)
     monkeypatch.setattr(module, "check_context", lambda model, tokens: None)
     return Reader(500)
 
@@ -81,7 +83,35 @@ def test_real_caches_are_asked():
     rows = passkey(model, word_tokenizer(), methods, [120], [0.5], 1, lambda *now: seen.append(now))
     assert [row.method for row in rows] == methods
     assert all(row.found == 0 for row in rows)  # it has no digits
+    assert {row.attend for row in rows} == {"store"}
     assert seen[-1][:2] == (3, 3)
+
+
+def test_prompts_can_be_read_exactly_as_in_generate():
+    model, method = tiny("llama"), parse_method("kivi-2bit:group=8")
+    ids = torch.arange(5, 65)[None]
+    caches = {
+        attend: module._filled(model, {method: None, Full(): None}, ids, attend)
+        for attend in ("store", "chunk")
+    }
+    with torch.inference_mode():
+        model(ids, past_key_values=(own := KVCache(model, method)))
+    stored, exact = (caches[attend][method].compressed for attend in ("store", "chunk"))
+    for one, other, wanted in zip(stored, exact, own.compressed, strict=True):
+        assert torch.equal(other.states()[0], wanted.states()[0])
+        assert one is stored[0] or not torch.equal(one.states()[0], wanted.states()[0])
+
+
+def test_the_likelihood_is_that_of_the_digits():
+    model, right = tiny("llama"), [ord(c) % 128 for c in " 48"]
+    ids = torch.arange(5, 25)[None]
+    whole = torch.cat([ids, torch.tensor([right])], 1)
+    with torch.inference_mode():
+        found = model(whole).logits[0].log_softmax(-1)
+        model(ids[:, :-1], past_key_values=(cache := KVCache(model, "full")))
+        own = module._likelihood(model, Letters(), cache, ids[:, -1:], right)
+    wanted = found[20, right[1]] + found[21, right[2]]  # the blank before them does not count
+    assert own == pytest.approx(wanted.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +122,7 @@ def test_real_caches_are_asked():
         ({"contexts": [20]}, "too short: the question needs"),
         ({"depths": [1.5]}, "between 0"),
         ({"samples": 0}, "at least 1"),
+        ({"attend": "both"}, "not one of chunk, store"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(asked, message):

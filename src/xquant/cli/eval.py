@@ -68,6 +68,14 @@ COLUMNS = {
     help="Tokens of the prompts of passkey and RULER; may be given several times."
     "  [default: 1024, 2048 and 4096 for passkey, 4096 for RULER]",
 )
+@click.option(
+    "--attend",
+    type=click.Choice(("store", "chunk")),
+    default="store",
+    show_default=True,
+    help="How the prompts of passkey are read: every token through the packed store, or exactly, as in"
+    " generate(), so that the answer alone reads it.",
+)
 @calibrations_option
 @resume_option()
 @json_option
@@ -97,6 +105,7 @@ def run(
     limit: int | None,
     batch_size: int,
     contexts: Sequence[int],
+    attend: str,
     artifacts: Sequence[str],
     resume: str | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -136,7 +145,12 @@ def run(
         if ours:
             sizes: dict[str, Any] = {"contexts": contexts} if contexts else {}
             sizes |= {"samples": limit} if limit else {}
-            sizes |= {"progress": show, "calibrations": calibrations, "runs": runs}
+            sizes |= {
+                "attend": attend,
+                "progress": show,
+                "calibrations": calibrations,
+                "runs": runs,
+            }
             rows += map(_passkey_row, passkey(network, tokenizer, methods, **sizes))
         if theirs:
             scored = run_tasks(

@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import DynamicCache
 
 from ..cache import KVCache
 from ..calibrations import Calibrations
-from ..kernels.call import AttentionCall
 from ..methods import Full, Method
-from ..models import AttentionView
-from ..seam.passes import Given, ObservingCache
+from .together import read_together
 
 LAST = 16
 """Tokens at the end of a prompt that read the tokens before them from the store."""
@@ -70,62 +67,15 @@ class Comparison:
 
     @torch.inference_mode()
     def _read(self, prompt: Tensor, generate: Callable[[KVCache], Tensor]) -> None:
-        caches = {
-            method: KVCache(self._model, method, calibration=calibration)
-            for method, calibration in self._given.items()
-        }
         last = min(LAST, prompt.shape[1])
         earlier, rest = prompt.split([prompt.shape[1] - last, last], 1)
-        if earlier.shape[1]:
-            together = Together(list(caches.values()))
-            self._model(earlier, past_key_values=together, logits_to_keep=1)
+        caches = read_together(self._model, self._given, earlier)
         full: _Reference | None = None
         for method, cache in caches.items():
             aside = copy.deepcopy(cache)
             full = full or _reference(self._model, aside, rest)
             self.found[method].append(_compare(self._model, copy.deepcopy(cache), rest, full))
             self._answers[method].append(generate(cache))
-
-
-class Together(DynamicCache, ObservingCache):
-    """Fills empty caches of one model in one forward pass. It holds nothing itself, and is used once."""
-
-    def __init__(self, caches: Sequence[KVCache]) -> None:
-        super().__init__()
-        self.caches, self.attachment = caches, caches[0].attachment
-
-    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
-        for cache in self.caches:
-            cache.begin(batch, length, mask)
-
-    def observe(self, view: AttentionView, given: Given) -> None:
-        for cache in self.caches:
-            cache.observe(view, given)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """All return the same: tokens of a first forward pass attend to each other exactly."""
-        current, states = self.attachment.current, (key_states, value_states)
-        seen = None if current is None else current.inputs.get(layer_idx)
-        for cache in self.caches:
-            if current is not None and seen is not None:
-                current.inputs[layer_idx] = seen  # each takes it away
-            states = cache.update(key_states, value_states, layer_idx, *args, **kwargs)
-        return states
-
-    def see(self, index: int, call: AttentionCall) -> None:
-        for cache in self.caches:
-            cache.see(index, call)
-
-    def answer(
-        self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        return key, value, mask
-
-    def finish(self, failed: bool = False) -> None:
-        for cache in self.caches:
-            cache.finish(failed)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,26 @@
 """Passkey retrieval: a number hidden in a long text is asked for at its end (KVQuant, arXiv 2401.18079,
 Table 2, after Mohtashami and Jaggi, arXiv 2305.16300).
 
-Every token of the prompt reads the packed store, and the answer is decoded greedily from it. Methods whose
-codes come from a layer above cannot do that: their prompt attends to itself exactly, and only the answer
-reads the store.
+With ``attend="store"`` every token of the prompt reads the packed store, unless the method is not causal.
+With ``attend="chunk"``, as in the paper and in `generate`, the prompt's tokens attend to each other exactly.
+The last of them and the answer, which is decoded greedily, read the store in any case.
 """
 
+import copy
+import math
 import random
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
+from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..cache import KVCache
+from ..cache import ATTEND, KVCache
 from ..calibration import Calibration
 from ..calibrations import Calibrations
 from ..methods import Method
@@ -24,6 +28,7 @@ from ..positions import check_context
 from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
+from .together import read_together
 
 OPENING = (
     "One number is hidden in the following text. Remember it, for it is asked for at the end.\n\n"
@@ -49,7 +54,13 @@ class PasskeyRow:
     depth: float  # where the number stands, 0 the start and 1 the end
     found: int
     samples: int
-    seconds: float
+    likelihood: (
+        float  # mean logarithm of the probability of the number's digits, one given those before
+    )
+    attend: str  # how the prompt was read
+    seconds: (
+        float  # with ``chunk`` that of reading is shared by the methods that were asked with it
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -66,6 +77,7 @@ def passkey(
     progress: Progress | None = None,
     calibrations: Iterable[Calibration] = (),
     runs: Runs | None = None,
+    attend: str = "store",
 ) -> list[PasskeyRow]:
     """Ask for a hidden number, ``samples`` times for each context and depth. All methods get the same
     prompts.
@@ -75,6 +87,7 @@ def passkey(
         depths: places of the number in the text, 0 its start and 1 its end.
         calibrations: each goes to the methods that it was made for.
         runs: keeps the rows that are finished, and has those of a run that was stopped.
+        attend: of the caches, while the prompt is read: ``store`` or ``chunk``.
 
     Returns:
         a row for each method, context and depth.
@@ -85,6 +98,8 @@ def passkey(
     """
     wanted, runs = list(dict.fromkeys(parse_method(m) for m in methods)), runs or Runs(None, {})
     _check(model, wanted, contexts, depths, samples)
+    if attend not in ATTEND:
+        raise ValueError(f"attend={attend!r} is not one of {', '.join(ATTEND)}")
     made, tell = Calibrations(calibrations), progress or silent
     use = {method: made.of(method) for method in wanted}
     prompts = {
@@ -93,24 +108,39 @@ def passkey(
         for depth in depths
     }
     total = len(wanted) * len(prompts)
-    rows: list[PasskeyRow] = []
-    for method in wanted:
-        for (context, depth), asked in prompts.items():
-            name = f"{method.spec} passkey {context} at {depth}"
+    rows: dict[tuple[Method, int, float], PasskeyRow] = {}
+    for (context, depth), asked in prompts.items():
+        names = {
+            method: f"{method.spec} passkey {context} at {depth} {attend}" for method in wanted
+        }
+        left = []
+        for method, name in names.items():
             held = runs.load(name)
             if held is None:
-                tell(len(rows), total, f"{method.spec}, {context} tokens")
-                started = time.perf_counter()
-                found = sum(
-                    key == _answer(model, tokenizer, prompt, method, use[method])
-                    for key, prompt in asked
+                left.append(method)
+            else:
+                rows[method, context, depth] = PasskeyRow(**held[0])
+        # Through the store each method reads a prompt in its own way.
+        for part in [left] if attend == "chunk" else [[method] for method in left]:
+            if not part:
+                continue
+            tell(len(rows), total, f"{context} tokens, {', '.join(m.head for m in part)}")
+            started = time.perf_counter()
+            answers = [
+                (key, _ask(model, tokenizer, prompt, key, {m: use[m] for m in part}, attend))
+                for key, prompt in asked
+            ]
+            seconds = (time.perf_counter() - started) / len(part)
+            for method in part:
+                found = sum(key == one[method].number for key, one in answers)
+                likelihood = fmean(one[method].likelihood for _, one in answers)
+                row = PasskeyRow(
+                    method.spec, context, depth, found, samples, likelihood, attend, seconds
                 )
-                seconds = time.perf_counter() - started
-                held = [PasskeyRow(method.spec, context, depth, found, samples, seconds).to_dict()]
-                runs.save(name, held)
-            rows.append(PasskeyRow(**held[0]))
+                rows[method, context, depth] = row
+                runs.save(names[method], [row.to_dict()])
     tell(total, total, "")
-    return rows
+    return [rows[method, *place] for method in wanted for place in prompts]
 
 
 def _check(
@@ -167,18 +197,59 @@ def _answer_tokens(tokenizer: Any) -> int:
     return len(_ids(tokenizer, " " + "9" * DIGITS)) + 1
 
 
+@dataclass(frozen=True)
+class _Answer:
+    number: str | None  # the first that the model answers
+    likelihood: float  # of the right one's digits
+
+
 @torch.inference_mode()
-def _answer(
+def _ask(
     model: Any,
     tokenizer: Any,
     prompt: Sequence[int],
-    method: Method,
-    calibration: Calibration | None,
-) -> str | None:
-    """The first number that the model answers; None where there is none."""
-    attend = "store" if method.causal else "chunk"
-    cache = KVCache(model, method, attend=attend, calibration=calibration)
+    key: str,
+    methods: Mapping[Method, Calibration | None],
+    attend: str,
+) -> dict[Method, _Answer]:
+    """The answer of each method to one prompt."""
     ids = torch.tensor([prompt], device=model.device)
+    caches = _filled(model, methods, ids[:, :-1], attend)
+    right = _ids(tokenizer, f" {key}")
+    return {
+        method: _Answer(
+            likelihood=_likelihood(model, tokenizer, copy.deepcopy(cache), ids[:, -1:], right),
+            number=_number(model, tokenizer, cache, ids),
+        )
+        for method, cache in caches.items()
+    }
+
+
+def _filled(
+    model: Any, methods: Mapping[Method, Calibration | None], ids: Tensor, attend: str
+) -> dict[Method, KVCache]:
+    if attend == "chunk" or not all(method.causal for method in methods):
+        return read_together(model, methods, ids)
+    caches = {}
+    for method, calibration in methods.items():
+        caches[method] = KVCache(model, method, attend=attend, calibration=calibration)
+        model(ids, past_key_values=caches[method], logits_to_keep=1)
+    return caches
+
+
+def _likelihood(
+    model: Any, tokenizer: Any, cache: KVCache, last: Tensor, right: Sequence[int]
+) -> float:
+    """The logarithm of the probability of the tokens of ``right`` with digits, after ``last`` ``[1, 1]``."""
+    answer = torch.tensor([right], device=last.device)
+    logits = model(torch.cat([last, answer[:, :-1]], 1), past_key_values=cache).logits[0]
+    found = logits.float().log_softmax(-1).gather(1, answer.T)[:, 0].tolist()
+    digits = (re.search(r"\d", tokenizer.decode([token])) for token in right)
+    return math.fsum(value for value, digit in zip(found, digits, strict=True) if digit)
+
+
+def _number(model: Any, tokenizer: Any, cache: KVCache, ids: Tensor) -> str | None:
+    """The first number that the model answers to ``ids`` ``[1, T]``; None where there is none."""
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -187,5 +258,5 @@ def _answer(
         do_sample=False,
         pad_token_id=0,
     )
-    numbers = re.findall(r"\d+", tokenizer.decode(out[0, len(prompt) :], skip_special_tokens=True))
-    return numbers[0] if numbers else None
+    text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return next(iter(re.findall(r"\d+", text)), None)

@@ -1,5 +1,7 @@
 """KVQuant on tasks: passkeys, LongBench and RULER."""
 
+from statistics import fmean
+
 from ..evals.passkey import DEPTHS, passkey
 from ..spec import parse_method
 from .experiment import scores
@@ -13,29 +15,27 @@ PASSKEYS = 50
 
 def table2(setup: Setup, printed: Rows) -> Rows:
     """The share of hidden numbers that are found, over ``limit`` prompts (50 without) of ``context`` tokens,
-    as many at every depth."""
+    as many at every depth.
+
+    ``success`` is the paper's: only the answer reads the store. For ``through_store`` the prompt does so too.
+    ``likelihood`` and ``likelihood_through_store`` are of the number's digits, in nats.
+    """
     add_cache_ratios(printed)
     methods = [parse_method(row["method"]) for row in printed]
-    calibrations = setup.calibrated(methods)
     samples = max(round((setup.limit or PASSKEYS) / len(DEPTHS)), 1)
-    asked = passkey(
-        setup.model,
-        setup.tokenizer,
-        methods,
-        (setup.context,),
-        DEPTHS,
-        samples,
-        setup.progress,
-        calibrations,
-        setup.runs({"samples": samples}),
-    )
-    rows = []
-    for row in printed:
-        own = [depth for depth in asked if depth.method == row["method"]]
-        n = sum(depth.samples for depth in own)
-        success = sum(depth.found for depth in own) / n
-        ratio = setup.cache_ratio(row["method"])
-        rows.append({**row, "success": success, "n": n, "cache_ratio": ratio})
+    size = (setup.context,), DEPTHS, samples, setup.progress, setup.calibrated(methods)
+    runs = setup.runs({"samples": samples})
+    rows = [{**row, "cache_ratio": setup.cache_ratio(row["method"])} for row in printed]
+    for attend, success, likelihood in (
+        ("chunk", "success", "likelihood"),
+        ("store", "through_store", "likelihood_through_store"),
+    ):
+        asked = passkey(setup.model, setup.tokenizer, methods, *size, runs, attend)
+        for row in rows:
+            own = [depth for depth in asked if depth.method == row["method"]]
+            row["n"] = sum(depth.samples for depth in own)
+            row[success] = sum(depth.found for depth in own) / row["n"]
+            row[likelihood] = fmean(depth.likelihood for depth in own)
     return rows
 
 
