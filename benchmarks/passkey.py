@@ -2,9 +2,9 @@
 
     python benchmarks/passkey.py --text wikitext2/train-slice.raw --output passkey-errors-smollm2.json
 
-Hidden numbers are asked for at 2,048 tokens, in both ways of reading the prompt: with the calibration as the paper
-has it, with one on prompts that hold other numbers, with ranges found online, and with more outliers. Beside it
-stands how far the stored keys and values of the number's digits are off, and those of all tokens. Takes an hour.
+Hidden numbers are asked for at 2,048 tokens, in both ways of reading the prompt: with the calibration as the
+paper has it, with one on prompts that hold other numbers, with ranges found online, and with more outliers.
+Beside it stands how far the stored keys and values of the number's digits are off, and those of all tokens.
 """
 
 from collections.abc import Iterator, Sequence
