@@ -155,10 +155,6 @@ def test_a_stopped_calibration_goes_on_and_ends_with_the_same_bytes(
             "two calibrations are for kvquant-2bit-1%",
         ),
         ("generate MODEL --method crosslayer:kq=30 --prompt w3", "kq=30 but 5 layers"),
-        (
-            "perplexity MODEL --method crosslayer:dominant=1 --text TEXT --context 40 --windows 1",
-            "stores codes of a layer above",
-        ),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(

@@ -124,7 +124,7 @@ def passkey(
         for part in [left] if attend == "chunk" else [[method] for method in left]:
             if not part:
                 continue
-            tell(len(rows), total, f"{context} tokens, {', '.join(m.head for m in part)}")
+            tell(len(rows), total, f"{', '.join(m.head for m in part)}, {context} tokens")
             started = time.perf_counter()
             answers = [
                 (key, _ask(model, tokenizer, prompt, key, {m: use[m] for m in part}, attend))
