@@ -83,7 +83,7 @@ def test_a_stopped_run_goes_on_with_its_weights(tmp_path, monkeypatch, rounded):
     assert rounded == [4, 3]
     assert len(list(tmp_path.glob("weights-*.safetensors"))) == 2
     monkeypatch.setattr(module, "collect_weights", None)
-    monkeypatch.setattr("xquant.reproduce.setup.calibrate_on", None)
+    monkeypatch.setattr("xquant.reproduce.setup.calibrate_together", None)
     assert run(make(**given)) == first
 
 
