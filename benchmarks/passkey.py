@@ -20,7 +20,7 @@ from xquant import Calibration, parse_method
 from xquant.calibrators.run import calibrate_together
 from xquant.cli.progress import progress
 from xquant.evals import passkey as task
-from xquant.evals.together import read_together
+from xquant.evals.reading import read_together
 from xquant.load import load_model
 from xquant.methods import Method
 from xquant.progress import Progress
@@ -43,7 +43,7 @@ NUMBERS = "kvquant-3bit-1%"
 def numbers(tokenizer: Any) -> Tensor:
     """Prompts with other numbers, ``[WINDOWS, CONTEXT]``."""
     depth = 0.05  # none of those that are asked
-    asked = list(task._prompts(tokenizer, CONTEXT + 99, depth, WINDOWS))
+    asked = list(task.prompts_of(tokenizer, CONTEXT + 99, depth, WINDOWS))
     return torch.tensor([ids[:CONTEXT] for _, ids in asked])
 
 
@@ -53,7 +53,7 @@ def errors(
 ) -> Iterator[dict[str, Any]]:
     """Of every method, squared errors over squared norms, mean of layers: digits, and the median token."""
     for depth in task.DEPTHS:
-        for _, ids in task._prompts(tokenizer, CONTEXT, depth, 1):
+        for _, ids in task.prompts_of(tokenizer, CONTEXT, depth, 1):
             found = read_together(model, methods, torch.tensor([ids]))
             full = found[parse_method("full")]
             sealed = len(ids) // 128 * 128

@@ -274,7 +274,7 @@ def test_parts_are_packing_codes_and_outliers() -> None:
     methods = with_dense([parse_method(spec), parse_method("kivi-4bit:group=32")])
     assert [method.head for method in methods] == ["kvquant-4bit-1%", "kvquant-4bit", "kivi-4bit"]
     specs = [method.spec for method in methods]
-    found = {row["method"]: row for row in rows(specs, whole=False, sealing=True, parts=True)}
+    found = {row["method"]: row for row in rows(specs, whole=False, parts=True)}
     assert "parts" not in found["full"]
     sparse, dense, plain = (found[spec]["parts"] for spec in specs)
     taken, codes = (1e3 * found[spec]["attention_ms_per_layer"] for spec in specs[:2])

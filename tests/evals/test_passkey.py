@@ -57,7 +57,7 @@ def test_what_is_found_is_counted_by_depth(reader):
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
 def test_a_prompt_is_as_long_as_asked_and_hides_its_number_there(depth):
-    prompts = list(module._prompts(Letters(), 900, depth, 2))
+    prompts = list(module.prompts_of(Letters(), 900, depth, 2))
     assert len({key for key, _ in prompts}) == 2
     for key, ids in prompts:
         assert len(ids) + module._answer_tokens(Letters()) == 900
@@ -67,7 +67,7 @@ def test_a_prompt_is_as_long_as_asked_and_hides_its_number_there(depth):
         before = text.index(needle) - len(module.OPENING)
         room = 900 - 7 - len(module.OPENING + module.QUESTION + needle)
         assert before == round(depth * room)
-    assert prompts == list(module._prompts(Letters(), 900, depth, 2))
+    assert prompts == list(module.prompts_of(Letters(), 900, depth, 2))
 
 
 def test_a_stopped_run_goes_on(reader, tmp_path):

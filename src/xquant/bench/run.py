@@ -72,7 +72,7 @@ def bench(
         row, best = _row(name, every, settings, layers, limits)
         if limits.copy and limits.multiply:
             row["roofline"] = _predict(row, models.model, known.get(name), limits)
-        if settings.sealing and best is not None and name in known:
+        if (settings.sealing or settings.parts) and best is not None and name in known:
             with best.noting_failure():
                 row["sealing"] = _time_sealing(best)
             if best.failed:

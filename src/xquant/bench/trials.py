@@ -33,7 +33,7 @@ class Settings:
     sealing: bool = False
     """Also time how tokens are appended and sealed."""
     parts: bool = False
-    """Also tell what attention is made of, which wants ``sealing``."""
+    """Also time what attention is made of: storing a token, codes and outliers."""
 
     @property
     def size(self) -> tuple[int, int]:

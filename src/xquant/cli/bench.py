@@ -174,7 +174,7 @@ def bench(
         kernel=kernel,
         dtypes=dtypes,
         whole=shape is None,
-        sealing=sealing or parts,
+        sealing=sealing,
         parts=parts,
     )
     facts = {"calibrations": " ".join(sorted(made.digest for made in calibrations))}

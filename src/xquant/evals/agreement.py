@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..cache import KVCache
 from ..calibrations import Calibrations
 from ..methods import Full, Method
-from .together import read_together
+from .reading import read_together
 
 LAST = 16
 """Tokens at the end of a prompt that read the tokens before them from the store."""
@@ -70,11 +70,12 @@ class Comparison:
         last = min(LAST, prompt.shape[1])
         earlier, rest = prompt.split([prompt.shape[1] - last, last], 1)
         caches = read_together(self._model, self._given, earlier)
-        full: _Reference | None = None
+        full = _reference(self._model, copy.deepcopy(caches[Full()]), rest)
         for method, cache in caches.items():
-            aside = copy.deepcopy(cache)
-            full = full or _reference(self._model, aside, rest)
-            self.found[method].append(_compare(self._model, copy.deepcopy(cache), rest, full))
+            same = Agreement(0.0, ANSWER)
+            if method != Full():
+                same = _compare(self._model, copy.deepcopy(cache), rest, full)
+            self.found[method].append(same)
             self._answers[method].append(generate(cache))
 
 

@@ -30,6 +30,7 @@ from ..models import AttentionView
 from ..seam.passes import Given
 from ..spec import parse_method
 from .agreement import Comparison
+from .reading import logits_of
 
 
 @register_model("xquant")
@@ -94,7 +95,6 @@ class XQuantLM(HFLM):
         self, context: Tensor, max_length: int, stop: list[str], **generation: Any
     ) -> Tensor:
         """Token ids of prompts ``context`` ``[B, T]``, padded on the left, and their continuations."""
-
         if self.most is not None:
             max_length = min(max_length, context.shape[1] + self.most)
 
@@ -115,10 +115,8 @@ class XQuantLM(HFLM):
         cache = _RightPadded(
             inps, self.model, self.method, "store" if causal else "chunk", self.calibration
         )
-        parts = inps.split(inps.shape[1] if causal else self.method.group, 1)
         with torch.no_grad(), self._precision():
-            logits = [self.model(part, past_key_values=cache).logits for part in parts]
-        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+            return logits_of(self.model, cache, inps, None if causal else self.method.group)
 
     def _precision(self) -> torch.autocast:
         """As lm-eval calls a model."""

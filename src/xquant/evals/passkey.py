@@ -28,7 +28,7 @@ from ..positions import check_context
 from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
-from .together import read_together
+from .reading import read_together
 
 OPENING = (
     "One number is hidden in the following text. Remember it, for it is asked for at the end.\n\n"
@@ -54,13 +54,9 @@ class PasskeyRow:
     depth: float  # where the number stands, 0 the start and 1 the end
     found: int
     samples: int
-    likelihood: (
-        float  # mean logarithm of the probability of the number's digits, one given those before
-    )
+    likelihood: float  # of the number's digits: mean logarithm of the probability, nats
     attend: str  # how the prompt was read
-    seconds: (
-        float  # with ``chunk`` that of reading is shared by the methods that were asked with it
-    )
+    seconds: float  # those of a prompt that several methods read together are shared
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
@@ -103,7 +99,7 @@ def passkey(
     made, tell = Calibrations(calibrations), progress or silent
     use = {method: made.of(method) for method in wanted}
     prompts = {
-        (context, depth): list(_prompts(tokenizer, context, depth, samples))
+        (context, depth): list(prompts_of(tokenizer, context, depth, samples))
         for context in contexts
         for depth in depths
     }
@@ -159,7 +155,7 @@ def _check(
     check_context(model, max(contexts))
 
 
-def _prompts(
+def prompts_of(
     tokenizer: Any, context: int, depth: float, samples: int
 ) -> Iterator[tuple[str, list[int]]]:
     """Hidden numbers and their prompts (token ids). A prompt and its answer are ``context`` tokens."""

@@ -29,6 +29,7 @@ from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
 from ..text import cut_windows
+from .reading import logits_of
 
 SCORED_AT_ONCE = 256
 """Positions whose log-probabilities are computed at a time, in fp32."""
@@ -172,11 +173,7 @@ def _forward(
     # Made before the clock starts, since the first cache of a method does its offline work.
     cache = _empty(model, method, calibration, block)
     started = time.perf_counter()
-    parts = [
-        model(part[None], past_key_values=cache, use_cache=True).logits[0]
-        for part in window.split(block or len(window))
-    ]
-    logits = torch.cat(parts)[:-1] if len(parts) > 1 else parts[0][:-1]
+    logits = logits_of(model, cache, window[None], block)[0, :-1]
     seconds, report = time.perf_counter() - started, cache.report()
     sizes = ("bits_per_value", "code_bits", "cache_ratio", "cache_bytes", "full_cache_bytes")
     return logits, {"seconds": seconds, **{size: getattr(report, size) for size in sizes}}

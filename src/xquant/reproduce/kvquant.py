@@ -14,7 +14,7 @@ from .kvquant_states import PERCENTILES, draw_figure4, figure2, figure4
 from .kvquant_tasks import table2, table3, table4
 from .kvquant_times import table15, table16, table22
 from .kvquant_weights import table5
-from .pictures import outliers
+from .pictures import OUTLIERS
 from .printed import Rows
 from .setup import Setup
 
@@ -148,9 +148,7 @@ EXPERIMENTS = (
         "kvquant/figure2",
         "keys before and after RoPE, and values: where the outliers are",
         figure2,
-        keys=("layer", "state"),
-        metrics=("largest", "times_median"),
-        draw=outliers,
+        **OUTLIERS,
     ),
     Experiment(
         "kvquant/figure3",

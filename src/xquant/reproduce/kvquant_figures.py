@@ -12,7 +12,7 @@ from ..results.plots import COLOURS, HEIGHT, MARKERS, WIDE, new_figure
 from ..spec import parse_method
 from .experiment import perplexities
 from .kvquant_costs import GIB
-from .pictures import bars
+from .pictures import bars, finish
 from .printed import Rows
 from .setup import Setup
 
@@ -117,9 +117,5 @@ def by_length(rows: Rows, metric: str, label: str) -> Any:
     lengths = sorted({row["length"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set_xlabel("tokens of a window")
-    axes.set_ylabel(label)
-    axes.grid(color="0.9", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    finish(figure, "tokens of a window", label)
     return figure

@@ -81,25 +81,32 @@ class _Timed:
 def table16(setup: Setup, printed: Rows) -> Rows:
     """Minutes of the passes with gradients, and of all else that calibrating one layer takes: ranges,
     histograms, k-means."""
-    views, (samples, _) = layers(setup), setup.samples
+    count = len(layers(setup))
+    taken = {spec: _calibrating(setup, spec) for spec in {row["method"]: None for row in printed}}
     rows = []
     for row in printed:
-        started, passes = time.perf_counter(), dict.fromkeys((False, True), 0.0)
-        calibrator = find_calibrator(parse_method(row["method"]), views)
-        for stage in calibrator.stages(*samples.shape):
-            timed, before = _Timed(stage), time.perf_counter()
-            collect(setup.model, samples, [(calibrator.codecs, timed)], lambda: None)
-            passes[stage.gradients] += time.perf_counter() - before - timed.seconds
-        calibrator.tensors()
-        others = time.perf_counter() - started - sum(passes.values())
-        taken = passes[True] if row["part"] == "Fisher" else others / len(views)
-        rows.append({**row, "minutes": taken / 60})
+        passes, others = taken[row["method"]]
+        seconds = passes if row["part"] == "Fisher" else others / count
+        rows.append({**row, "minutes": seconds / 60})
     return rows
+
+
+def _calibrating(setup: Setup, spec: str) -> tuple[float, float]:
+    """Seconds that the model takes in passes with gradients, and those of all but the model."""
+    (samples, _), started = setup.samples, time.perf_counter()
+    model = dict.fromkeys((False, True), 0.0)
+    calibrator = find_calibrator(parse_method(spec), layers(setup))
+    for stage in calibrator.stages(*samples.shape):
+        timed, before = _Timed(stage), time.perf_counter()
+        collect(setup.model, samples, [(calibrator.codecs, timed)], lambda: None)
+        model[stage.gradients] += time.perf_counter() - before - timed.seconds
+    calibrator.tensors()
+    return model[True], time.perf_counter() - started - sum(model.values())
 
 
 def table22(setup: Setup, printed: Rows) -> Rows:
     """The parts of the attention of one new token over ``context`` random ones, in one layer."""
-    settings = Settings(setup.context, whole=False, sealing=True, parts=True)
+    settings = Settings(setup.context, whole=False, parts=True)
     methods = with_dense([parse_method(ATTENDED)])
     models = Models(setup.model)
     found = {row["method"]: row for row in bench(models, methods, settings, setup.progress)}

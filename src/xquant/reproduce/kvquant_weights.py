@@ -1,6 +1,5 @@
 """KVQuant on models whose weights are quantized too, after SqueezeLLM."""
 
-import hashlib
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,8 @@ from ..calibration import Expected, check
 from ..calibrations import Calibrations
 from ..calibrators.collect import collect_weights
 from ..calibrators.weights import linear_weights, quantize_weights, weight_bits, with_weights
-from ..codecs import fingerprint
 from ..files import write_atomically
-from ..runs import code_digest, tell_unfit
-from ..seam.hooks import attach
+from ..runs import tell_unfit
 from .kvquant_costs import add_cache_ratios
 from .printed import Rows, add_ratios
 from .setup import Setup
@@ -66,7 +63,7 @@ def quantized(setup: Setup, widths: list[int]) -> list[Weights]:
     folder to resume from."""
     weights = linear_weights(setup.model)
     expected = {n: Expected(tuple(w.shape), torch.float16) for n, w in weights.items()}
-    files = [_file(setup, bits) for bits in widths]
+    files = [setup.file(f"weights-{bits}bit") for bits in widths]
     found = [None if file is None else _load(file, expected) for file in files]
     if None not in found:
         return [each for each in found if each is not None]
@@ -95,14 +92,6 @@ def quantized(setup: Setup, widths: list[int]) -> list[Weights]:
             write_atomically(file, save(new))
         made.append(new)
     return made
-
-
-def _file(setup: Setup, bits: int) -> Path | None:
-    size = setup.context, setup.calibration_windows
-    model = fingerprint(attach(setup.model).view.compressed)
-    source = bits, model, setup.calibration_text, size, code_digest()
-    key = hashlib.sha256(repr(source).encode()).hexdigest()
-    return setup.resume and setup.resume / f"weights-{bits}bit-{key[:16]}.safetensors"
 
 
 def _load(file: Path, expected: dict[str, Expected]) -> Weights | None:

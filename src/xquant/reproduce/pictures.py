@@ -20,12 +20,18 @@ def by_layer(rows: Sequence[Row], metric: str, label: str, logarithmic: bool = F
         axes.plot([row["layer"] for row in own], values, ".-", color=colour, label=name)
     if logarithmic:
         axes.set_yscale("log")
-    axes.set_xlabel("layer")
-    axes.set_ylabel(label)
+    finish(figure, "layer", label)
+    return figure
+
+
+def finish(figure: Any, across: str, up: str) -> None:
+    """Label the axes of a figure with lines, and name the lines above it."""
+    (axes,) = figure.axes
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
     axes.grid(color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
-    return figure
 
 
 def outliers(rows: Sequence[Row]) -> Mapping[str, Any]:
@@ -35,6 +41,14 @@ def outliers(rows: Sequence[Row]) -> Mapping[str, Any]:
         "channels": channels(rows),
         "largest": by_layer(rows, "times_median", label, logarithmic=True),
     }
+
+
+OUTLIERS: dict[str, Any] = {
+    "keys": ("layer", "state"),
+    "metrics": ("largest", "times_median"),
+    "draw": outliers,
+}
+"""Of an experiment that returns `states.magnitudes`."""
 
 
 def channels(rows: Sequence[Row]) -> Any:

@@ -128,14 +128,27 @@ class Setup:
         device, dtype = str(self.model.device), str(self.model.dtype)
         return Runs(self.resume, {**subject, **facts, "device": device, "dtype": dtype})
 
+    @cached_property
+    def weights(self) -> str:
+        """The digest of what the model's caches depend on."""
+        return fingerprint(attach(self.model).view.compressed)
+
+    def file(self, kind: str, *facts: Any) -> Path | None:
+        """Where something that was made on the calibration text is kept: None without ``resume``."""
+        if self.resume is None:
+            return None
+        size = self.context, self.calibration_windows
+        source = *facts, self.weights, self.calibration_text, size, code_digest()
+        key = hashlib.sha256(repr(source).encode()).hexdigest()
+        return self.resume / f"{kind}-{key[:16]}.safetensors"
+
     def _kept(self, method: Method) -> Calibration | None:
         """The calibration that an earlier run of the same code has made."""
-        file = self._file(method)
+        file = self.file("calibration", method.calibrated_as)
         if file is None or not file.exists():
             return None
-        views = attach(self.model).view.compressed
-        own = fingerprint(views)
-        found = kept.usable(file, method.calibrated_as, own, method.expected(views))
+        expected = method.expected(attach(self.model).view.compressed)
+        found = kept.usable(file, method.calibrated_as, self.weights, expected)
         if found is None:
             tell_unfit(file)
         return found
@@ -144,20 +157,11 @@ class Setup:
         samples, name = self.samples
         made = calibrate_together(self.model, samples, methods, name, self.progress)
         for method, one in zip(methods, made, strict=True):
-            file = self._file(method)
+            file = self.file("calibration", method.calibrated_as)
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 one.save(file)
         return made
-
-    def _file(self, method: Method) -> Path | None:
-        if self.resume is None:
-            return None
-        made_for = method.calibrated_as, fingerprint(attach(self.model).view.compressed)
-        size = self.context, self.calibration_windows
-        source = *made_for, self.calibration_text, size, code_digest()
-        key = hashlib.sha256(repr(source).encode()).hexdigest()
-        return self.resume / f"calibration-{key[:16]}.safetensors"
 
     @cached_property
     def samples(self) -> tuple[Tensor, str]:

@@ -13,7 +13,7 @@ from ..models.base import linear
 from ..results.front import RATIO
 from ..results.plots import loss_figure
 from .experiment import TASKS, Experiment, perplexities, scores
-from .pictures import by_layer, outliers
+from .pictures import OUTLIERS, by_layer
 from .printed import Rows
 from .setup import Setup
 from .states import layers, magnitudes, similarity, watch
@@ -141,16 +141,12 @@ EXPERIMENTS = (
         "xquant/figureB.2",
         "X and its latents: where the outliers are",
         figure_b2,
-        keys=("layer", "state"),
-        metrics=("largest", "times_median"),
-        draw=outliers,
+        **OUTLIERS,
     ),
     Experiment(
         "xquant/figureB.3",
         "figure B.2 again, for a second model: where the outliers are",
         figure_b2,
-        keys=("layer", "state"),
-        metrics=("largest", "times_median"),
-        draw=outliers,
+        **OUTLIERS,
     ),
 )

@@ -1,4 +1,4 @@
-"""Reads a text once into caches of several methods: what its tokens compute is the same for all of them."""
+"""Reads texts into caches: a block at a time, or once for several methods."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,11 +15,19 @@ from ..models import AttentionView
 from ..seam.passes import Given, ObservingCache
 
 
+def logits_of(model: Any, cache: KVCache, ids: Tensor, block: int | None) -> Tensor:
+    """Logits ``[B, T, V]`` of token ids ``[B, T]``, read ``block`` tokens at a time, or all at once."""
+    parts = ids.split(block or ids.shape[1], 1)
+    logits = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
+    return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+
 @torch.inference_mode()
 def read_together(
     model: Any, methods: Mapping[Method, Calibration | None], ids: Tensor
 ) -> dict[Method, KVCache]:
-    """A cache of each method that holds the tokens ``ids`` ``[1, T]``, which attend to each other exactly.
+    """A cache of each method that holds the tokens ``ids`` ``[1, T]``, which attend to each other exactly:
+    what they compute is the same for all methods, so one forward pass fills all caches.
 
     Args:
         methods: with the calibrations of those that need one.
