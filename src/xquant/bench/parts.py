@@ -4,20 +4,14 @@ As KVQuant has it (arXiv 2401.18079, Table 22).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from ..methods import KVQuant, Method
-
-
-def without_outliers(method: Method) -> Method:
-    """The method with codes alone; itself where it has no outliers."""
-    return replace(method, outliers=0) if isinstance(method, KVQuant) else method
+from ..methods import Method
 
 
 def with_dense(methods: Iterable[Method]) -> list[Method]:
-    """The methods, and those without outliers that theirs are compared with."""
-    return list(dict.fromkeys(each for m in methods for each in (m, without_outliers(m))))
+    """The methods, and their dense forms that they are compared with."""
+    return list(dict.fromkeys(each for m in methods for each in (m, m.dense)))
 
 
 def parts_of(

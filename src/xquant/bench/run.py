@@ -19,7 +19,7 @@ from . import capacity, trials
 from .ceilings import Ceilings, ceilings
 from .clocks import Clock, GraphClock, HostClock, Job
 from .contenders import Compressed, Contender, Models, attentions
-from .parts import parts_of, without_outliers
+from .parts import parts_of
 from .trials import Settings, Trial
 
 HOPELESS = 2.0
@@ -81,7 +81,7 @@ def bench(
     if settings.parts:
         by_name = {row["method"]: row for row in rows}
         for method in methods:
-            row, dense = (by_name[each.spec] for each in (method, without_outliers(method)))
+            row, dense = (by_name[each.spec] for each in (method, method.dense))
             row["parts"] = parts_of(row, dense, layers)
     return rows
 

@@ -148,6 +148,11 @@ class Method(ABC):
         that a token can attend to itself as it is stored."""
         return True
 
+    @property
+    def dense(self) -> "Method":
+        """The method without what it keeps sparsely beside its codes; itself where that is nothing."""
+        return self
+
     @abstractmethod
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
