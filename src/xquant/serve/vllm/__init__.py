@@ -1,0 +1,15 @@
+"""The plugin for vLLM.
+
+``seam.py`` is the only file that knows vLLM's names, and the only one that imports it. vLLM calls `register`
+in each of its processes, whether or not an engine asks for xquant.
+"""
+
+VERSION = "0.32"
+"""The minor version of vLLM that is supported."""
+
+
+def register() -> None:
+    """Let vLLM know of the methods: the entry point ``vllm.general_plugins``."""
+    from . import guard
+
+    guard.install()

@@ -1,0 +1,120 @@
+"""Pages: packed blocks in memory that somebody else owns, all fields of a block beside each other.
+
+A `Stream` keeps the blocks of each field apart, in slabs that grow. An engine that serves many sequences
+gives out memory in pages of one size instead: a page is one block of one layer. The fields are those of the
+stream, byte for byte, as `Segment.fields` describes them; only where they lie differs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..quant import Packed, Segment
+from ..quant.quantizer import Field, dense
+from .packer import TORCH, Packer
+
+ALIGNMENT = 64
+"""Bytes that every field of a page starts at a multiple of: a line of the CPU's cache."""
+
+
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """``nbytes``, rounded up to a multiple of ``to``."""
+    return -(-nbytes // to) * to
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field of a segment in a page."""
+
+    segment: int
+    name: str
+    field: Field
+    start: int
+    """Its first byte in the page."""
+
+
+class PageLayout:
+    """Where the fields of a block lie in a page.
+
+    Args:
+        segments: the packed layout along the channels, as of a `Stream`.
+        block: tokens per block ``n``.
+
+    Raises:
+        ValueError: blocks that have no bytes of their own: they share codes, or differ in size.
+    """
+
+    def __init__(self, segments: Sequence[Segment], block: int) -> None:
+        self.segments, self.block = tuple(segments), block
+        if any(segment.shared for segment in segments):
+            raise ValueError("layers share codes, and a page holds those of one layer")
+        if any(segment.quantizer.sparse for segment in segments):
+            raise ValueError("outliers make blocks differ in size, and pages are all of one")
+        self.places: list[Place] = []
+        start = 0
+        for number, segment in enumerate(segments):
+            for name, field in segment.fields(block).items():
+                self.places.append(Place(number, name, field, start))
+                start += aligned(field.nbytes)
+        self.nbytes = start
+        """Bytes of a page."""
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the block in it: those of a page without what fills up its fields."""
+        return sum(place.field.nbytes for place in self.places)
+
+    def fields(self, pages: Tensor) -> list[Packed]:
+        """The fields of every page by segment: views of ``pages``, uint8 ``[N, nbytes]`` or more, which may
+        lie at any stride that is a multiple of `ALIGNMENT`."""
+        found: list[Packed] = [{} for _ in self.segments]
+        for place in self.places:
+            run = pages[:, place.start : place.start + place.field.nbytes]
+            found[place.segment][place.name] = run.view(place.field.dtype).unflatten(
+                1, place.field.shape
+            )
+        return found
+
+
+class Pages:
+    """The packed blocks of one layer in pages.
+
+    Args:
+        layout: of a page.
+        pages: uint8 ``[N, layout.nbytes]`` or more.
+        packer: what packs and unpacks blocks.
+    """
+
+    def __init__(self, layout: PageLayout, pages: Tensor, packer: Packer = TORCH) -> None:
+        self.layout, self.packer = layout, packer
+        self._fields = layout.fields(pages)
+
+    def write(self, numbers: Tensor, rows: Tensor) -> None:
+        """Pack blocks ``rows`` ``[m, n, C]`` into the pages of these ``numbers`` ``[m]``.
+
+        Raises:
+            ValueError: NaN; no page was written to.
+        """
+        segments = self.layout.segments
+        parts = rows.split([segment.channels for segment in segments], -1)
+        packed = [
+            self.packer.pack(segment.quantizer, part, None)
+            for segment, part in zip(segments, parts, strict=True)
+        ]
+        for fields, new in zip(self._fields, packed, strict=True):
+            for name in fields:
+                dense(fields, name)[numbers] = dense(new, name)
+
+    def read(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """The blocks in the pages of these ``numbers`` ``[m]``, decoded: ``[m, n, C]``."""
+        widths = [segment.channels for segment in self.layout.segments]
+        shape = len(numbers), self.layout.block, sum(widths)
+        rows = torch.empty(shape, dtype=dtype, device=numbers.device)
+        for segment, fields, out in zip(
+            self.layout.segments, self._fields, rows.split(widths, -1), strict=True
+        ):
+            packed: Packed = {name: dense(fields, name)[numbers] for name in fields}
+            self.packer.unpack(segment.quantizer, packed, out)
+        return rows
