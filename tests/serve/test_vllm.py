@@ -1,0 +1,187 @@
+"""The plugin in vLLM; run by `make serve-test` in an environment that has it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+pytest.importorskip("vllm")
+
+from engines import VOCABULARY, answers, cache_config, engine, save_tiny
+from xquant import KVCache, load_model
+from xquant.serve.vllm import guard
+
+LENGTHS = [
+    5,
+    17,
+    64,
+    96,
+    127,
+    128,
+    129,
+    160,
+    200,
+    255,
+    256,
+    257,
+    300,
+    335,
+    383,
+    400,
+    512,
+    555,
+    640,
+    700,
+]
+
+
+def _prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm2")
+    model, tokenizer = load_model("smollm2")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(tiny: Path) -> list[list[int]]:
+    """What vLLM answers without xquant."""
+    with engine(tiny) as llm:
+        return answers(llm, _prompts(LENGTHS), 32)
+
+
+def _library(folder: Path, spec: str, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """What `KVCache` answers, the prompt in one forward pass. Its native kernels round otherwise than plain
+    torch does, and a random model shows it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        cache = KVCache(model, spec, kernel="reference")
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=model.config.vocab_size,  # never generated
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def test_16_bits_answer_as_vllm_does(tiny: Path, stock: list[list[int]]) -> None:
+    with engine(tiny, "full") as llm:
+        assert answers(llm, _prompts(LENGTHS), 32) == stock
+
+
+def test_chunks_that_cut_blocks_change_nothing(tiny: Path, stock: list[list[int]]) -> None:
+    options = {"max_num_batched_tokens": 83, "max_num_seqs": 4}
+    with engine(tiny, "full", **options) as llm:
+        assert answers(llm, _prompts(LENGTHS), 32) == stock
+
+
+def test_a_common_past_is_read_again(tiny: Path, stock: list[list[int]]) -> None:
+    with engine(tiny, "full", disable_log_stats=False) as llm:
+        long = _prompts(LENGTHS)[-1]
+        before = answers(llm, [long], 32)
+        assert before == stock[-1:]
+        assert answers(llm, [long], 32) == before
+        hits = next(m for m in llm.get_metrics() if m.name == "vllm:prefix_cache_hits")
+        assert hits.value == 640  # five blocks of the 700 tokens
+
+
+def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> None:
+    # 14 blocks of 128 tokens, for requests that want up to 6 and a ring of each layer.
+    with engine(tiny, "full", kv_cache_memory_bytes=5 << 20, disable_log_stats=False) as llm:
+        assert answers(llm, _prompts(LENGTHS), 32) == stock
+        counters = {metric.name: metric for metric in llm.get_metrics()}
+        assert counters["vllm:num_preemptions"].value > 0
+
+
+@pytest.mark.parametrize("spec", ["kivi-4bit", "kivi-4bit:rope=post", "kivi-2bit", "int4:group=64"])
+def test_answers_are_the_librarys(tiny: Path, spec: str) -> None:
+    prompts = _prompts([40, 140, 300, 385], seed=1)
+    with engine(tiny, spec) as llm:
+        found = answers(llm, prompts, 256)
+    assert found == _library(tiny, spec, prompts, 256)
+
+
+def test_memory_holds_more_tokens(tiny: Path) -> None:
+    with engine(tiny, "kivi-4bit") as llm:
+        packed = cache_config(llm).kv_cache_size_tokens
+    with engine(tiny) as llm:
+        # The rings of so small a model take as much room as its pages.
+        assert packed > 2.5 * cache_config(llm).kv_cache_size_tokens
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "why"),
+    [
+        ("kivi-9bit", {}, "kivi: bits=9"),
+        ("kivi-4bit:sink=1", {}, "no room for sinks"),
+        ("xquant-cl-2bit", {}, "docs/at-rest.md"),
+        ("kivi-4bit", {"block_size": 64}, "block_size is 64"),
+        ("kivi-4bit", {"tensor_parallel_size": 2}, "tensor parallelism"),
+        ("kivi-4bit", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    tiny: Path, spec: str, options: dict[str, Any], why: str
+) -> None:
+    _refused(why, tiny, spec, **options)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=VOCABULARY, n_positions=1024)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    _refused("GPT2LMHeadModel is not supported", tmp_path, "kivi-4bit")
+
+
+def test_another_version_of_vllm_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setattr(guard, "version", lambda: "0.99.1")
+    guard.install()
+    _refused("vLLM 0.32 is supported, and 0.99.1 is installed", tiny, "kivi-4bit")
+
+
+def _refused(why: str, folder: Path, spec: str, **options: Any) -> None:
+    with pytest.raises(ValueError, match=why) as error, engine(folder, spec, **options):
+        pass
+    assert str(error.value).startswith("xquant: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("spec", ["full", "kivi-4bit", "kivi-4bit:rope=post"])
+def test_smollm2_answers_as_the_library_does(smollm2: Path, spec: str) -> None:
+    prompts = _prompts([60, 300], seed=2, vocabulary=40000)
+    with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20) as llm:
+        found = answers(llm, prompts, 256)
+    assert found == _library(smollm2, spec, prompts, 256)
+
+
+@pytest.mark.smollm2
+def test_smollm2_at_16_bits_answers_as_vllm_does(smollm2: Path) -> None:
+    prompts = _prompts(LENGTHS, seed=3, vocabulary=40000)
+    found = []
+    for spec in (None, "full"):
+        with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20) as llm:
+            found.append(answers(llm, prompts, 16))
+    assert found[0] == found[1]
