@@ -160,10 +160,9 @@ def _prepare(model: nn.Module, config: VllmConfig, method: Method) -> None:
             layer.impl.logits_soft_cap,
             packer,
         )
-        layer.impl.serve(layer, served)
         ring = Ring(f"{layer.layer_name}.{_RING}", served, config.model_config.dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
-        layer.impl.ring = ring
+        layer.impl.served, layer.impl.ring = served, ring
         layer.get_kv_cache_spec = functools.partial(_page_spec, layer, served)
 
 
@@ -295,8 +294,10 @@ class PagedBackend(AttentionBackend):
 class StepBuilder(AttentionMetadataBuilder):
     """Makes a `Step` of what vLLM says of a batch, for pages and for rings."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:  # vLLM's own is abstract
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self,
@@ -339,9 +340,6 @@ class PagedImpl(AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.served: ServedLayer | None = None
         self.ring: Ring | None = None
-
-    def serve(self, layer: Any, served: ServedLayer) -> None:
-        self.served = served
 
     def forward(
         self,
