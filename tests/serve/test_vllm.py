@@ -171,7 +171,7 @@ def _refused(why: str, folder: Path, spec: str, **options: Any) -> None:
 @pytest.mark.smollm2
 @pytest.mark.parametrize("spec", ["full", "kivi-4bit", "kivi-4bit:rope=post"])
 def test_smollm2_answers_as_the_library_does(smollm2: Path, spec: str) -> None:
-    prompts = _prompts([60, 300], seed=2, vocabulary=40000)
+    prompts = _prompts([300], seed=2, vocabulary=40000)  # blocks are sealed four times
     with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20) as llm:
         found = answers(llm, prompts, 256)
     assert found == _library(smollm2, spec, prompts, 256)
