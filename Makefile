@@ -69,7 +69,7 @@ mutants: env
 
 # vLLM wants another transformers than constraints.txt, so it has an environment of its own. What it would bring
 # for pictures and sound is built for other versions of torch, and is not needed for text.
-$(SERVE_STAMP): pyproject.toml Makefile CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
+$(SERVE_STAMP): pyproject.toml CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv-serve
 	$(SERVE_PIP) --upgrade $(PIP_VERSION)
 	$(SERVE_PIP) $(TORCH)

@@ -308,12 +308,16 @@ class StepBuilder(AttentionMetadataBuilder):
         given = common_attn_metadata
         starts = given.query_start_loc_cpu.tolist()
         lengths = given.seq_lens.tolist()
-        runs = [
-            Run(start, stop, length - (stop - start))
-            for start, stop, length in zip(starts, starts[1:], lengths, strict=False)
-            if stop > start
+        found = [
+            (number, Run(start, stop, length - (stop - start)))
+            for number, (start, stop, length) in enumerate(
+                zip(starts, starts[1:], lengths, strict=False)
+            )
+            if stop > start  # a batch may be filled up with requests of no tokens
         ]
-        return Step(runs, given.block_table_tensor[: len(runs)])
+        return Step(
+            [run for _, run in found], given.block_table_tensor[[number for number, _ in found]]
+        )
 
 
 class PagedImpl(AttentionImpl):
