@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..methods import LayerCodec
+from ..models.rope import Pair
 from ..quant import Plain
 from ..store.packer import TORCH, Packer
+from ..store.pages import PageLayout
 from ..store.past import Accumulator
 from .call import AttentionCall
-from .rope import RopeTable
+from .paged import PagedAttention
+from .rope import RopeTable, Within
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -64,6 +67,20 @@ class Backend(ABC):
     @abstractmethod
     def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
         """What attends over one layer that is not `unfit`."""
+
+    def paged(
+        self,
+        codec: LayerCodec,
+        layout: PageLayout,
+        scaling: float,
+        softcap: float,
+        within: Within | None,
+        starts: Pair | None,
+    ) -> PagedAttention | None:
+        """What attends over one layer of an engine that is not `unfit`; None where it reads no pages. Angles
+        are needed where the codec keeps keys before RoPE: those within a block, and ``[columns, D / 2]`` of
+        the positions that blocks start at."""
+        return None
 
     def accumulator(self, layer: "CompressedLayer") -> Accumulator | None:
         """What adds a layer to those below it, where the backend has something faster than the codec."""

@@ -54,6 +54,13 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
     return Choice(backend, "" if backend is native else "asked for")
 
 
+def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:
+    """The backend that may read the pages of a layer in an engine; None where none can."""
+    native = cpu.best()
+    why = unread(codec, block) or native.unfit(codec, block) or native.missing(codec)
+    return None if why else native
+
+
 def packer_of(wanted: str) -> Packer:
     """What a cache of this kernel packs its blocks with: what was asked for, torch where that cannot run."""
     backend = cpu.best() if wanted == "auto" else BACKENDS[wanted]

@@ -77,6 +77,15 @@ class PageLayout:
             )
         return found
 
+    def addresses(self, pages: Tensor) -> list[dict[str, Tensor]]:
+        """Where every field of every page lies in memory by segment, int64 ``[N]`` on the CPU: what kernels
+        take. ``pages`` as in `fields`."""
+        begins = pages.data_ptr() + torch.arange(len(pages)) * pages.stride(0)
+        found: list[dict[str, Tensor]] = [{} for _ in self.segments]
+        for place in self.places:
+            found[place.segment][place.name] = begins + place.start
+        return found
+
 
 class Pages:
     """The packed blocks of one layer in pages.

@@ -8,10 +8,15 @@ the function for the instruction set of this machine. `sealing` packs and unpack
 from typing import TYPE_CHECKING
 
 from ...methods import LayerCodec
+from ...models.rope import Pair
 from ...quant.operand import RankedOperand
 from ...store.packer import TORCH, Packer
+from ...store.pages import PageLayout
 from ..backend import Backend, LayerAttention, Shared
+from ..paged import PagedAttention
+from ..rope import Within
 from . import attention, library, ranked, rebuild
+from .paged import NativePages
 from .sealing import NativePacker
 
 if TYPE_CHECKING:
@@ -48,6 +53,19 @@ class Native(Backend):
         if _is_ranked(layer.codec, layer.stream.block):
             return ranked.ranked_attention(layer, self.name)
         return rebuild.rebuilding_attention(layer, self.name)
+
+    def paged(
+        self,
+        codec: LayerCodec,
+        layout: PageLayout,
+        scaling: float,
+        softcap: float,
+        within: Within | None,
+        starts: Pair | None,
+    ) -> PagedAttention | None:
+        if codec.rematerialized is not None:
+            return None
+        return NativePages(codec, layout, self.name, scaling, softcap, within, starts)
 
 
 def _is_ranked(codec: LayerCodec, block: int) -> bool:

@@ -71,6 +71,23 @@ def describe(to: native.Operand, operand: Operand) -> list[Tensor]:
     return [levels, scale, zero, addresses]
 
 
+def describe_layer(call: native.Attend, codec: LayerCodec, block: int) -> list[Tensor]:
+    """Set what does not change of a layer. Returns what is pointed to."""
+    view = codec.view
+    call.block, call.kv_heads, call.head_size = block, view.kv_heads, view.head_size
+    call.group_heads = view.query_heads // view.kv_heads
+    constant: list[Tensor] = []
+    for to, segment in zip((call.key, call.value), codec.segments, strict=True):
+        operand = segment.operand(block)
+        assert isinstance(operand, Operand)
+        constant += describe(to, operand)
+    if codec.offset is not None:
+        offset = codec.offset.float().contiguous()
+        constant.append(offset)
+        call.key.offset = native.address(offset, torch.float32, view.kv_width)
+    return constant
+
+
 def rope_table(within: Within) -> Tensor:
     """The angles of the places of a block as the library takes them, made once."""
     if "cpu" not in within.prepared:
@@ -88,34 +105,23 @@ class NativeAttention(LayerAttention):
         assert library is not None
         self._function = getattr(library, f"xq_attend_{isa}")
         self._addresses = BlockAddresses(layer.stream)
-        view, block = layer.codec.view, layer.stream.block
-        self._call = call = native.Attend()
-        call.block = block
-        call.kv_heads, call.head_size = view.kv_heads, view.head_size
-        call.group_heads = view.query_heads // view.kv_heads
-        self._constant: list[Tensor] = []  # what the call points to
-        for to, segment in zip((call.key, call.value), layer.codec.segments, strict=True):
-            operand = segment.operand(block)
-            assert isinstance(operand, Operand)
-            self._constant += describe(to, operand)
-        if layer.codec.offset is not None:
-            offset = layer.codec.offset.float().contiguous()
-            self._constant.append(offset)
-            call.key.offset = native.address(offset, torch.float32, view.kv_width)
+        self._call = native.Attend()
+        self._constant = describe_layer(self._call, layer.codec, layer.stream.block)
 
     def _refresh(self) -> None:
         """Point to the blocks as they are now."""
         addresses, call = self._addresses, self._call
         if not addresses.refresh():
             return
-        call.columns = addresses.columns
         if addresses.table is None:
             return
         self._fields = [addresses.fields(number) for number in range(2)]
         for to, fields in zip((call.key, call.value), self._fields, strict=True):
             for name, blocks in fields.items():
                 setattr(to, name, blocks.data_ptr())
-        call.lengths, call.table = addresses.lengths.data_ptr(), addresses.table.data_ptr()
+        self._table = addresses.table.int()
+        call.lengths, call.table = addresses.lengths.data_ptr(), self._table.data_ptr()
+        call.table_stride = addresses.columns
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         if not call.masked_plainly:
@@ -140,7 +146,8 @@ class NativeAttention(LayerAttention):
         if key.stride() != value.stride():
             key, value = key.contiguous(), value.contiguous()
         out = torch.empty(batch, queries, heads, size, dtype=query.dtype)
-        to.batch, to.queries, to.limit = batch, queries, limit
+        limits = torch.full((batch,), limit, dtype=torch.int32)
+        to.batch, to.queries, to.limits = batch, queries, limits.data_ptr()
         to.dtype = native.DTYPES[query.dtype]
         to.query, to.out = query.data_ptr(), out.data_ptr()
         to.query_batch, to.query_head, to.query_token = query.stride()[:3]
@@ -155,6 +162,7 @@ class NativeAttention(LayerAttention):
         if angles is not None:
             to.rope_table = rope_table(angles.within).data_ptr()
             to.start_cos, to.start_sin = (t.data_ptr() for t in angles.start)
+            to.start_batch = angles.start[0].stride(0)
         count = 0
         if before:
             tail = layer.tail

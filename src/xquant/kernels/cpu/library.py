@@ -41,9 +41,9 @@ class Operand(Structure):
 class Exact(Structure):
     __slots__ = ()
     _fields_ = [
-        *((name, c_void_p) for name in ("key", "value", "cos", "sin", "column")),
+        *((name, c_void_p) for name in ("key", "value", "cos", "sin", "column", "runs")),
         *((f"{name}_stride", c_int64) for name in ("batch", "token", "head")),
-        *((name, c_int32) for name in ("dtype", "count", "start", "causal")),
+        *((name, c_int32) for name in ("dtype", "count", "start", "causal", "capacity", "unused")),
     ]
 
 
@@ -52,10 +52,13 @@ class Attend(Structure):
     _fields_ = [
         ("key", Operand),
         ("value", Operand),
-        *((name, c_void_p) for name in ("table", "lengths")),
-        *((name, c_int32) for name in ("batch", "columns", "limit", "block")),
+        *((name, c_void_p) for name in ("table", "lengths", "limits")),
+        ("table_stride", c_int64),
+        *((name, c_int32) for name in ("batch", "block")),
         *((name, c_int32) for name in ("kv_heads", "head_size", "group_heads", "queries")),
-        *((name, c_void_p) for name in ("rope_table", "start_cos", "start_sin", "query", "out")),
+        *((name, c_void_p) for name in ("rope_table", "start_cos", "start_sin")),
+        ("start_batch", c_int64),
+        *((name, c_void_p) for name in ("query", "out", "query_batches")),
         *((f"query_{name}", c_int64) for name in ("batch", "head", "token")),
         *((f"out_{name}", c_int64) for name in ("batch", "token", "head")),
         *((name, c_int32) for name in ("dtype", "mask_dtype")),
@@ -99,8 +102,9 @@ class RebuildScores(Structure):
     __slots__ = ()
     _fields_ = [
         ("key", Operand),
-        *((name, c_void_p) for name in ("table", "weights", "weight_scale", "channel_scale")),
-        *((name, c_void_p) for name in ("weight_sums", "bias", "cos", "sin", "query", "scores")),
+        *((name, c_void_p) for name in ("table", "limits", "weights", "weight_scale")),
+        *((name, c_void_p) for name in ("channel_scale", "weight_sums", "bias", "cos", "sin")),
+        *((name, c_void_p) for name in ("query", "scores")),
         *((name, c_int64) for name in ("table_stride", "rope_batch", "rope_channel")),
         *((name, c_int32) for name in ("batch", "columns", "block", "channels")),
         *((name, c_int32) for name in ("kv_heads", "head_size", "rows", "rotary_pairs")),
@@ -112,7 +116,7 @@ class RebuildSum(Structure):
     __slots__ = ()
     _fields_ = [
         ("value", Operand),
-        *((name, c_void_p) for name in ("table", "weights", "out")),
+        *((name, c_void_p) for name in ("table", "limits", "weights", "out")),
         ("table_stride", c_int64),
         *((name, c_int32) for name in ("batch", "columns", "block", "channels", "rows", "threads")),
     ]
@@ -132,7 +136,7 @@ class RankedScores(Structure):
     __slots__ = ()
     _fields_ = [
         ("key", RankedOperand),
-        *((name, c_void_p) for name in ("table", "weights", "weight_scale", "mean")),
+        *((name, c_void_p) for name in ("table", "limits", "weights", "weight_scale", "mean")),
         *((name, c_void_p) for name in ("cos", "sin", "query", "scores")),
         *((name, c_int64) for name in ("table_stride", "rope_batch", "rope_token")),
         *((name, c_int32) for name in ("batch", "columns", "kv_heads", "width")),
@@ -144,7 +148,7 @@ class RankedSum(Structure):
     __slots__ = ()
     _fields_ = [
         ("value", RankedOperand),
-        *((name, c_void_p) for name in ("table", "weights", "out")),
+        *((name, c_void_p) for name in ("table", "limits", "weights", "out")),
         ("table_stride", c_int64),
         *((name, c_int32) for name in ("batch", "columns", "rows", "threads")),
     ]

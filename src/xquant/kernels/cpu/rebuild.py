@@ -85,6 +85,7 @@ class KeyScores(ABC):
         batch, heads, rows, _ = query.shape
         call.batch, call.columns = table.shape
         scores = torch.empty(batch, heads, rows, call.columns * self._layer.stream.block)
+        table = table.int()
         call.table, call.table_stride = table.data_ptr(), table.stride(0)
         call.cos, call.sin, call.rope_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
         call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
@@ -167,6 +168,7 @@ class PackedSum:
         call, weights = self._call, weights.contiguous()
         out = torch.empty(*weights.shape[:2], self._channels)
         call.batch, call.columns = table.shape
+        table = table.int()
         call.table, call.table_stride = table.data_ptr(), table.stride(0)
         call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
         call.threads = torch.get_num_threads()

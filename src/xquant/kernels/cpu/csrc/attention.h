@@ -2,15 +2,16 @@
 // packed_values.h) and exact ones. Keys and values are never written out.
 //
 // The blocks of every sequence and key/value head are cut into splits, and each split is a task with an online softmax
-// of its own; exact tokens are one more task. Threads take tasks in order, then the states of a head are combined. So
-// one long sequence keeps all threads busy, as many short ones do. All query heads of a key/value head, and all
-// queries, share the codes once they are unpacked.
+// of its own; exact tokens are one more task. A sequence has as many splits as its part of all blocks. Threads take
+// tasks in order, then the states of a head are combined. So one long sequence keeps all threads busy, as many short
+// ones do. All query heads of a key/value head, and all queries, share the codes once they are unpacked.
 //
 // It equals transformers' sdpa over the keys and values of `CompressedLayer.read`, to a relative error below 1e-3
 // (tests/kernels/test_attend.py).
 #pragma once
 #include <omp.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "packed_keys.h"
@@ -18,11 +19,60 @@
 
 namespace {
 
+// How the blocks of a sequence are cut, for each of its key/value heads.
+struct Cut {
+    int columns;     // of the table, up to the sequence's limit
+    int blocks;      // of a split
+    int splits;      // one more task has the exact tokens
+    int first_task;  // of the sequence's first head
+};
+
+// Cuts the blocks of all sequences into about 16 tasks for every thread, so that none waits long for the last.
+// Returns how many there are.
+inline int cut_blocks(const xq_attend& call, Cut* cuts) {
+    int64_t all = 0;
+    for (int b = 0; b < call.batch; b++) {
+        const int limit = call.limits[b];
+        int columns = 0;
+        if (call.lengths)
+            for (int start = 0; start < limit; columns++) start += call.lengths[columns];
+        else
+            columns = (limit + call.block - 1) / call.block;
+        cuts[b].columns = columns;
+        all += (int64_t)columns * call.kv_heads;
+    }
+    const int64_t wanted = 16 * std::max(call.threads, 1);
+    int tasks = 0;
+    for (int b = 0; b < call.batch; b++) {
+        Cut& cut = cuts[b];
+        const int share = all ? (int)((wanted * cut.columns + all - 1) / all) : 0;
+        const int splits = std::max(1, std::min(cut.columns / 2, share));
+        cut.blocks = std::max(1, (cut.columns + splits - 1) / splits);
+        cut.splits = (cut.columns + cut.blocks - 1) / cut.blocks;
+        cut.first_task = tasks;
+        tasks += call.kv_heads * (cut.splits + 1);
+    }
+    return tasks;
+}
+
+// One task by its number: a split of a sequence and head; the last split is the exact tokens.
+struct Place {
+    int b, g, split;
+    Place(const xq_attend& call, const Cut* cuts, int task) {
+        const Cut* after = std::upper_bound(cuts, cuts + call.batch, task,
+                                            [](int number, const Cut& cut) { return number < cut.first_task; });
+        b = (int)(after - cuts) - 1;
+        const int tasks = cuts[b].splits + 1, number = task - cuts[b].first_task;
+        g = number / tasks;
+        split = number % tasks;
+    }
+};
+
 // What one thread does at a time: one split of the blocks of a sequence and key/value head, or its exact tokens.
 struct Task {
     const xq_attend& call;
     const int b, g;
-    const int D, n, rows;
+    const int D, n, rows, limit;
     OnlineSoftmax softmax;
     Scratch scratch;
     PackedKeys keys;
@@ -48,6 +98,7 @@ struct Task {
           D(c.head_size),
           n(c.block),
           rows(c.group_heads * c.queries),
+          limit(c.limits[b]),
           softmax(softmax),
           scratch(c, workspace),
           keys(c, b, g, scratch, rope_places, workspace),
@@ -80,28 +131,36 @@ struct Task {
 
     // `after`: the first block of the thread's next task.
     void attend_blocks(int first, int last, HeadBlock after) {
-        int start = 0;
-        for (int j = 0; j < first; j++) start += call.lengths[j];
-        const int64_t* ids = call.table + (size_t)b * call.columns;
-        for (int j = first; j < last && start < call.limit; start += call.lengths[j++]) {
+        int start = first * n;
+        if (call.lengths) {
+            start = 0;
+            for (int j = 0; j < first; j++) start += call.lengths[j];
+        }
+        const int32_t* ids = call.table + b * call.table_stride;
+        for (int j = first, length; j < last; start += length, j++) {
+            length = call.lengths ? call.lengths[j] : n;
             const int64_t id = ids[j];
             const HeadBlock next = j + 1 < last ? HeadBlock{ids[j + 1], g} : after;
             keys.prefetch_ranges(next);
             values.prefetch_ranges(next);
             keys.rotate_query(j);
             keys.score(id, next);
-            mask_scores(start, std::min(call.lengths[j], call.limit - start));
+            mask_scores(start, std::min(length, limit - start));
             if (!softmax.update(scratch.scores, n)) continue;
             values.add(id, next);
         }
     }
 
     void attend_exact(const xq_exact& exact) {
-        if (exact.count == 0) return;
+        const xq_run run = exact.runs ? exact.runs[b] : xq_run{b, 0, exact.count, exact.start};
+        if (run.count == 0) return;
         const int half = D / 2;
+        const int turn = exact.capacity ? exact.capacity - run.first : run.count;  // tokens before the ring's end
+        const int64_t begin = run.row * exact.batch_stride + run.first * exact.token_stride + g * exact.head_stride;
+        const int64_t back = exact.capacity * exact.token_stride;
         float* s = exact_scores;
-        for (int t = 0; t < exact.count; t++) {
-            const int64_t at = b * exact.batch_stride + t * exact.token_stride + g * exact.head_stride;
+        for (int t = 0; t < run.count; t++) {
+            const int64_t at = begin + t * exact.token_stride - (t < turn ? 0 : back);
             load_row(exact.key, exact.dtype, at, D, row);
             if (exact.cos) {
                 const float* cos = exact.cos + ((size_t)b * exact.count + t) * half;
@@ -112,7 +171,7 @@ struct Task {
                     row[j + half] = copy[j + half] * cos[j] + copy[j] * sin[j];
                 }
             }
-            const int column = exact.column ? exact.column[(size_t)b * exact.count + t] : exact.start + t;
+            const int column = exact.column ? exact.column[(size_t)b * exact.count + t] : run.start + t;
             for (int r = 0; r < rows; r++) {
                 const float* q = keys.query + (size_t)r * D;
                 Floats dot = broadcast_float(0);
@@ -120,20 +179,20 @@ struct Task {
                 float x = sum(dot);
                 if (call.softcap > 0) soft_cap(&x, 1, call.softcap);
                 const int index = r % call.queries;
-                if (column < 0 || (exact.column && column >= call.limit) || (exact.causal && !call.mask && index < t))
+                if (column < 0 || (exact.column && column >= limit) || (exact.causal && !call.mask && index < t))
                     x = -INFINITY;
                 else if (call.mask)
                     x += mask_at(call.mask, call.mask_dtype,
                                  b * call.mask_batch + index * call.mask_query + column * call.mask_token);
-                s[(size_t)r * exact.count + t] = x;
+                s[(size_t)r * run.count + t] = x;
             }
         }
-        if (!softmax.update(s, exact.count)) return;
-        for (int t = 0; t < exact.count; t++) {
-            const int64_t at = b * exact.batch_stride + t * exact.token_stride + g * exact.head_stride;
+        if (!softmax.update(s, run.count)) return;
+        for (int t = 0; t < run.count; t++) {
+            const int64_t at = begin + t * exact.token_stride - (t < turn ? 0 : back);
             load_row(exact.value, exact.dtype, at, D, row);
             for (int r = 0; r < rows; r++) {
-                const float p = s[(size_t)r * exact.count + t];
+                const float p = s[(size_t)r * run.count + t];
                 float* to = softmax.sums + (size_t)r * D;
                 Floats weight = broadcast_float(p);
                 for (int c = 0; c < D; c += 16)
@@ -146,23 +205,17 @@ struct Task {
 // xq_attend.
 inline int attend(const xq_attend& call) {
     const int rows = call.group_heads * call.queries, D = call.head_size;
-    const int heads = call.batch * call.kv_heads;
-    const int threads = std::max(call.threads, 1);
-    // About 16 tasks for every thread, so that none waits long for the last.
-    int splits = std::max(1, std::min(call.columns / 2, (16 * threads + heads - 1) / heads));
-    const int blocks_per_split = std::max(1, (call.columns + splits - 1) / std::max(splits, 1));
-    splits = call.columns ? (call.columns + blocks_per_split - 1) / blocks_per_split : 0;
-    const int tasks_per_head = splits + 1;  // the last has the exact tokens
     const size_t state_size = OnlineSoftmax::floats(rows, D);
-    static thread_local Workspace shared;
-    if (!shared.reserve(sizeof(float) * state_size * tasks_per_head * heads + 64 + RopePlaces::bytes(call)))
-        return XQ_NO_MEMORY;
-    float* states = shared.take<float>(state_size * tasks_per_head * heads);
+    static thread_local Workspace plan, shared;
+    if (!plan.reserve(sizeof(Cut) * call.batch)) return XQ_NO_MEMORY;
+    Cut* cut = plan.take<Cut>(call.batch);
+    const int tasks = cut_blocks(call, cut);
+    if (!shared.reserve(sizeof(float) * state_size * tasks + 64 + RopePlaces::bytes(call))) return XQ_NO_MEMORY;
+    float* states = shared.take<float>(state_size * tasks);
     const RopePlaces rope_places(call, shared);
     int failed = 0;
-    const int tasks = heads * tasks_per_head;
     std::atomic<int> taken{0};
-#pragma omp parallel num_threads(threads) reduction(+ : failed)
+#pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
     {
         static thread_local Workspace workspace;
         const bool ready = workspace.reserve(Task::bytes(call));
@@ -171,32 +224,35 @@ inline int attend(const xq_attend& call) {
         for (int task = ready ? taken++ : tasks, next; task < tasks; task = next) {
             next = taken++;
             workspace.next = workspace.base;
-            const int head = task / tasks_per_head, split = task % tasks_per_head;
+            const Place here(call, cut, task);
+            const Cut& own = cut[here.b];
             OnlineSoftmax softmax(states + (size_t)task * state_size, rows, D);
             softmax.clear();
-            Task work(call, head / call.kv_heads, head % call.kv_heads, workspace, softmax, rope_places);
-            if (split == splits) {
+            Task work(call, here.b, here.g, workspace, softmax, rope_places);
+            if (here.split == own.splits) {
                 for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);
                 continue;
             }
-            const int last = std::min((split + 1) * blocks_per_split, call.columns);
-            HeadBlock after = {call.table[(size_t)work.b * call.columns + last - 1], work.g};
-            if (next < tasks && next % tasks_per_head < splits)
-                after = {call.table[(size_t)(next / tasks_per_head / call.kv_heads) * call.columns +
-                                    next % tasks_per_head * blocks_per_split],
-                         next / tasks_per_head % call.kv_heads};
-            work.attend_blocks(split * blocks_per_split, last, after);
+            const int first = here.split * own.blocks, last = std::min(first + own.blocks, own.columns);
+            HeadBlock after = {call.table[here.b * call.table_stride + last - 1], here.g};
+            if (next < tasks) {
+                const Place then(call, cut, next);
+                if (then.split < cut[then.b].splits)
+                    after = {call.table[then.b * call.table_stride + then.split * cut[then.b].blocks], then.g};
+            }
+            work.attend_blocks(first, last, after);
         }
     }
     if (failed) return XQ_NO_MEMORY;
-    for (int head = 0; head < heads; head++) {
-        OnlineSoftmax all(states + (size_t)head * tasks_per_head * state_size, rows, D);
-        for (int split = 1; split < tasks_per_head; split++)
-            all.combine(OnlineSoftmax(states + ((size_t)head * tasks_per_head + split) * state_size, rows, D));
-        const int b = head / call.kv_heads, g = head % call.kv_heads;
+    for (int head = 0; head < call.batch * call.kv_heads; head++) {
+        const int b = head / call.kv_heads, g = head % call.kv_heads, parts = cut[b].splits + 1;
+        float* first = states + (size_t)(cut[b].first_task + g * parts) * state_size;
+        OnlineSoftmax all(first, rows, D);
+        for (int split = 1; split < parts; split++) all.combine(OnlineSoftmax(first + split * state_size, rows, D));
+        const int64_t batch = call.query_batches ? call.query_batches[b] : b;
         for (int r = 0; r < rows; r++) {
             const int h = g * call.group_heads + r / call.queries;
-            const int64_t at = b * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
+            const int64_t at = batch * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
             const float inverse = all.running_sum[r] > 0 ? 1 / all.running_sum[r] : 0;
             for (int c = 0; c < D; c++)
                 store_element(call.out, call.dtype, at + c, all.sums[(size_t)r * D + c] * inverse);

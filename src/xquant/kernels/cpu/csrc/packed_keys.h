@@ -66,10 +66,11 @@ struct PackedKeys : PackedOperand {
 
     void load_query() {
         const xq_attend& c = call;
+        const int64_t batch = c.query_batches ? c.query_batches[b] : b;
         for (int h = 0; h < c.group_heads; h++)
             for (int q = 0; q < c.queries; q++)
                 load_row(c.query, c.dtype,
-                         b * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
+                         batch * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
                          query + (size_t)(h * c.queries + q) * D);
         for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
     }
@@ -81,8 +82,8 @@ struct PackedKeys : PackedOperand {
             return;
         }
         const int half = D / 2;
-        const float* cos = call.start_cos + ((size_t)b * call.columns + column) * half;
-        const float* sin = call.start_sin + ((size_t)b * call.columns + column) * half;
+        const float* cos = call.start_cos + b * call.start_batch + column * half;
+        const float* sin = call.start_sin + b * call.start_batch + column * half;
         for (int r = 0; r < rows; r++) {
             const float* q = query + (size_t)r * D;
             float* t = rotated_query + (size_t)r * D;

@@ -228,7 +228,7 @@ struct RankedKeys {
     }
 
     void run(int b, int column) {
-        const uint8_t* packed = states.open(call.table[(size_t)b * call.table_stride + column]);
+        const uint8_t* packed = states.open(call.table[b * call.table_stride + column]);
         set_column_ranges();
         for_each_run(call.key, packed, [this](const Run& run) { decode_run(run); });
         const size_t tokens = (size_t)call.columns * n, at = (size_t)column * n;
@@ -254,7 +254,7 @@ inline int ranked_scores(const xq_ranked_scores& call) {
 #pragma omp for schedule(dynamic) collapse(2)
         for (int b = 0; b < call.batch; b++)
             for (int column = 0; column < call.columns; column++) {
-                if (!ready) continue;
+                if (!ready || column >= columns_of(call, b, call.key.block)) continue;
                 workspace.next = workspace.base;
                 RankedKeys(call, workspace).run(b, column);
             }
@@ -338,7 +338,7 @@ struct RankedValues {
     // Adds the block in this column of the table to `out` [rows, C].
     void add(int b, int column, float* out) {
         const size_t tokens = (size_t)call.columns * n;
-        const uint8_t* packed = states.open(call.table[(size_t)b * call.table_stride + column]);
+        const uint8_t* packed = states.open(call.table[b * call.table_stride + column]);
         for (int r = 0; r < call.rows; r++) {
             const float* given = call.weights + ((size_t)b * call.rows + r) * tokens + (size_t)column * n;
             for (int t = 0; t < n; t++) weights[(size_t)r * n + t] = given[t] * states.gains[t];
@@ -366,8 +366,9 @@ inline int ranked_sum(const xq_ranked_sum& call) {
                 if (!ready) continue;
                 float* out = sums + split * all + b * state_size;
                 std::fill(out, out + state_size, 0.0f);
-                const int last = (int)((int64_t)(split + 1) * call.columns / splits);
-                for (int j = (int)((int64_t)split * call.columns / splits); j < last; j++) {
+                const int64_t columns = columns_of(call, b, call.value.block);
+                const int last = (int)((split + 1) * columns / splits);
+                for (int j = (int)(split * columns / splits); j < last; j++) {
                     workspace.next = workspace.base;
                     RankedValues(call, workspace).add(b, j, out);
                 }

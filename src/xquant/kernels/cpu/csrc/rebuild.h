@@ -18,6 +18,12 @@ namespace {
 // lays the weights out so.
 constexpr int BUILT_ROWS = 8;
 
+// Columns of the table that have blocks of sequence b.
+template <class Call>
+int columns_of(const Call& call, int b, int n) {
+    return call.limits ? std::min((call.limits[b] + n - 1) / n, call.columns) : call.columns;
+}
+
 template <int... B>
 DotCodes pick_dot_rebuilt(int bits, std::integer_sequence<int, B...>) {
     static constexpr DotCodes all[] = {dot_codes<B + 1, BUILT_ROWS, TILES>...};
@@ -159,7 +165,7 @@ struct RebuiltKeys {
 
     void run(int b, int column, int g) {
         const size_t tokens = (size_t)call.columns * n, at = (size_t)column * n;
-        const int64_t id = call.table[(size_t)b * call.table_stride + column];
+        const int64_t id = call.table[b * call.table_stride + column];
         const Ranges found(call.key, id);
         const auto* codes = at_address<uint8_t>(call.key.codes[id]);
         call.key.per_token ? build_by_token(found, codes, g) : build_by_channel(found, codes, g);
@@ -182,7 +188,7 @@ inline int rebuild_scores(const xq_rebuild_scores& call) {
         for (int b = 0; b < call.batch; b++)
             for (int column = 0; column < call.columns; column++)
                 for (int g = 0; g < call.kv_heads; g++) {
-                    if (!ready) continue;
+                    if (!ready || column >= columns_of(call, b, call.block)) continue;
                     workspace.next = workspace.base;
                     RebuiltKeys(call, workspace).run(b, column, g);
                 }
@@ -217,9 +223,10 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
                 OnlineSoftmax softmax(states + ((size_t)b * splits + split) * state_size, given.rows, given.channels);
                 softmax.clear();
                 PackedValues values(call, b, 0, Scratch(call, workspace), softmax, workspace);
-                const int last = (int)((int64_t)(split + 1) * given.columns / splits);
-                for (int j = (int)((int64_t)split * given.columns / splits); j < last; j++) {
-                    const int64_t* ids = given.table + (size_t)b * given.table_stride;
+                const int64_t columns = columns_of(given, b, n);
+                const int last = (int)((split + 1) * columns / splits);
+                for (int j = (int)(split * columns / splits); j < last; j++) {
+                    const int32_t* ids = given.table + b * given.table_stride;
                     for (int r = 0; r < given.rows; r++) {
                         const float* weights = given.weights + ((size_t)b * given.rows + r) * tokens + (size_t)j * n;
                         std::memcpy(values.scores + (size_t)r * n, weights, sizeof(float) * n);

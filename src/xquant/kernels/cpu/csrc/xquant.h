@@ -6,6 +6,9 @@
 //
 // Letters: B sequences, H query heads, G key/value heads, D head size, C channels of a packed row, n tokens of a
 // block. A sequence's blocks are the columns of the block table; a block is an id, its index among the addresses.
+//
+// The sequences of a batch may differ in length: `limits` says how many packed tokens each has. So a cache, whose
+// sequences are of one length, and the pages of an engine are read by the same functions.
 #pragma once
 #include <stdint.h>
 
@@ -31,31 +34,46 @@ typedef struct {
     int32_t unused;
 } xq_operand;
 
+// The unquantized tokens of one sequence.
+typedef struct {
+    int32_t row;    // which of the rows of all sequences are its own
+    int32_t first;  // where its first token lies in them
+    int32_t count;  // how many there are
+    int32_t start;  // the place of the first in the sequence
+} xq_run;
+
 // Tokens that are kept unquantized (sinks, tail, newest): rows [B, count, .] that hold keys and values [G * D].
 typedef struct {
     const void *key, *value;
     const float *cos, *sin;  // [B, count, D / 2]; null: keys are rotated already
     const int32_t *column;   // [B, count] the token's place in the sequence, -1: no such token; null: `start` + t
+    const xq_run *runs;      // [B]; null: {b, 0, count, start} of sequence b
     int64_t batch_stride, token_stride, head_stride;  // elements
-    int32_t dtype, count, start;
+    int32_t dtype;
+    int32_t count;           // the most of a sequence
+    int32_t start;
     int32_t causal;          // 1: token t is seen by queries from t on
+    int32_t capacity;        // of a ring, whose first token follows its last; 0: there is no end
+    int32_t unused;
 } xq_exact;
 
 // xq_attend: attention of a few queries over packed and exact tokens (attention.h).
 typedef struct {
     xq_operand key, value;
-    const int64_t *table;    // [B, columns] ids of blocks
-    const int32_t *lengths;  // [columns] tokens of a block, n or less where the cache was cropped
-    int32_t batch, columns;
-    int32_t limit;           // packed tokens to attend to
-    int32_t block;           // n
+    const int32_t *table;    // [B, .] ids of blocks
+    const int32_t *lengths;  // tokens of a block, n or less where the cache was cropped; null: n
+    const int32_t *limits;   // [B] packed tokens to attend to
+    int64_t table_stride;    // elements, as all strides
+    int32_t batch, block;    // B, n
     int32_t kv_heads, head_size, group_heads, queries;  // H = kv_heads * group_heads
     // RoPE of packed keys; null: they are rotated already
     const int16_t *rope_table;           // R(0) .. R(n - 1), made by xq_rope_table
     const float *start_cos, *start_sin;  // [B, columns, D / 2] R(p) of the position that a block starts at
-    const void *query;  // [B, H, queries, D], contiguous in D
-    void *out;          // [B, queries, H, D], contiguous in D
-    int64_t query_batch, query_head, query_token;  // strides in elements, as those below
+    int64_t start_batch;          // stride; 0: blocks of a column start at the same position in all sequences
+    const void *query;            // [B, H, queries, D], contiguous in D
+    void *out;                    // [B, queries, H, D], contiguous in D
+    const int32_t *query_batches; // [B] where a sequence is in query and out; null: b
+    int64_t query_batch, query_head, query_token;  // strides
     int64_t out_batch, out_token, out_head;
     int32_t dtype, mask_dtype;  // of query and out; of the mask
     const void *mask;   // [B or 1, queries or 1, tokens]; null: all is seen
@@ -101,7 +119,8 @@ typedef struct {
 // xq_rebuild_scores: scores of queries with keys that are rebuilt from packed states [T, C] (rebuild.h).
 typedef struct {
     xq_operand key;        // codes of states, in tiles of all channels or of those of one range of a token
-    const int64_t *table;  // [B, columns]
+    const int32_t *table;  // [B, columns]
+    const int32_t *limits; // [B] tokens to score, those after their block are not written; null: all
     // The weight [G * D, C] of keys is weights * weight_scale [G * D] and, with ranges per channel,
     // * channel_scale [C]. kernels/cpu/rebuild.py puts it in the order of the tiles.
     const int16_t *weights;
@@ -121,7 +140,8 @@ typedef struct {
 // xq_rebuild_sum: sums of packed states by weights that are not negative (rebuild.h).
 typedef struct {
     xq_operand value;      // codes in tiles of all channels
-    const int64_t *table;  // [B, columns]
+    const int32_t *table;  // [B, columns]
+    const int32_t *limits; // [B] tokens to sum, the weights of those after their block are not read; null: all
     const float *weights;  // [B, rows, columns * n]
     float *out;            // [B, rows, C]
     int64_t table_stride;  // elements
@@ -143,7 +163,8 @@ typedef struct {
 // channels, D filled up with zeros to a multiple of 32.
 typedef struct {
     xq_ranked_operand key;
-    const int64_t *table;       // [B, columns]
+    const int32_t *table;       // [B, columns]
+    const int32_t *limits;      // as in xq_rebuild_scores
     // The weight of keys is weights [C, G, width] * weight_scale [C]. kernels/cpu/ranked.py orders its channels.
     const int16_t *weights;
     const float *weight_scale;
@@ -160,7 +181,8 @@ typedef struct {
 // xq_ranked_sum: sums of ranked states by weights (ranked.h).
 typedef struct {
     xq_ranked_operand value;
-    const int64_t *table;  // [B, columns]
+    const int32_t *table;  // [B, columns]
+    const int32_t *limits; // as in xq_rebuild_sum
     const float *weights;  // [B, rows, columns * n]
     float *out;            // [B, rows, C]
     int64_t table_stride;  // elements
