@@ -82,16 +82,46 @@ def test_nan_leaves_pages_as_they_were() -> None:
     assert not memory.any()
 
 
-@pytest.mark.parametrize(
-    ("segment", "why"),
-    [
-        (Segment(4, Affine(4, "token", 4), shared=True), "share codes"),
-        (
-            Segment(4, Codebook(2, "token", 0, torch.tensor([-1.0, 0, 0.5, 1]), share=0.1)),
-            "outliers",
-        ),
-    ],
+def test_blocks_without_bytes_of_their_own_have_no_page() -> None:
+    with pytest.raises(ValueError, match="share codes"):
+        PageLayout([Segment(4, Affine(4, "token", 4), shared=True)], BLOCK)
+
+
+LEVELS = torch.tensor([-1.0, -0.3, 0.5, 1])
+SPARSE = (
+    Segment(64, Codebook(2, "channel", 0, LEVELS, share=0.05)),
+    Segment(64, Codebook(2, "token", 0, LEVELS, share=0.05)),
 )
-def test_blocks_without_bytes_of_their_own_have_no_page(segment: Segment, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        PageLayout([segment], BLOCK)
+
+
+def test_outliers_have_a_room() -> None:
+    torch.manual_seed(2)
+    layout, rows = PageLayout(SPARSE, BLOCK), _rows(SPARSE, 3)
+    pages = Pages(layout, torch.full((5, layout.nbytes), 99, dtype=torch.uint8))
+    numbers = torch.tensor([4, 0, 2])
+    pages.write(numbers, rows)
+    stream, _ = _stream(SPARSE, rows)
+    expected = stream.read(torch.float32, 3 * BLOCK).view_as(rows)
+    assert pages.dropped == 0
+    assert torch.equal(pages.read(numbers, torch.float32), expected)
+
+
+def test_outliers_beyond_it_are_left_to_their_codes() -> None:
+    torch.manual_seed(3)
+    # Most are outside, where a tenth was expected.
+    narrow = torch.full((1,), -0.2), torch.full((1,), 0.2)
+    segments = (Segment(64, Codebook(2, "token", 0, LEVELS, share=0.1, threshold=narrow)),)
+    layout, rows = PageLayout(segments, BLOCK), _rows(segments, 2)
+    memory = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
+    pages, numbers = Pages(layout, memory), torch.tensor([0, 1])
+    pages.write(numbers, rows)
+    stream, packed = _stream(segments, rows)
+    whole = stream.read(torch.float32, 2 * BLOCK).view_as(rows)
+    changed = (pages.read(numbers, torch.float32) - whole).abs()
+    outside = int(dense(packed[0], "outlier_count").sum())
+    kept = layout.fields(memory)[0]["outlier_excess"]
+    assert isinstance(kept, torch.Tensor)
+    assert 0 < pages.dropped == outside - kept.numel()
+    assert 0 < (changed > 0).sum() <= pages.dropped
+    for block in range(2):  # those that the codes miss by most are kept
+        assert changed[block].max() <= kept[block].abs().min() * 1.001

@@ -63,10 +63,52 @@ def cut_outliers(counts: Tensor, flat: Mapping[str, Tensor], channels: int) -> d
     return {name: Ragged.split(tensor, per_block) for name, tensor in flat.items()}
 
 
+def into_room(packed: Packed, room: int) -> tuple[Packed, int]:
+    """The same fields with `RAGGED` ones ``[N, room]``, and how many outliers found no place. Those that
+    their codes miss by least are left out."""
+    counts = dense(packed, "outlier_count").long()
+    runs = {name: list(_ragged(packed, name).runs) for name in RAGGED}
+    dropped = 0
+    for block in (counts.sum(-1) > room).nonzero().flatten().tolist():
+        run = runs["outlier_excess"][block]
+        kept = run.float().abs().topk(room).indices.sort().values
+        tokens = torch.arange(counts.shape[1]).repeat_interleave(counts[block])
+        counts[block] = tokens[kept].bincount(minlength=counts.shape[1])
+        for each in runs.values():
+            each[block] = each[block][kept]
+        dropped += len(run) - room
+    places = _places(counts, room)
+    found: Packed = {**packed, "outlier_count": counts.to(dense(packed, "outlier_count").dtype)}
+    for name, each in runs.items():
+        held = torch.zeros(len(counts), room, dtype=RAGGED[name])
+        held[places] = torch.cat(each)
+        found[name] = held
+    return found, dropped
+
+
+def from_room(packed: Packed) -> Packed:
+    """The fields as they were before `into_room`."""
+    counts = dense(packed, "outlier_count").long()
+    held = {name: dense(packed, name) for name in RAGGED}
+    places = _places(counts, held["outlier_excess"].shape[1])
+    split = {n: Ragged.split(rows[places], counts.sum(-1)) for n, rows in held.items()}
+    return {**packed, **split}
+
+
+def _places(counts: Tensor, room: int) -> Tensor:
+    """Which places of ``[N, room]`` hold an outlier."""
+    return torch.arange(room) < counts.sum(-1)[:, None]
+
+
+def _ragged(packed: Packed, name: str) -> Ragged:
+    found = packed[name]
+    assert isinstance(found, Ragged)
+    return found
+
+
 def add_outliers(packed: Packed, out: Tensor) -> None:
     """Add the residuals of their outliers to blocks ``out`` ``[N, n, C]`` (fp32)."""
-    values, channels = packed["outlier_excess"], packed["outlier_channel"]
-    assert isinstance(values, Ragged) and isinstance(channels, Ragged)
+    values, channels = _ragged(packed, "outlier_excess"), _ragged(packed, "outlier_channel")
     counts = dense(packed, "outlier_count").flatten().long()
     rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
     channel = channels.flat().long() & 0xFFFF

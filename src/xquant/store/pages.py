@@ -5,6 +5,7 @@ gives out memory in pages of one size instead: a page is one block of one layer.
 stream, byte for byte, as `Segment.fields` describes them; only where they lie differs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 
 from ..quant import Packed, Segment
+from ..quant.outliers import RAGGED, from_room, into_room
 from ..quant.quantizer import Field, dense
 from .packer import TORCH, Packer
 
 ALIGNMENT = 64
 """Bytes that every field of a page starts at a multiple of: a line of the CPU's cache."""
+ROOM = 1.5
+"""Times the outliers that are expected of a block a page has room for."""
 
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -42,24 +46,32 @@ class PageLayout:
         segments: the packed layout along the channels, as of a `Stream`.
         block: tokens per block ``n``.
 
+    Outliers, of which blocks have more and fewer, have a fixed room in a page (`ROOM`).
+
     Raises:
-        ValueError: blocks that have no bytes of their own: they share codes, or differ in size.
+        ValueError: blocks that have no bytes of their own: they share codes.
     """
 
     def __init__(self, segments: Sequence[Segment], block: int) -> None:
         self.segments, self.block = tuple(segments), block
         if any(segment.shared for segment in segments):
             raise ValueError("layers share codes, and a page holds those of one layer")
-        if any(segment.quantizer.sparse for segment in segments):
-            raise ValueError("outliers make blocks differ in size, and pages are all of one")
         self.places: list[Place] = []
         start = 0
         for number, segment in enumerate(segments):
-            for name, field in segment.fields(block).items():
+            for name, field in self._fields_of(segment).items():
                 self.places.append(Place(number, name, field, start))
                 start += aligned(field.nbytes)
         self.nbytes = start
         """Bytes of a page."""
+
+    def _fields_of(self, segment: Segment) -> dict[str, Field]:
+        found, block, quantizer = segment.fields(self.block), self.block, segment.quantizer
+        if quantizer.sparse:
+            expected = quantizer.expected_outliers(1, block, segment.channels, block)
+            room = aligned(math.ceil(ROOM * expected), ALIGNMENT // 2)
+            found |= {name: Field((room,), dtype, "outliers") for name, dtype in RAGGED.items()}
+        return found
 
     @property
     def packed_nbytes(self) -> int:
@@ -99,6 +111,8 @@ class Pages:
     def __init__(self, layout: PageLayout, pages: Tensor, packer: Packer = TORCH) -> None:
         self.layout, self.packer = layout, packer
         self._fields = layout.fields(pages)
+        self.dropped = 0
+        """Outliers that found no room, and are read as their codes."""
 
     def write(self, numbers: Tensor, rows: Tensor) -> None:
         """Pack blocks ``rows`` ``[m, n, C]`` into the pages of these ``numbers`` ``[m]``.
@@ -112,7 +126,10 @@ class Pages:
             self.packer.pack(segment.quantizer, part, None)
             for segment, part in zip(segments, parts, strict=True)
         ]
-        for fields, new in zip(self._fields, packed, strict=True):
+        for segment, fields, new in zip(segments, self._fields, packed, strict=True):
+            if segment.quantizer.sparse:
+                new, dropped = into_room(new, dense(fields, "outlier_excess").shape[1])
+                self.dropped += dropped
             for name in fields:
                 dense(fields, name)[numbers] = dense(new, name)
 
@@ -125,5 +142,7 @@ class Pages:
             self.layout.segments, self._fields, rows.split(widths, -1), strict=True
         ):
             packed: Packed = {name: dense(fields, name)[numbers] for name in fields}
+            if segment.quantizer.sparse:
+                packed = from_room(packed)
             self.packer.unpack(segment.quantizer, packed, out)
         return rows
