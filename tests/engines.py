@@ -43,7 +43,8 @@ def save_tiny(folder: Path) -> Path:
 
 @contextmanager
 def engine(folder: Path, spec: str | None = None, **options: Any) -> Iterator[Any]:
-    """An engine of vLLM; without a ``spec`` as it is without xquant."""
+    """An engine of vLLM; without a ``spec`` as it is without xquant. Options that begin with ``xquant_`` are
+    xquant's."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -54,8 +55,9 @@ def engine(folder: Path, spec: str | None = None, **options: Any) -> Iterator[An
         "max_model_len": 1024,
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": 32 << 20,
-        "additional_config": {} if spec is None else {"xquant": spec},
     }
+    own = {name: options.pop(name) for name in list(options) if name.startswith("xquant_")}
+    settings["additional_config"] = {} if spec is None else {"xquant": spec, **own}
     try:
         llm = LLM(str(folder), **{**settings, **options})
         yield llm

@@ -7,16 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
+from calibrated import calibration
 from models import tiny
 from xquant import parse_method
+from xquant.kernels import cpu
+from xquant.kernels.backend import Backend
 from xquant.methods import LayerCodec
 from xquant.models import view_model
-from xquant.serve.layer import Run, ServedLayer, Step
+from xquant.serve.build import codecs_of
+from xquant.serve.layer import ServedLayer
 from xquant.serve.rotary import Angles
+from xquant.serve.step import Keeping, Run, Step
 from xquant.store.sealing import pack_rows
 from xquant.store.stream import Stream
 
 BLOCK, POSITIONS = 32, 300
+PLAIN = Keeping(BLOCK, capacity=BLOCK)
+NATIVE = [cpu.BACKENDS[isa] for isa in cpu.library.isas()]
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +31,15 @@ def model() -> Any:
     return tiny("llama")
 
 
+@pytest.fixture(scope="module")
+def wide() -> Any:
+    """With heads that the native kernels read."""
+    return tiny("llama", head_dim=32, hidden_size=64)
+
+
 def _codec(model: Any, spec: str) -> LayerCodec:
-    return parse_method(spec).codecs(view_model(model).compressed)[2]
+    layers = view_model(model).compressed
+    return codecs_of(parse_method(spec), layers, calibration(model, spec))[2]
 
 
 def _angles(size: int) -> Angles:
@@ -36,12 +50,18 @@ def _angles(size: int) -> Angles:
 class Engine:
     """Gives out pages and rings as an engine does, and knows what each sequence was given."""
 
-    def __init__(self, codec: LayerCodec, softcap: float = 0.0) -> None:
-        self.codec, self.view = codec, codec.view
+    def __init__(
+        self,
+        codec: LayerCodec,
+        softcap: float = 0.0,
+        backend: Backend | None = None,
+        keeping: Keeping = PLAIN,
+    ) -> None:
+        self.codec, self.view, self.keeping = codec, codec.view, keeping
         self.angles = _angles(self.view.head_size)
-        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap)
+        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap, backend)
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
-        self.rings = torch.full((8, BLOCK, self.layer.row), torch.nan)
+        self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
         self.free = torch.randperm(64).tolist()
         self.tables: dict[int, list[int]] = {}
         self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
@@ -66,7 +86,8 @@ class Engine:
         out = torch.full_like(query, torch.nan)
         self.layer.bind(self.memory, self.rings)
         rings = torch.tensor([number % 8 for number in new])
-        self.layer.attend(query, key, value, Step(runs, torch.tensor(tables)), rings, out)
+        step = Step(runs, torch.tensor(tables), rings, self.keeping)
+        self.layer.attend(query, key, value, step, out)
         errors = [
             (
                 out[run.start : run.stop]
@@ -79,7 +100,8 @@ class Engine:
     def expected(self, number: int, query: Tensor, softcap: float) -> Tensor:
         view = self.view
         rows = torch.cat(self.past[number])
-        sealed = (len(rows) - len(query)) // BLOCK * BLOCK
+        before = len(rows) - len(query)
+        sealed = self.keeping.sealed(Run(0, len(query), before))
         keys, values = (
             part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
             for part in rows.split(view.kv_width, -1)
@@ -108,24 +130,58 @@ class Engine:
         return keys if self.codec.rotated else self.angles.turn(keys, places), values
 
 
-SPECS = ["full:group=32", "kivi-4bit:group=32", "kivi-2bit:group=32,rope=post", "int4:group=32"]
+KERNEL_SPECS = [
+    "kivi-4bit:group=32",
+    "kivi-2bit:group=32,rope=post",
+    "int4-gs32:group=32,rope=pre",
+    "nf4:group=32",
+    "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
+    "kvquant-2bit-10%:group=32,datatype=int,scales=online,rope=post,sink=0",
+]
+SPECS = [
+    "full:group=32",
+    "kivi-4bit:group=32",
+    "kivi-2bit:group=32,rope=post",
+    "int4:group=32",
+    "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
+    "xquant-4bit:group=32,form=gqa",
+    "tc-2bit:group=32,sink=0",
+]
 
 
+STEPS = [
+    {0: 70, 1: 5},
+    {0: 1, 1: 1, 2: 32},
+    {1: 25, 2: 1},  # 1 is one token short of a block
+    {1: 1, 0: 1},
+    {1: 1, 2: 40, 3: 31},
+    {0: 24, 3: 1},
+    *[{0: 1, 1: 1, 2: 1, 3: 1}] * 35,
+]
+KEPT = [PLAIN, Keeping(BLOCK, capacity=2 * BLOCK, tail=20), Keeping(BLOCK, BLOCK, 0, True)]
+
+
+@pytest.mark.parametrize("keeping", KEPT)
 @pytest.mark.parametrize("spec", SPECS)
-def test_each_sequence_reads_its_own_past(model: Any, spec: str) -> None:
+def test_each_sequence_reads_its_own_past(model: Any, spec: str, keeping: Keeping) -> None:
     torch.manual_seed(2)
-    engine = Engine(_codec(model, spec))
-    steps = [
-        {0: 70, 1: 5},
-        {0: 1, 1: 1, 2: 32},
-        {1: 25, 2: 1},  # 1 is one token short of a block
-        {1: 1, 0: 1},
-        {1: 1, 2: 40, 3: 31},
-        {0: 24, 3: 1},
-        *[{0: 1, 1: 1, 2: 1, 3: 1}] * 35,
-    ]
-    for step in steps:
+    engine = Engine(_codec(model, spec), keeping=keeping)
+    for step in STEPS:
         assert engine.step(step) < 2e-5
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("keeping", KEPT)
+@pytest.mark.parametrize("spec", KERNEL_SPECS)
+def test_kernels_read_unequal_sequences(
+    wide: Any, spec: str, keeping: Keeping, backend: Backend
+) -> None:
+    torch.manual_seed(2)
+    engine = Engine(_codec(wide, spec), softcap=4.0, keeping=keeping, backend=backend)
+    assert engine.layer.in_place
+    few = {0: 3, 1: 2, 2: 1, 3: 2}  # several new tokens, as many or not
+    for step in [*STEPS[:20], few, {0: 5, 2: 5, 3: 5}, few]:
+        assert engine.step(step, softcap=4.0) < 2e-3
 
 
 def test_pages_of_a_common_past_are_shared(model: Any) -> None:
@@ -147,8 +203,8 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     out = torch.empty_like(query)
     runs = [Run(0, 12, 20), Run(12, 15, 32)]
     for order in ([0, 1], [1, 0]):  # whichever comes first
-        step = Step([runs[i] for i in order], tables[order])
-        engine.layer.attend(query, key, value, step, torch.tensor(order), out)
+        step = Step([runs[i] for i in order], tables[order], torch.tensor(order), PLAIN)
+        engine.layer.attend(query, key, value, step, out)
         assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
     assert codec.view.kv_width * 2 == engine.layer.row
 

@@ -63,14 +63,15 @@ def stock(tiny: Path) -> list[list[int]]:
         return answers(llm, _prompts(LENGTHS), 32)
 
 
-def _library(folder: Path, spec: str, prompts: list[list[int]], new: int) -> list[list[int]]:
-    """What `KVCache` answers, the prompt in one forward pass. Its native kernels round otherwise than plain
-    torch does, and a random model shows it."""
+def _library(
+    folder: Path, spec: str, prompts: list[list[int]], new: int, kernel: str = "reference"
+) -> list[list[int]]:
+    """What `KVCache` answers, the prompt in one forward pass."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        cache = KVCache(model, spec, kernel="reference")
+        cache = KVCache(model, spec, kernel=kernel)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -113,12 +114,33 @@ def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> Non
         assert counters["vllm:num_preemptions"].value > 0
 
 
-@pytest.mark.parametrize("spec", ["kivi-4bit", "kivi-4bit:rope=post", "kivi-2bit", "int4:group=64"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kivi-4bit",
+        "kivi-4bit:rope=post",
+        "kivi-2bit",
+        "int4:group=64",
+        "asymkv-1.5bit",  # with recent tokens as they are
+    ],
+)
 def test_answers_are_the_librarys(tiny: Path, spec: str) -> None:
+    """In torch: kernels round otherwise, and a random model shows it. They have their test on SmolLM2."""
     prompts = _prompts([40, 140, 300, 385], seed=1)
-    with engine(tiny, spec) as llm:
+    with engine(tiny, spec, xquant_kernel="reference") as llm:
         found = answers(llm, prompts, 256)
     assert found == _library(tiny, spec, prompts, 256)
+
+
+def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
+    prompts = _prompts(LENGTHS, seed=4)
+    own = {"xquant_kernel": "reference", "xquant_attend": "store"}
+    found = []
+    for options in ({}, {"max_num_batched_tokens": 201, "max_num_seqs": 4}):
+        with engine(tiny, "kivi-2bit", **own, **options) as llm:
+            found.append(answers(llm, prompts, 32))
+            found.append([answers(llm, [prompt], 32)[0] for prompt in prompts])  # all hits
+    assert all(each == found[0] for each in found)
 
 
 def test_memory_holds_more_tokens(tiny: Path) -> None:
@@ -134,6 +156,8 @@ def test_memory_holds_more_tokens(tiny: Path) -> None:
     [
         ("kivi-9bit", {}, "kivi: bits=9"),
         ("kivi-4bit:sink=1", {}, "no room for sinks"),
+        ("kivi-4bit", {"xquant_attend": "codes"}, "chunk or store, not 'codes'"),
+        ("kivi-4bit", {"xquant_kernels": "auto"}, "no option 'xquant_kernels'"),
         ("xquant-cl-2bit", {}, "docs/at-rest.md"),
         ("kivi-4bit", {"block_size": 64}, "block_size is 64"),
         ("kivi-4bit", {"tensor_parallel_size": 2}, "tensor parallelism"),
@@ -174,7 +198,7 @@ def test_smollm2_answers_as_the_library_does(smollm2: Path, spec: str) -> None:
     prompts = _prompts([300], seed=2, vocabulary=40000)  # blocks are sealed four times
     with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20) as llm:
         found = answers(llm, prompts, 256)
-    assert found == _library(smollm2, spec, prompts, 256)
+    assert found == _library(smollm2, spec, prompts, 256, "auto")
 
 
 @pytest.mark.smollm2

@@ -1,16 +1,66 @@
 """What can be served, and why the rest cannot: asked before an engine loads a model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ..analysis.shapes import Skeleton
 from ..methods import LayerCodec, Method
+from ..models import AttentionView
 from ..spec import parse_method
+from .build import Model, calibration_for, codecs_of, shard_of
 
 PAGE_TOKENS = 32
 """Tokens of a page are a multiple of this: the engine's own kernels want it too."""
+_PREFIX = "xquant_"
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "attend": ("chunk", "store"),
+    "kernel": ("auto", "reference"),
+    "calibration": (),  # any text
+    "ranges": ("method", "heads"),
+}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an engine is asked for in its configuration: ``xquant`` is the method's spec, ``xquant_attend``
+    and ``xquant_kernel`` are as `KVCache` takes them."""
+
+    method: Method
+    attend: str = "chunk"
+    kernel: str = "auto"
+    calibration: str | None = None
+    """A file; None for the one that is kept, of a method that calibrates itself."""
+    ranges: str = "method"
+    """Where ranges of a token end: as the method says, or at ``heads``, as tensor parallelism has it."""
+
+    @property
+    def through_store(self) -> bool:
+        """Whether tokens also read the codes of blocks that their own step completes."""
+        return self.attend == "store"
+
+    @property
+    def at_heads(self) -> bool:
+        return self.ranges == "heads"
+
+
+def wanted(options: Mapping[str, Any]) -> Wanted:
+    """What these options of a configuration ask for; names that are not ours are passed over.
+
+    Raises:
+        ValueError: it is nothing, or cannot be served; the message says why.
+    """
+    method = parse(options["xquant"])
+    given = {k.removeprefix(_PREFIX): v for k, v in options.items() if k.startswith(_PREFIX)}
+    for name, value in given.items():
+        if name not in _CHOICES:
+            known = ", ".join(_PREFIX + each for each in _CHOICES)
+            raise ValueError(f"xquant: no option '{_PREFIX}{name}': one of {known}")
+        if not isinstance(value, str) or value not in (_CHOICES[name] or (value,)):
+            choices = " or ".join(_CHOICES[name]) or "the name of a file"
+            raise ValueError(f"xquant: {_PREFIX}{name} is {choices}, not {value!r}")
+    if method.tail and given.get("attend") == "store":
+        raise _refused(method, "xquant_attend=store leaves no recent tokens as they are")
+    return Wanted(method, **given)
 
 
 def parse(spec: Any) -> Method:
@@ -30,37 +80,55 @@ def parse(spec: Any) -> Method:
     return method
 
 
-def check_model(method: Method, config: Any, dtype: torch.dtype, shards: int = 1) -> None:
+def check_model(wanted: Wanted, model: Model) -> None:
     """Ask for the codecs of a model that is not loaded.
-
-    Args:
-        config: of transformers.
-        dtype: of its keys and values.
-        shards: that its heads are divided among.
 
     Raises:
         ValueError: the model or the method for it cannot be served; the message says why.
     """
+    codecs_for(wanted, model, None, 0, weighted=False)
+
+
+def codecs_for(
+    wanted: Wanted,
+    model: Model,
+    layers: Sequence[AttentionView] | None,
+    rank: int,
+    weighted: bool = True,
+) -> list[LayerCodec]:
+    """The codecs of one shard.
+
+    Args:
+        layers: the engine's own, of this shard.
+        weighted: whether to build what is computed from weights; otherwise only what tells of it.
+
+    Raises:
+        ValueError: the model or the method for it cannot be served; the message says why.
+    """
+    method, shards = wanted.method, model.shards
     try:
-        view = Skeleton(config, dtype).view
-        if view.skipped:
-            index, why = next(iter(view.skipped.items()))
-            raise ValueError(f"layer {index}: {why}")
-        codecs = method.codecs(view.compressed)
+        if method.needs_calibration and shards > 1:
+            raise ValueError("a calibration is of all heads, and a shard has some of them")
+        calibration = calibration_for(method, model, wanted.calibration)
+        if layers is None or method.built_from_weights:
+            whole = model.weighted if weighted and method.built_from_weights else model.layers
+            layers = shard_of(whole, rank, shards)
+        codecs = codecs_of(method, layers, calibration, wanted.at_heads or shards > 1)
     except ValueError as error:
         raise _refused(method, str(error)) from None
-    if why := unfit(codecs, method, shards):
+    if why := unfit(codecs):
         raise _refused(method, why)
+    return codecs
 
 
-def unfit(codecs: Sequence[LayerCodec], method: Method, shards: int = 1) -> str:
+def unfit(codecs: Sequence[LayerCodec]) -> str:
     """Why an engine cannot serve these layers; empty where it can."""
     if any(codec.reads_below or codec.feeds_above for codec in codecs):
         return (
             "layers that are predicted from those below do not fit a batch of sequences; the method is for"
             " caches at rest (docs/at-rest.md)"
         )
-    reasons = (_unfit_layer(codec, method, shards) for codec in codecs)
+    reasons = (_unfit_layer(codec) for codec in codecs)
     return next(filter(None, reasons), "")
 
 
@@ -69,25 +137,16 @@ def _unfit_options(method: Method) -> str:
         return f"a page holds a multiple of {PAGE_TOKENS} tokens, not {method.group}"
     if method.sink:
         return "pages have no room for sinks kept in full"
-    if method.tail:
-        return "a ring has no room for recent tokens beside those of the newest block"
-    if method.needs_calibration:
-        return "methods with a calibration are not served yet"
     return ""
 
 
-def _unfit_layer(codec: LayerCodec, method: Method, shards: int) -> str:
+def _unfit_layer(codec: LayerCodec) -> str:
     if codec.kept is not None:
         return "it drops tokens, and pages keep all of them"
     if not codec.keeps_states:
         return "it keeps layer inputs, which an engine does not give to a cache"
     if any(segment.shared for segment in codec.segments):
         return "layers share codes, and a page holds those of one layer"
-    if any(segment.quantizer.sparse for segment in codec.segments):
-        return "outliers make blocks differ in size, and pages are all of one"
-    ranges = sum(segment.parts(method.group)["ranges"] for segment in codec.segments)
-    if shards > 1 and ranges:
-        return "tensor parallelism would cut ranges of tokens within heads"
     return ""
 
 

@@ -1,38 +1,70 @@
 """ServedLayer: one attention layer of an engine, its past in pages and rings.
 
 Letters: ``T`` new tokens of all sequences of a step, after each other; ``t`` those of one; ``n`` tokens of a
-block; ``H`` query heads, ``G`` key/value heads of size ``D``; ``W = 2 G D``.
+block; ``R`` places of a ring; ``H`` query heads, ``G`` key/value heads of size ``D``; ``W = 2 G D``.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ..kernels.backend import Backend
 from ..methods import LayerCodec
+from ..models import AttentionView
 from ..store.packer import TORCH, Packer
 from ..store.pages import PageLayout, Pages
+from .exact import ExactAttention, torch_attention
 from .rotary import Angles
+from .step import Chunk, Step
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of states."""
 
 
-class Run(NamedTuple):
-    """The new tokens of one sequence in a step."""
+@dataclass(eq=False)
+class EngineView(AttentionView):
+    """An engine may have packed the weights for its own products, so their dtype says nothing."""
 
-    start: int
-    """Its first row among the ``T``."""
-    stop: int
-    before: int
-    """Tokens that the sequence had before."""
+    given_dtype: torch.dtype = torch.float32
 
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        attention: Any,
+        fused: Any,
+        query_heads: int,
+        kv_heads: int,
+        size: int,
+        key_norm: Any,
+        rotary_size: int,
+        dtype: torch.dtype,
+    ) -> "EngineView":
+        """Of an ``attention`` layer, or a shard of it, whose projection ``fused`` gives queries, keys and
+        values beside each other."""
+        queries, width = query_heads * size, kv_heads * size
+        return cls(
+            index=index,
+            module=attention,
+            norm=None,
+            hidden=fused.input_size,
+            kv_heads=kv_heads,
+            query_heads=query_heads,
+            head_size=size,
+            key_module=fused,
+            key_slice=slice(queries, queries + width),
+            value_module=fused,
+            value_slice=slice(queries + width, queries + 2 * width),
+            key_norm=key_norm,
+            rotary_size=rotary_size,
+            given_dtype=dtype,
+        )
 
-class Step(NamedTuple):
-    """What one forward pass of an engine is about: the same for all layers."""
-
-    runs: Sequence[Run]
-    pages: Tensor
-    """int ``[B, columns]``: the page of every block of each sequence."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.given_dtype
 
 
 class ServedLayer:
@@ -44,7 +76,8 @@ class ServedLayer:
         scaling: of scores.
         angles: of the layer's rotary embedding; needed where the codec keeps keys before it.
         softcap: of scores; 0 for none.
-        packer: what packs and unpacks blocks.
+        backend: what reads pages in place and packs blocks; without one torch does, from decoded pages.
+        exact: attends for chunks of a prompt.
 
     Raises:
         ValueError: the blocks of this codec have no page of one size.
@@ -57,32 +90,44 @@ class ServedLayer:
         scaling: float,
         angles: Angles | None = None,
         softcap: float = 0.0,
+        backend: Backend | None = None,
         packer: Packer = TORCH,
+        exact: ExactAttention = torch_attention,
     ) -> None:
         assert codec.rotated or angles is not None
         self.codec, self.block = codec, block
         self.layout = PageLayout(codec.segments, block)
         self._scaling, self._softcap = scaling, softcap
-        self._angles, self._packer = angles, packer
+        self._angles, self._packer, self._exact = angles, packer, exact
         self._memory: tuple[int, int] | None = None
+        self._paged = None
+        if backend is not None:
+            within, starts = (None, None) if angles is None else angles.of_blocks(block)
+            self._paged = backend.paged(codec, self.layout, scaling, softcap, within, starts)
 
     @property
     def row(self) -> int:
         """``W``: what a ring keeps of a token, its rotated key and its value."""
         return 2 * self.codec.view.kv_width
 
+    @property
+    def in_place(self) -> bool:
+        """Whether a kernel reads its pages, where a sequence has few new tokens."""
+        return self._paged is not None
+
     def bind(self, pages: Tensor, rings: Tensor) -> None:
         """Keep the past in this memory of the engine: ``pages`` uint8 ``[N, layout.nbytes]`` or more,
-        ``rings`` ``[M, n, W]`` in the dtype of the model. Does nothing where it is bound to it already."""
+        ``rings`` ``[M, R, W]`` in the dtype of the model. Does nothing where it is bound to it already."""
         memory = pages.data_ptr(), rings.data_ptr()
-        if memory != self._memory:
-            self._pages = Pages(self.layout, pages, self._packer)
-            self._rings, self._memory = rings, memory
+        if memory == self._memory:
+            return
+        self._pages = Pages(self.layout, pages, self._packer)
+        self._rings, self._memory = rings, memory
+        if self._paged is not None:
+            self._paged.bind(pages, rings)
 
     @torch.no_grad()
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, step: Step, rings: Tensor, out: Tensor
-    ) -> None:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, step: Step, out: Tensor) -> None:
         """Keep the new tokens, and attend.
 
         A sequence reads its own new tokens and those in its ring as they are, older ones from their pages.
@@ -91,63 +136,54 @@ class ServedLayer:
         Args:
             query: ``[T, H, D]``.
             key: ``[T, G, D]``, rotated, as ``value``.
-            rings: int ``[B]``, the ring of each sequence.
             out: ``[T, H, D]``, written to.
         """
         rows = torch.cat([key.flatten(1), value.flatten(1)], -1)
-        recent = [
-            self._keep(rows[run.start : run.stop], run, int(ring))
-            for run, ring in zip(step.runs, rings.tolist(), strict=True)
-        ]
-        self._seal(recent, step)
-        for run, table, exact in zip(step.runs, step.pages, recent, strict=True):
-            keys, values = self._read(table[: run.before // self.block], exact)
-            own = slice(run.start, run.stop)
-            out[own] = self._attention(query[own], keys, values)
+        if step.filled:
+            self._seal(rows, step)
+        decoding, chunks = step.readers(self.in_place)
+        for sequences in decoding:
+            assert self._paged is not None
+            self._paged.attend(query, key, value, sequences, out)
+        if chunks.each:
+            states = [
+                self._read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
+            ]
+            own, options = chunks.rows, (self._scaling, self._softcap)
+            out[own] = self._exact(query[own], states, chunks, *options)
+        # Last: a long ring may give the places of tokens that were read to new ones.
+        self._rings[step.places] = rows if len(step.rows) == len(rows) else rows[step.rows]
 
-    def _keep(self, new: Tensor, run: Run, ring: int) -> Tensor:
-        """Put ``new`` rows ``[t, W]`` into the ring, where they do not complete a block. Returns the rows of
-        the block that was begun, and all after it."""
-        held = run.before % self.block
-        kept = self._rings[ring]
-        rows = torch.cat([kept[:held], new])
-        left = len(rows) % self.block
-        if len(rows) < self.block:
-            kept[held : len(rows)] = new
-        elif left:
-            kept[:left] = rows[-left:]
-        return rows
-
-    def _seal(self, recent: Sequence[Tensor], step: Step) -> None:
+    def _seal(self, rows: Tensor, step: Step) -> None:
         """Pack the whole blocks of every sequence."""
-        blocks, numbers, starts = [], [], []
-        for run, table, rows in zip(step.runs, step.pages, recent, strict=True):
-            whole, first = len(rows) // self.block, run.before // self.block
-            if whole:
-                blocks.append(rows[: whole * self.block].unflatten(0, (whole, self.block)))
-                numbers.append(table[first : first + whole])
-                starts.append(torch.arange(first, first + whole) * self.block)
-        if blocks:
-            self._pages.write(
-                torch.cat(numbers).long(), self._packed(torch.cat(blocks), torch.cat(starts))
-            )
+        blocks = []
+        for run, places, count in step.filled:
+            held = self._rings[places]
+            new = rows[run.start : run.start + count * self.block - len(held)]
+            whole = torch.cat([held, new]) if len(held) else new
+            blocks.append(whole.unflatten(0, (count, self.block)))
+        packed = self._packed(torch.cat(blocks), step.filled_starts)
+        self._pages.write(step.filled_pages, packed)
 
     def _packed(self, blocks: Tensor, starts: Tensor) -> Tensor:
         """What is packed of blocks ``[m, n, W]`` that begin at positions ``starts`` ``[m]``."""
         if not self.codec.rotated:
             assert self._angles is not None
             key, value = blocks.split(self.codec.view.kv_width, -1)
-            turned = self._angles.turn_back(self._heads(key), self._places(starts))
+            places = (starts[:, None] + torch.arange(self.block)).flatten()
+            turned = self._angles.turn_back(self._heads(key), places)
             blocks = torch.cat([turned.flatten(1).view_as(key), value], -1)
         return self.codec.encode(blocks[None], None)[0]
 
-    def _read(self, pages: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys, and values, ``[tokens, G, D]``, of these pages and the ``exact`` rows after them."""
+    def _read(self, chunk: Chunk, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, ``[tokens, G, D]``, that the ``new`` rows of a sequence read."""
         width = self.codec.view.kv_width
+        new = new[max(chunk.sealed - chunk.run.before, 0) :]
+        exact = torch.cat([self._rings[chunk.places], new])
         keys, values = (self._heads(part) for part in exact.split(width, -1))
-        if not len(pages):
+        if not len(chunk.pages):
             return keys, values
-        rows = self._pages.read(pages.long(), exact.dtype)
+        rows = self._pages.read(chunk.pages, exact.dtype)
         recalled = self.codec.recall(rows.flatten(0, 1)[None], None, sealing=False)
         old, older = (self._heads(part[0]) for part in self.codec.rebuild(recalled))
         if not self.codec.rotated:
@@ -155,28 +191,7 @@ class ServedLayer:
             old = self._angles.turn(old, torch.arange(len(old)))
         return torch.cat([old, keys]), torch.cat([older, values])
 
-    def _attention(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """``[t, H, D]`` of the last ``t`` tokens over all, each over those up to itself."""
-        new, tokens = len(query), len(keys)
-        groups = query.shape[1] // keys.shape[1]
-        seen = torch.ones(new, tokens, dtype=torch.bool).tril(tokens - new)
-        queries, key, value = (t.transpose(0, 1)[None] for t in (query, keys, values))
-        if not self._softcap:
-            found = F.scaled_dot_product_attention(
-                queries, key, value, seen, scale=self._scaling, enable_gqa=groups > 1
-            )
-            return found[0].transpose(0, 1)
-        key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-        scores = (queries.float() @ key.float().mT) * self._scaling
-        scores = self._softcap * torch.tanh(scores / self._softcap)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype)
-        return (weights @ value)[0].transpose(0, 1)
-
     def _heads(self, states: Tensor) -> Tensor:
         """``[..., G * D]`` to ``[tokens, G, D]``."""
         view = self.codec.view
         return states.reshape(-1, view.kv_heads, view.head_size)
-
-    def _places(self, starts: Tensor) -> Tensor:
-        """Positions of the tokens of blocks that begin at ``starts``, ``[m * n]``."""
-        return (starts[:, None] + torch.arange(self.block)).flatten()

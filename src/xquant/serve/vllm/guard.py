@@ -1,6 +1,8 @@
 """The part of the plugin that works with any vLLM: what is asked for, and the refusal of a wrong version."""
 
+import functools
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 from . import VERSION
@@ -32,6 +34,23 @@ def asked_for(additional: Any) -> Any:
     return additional.get(KEY) if isinstance(additional, dict) else None
 
 
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Let ``wrapper(original, self, ...)`` answer for a method, ``original`` bound to the object."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(functools.partial(original, self), self, *args, **kwargs)
+
+    wrapped.of_xquant = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def is_wrapped(owner: Any, name: str) -> bool:
+    """Whether `wrap` has been here."""
+    return getattr(getattr(owner, name), "of_xquant", False)
+
+
 def install() -> None:
     """Hook the plugin in; with another version of vLLM, only a refusal of what it is asked for."""
     why = wrong_version(version())
@@ -42,11 +61,9 @@ def install() -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_engine_config
-
-    def refusing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if asked_for(getattr(self, "additional_config", None)) is not None:
+    def refusing(original: Any, args: Any, *more: Any, **options: Any) -> Any:
+        if asked_for(getattr(args, "additional_config", None)) is not None:
             raise ValueError(why)
-        return original(self, *args, **kwargs)
+        return original(*more, **options)
 
-    EngineArgs.create_engine_config = refusing
+    wrap(EngineArgs, "create_engine_config", refusing)

@@ -11,12 +11,14 @@ What is taken from vLLM, in the order of a start:
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -31,17 +33,22 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
 )
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
 
-from ...kernels.choose import packer_of
-from ...methods import Method
+from ...kernels.choose import packer_of, reader_of_pages
 from ...models import AttentionView
 from .. import fit
-from ..layer import Run, ServedLayer, Step
+from ..build import Model
+from ..exact import ExactAttention, torch_attention
+from ..layer import DTYPES, EngineView, ServedLayer
+from ..over_pages import SCRATCH, EngineAttention, OverPages, Placed
 from ..rotary import Angles
-from .guard import asked_for
+from ..step import Batch, Keeping, in_whole_blocks
+from .guard import asked_for, is_wrapped, wrap
 
 _NAME = "CUSTOM"  # vLLM has a list of backends, and this place in it for others
 _RING = "xquant_ring"
@@ -52,36 +59,27 @@ _RING = "xquant_ring"
 
 def install() -> None:
     """Hook in; once for a process."""
-    if getattr(EngineArgs.create_engine_config, "of_xquant", False):
+    if is_wrapped(EngineArgs, "create_engine_config"):
         return
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{PagedBackend.__name__}")
-    _wrap(EngineArgs, "create_engine_config", _checked)
-    _wrap(Worker, "get_kv_cache_spec", _prepared)
+    wrap(EngineArgs, "create_engine_config", _checked)
+    wrap(Scheduler, "__init__", _scheduled)
+    wrap(Worker, "get_kv_cache_spec", _prepared)
+    wrap(Worker, "execute_model", _noted)
     platform = type(current_platform)
     chosen = platform.get_attn_backend_cls
 
     def choose(cls: Any, selected: Any, attn_selector_config: Any, **more: Any) -> Any:
-        if _method_of(get_current_vllm_config()) is None or not _is_ours(attn_selector_config):
+        if _wanted(get_current_vllm_config()) is None or not _is_ours(attn_selector_config):
             return chosen(selected, attn_selector_config=attn_selector_config, **more)
         return AttentionBackendEnum.CUSTOM.get_path()
 
     platform.get_attn_backend_cls = classmethod(choose)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(functools.partial(original, self), self, *args, **kwargs)
-
-    wrapped.of_xquant = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapped)
-
-
-def _method_of(config: VllmConfig) -> Method | None:
-    spec = asked_for(config.additional_config)
-    return None if spec is None else fit.parse(spec)
+def _wanted(config: Any) -> fit.Wanted | None:
+    found = config.additional_config
+    return None if asked_for(found) is None else fit.wanted(found)
 
 
 def _is_ours(wanted: Any) -> bool:
@@ -93,10 +91,10 @@ def _is_ours(wanted: Any) -> bool:
 def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any) -> Any:
     """An engine's configuration, with pages of the method's blocks."""
     selector._cached_get_attn_backend.cache_clear()  # of an earlier engine of this process
-    spec = asked_for(args.additional_config)
-    if spec is None:
+    wanted = _wanted(args)
+    if wanted is None:
         return original(*more, **options)
-    method = fit.parse(spec)
+    method = wanted.method
     if args.block_size not in (None, method.group):
         raise ValueError(
             f"xquant: a page of {method.spec} is a block of {method.group} tokens, and block_size is"
@@ -105,15 +103,20 @@ def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any
     args.block_size = method.group
     config = original(*more, **options)
     if why := _unfit(config):
-        raise ValueError(f"xquant: {why}")
-    model = config.model_config
-    shards = config.parallel_config.tensor_parallel_size
-    fit.check_model(method, model.hf_text_config, model.dtype, shards)
+        raise ValueError(f"xquant: {why} is not served yet")
+    if wanted.through_store and config.scheduler_config.max_num_batched_tokens < method.group:
+        raise ValueError("xquant: xquant_attend=store reads a block of a prompt at a time at least")
+    fit.check_model(wanted, _model(config))
     return config
 
 
+def _model(config: VllmConfig) -> Model:
+    model, parallel = config.model_config, config.parallel_config
+    return Model(model.hf_text_config, model.dtype, model.model, parallel.tensor_parallel_size)
+
+
 def _unfit(config: VllmConfig) -> str:
-    """Why an engine of this configuration cannot be served; empty where it can."""
+    """What of an engine's configuration cannot be served; empty where all can."""
     parallel = config.parallel_config
     refused = {
         "a KV cache dtype of its own": config.cache_config.cache_dtype != "auto",
@@ -123,8 +126,17 @@ def _unfit(config: VllmConfig) -> str:
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
     }
-    found = [name for name, here in refused.items() if here]
-    return f"{found[0]} is not served yet" if found else ""
+    return next((name for name, here in refused.items() if here), "")
+
+
+def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **options: Any) -> None:
+    original(*more, **options)
+    wanted = _wanted(scheduler.vllm_config)
+    if wanted is not None and wanted.through_store:
+        # vLLM's own reason to end chunks with blocks is the state of a Mamba layer.
+        scheduler.need_mamba_block_aligned_split = True
+        cut = functools.partial(in_whole_blocks, wanted.method.group)
+        scheduler._mamba_block_aligned_split = cut
 
 
 # -- the model is loaded ---------------------------------------------------------------------------
@@ -132,13 +144,13 @@ def _unfit(config: VllmConfig) -> str:
 
 def _prepared(original: Callable[..., Any], worker: Any) -> Any:
     config: VllmConfig = worker.vllm_config
-    method = _method_of(config)
-    if method is not None:
-        _prepare(worker.get_model(), config, method)
+    wanted = _wanted(config)
+    if wanted is not None:
+        _prepare(worker.get_model(), config, wanted)
     return original()
 
 
-def _prepare(model: nn.Module, config: VllmConfig, method: Method) -> None:
+def _prepare(model: nn.Module, config: VllmConfig, wanted: fit.Wanted) -> None:
     """Give every attention layer its codec, its page and its ring.
 
     Raises:
@@ -148,19 +160,26 @@ def _prepare(model: nn.Module, config: VllmConfig, method: Method) -> None:
     if not found:
         raise ValueError(f"xquant: no attention layer found in {type(model).__name__}")
     views = [_view(module, config.model_config.dtype) for module in found]
-    codecs = method.codecs(views)
-    packer = packer_of("auto")
+    block, angles = wanted.method.group, functools.cache(_angles)
+    rank = get_tensor_model_parallel_rank()
+    codecs = fit.codecs_for(wanted, _model(config), views, rank)
+    native = wanted.kernel == "auto"
+    tail = wanted.method.tail
+    keeping = Keeping(block, block + tail, tail, wanted.through_store)
     for parent, codec in zip(found, codecs, strict=True):
         layer: Any = _attention(parent)
+        rotary = getattr(parent, "rotary_emb", None)
         served = ServedLayer(
             codec,
-            method.group,
+            block,
             layer.impl.scale,
-            None if codec.rotated else _angles(parent, codec.view),
+            None if codec.rotated else angles(rotary, codec.view.rotary_size),
             layer.impl.logits_soft_cap,
-            packer,
+            reader_of_pages(codec, block) if native else None,
+            packer_of(wanted.kernel),
+            _exact(codec.view) if native else torch_attention,
         )
-        ring = Ring(f"{layer.layer_name}.{_RING}", served, config.model_config.dtype)
+        ring = Ring(f"{layer.layer_name}.{_RING}", served, keeping, config.model_config.dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
         layer.impl.served, layer.impl.ring = served, ring
         layer.get_kv_cache_spec = functools.partial(_page_spec, layer, served)
@@ -178,41 +197,17 @@ def _view(parent: Any, dtype: torch.dtype) -> AttentionView:
         raise ValueError(
             f"xquant: {type(parent).__name__} is not an attention layer of a known kind"
         )
-    queries, width = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
-    return _View(
-        index=extract_layer_index(layer.layer_name),
-        module=parent,
-        norm=None,
-        hidden=fused.input_size,
-        kv_heads=layer.num_kv_heads,
-        query_heads=layer.num_heads,
-        head_size=layer.head_size,
-        key_module=fused,
-        key_slice=slice(queries, queries + width),
-        value_module=fused,
-        value_slice=slice(queries + width, queries + 2 * width),
-        key_norm=getattr(parent, "k_norm", None),
-        rotary_size=getattr(getattr(parent, "rotary_emb", None), "rotary_dim", 0),
-        given_dtype=dtype,
-    )
+    index, heads = extract_layer_index(layer.layer_name), (layer.num_heads, layer.num_kv_heads)
+    norm, rotary = getattr(parent, "k_norm", None), getattr(parent, "rotary_emb", None)
+    turned = getattr(rotary, "rotary_dim", 0)
+    return EngineView.of(index, parent, fused, *heads, layer.head_size, norm, turned, dtype)
 
 
-@dataclass(eq=False)
-class _View(AttentionView):
-    """vLLM may have packed the weights for its own products, so their dtype says nothing."""
-
-    given_dtype: torch.dtype = torch.float32
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.given_dtype
-
-
-def _angles(parent: Any, view: AttentionView) -> Angles:
-    rotary = getattr(parent, "rotary_emb", None)
-    table = getattr(rotary, "cos_sin_cache", None)
+def _angles(rotary: Any, size: int) -> Angles:
     plain = getattr(rotary, "is_neox_style", False) and not getattr(rotary, "mrope_section", None)
-    if table is None or not plain or table.shape[-1] != view.rotary_size:
+    # vLLM's own table is in the dtype of the model.
+    table = rotary._compute_cos_sin_cache() if plain else None
+    if table is None or table.shape != rotary.cos_sin_cache.shape or table.shape[-1] != size:
         raise ValueError(
             f"xquant: keys before {type(rotary).__name__} cannot be had from vLLM: use a method that keeps"
             " keys after RoPE, such as kivi-4bit:rope=post"
@@ -235,9 +230,11 @@ def _page_spec(layer: Any, served: ServedLayer, config: VllmConfig) -> FullAtten
 class Ring(nn.Module, AttentionLayerBase):
     """The tokens of a layer that are not in a whole block: a block of rows for each request."""
 
-    def __init__(self, name: str, served: ServedLayer, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, served: ServedLayer, keeping: Keeping, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.name, self.block, self.row, self.dtype = name, served.block, served.row, dtype
+        self.name, self.keeping, self.row, self.dtype = name, keeping, served.row, dtype
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -245,7 +242,7 @@ class Ring(nn.Module, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
         return CircularBufferSpec(
-            block_size=self.block,
+            block_size=self.keeping.capacity,
             num_kv_heads=1,
             head_size=self.row,
             head_size_v=0,
@@ -257,15 +254,26 @@ class Ring(nn.Module, AttentionLayerBase):
 # -- a forward pass --------------------------------------------------------------------------------
 
 
+_since: dict[int, int] = {}
+"""How many tokens a request had when it was given a ring, by the ring's number."""
+
+
+def _noted(original: Callable[..., Any], worker: Any, scheduled: Any, *more: Any) -> Any:
+    """A ring holds what its request computed; of a prefix that was found, it holds nothing."""
+    old = scheduled.scheduled_cached_reqs
+    resumed = zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True)
+    begun = [(new.block_ids, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+    begun += [(blocks, count) for name, blocks, count in resumed if name in old.resumed_req_ids]
+    for blocks, count in begun:
+        _since.update((group[0], count) for group in blocks if group)
+    return original(scheduled, *more)
+
+
 class PagedBackend(AttentionBackend):
     """Pages of packed blocks, and rings."""
 
     forward_includes_kv_cache_update = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-    ]
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
 
     @staticmethod
@@ -278,7 +286,7 @@ class PagedBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        return StepBuilder
+        return BatchBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -291,8 +299,8 @@ class PagedBackend(AttentionBackend):
         return (KVCacheLayout.BLHNC,)
 
 
-class StepBuilder(AttentionMetadataBuilder):
-    """Makes a `Step` of what vLLM says of a batch, for pages and for rings."""
+class BatchBuilder(AttentionMetadataBuilder):
+    """Makes a `Batch` of what vLLM says, for pages and for rings."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
@@ -304,20 +312,44 @@ class StepBuilder(AttentionMetadataBuilder):
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> Step:
+    ) -> Batch:
         given = common_attn_metadata
-        starts = given.query_start_loc_cpu.tolist()
-        lengths = given.seq_lens.tolist()
-        found = [
-            (number, Run(start, stop, length - (stop - start)))
-            for number, (start, stop, length) in enumerate(
-                zip(starts, starts[1:], lengths, strict=False)
-            )
-            if stop > start  # a batch may be filled up with requests of no tokens
-        ]
-        return Step(
-            [run for _, run in found], given.block_table_tensor[[number for number, _ in found]]
+        starts, lengths = given.query_start_loc_cpu.tolist(), given.seq_lens.tolist()
+        return Batch.of(starts, lengths, given.block_table_tensor)
+
+
+class CpuAttention(EngineAttention):
+    """vLLM's own attention on a CPU."""
+
+    def __init__(self, view: AttentionView) -> None:
+        self._view = view
+        self._isa = cpu_attn._get_attn_isa(view.dtype, SCRATCH, view.head_size)
+
+    def plan(self, starts: Tensor, lengths: Tensor) -> Tensor:
+        view, split = self._view, envs.VLLM_CPU_ATTN_SPLIT_KV
+        heads = view.query_heads, view.kv_heads, view.head_size
+        return ops.cpu_attn_get_scheduler_metadata(
+            len(lengths), *heads, lengths, view.dtype, starts, True, -1, self._isa, split
         )
+
+    def write(self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+        ops.cpu_attn_reshape_and_cache(keys, values, *cache.chunk(2, dim=2), slots, self._isa)
+
+    def attend(
+        self, query: Tensor, cache: Tensor, at: Placed, scaling: float, softcap: float, out: Tensor
+    ) -> None:
+        sequences = at.starts, at.lengths, scaling, True, None, -1, at.table, softcap
+        ops.cpu_attention_with_kv_cache(
+            query, *cache.chunk(2, dim=2), out, *sequences, at.plan, None
+        )
+
+
+def _exact(view: AttentionView) -> ExactAttention:
+    """vLLM's attention where it has one for such a layer, else torch's."""
+    sizes = cpu_attn.CPUAttentionBackend.get_supported_head_sizes()
+    if not current_platform.is_cpu() or view.head_size not in sizes:
+        return torch_attention
+    return OverPages(view, CpuAttention(view))
 
 
 class PagedImpl(AttentionImpl):
@@ -352,7 +384,7 @@ class PagedImpl(AttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: Batch | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -363,6 +395,6 @@ class PagedImpl(AttentionImpl):
         rings = self.ring.kv_cache
         self.served.bind(kv_cache.view(len(kv_cache), -1), rings[:, 0])
         found: Any = get_forward_context().attn_metadata
-        step = found[self.ring.name]
-        self.served.attend(query, key, value, attn_metadata, step.pages[:, 0], output)
+        step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _since)
+        self.served.attend(query, key, value, step, output)
         return output

@@ -1,0 +1,165 @@
+"""The codecs of an engine's layers: built for the heads of one shard, from its layers or from a checkpoint.
+
+An engine may have packed a model's weights for its own products. So what is computed from them (bases of
+`xquant`), or told by them (whose calibration it is), is read from the checkpoint's files.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from .. import kept
+from ..analysis.shapes import Skeleton
+from ..calibration import Calibration
+from ..codecs import fingerprint
+from ..methods import LayerCodec, Method
+from ..methods.xquant_codec import LatentCodec
+from ..models import AttentionView
+from ..quant import Segment
+from ..quant.grouped import Grouped
+from .latents import LatentsOfStates
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as an engine knows it before it loads one."""
+
+    config: Any
+    """Of transformers."""
+    dtype: torch.dtype
+    """Of its keys and values."""
+    folder: str = ""
+    """Where its checkpoint is, or its name."""
+    shards: int = 1
+    """That its heads are divided among."""
+
+    @cached_property
+    def layers(self) -> Sequence[AttentionView]:
+        """Without weights.
+
+        Raises:
+            ValueError: some layers are none that a method compresses.
+        """
+        return _all_layers(Skeleton(self.config, self.dtype))
+
+    @cached_property
+    def weighted(self) -> Sequence[AttentionView]:
+        """With the key and value projections and key norms of the checkpoint.
+
+        Raises:
+            ValueError: they cannot be read.
+        """
+        skeleton = Skeleton(self.config, self.dtype)
+        layers = _all_layers(skeleton)
+        modules = [(v.key_module, v.value_module, v.key_norm) for v in layers]
+        read = {id(p) for each in modules for m in each if m is not None for p in m.parameters()}
+        wanted = {name for name, p in skeleton.model.named_parameters() if id(p) in read}
+        found: dict[str, Tensor] = {}
+        for file in sorted(Path(self.folder).glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                names = wanted.intersection(opened.keys())
+                found |= {name: opened.get_tensor(name).to(self.dtype) for name in names}
+        if missing := wanted - found.keys():
+            raise ValueError(f"no '{min(missing)}' in the safetensors files of '{self.folder}'")
+        skeleton.model.load_state_dict(found, strict=False, assign=True)
+        return layers
+
+
+def _all_layers(skeleton: Skeleton) -> Sequence[AttentionView]:
+    if skeleton.view.skipped:
+        index, why = next(iter(skeleton.view.skipped.items()))
+        raise ValueError(f"layer {index}: {why}")
+    return skeleton.view.compressed
+
+
+def calibration_for(method: Method, model: Model, file: str | None) -> Calibration | None:
+    """The calibration of a method for a model: that of a ``file``, or one that is kept.
+
+    Raises:
+        ValueError: there is none where one is needed, or it is of another method or model.
+    """
+    if not method.needs_calibration:
+        if file is not None:
+            raise ValueError("it needs no calibration")
+        return None
+    found = None
+    try:
+        if file is not None:
+            found = Calibration.load(file)
+            found.check(method.calibrated_as, fingerprint(model.weighted))
+        elif method.calibrates_itself:
+            expected = method.expected(model.layers)
+            found = kept.find(method.calibrated_as, fingerprint(model.weighted), expected)
+    except OSError as error:
+        raise ValueError(str(error)) from None
+    if found is None:
+        raise ValueError(f"{method.how_to_calibrate}; here it is xquant_calibration=FILE")
+    return found
+
+
+def codecs_of(
+    method: Method,
+    layers: Sequence[AttentionView],
+    calibration: Calibration | None,
+    at_heads: bool = False,
+) -> list[LayerCodec]:
+    """One codec for each of the ``layers`` of a shard, whose features are keys and values.
+
+    Args:
+        at_heads: let ranges of tokens end at heads, so that a shard makes the codes of one process.
+
+    Raises:
+        ValueError: options that the model does not allow.
+    """
+    made = method.codecs(layers, calibration)
+    found = [LatentsOfStates(c) if isinstance(c, LatentCodec) else c for c in made]
+    if at_heads:
+        for codec in found:
+            codec.segments = tuple(_cut_at_heads(s, codec.view) for s in codec.segments)
+    return found
+
+
+def _cut_at_heads(segment: Segment, view: AttentionView) -> Segment:
+    quantizer, size = segment.quantizer, view.head_size
+    if not isinstance(quantizer, Grouped) or quantizer.per != "token":
+        return segment
+    ranges = -(-size // quantizer.group) if quantizer.group else 1
+    if size % ranges:
+        raise ValueError(
+            f"heads of {size} channels have no ranges of {quantizer.group} of one size"
+        )
+    return replace(segment, quantizer=replace(quantizer, group=size // ranges))
+
+
+def shard_of(layers: Sequence[AttentionView], rank: int, shards: int) -> list[AttentionView]:
+    """The heads of the layers that one of ``shards`` holds.
+
+    Raises:
+        ValueError: they cannot be divided.
+    """
+    if any(v.kv_heads % shards or v.query_heads % shards for v in layers):
+        raise ValueError(f"{layers[0].kv_heads} key/value heads cannot be divided by {shards}")
+    return [_part(view, rank, shards) for view in layers]
+
+
+def _part(view: AttentionView, rank: int, shards: int) -> AttentionView:
+    width = view.kv_width // shards
+
+    def own(rows: slice) -> slice:
+        start = (rows.start or 0) + rank * width
+        return slice(start, start + width)
+
+    return replace(
+        view,
+        kv_heads=view.kv_heads // shards,
+        query_heads=view.query_heads // shards,
+        key_slice=own(view.key_slice),
+        value_slice=own(view.value_slice),
+        _offline={},
+    )

@@ -1,0 +1,232 @@
+"""Step: one forward pass of an engine, worked out once for all of its layers.
+
+Letters: ``T`` new tokens of all sequences, after each other; ``n`` tokens of a block; ``R`` places of a ring.
+A token at position ``p`` lies in place ``p % R`` of its sequence's ring.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.backend import MOST_QUERIES
+from ..kernels.paged import Sequences
+
+
+class Run(NamedTuple):
+    """The new tokens of one sequence in a step."""
+
+    start: int
+    """Its first row among the ``T``."""
+    stop: int
+    before: int
+    """Tokens that the sequence had before."""
+    since: int = 0
+    """The first token that its ring was given: those before it are only in pages."""
+
+    @property
+    def after(self) -> int:
+        return self.before + self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What of a past is kept where; the same for all layers."""
+
+    block: int
+    """Tokens of a page, ``n``."""
+    capacity: int
+    """Of a ring, ``R``."""
+    tail: int = 0
+    """The newest tokens are read as they are, so many at least where the ring was given them."""
+    through_store: bool = False
+    """Whether tokens also read the codes of blocks that their own step completes."""
+
+    def sealed(self, run: Run) -> int:
+        """How many tokens the new ones read from pages."""
+        if self.through_store:
+            return run.after // self.block * self.block
+        return max(run.since, (run.before - self.tail) // self.block * self.block, 0)
+
+
+def in_whole_blocks(block: int, request: Any, new: int, *found: int) -> int:
+    """How many of ``new`` tokens of a request a scheduler may take, so that chunks end where blocks end, but
+    for the last: then what a token reads does not depend on how its prompt was cut. ``found``: tokens of the
+    request that it need not compute, beside those it has."""
+    start = request.num_computed_tokens + sum(found)
+    end = start + new
+    return new if end >= request.num_tokens else max(end // block * block - start, 0)
+
+
+class Chunk(NamedTuple):
+    """A sequence with too many new tokens for a kernel that reads pages, or without such a kernel."""
+
+    run: Run
+    pages: Tensor
+    """int64 ``[c]``: those that are read."""
+    places: tuple[Tensor | int, Tensor]
+    """Its ring, and int64 where the tokens lie there that are read."""
+    sealed: int
+    """Tokens that are read from pages."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The sequences of a step that no kernel reads."""
+
+    each: list[Chunk]
+    rows: Tensor
+    """int64: their new tokens among the ``T``, after each other."""
+    prepared: dict[Any, Any] = field(default_factory=dict)
+    """What an engine's attention has made of them for all layers."""
+
+
+class Filled(NamedTuple):
+    """The blocks that a sequence completes."""
+
+    run: Run
+    places: tuple[Tensor | int, Tensor]
+    """Its ring, and where the tokens of the first block lie there that were begun before."""
+    blocks: int
+
+
+class Step:
+    """Where new tokens go and what they read.
+
+    Args:
+        runs: of the sequences that have new tokens.
+        pages: int ``[B, columns]``: the page of every block of each.
+        rings: int ``[B]``: the ring of each.
+        keeping: what is kept where.
+    """
+
+    def __init__(self, runs: Sequence[Run], pages: Tensor, rings: Tensor, keeping: Keeping) -> None:
+        self._keeping, self._table = keeping, pages.int()
+        self._pages, self._rings = pages.long(), rings.tolist()
+        self.runs = runs
+        self._place_new()
+        self._find_filled()
+        self._grouped: dict[bool, tuple[list[Sequences], Chunks]] = {}
+
+    def readers(self, native: bool) -> tuple[list[Sequences], Chunks]:
+        """The sequences for a kernel that reads pages, by their number of new tokens, and the others. All are
+        others without a ``native`` kernel."""
+        if native not in self._grouped:
+            few: dict[int, list[int]] = {}
+            rest = []
+            most = 1 if self._keeping.through_store else MOST_QUERIES
+            for number, run in enumerate(self.runs):
+                count = run.stop - run.start
+                if native and count <= most:
+                    few.setdefault(count, []).append(number)
+                else:
+                    rest.append(number)
+            sequences = [self._sequences(numbers, count) for count, numbers in few.items()]
+            spans = [torch.arange(self.runs[n].start, self.runs[n].stop) for n in rest]
+            rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
+            self._grouped[native] = sequences, Chunks([self._chunk(n) for n in rest], rows)
+        return self._grouped[native]
+
+    def _place_new(self) -> None:
+        """Where new rows go: those that a ring can hold, the newest."""
+        rows: list[int] = []
+        rings: list[int] = []
+        places: list[int] = []
+        for run, ring in zip(self.runs, self._rings, strict=True):
+            kept = min(run.stop - run.start, self._keeping.capacity)
+            rows += range(run.stop - kept, run.stop)
+            rings += [ring] * kept
+            places += range(run.after - kept, run.after)
+        self.rows = torch.tensor(rows)
+        """int64 ``[k]``: of the ``T``, those that go into rings, and"""
+        self.places = torch.tensor(rings), torch.tensor(places) % self._keeping.capacity
+        """where each goes: its ring and its place there."""
+
+    def _find_filled(self) -> None:
+        block = self._keeping.block
+        self.filled: list[Filled] = []
+        pages, starts = [], []
+        for number, run in enumerate(self.runs):
+            first, last = run.before // block, run.after // block
+            if first < last:
+                held = self._places(number, first * block, run.before)
+                self.filled.append(Filled(run, held, last - first))
+                pages.append(self._pages[number, first:last])
+                starts.append(torch.arange(first, last) * block)
+        if pages:
+            self.filled_pages = torch.cat(pages)
+            """int64 ``[m]``: of the blocks that are completed, and"""
+            self.filled_starts = torch.cat(starts)
+            """the positions that they start at."""
+
+    def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
+        """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
+        return self._rings[number], torch.arange(start, stop) % self._keeping.capacity
+
+    def _chunk(self, number: int) -> Chunk:
+        run = self.runs[number]
+        sealed = self._keeping.sealed(run)
+        pages = self._pages[number, : sealed // self._keeping.block]
+        return Chunk(run, pages, self._places(number, min(sealed, run.before), run.before), sealed)
+
+    def _sequences(self, numbers: list[int], queries: int) -> Sequences:
+        capacity, limits, held, new = self._keeping.capacity, [], [], []
+        for number in numbers:
+            run = self.runs[number]
+            limit = self._keeping.sealed(run)
+            start = min(limit, run.before)
+            limits.append(limit)
+            held.append((self._rings[number], start % capacity, run.before - start, start))
+            # A single token may be in a block that it has completed: the ring has it no more than the batch.
+            count = min(run.after - limit, queries)
+            new.append((run.start, 0, count, run.before))
+        return Sequences(
+            queries=queries,
+            first=_int32([self.runs[number].start for number in numbers]),
+            table=self._table[numbers],
+            limits=_int32(limits),
+            held=_int32(held),
+            new=_int32(new),
+            most_held=max(count for _, _, count, _ in held),
+        )
+
+
+def _int32(numbers: list[Any]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+@dataclass(eq=False)
+class Batch:
+    """The sequences of a forward pass, as an engine says them to all layers that share a table of blocks."""
+
+    runs: list[Run]
+    table: Tensor
+    """int ``[B, columns]``; of rings ``[B, 1]``."""
+    _made: "tuple[Batch, Step] | None" = None
+
+    @classmethod
+    def of(cls, starts: list[int], lengths: list[int], table: Tensor) -> "Batch":
+        """Of sequences whose new tokens begin at ``starts``, one number more than there are sequences, and
+        that have ``lengths`` tokens with them. A batch may be filled up with sequences of no new tokens."""
+        runs = [
+            (number, Run(start, stop, length - (stop - start)))
+            for number, (start, stop, length) in enumerate(
+                zip(starts, starts[1:], lengths, strict=False)
+            )
+            if stop > start
+        ]
+        return cls([run for _, run in runs], table[[number for number, _ in runs]])
+
+    def step_of(self, pages: "Batch", keeping: Keeping, since: Mapping[int, int]) -> Step:
+        """The step of layers whose rings are in this table and whose pages are in the other; made once.
+        ``since``: the first token that each ring was given."""
+        if self._made is None or self._made[0] is not pages:
+            rings = self.table[:, 0]
+            runs = [
+                run._replace(since=since.get(ring, 0))
+                for run, ring in zip(pages.runs, rings.tolist(), strict=True)
+            ]
+            self._made = pages, Step(runs, pages.table, rings, keeping)
+        return self._made[1]
