@@ -11,6 +11,7 @@ from attending import TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.ranked import RankedKeys, RankedSum, zipped
+from xquant.kernels.cpu.rebuild import FollowedBlocks
 from xquant.methods.transform_codec import TransformCodec
 from xquant.models.base import rotate
 from xquant.quant import Ragged
@@ -78,7 +79,10 @@ def test_sums_are_those_of_the_decoded_states(
     weights = torch.randn(batch, rows, columns * layer.stream.block, generator=generator)
     usual_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
-    found = RankedSum(layer, path).of(weights, table)
+    sums = RankedSum(layer.codec, layer.stream.block, path)
+    blocks = FollowedBlocks(layer, -1, sums.call.value)
+    blocks.refresh()
+    found = sums.of(weights, table)
     torch.set_num_threads(usual_threads)
     states = layer.stream.read_blocks(torch.float32, table).flatten(1, 2).double()
     expected = weights.double() @ states
@@ -113,7 +117,11 @@ def test_sums_at_their_limit_do_not_overflow(path: str) -> None:
         for slab in fields.slabs:
             slab.fill_(255)
     query = torch.randn(1, 3, 4, 32, generator=torch.Generator().manual_seed(0))
-    found = RankedKeys(layer, path).scores(query, stream.table, torch.arange(stream.tokens))
+    keys_of = RankedKeys(codec, stream.block, path)
+    blocks = FollowedBlocks(layer, 0, keys_of.call.key)
+    blocks.refresh()
+    angles = keys_of.angles(layer.index, query, torch.arange(stream.tokens))
+    found = keys_of.scores(query, stream.table, angles)
     states = stream.read_blocks(torch.float32, stream.table).flatten(1, 2)
     keys = codec.keys(states).unflatten(-1, (3, -1))
     cos, sin = (t[:, : stream.tokens] for t in cache.index.rope(keys))
@@ -140,8 +148,8 @@ def test_weights_of_other_channels_never_reach_the_library(path: str) -> None:
     layer = filled(Case("tc-3bit:group=32", path=path)).compressed[0]
     codec = layer.codec
     assert isinstance(codec, TransformCodec)
-    RankedKeys(layer, path)
+    RankedKeys(codec, layer.stream.block, path)
     codec.prepared.clear()
     codec.key_weight = codec.key_weight[:, :-1]
     with pytest.raises(ValueError, match="a kernel wants"):
-        RankedKeys(layer, path)
+        RankedKeys(codec, layer.stream.block, path)

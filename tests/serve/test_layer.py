@@ -67,7 +67,7 @@ class Engine:
         self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
 
     def step(self, new: dict[int, int], softcap: float = 0.0) -> float:
-        """Run the layer on so many new tokens of these sequences; the largest error."""
+        """Run the layer on so many new tokens of these sequences; the largest error, relative."""
         view, start = self.view, 0
         runs, tables = [], []
         count = sum(new.values())
@@ -88,14 +88,12 @@ class Engine:
         rings = torch.tensor([number % 8 for number in new])
         step = Step(runs, torch.tensor(tables), rings, self.keeping)
         self.layer.attend(query, key, value, step, out)
-        errors = [
-            (
-                out[run.start : run.stop]
-                - self.expected(number, query[run.start : run.stop], softcap)
-            )
-            for number, run in zip(new, runs, strict=True)
-        ]
-        return max(float(error.abs().max()) for error in errors)
+        worst = 0.0
+        for number, run in zip(new, runs, strict=True):
+            own = slice(run.start, run.stop)
+            wanted = self.expected(number, query[own], softcap)
+            worst = max(worst, float((out[own] - wanted).norm() / wanted.norm()))
+        return worst
 
     def expected(self, number: int, query: Tensor, softcap: float) -> Tensor:
         view = self.view
@@ -137,6 +135,8 @@ KERNEL_SPECS = [
     "nf4:group=32",
     "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
     "kvquant-2bit-10%:group=32,datatype=int,scales=online,rope=post,sink=0",
+    "xquant-4bit:group=32,form=gqa",
+    "tc-2bit:group=32,sink=0",
 ]
 SPECS = [
     "full:group=32",
@@ -179,9 +179,11 @@ def test_kernels_read_unequal_sequences(
     torch.manual_seed(2)
     engine = Engine(_codec(wide, spec), softcap=4.0, keeping=keeping, backend=backend)
     assert engine.layer.in_place
+    # Latents of random states differ more in size than those that a model makes.
+    tolerance = 5e-3 if spec.startswith("xquant") else 1e-3
     few = {0: 3, 1: 2, 2: 1, 3: 2}  # several new tokens, as many or not
     for step in [*STEPS[:20], few, {0: 5, 2: 5, 3: 5}, few]:
-        assert engine.step(step, softcap=4.0) < 2e-3
+        assert engine.step(step, softcap=4.0) < tolerance
 
 
 def test_pages_of_a_common_past_are_shared(model: Any) -> None:

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..methods import LayerCodec
-from ..models.rope import Pair
 from ..quant import Plain
 from ..store.packer import TORCH, Packer
 from ..store.pages import PageLayout
 from ..store.past import Accumulator
 from .call import AttentionCall
-from .paged import PagedAttention
-from .rope import RopeTable, Within
+from .paged import PagedAngles, PagedAttention
+from .rope import RopeTable
 from .workspace import Workspace
 
 if TYPE_CHECKING:
@@ -74,12 +73,10 @@ class Backend(ABC):
         layout: PageLayout,
         scaling: float,
         softcap: float,
-        within: Within | None,
-        starts: Pair | None,
+        angles: PagedAngles | None,
     ) -> PagedAttention | None:
-        """What attends over one layer of an engine that is not `unfit`; None where it reads no pages. Angles
-        are needed where the codec keeps keys before RoPE: those within a block, and ``[columns, D / 2]`` of
-        the positions that blocks start at."""
+        """What attends over one layer of an engine that is not `unfit`; None where it reads no pages of such
+        a layer. ``softcap`` of scores, 0 for none; ``angles`` are needed where keys are kept before RoPE."""
         return None
 
     def accumulator(self, layer: "CompressedLayer") -> Accumulator | None:

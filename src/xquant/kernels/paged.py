@@ -1,24 +1,46 @@
-"""Attention over pages: what an engine's sequences have in their blocks, their rings and their new rows."""
+"""Attention over pages: what an engine's sequences have in their blocks, their rings and their new rows.
+
+Letters: ``B`` sequences, ``T`` new tokens of all sequences that an engine runs, these and others; ``t`` new
+tokens of one; ``n`` tokens of a block; ``R`` places of a ring.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
+
+from ..models.rope import Pair
+from .rope import Within
+
+
+@dataclass(frozen=True)
+class PagedAngles:
+    """cos and sin of positions, fp32, for keys that are kept before RoPE."""
+
+    within: Within
+    """Of the places of a block."""
+    starts: Pair
+    """``[columns, D / 2]`` of the positions that blocks start at."""
+    every: Pair
+    """``[positions, D / 2]``."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of unequal length with as many new tokens each: what one forward pass asks of every layer.
-
-    Letters: ``B`` sequences, ``T`` new tokens of all sequences that the engine runs, these and others.
-    """
+    """Sequences of unequal length with as many new tokens each: what one forward pass asks of every layer."""
 
     queries: int
-    """New tokens of each sequence."""
+    """``t``."""
+    block: int
+    """``n``."""
+    capacity: int
+    """``R``."""
     first: Tensor
-    """int32 ``[B]``: the first of them among the ``T``."""
+    """int32 ``[B]``: the first new token of each among the ``T``."""
     table: Tensor
-    """int32 ``[B, columns]``: the page of every block."""
+    """int32 ``[B, .]``: the page of every block."""
     limits: Tensor
     """int32 ``[B]``: tokens that are read from pages."""
     held: Tensor
@@ -28,6 +50,37 @@ class Sequences:
     """int32 ``[B, 4]``: the same of the new tokens, which are rows of the ``T``."""
     most_held: int
     """The most tokens that are read from a ring."""
+
+    @cached_property
+    def columns(self) -> int:
+        """Of the table, that are read for any sequence."""
+        return (int(self.limits.max()) + self.block - 1) // self.block
+
+    @cached_property
+    def beyond(self) -> Tensor:
+        """Which tokens of these columns are none of a sequence: bool ``[B, columns * n]``."""
+        return torch.arange(self.columns * self.block) >= self.limits[:, None]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """int64 ``[B, t]``: the new tokens among the ``T``."""
+        return self.first[:, None].long() + torch.arange(self.queries)
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """int64 ``[B, 1]`` and ``[B, most_held]``: rings, and the places in them that are read. Of a sequence
+        that has fewer there, the last are others."""
+        ring, first = self.held[:, :1].long(), self.held[:, 1:2].long()
+        return ring, (first + torch.arange(self.most_held)) % self.capacity
+
+    @cached_property
+    def unseen(self) -> Tensor:
+        """Which tokens of ring and new rows a new token does not see: bool ``[B, t, most_held + t]``."""
+        held = torch.arange(self.most_held) >= self.held[:, 2:3]
+        later = torch.ones(self.queries, self.queries, dtype=torch.bool).triu(1)
+        absent = torch.arange(self.queries) >= self.new[:, 2:3]
+        own = later | absent[:, None]
+        return torch.cat([held[:, None].expand(-1, self.queries, -1), own], -1)
 
 
 class PagedAttention(ABC):

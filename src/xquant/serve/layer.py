@@ -102,8 +102,8 @@ class ServedLayer:
         self._memory: tuple[int, int] | None = None
         self._paged = None
         if backend is not None:
-            within, starts = (None, None) if angles is None else angles.of_blocks(block)
-            self._paged = backend.paged(codec, self.layout, scaling, softcap, within, starts)
+            own = None if angles is None else angles.paged(block)
+            self._paged = backend.paged(codec, self.layout, scaling, softcap, own)
 
     @property
     def row(self) -> int:

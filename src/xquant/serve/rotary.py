@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..kernels.paged import PagedAngles
 from ..kernels.rope import Within
 from ..models.base import rotate, unrotate
 from ..models.rope import Pair
@@ -16,7 +17,7 @@ class Angles:
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self._cos, self._sin = cos.float(), sin.float()
-        self._blocks: dict[int, tuple[Within, Pair]] = {}
+        self._blocks: dict[int, PagedAngles] = {}
 
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys ``[T, G, D]`` at ``positions`` ``[T]``, rotated."""
@@ -26,14 +27,13 @@ class Angles:
         """The inverse of `turn`."""
         return unrotate(keys[None], *self._at(positions, keys))[0]
 
-    def of_blocks(self, block: int) -> tuple[Within, Pair]:
-        """As kernels take them: the angles within a block, and of the positions that blocks start at,
-        ``[columns, R / 2]``."""
+    def paged(self, block: int) -> PagedAngles:
+        """As kernels take them that read pages of ``block`` tokens."""
         if block not in self._blocks:
             factor = self._cos[0, 0]  # some embeddings scale what they rotate: the start has that
             within = Within((self._cos[:block] / factor, self._sin[:block] / factor))
             starts = self._cos[::block].contiguous(), self._sin[::block].contiguous()
-            self._blocks[block] = within, starts
+            self._blocks[block] = PagedAngles(within, starts, (self._cos, self._sin))
         return self._blocks[block]
 
     def _at(self, positions: Tensor, like: Tensor) -> Pair:

@@ -184,6 +184,8 @@ class Step:
             new.append((run.start, 0, count, run.before))
         return Sequences(
             queries=queries,
+            block=self._keeping.block,
+            capacity=capacity,
             first=_int32([self.runs[number].start for number in numbers]),
             table=self._table[numbers],
             limits=_int32(limits),

@@ -8,15 +8,14 @@ the function for the instruction set of this machine. `sealing` packs and unpack
 from typing import TYPE_CHECKING
 
 from ...methods import LayerCodec
-from ...models.rope import Pair
 from ...quant.operand import RankedOperand
 from ...store.packer import TORCH, Packer
 from ...store.pages import PageLayout
 from ..backend import Backend, LayerAttention, Shared
-from ..paged import PagedAttention
-from ..rope import Within
+from ..paged import PagedAngles, PagedAttention
 from . import attention, library, ranked, rebuild
 from .paged import NativePages
+from .paged_rebuilding import NativeRebuiltPages
 from .sealing import NativePacker
 
 if TYPE_CHECKING:
@@ -60,12 +59,23 @@ class Native(Backend):
         layout: PageLayout,
         scaling: float,
         softcap: float,
-        within: Within | None,
-        starts: Pair | None,
+        angles: PagedAngles | None,
     ) -> PagedAttention | None:
-        if codec.rematerialized is not None:
+        rebuilt, block, isa = codec.rematerialized, layout.block, self.name
+        if rebuilt is None:
+            return NativePages(codec, layout, isa, scaling, softcap, angles)
+        assert angles is not None
+        keys: rebuild.KeyScores
+        sums: rebuild.PackedSum
+        if _is_ranked(codec, block):
+            keys = ranked.RankedKeys(rebuilt, block, isa)
+            sums = ranked.RankedSum(codec, block, isa)
+        elif rebuild.ValueSum.fits(codec, block):
+            keys = rebuild.KeyProduct(rebuilt, block, isa)
+            sums = rebuild.ValueSum(codec, block, isa)
+        else:
             return None
-        return NativePages(codec, layout, self.name, scaling, softcap, within, starts)
+        return NativeRebuiltPages(codec, layout, keys, sums, scaling, softcap, angles)
 
 
 def _is_ranked(codec: LayerCodec, block: int) -> bool:

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...models.rope import Pair
 from ...store.pages import PageLayout
-from ..paged import PagedAttention, Sequences
-from ..rope import Within
+from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native
 from .attention import describe_layer, rope_table
 
@@ -19,9 +17,7 @@ class NativePages(PagedAttention):
 
     Args:
         scaling, softcap: of scores; softcap 0 for none.
-        within: the angles within a block, and
-        starts: those of every position that a block starts at, ``[columns, D / 2]``: needed where the codec
-            keeps keys before RoPE.
+        angles: needed where the codec keeps keys before RoPE.
     """
 
     def __init__(
@@ -31,8 +27,7 @@ class NativePages(PagedAttention):
         isa: str,
         scaling: float,
         softcap: float,
-        within: Within | None,
-        starts: Pair | None,
+        angles: PagedAngles | None,
     ) -> None:
         library = native.library()
         assert library is not None
@@ -42,11 +37,12 @@ class NativePages(PagedAttention):
         self._constant = describe_layer(call, codec, layout.block)
         call.scaling, call.softcap = scaling, softcap
         if not codec.rotated:
-            assert within is not None and starts is not None
-            self._constant += [rope_table(within), *starts]
-            call.rope_table = rope_table(within).data_ptr()
+            assert angles is not None
+            table = rope_table(angles.within)
+            self._constant += [table, *angles.starts]
+            call.rope_table = table.data_ptr()
             call.start_cos, call.start_sin = (
-                native.address(t, torch.float32, *t.shape) for t in starts
+                native.address(t, torch.float32, *t.shape) for t in angles.starts
             )
         self._value_at = codec.view.kv_width
         size = codec.view.head_size

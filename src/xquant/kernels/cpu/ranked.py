@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
+from ...methods.rematerialized import Rematerialized
+from ...models.rope import Pair
 from ...quant.operand import RankedOperand
 from ...quant.ranked import WIDEST, normal_levels, size_table
+from ...store.tokens import TokenIndex
 from ..rebuilding import at_columns
 from . import library as native
 from .rebuild import KeyScores, NativeRebuilding, PackedSum
@@ -61,34 +64,33 @@ def _widened(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % RUN)).contiguous()
 
 
-def _describe(to: native.RankedOperand, layer: "CompressedLayer") -> list[Tensor]:
+def _describe(to: native.RankedOperand, codec: LayerCodec, block: int) -> list[Tensor]:
     """Sets what does not change; returns what is pointed to."""
-    (segment,) = layer.codec.segments
-    operand = segment.operand(layer.stream.block)
+    (segment,) = codec.segments
+    operand = segment.operand(block)
     assert isinstance(operand, RankedOperand)
     (sizes, zero), (levels, highest) = size_table(), level_words()
     to.usual = native.address(operand.usual, torch.int16, segment.channels)
     to.sizes = sizes[zero:].data_ptr()
     to.levels, to.highest_level = levels.data_ptr(), highest.data_ptr()
     to.counts[:] = operand.counts
-    to.block, to.channels = layer.stream.block, segment.channels
+    to.block, to.channels = block, segment.channels
     return [operand.usual, sizes, levels, highest]
 
 
 class RankedKeys(KeyScores):
     """The native side of one layer's keys."""
 
-    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
+    def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
         call = native.RankedScores()
-        super().__init__(layer, f"xq_ranked_scores_{isa}", call)
-        codec = layer.codec.rematerialized
-        assert codec is not None and codec.key_bias is not None
+        super().__init__(f"xq_ranked_scores_{isa}", call, block)
+        assert codec.key_bias is not None
         heads = codec.view.kv_heads
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = by_state(codec.key_weight, heads)
         weights, unit = codec.prepared["keys"]
         mean = _widened(codec.key_bias.float().view(heads, -1))
-        self._constant = [*_describe(call.key, layer), weights, unit, mean]
+        self._constant = [*_describe(call.key, codec, block), weights, unit, mean]
         channels, width = call.key.channels, mean.shape[1]
         call.weights = native.address(weights, torch.int16, channels, heads, width)
         call.weight_scale = native.address(unit, torch.float32, channels)
@@ -96,26 +98,34 @@ class RankedKeys(KeyScores):
         call.kv_heads, call.width = heads, width
         call.rotary_pairs = codec.view.rotary_size // 2
 
-    def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
-        query = _widened(query)
+    def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
         # Tokens that were cropped away have the angles of another: their scores are hidden.
-        angles = self._layer.index.rope(query)
-        cos, sin = (at_columns(t.float(), columns, 1) for t in angles)
+        cos, sin = (at_columns(t.float(), columns, 1) for t in index.rope(like))
         if cos.stride(2) != 1 or cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
-        self._call.rope_token = cos.stride(1)
-        return self._scores(query, table, cos, sin)
+        return cos, sin
+
+    def angles_of(self, cos: Tensor, sin: Tensor) -> Pair:
+        return cos.contiguous()[None], sin.contiguous()[None]
+
+    def scores(
+        self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None = None
+    ) -> Tensor:
+        self.call.rope_token = angles[0].stride(1)
+        return self._scores(_widened(query), table, angles, limits)
 
 
 class RankedSum(PackedSum):
     """Sums of the ranked codes that one layer's values come from."""
 
-    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
+    def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
         call = native.RankedSum()
-        super().__init__(layer, f"xq_ranked_sum_{isa}", call)
-        self._constant = _describe(call.value, layer)
+        super().__init__(f"xq_ranked_sum_{isa}", call, codec.segments[-1].channels)
+        self._constant = _describe(call.value, codec, block)
 
 
 def ranked_attention(layer: "CompressedLayer", isa: str) -> NativeRebuilding:
     """What attends over a layer of ranked codes."""
-    return NativeRebuilding(layer, RankedKeys(layer, isa), RankedSum(layer, isa))
+    codec, block = layer.codec.rematerialized, layer.stream.block
+    assert codec is not None
+    return NativeRebuilding(layer, RankedKeys(codec, block, isa), RankedSum(codec, block, isa))

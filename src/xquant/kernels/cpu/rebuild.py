@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
+from ...methods.rematerialized import Rematerialized
+from ...models.rope import Pair
 from ...quant.operand import Operand
 from ...quant.pack import Tile
+from ...store.tokens import TokenIndex
 from ..addresses import BlockAddresses
 from ..blockwise import Run, split_bias
 from ..rebuilding import TOKENS, RebuildingAttention, at_columns
@@ -59,34 +62,48 @@ def unfit(codec: LayerCodec, block: int) -> str:
 
 
 class KeyScores(ABC):
-    """Scores with the keys of one layer, which a function of the library builds of packed blocks."""
+    """Scores with the keys of one layer, which a function of the library builds of packed blocks.
 
-    def __init__(self, layer: "CompressedLayer", function: str, call: Any) -> None:
+    Args:
+        call: the function's; its ``key`` is pointed to the blocks by whoever has them.
+    """
+
+    def __init__(self, function: str, call: Any, block: int) -> None:
         library = native.library()
         assert library is not None
-        self._layer, self._call = layer, call
+        self.call, self._block = call, block
         self._function = getattr(library, function)
-        self._blocks = _Blocks(layer, 0, call.key)
 
     @abstractmethod
-    def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
-        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
-        ``table`` ``[B, c]``, whose tokens are in ``columns`` ``[c * n]``."""
+    def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
+        """cos and sin, fp32, of the tokens in these ``columns`` of a cache, as `scores` takes them; of each
+        sequence first."""
 
-    def _scores(self, query: Tensor, table: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Scores fp32 ``[B, G, r, c * n]`` of contiguous queries ``[B, G, r, .]`` (fp32) with the blocks
-        ``table`` ``[B, c]``; cos and sin, fp32, of the same strides, of each sequence first.
+    @abstractmethod
+    def angles_of(self, cos: Tensor, sin: Tensor) -> Pair:
+        """The same of positions 0, 1, ... for any sequence, from ``[positions, R / 2]``."""
+
+    @abstractmethod
+    def scores(
+        self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None = None
+    ) -> Tensor:
+        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
+        ``table`` ``[B, c]``. With ``limits`` int32 ``[B]``, those of the blocks after so many tokens are not
+        written."""
+
+    def _scores(self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None) -> Tensor:
+        """The same of contiguous queries ``[B, G, r, .]``; cos and sin are of the same strides.
 
         Raises:
             MemoryError: the library has none.
         """
-        self._blocks.refresh()
-        call = self._call
+        call, (cos, sin) = self.call, angles
         batch, heads, rows, _ = query.shape
         call.batch, call.columns = table.shape
-        scores = torch.empty(batch, heads, rows, call.columns * self._layer.stream.block)
+        scores = torch.empty(batch, heads, rows, call.columns * self._block)
         table = table.int()
         call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.limits = None if limits is None else limits.data_ptr()
         call.cos, call.sin, call.rope_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
         call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
         call.threads = torch.get_num_threads()
@@ -98,15 +115,14 @@ class KeyScores(ABC):
 class KeyProduct(KeyScores):
     """The native side of one layer's key projection."""
 
-    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
-        call = native.RebuildScores()
-        super().__init__(layer, f"xq_rebuild_scores_{isa}", call)
-        codec, view = layer.codec.rematerialized, layer.codec.view
-        operand = layer.codec.segments[0].operand(layer.stream.block)
-        assert codec is not None and isinstance(operand, Operand) and operand.tile is not None
+    def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
+        call, view = native.RebuildScores(), codec.view
+        super().__init__(f"xq_rebuild_scores_{isa}", call, block)
+        operand = codec.segments[0].operand(block)
+        assert isinstance(operand, Operand) and operand.tile is not None
         call.key.bits, call.key.per_token = operand.bits, operand.per_token
         group = call.key.group = operand.tile.head
-        call.block, call.channels = layer.stream.block, operand.channels
+        call.block, call.channels = block, operand.channels
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
         call.rotary_pairs = view.rotary_size // 2
         if "keys" not in codec.prepared:
@@ -140,36 +156,46 @@ class KeyProduct(KeyScores):
             totals,
         ]
 
-    def scores(self, query: Tensor, table: Tensor, columns: Tensor) -> Tensor:
-        cos, sin = (at_columns(t, columns, 2) for t in self._layer.index.rope_by_channel())
-        self._call.rope_channel = cos.stride(1)
-        return self._scores(query.contiguous(), table, cos, sin)
+    def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
+        cos, sin = (at_columns(t, columns, 2) for t in index.rope_by_channel())
+        return cos, sin
+
+    def angles_of(self, cos: Tensor, sin: Tensor) -> Pair:
+        return cos.mT.contiguous()[None], sin.mT.contiguous()[None]
+
+    def scores(
+        self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None = None
+    ) -> Tensor:
+        self.call.rope_channel = angles[0].stride(1)
+        return self._scores(query.contiguous(), table, angles, limits)
 
 
 class PackedSum:
-    """Sums of what one layer's values come from, by a function of the library."""
+    """Sums of what one layer's values come from, by a function of the library.
 
-    def __init__(self, layer: "CompressedLayer", function: str, call: Any) -> None:
+    Args:
+        call: the function's; its ``value`` is pointed to the blocks by whoever has them.
+    """
+
+    def __init__(self, function: str, call: Any, channels: int) -> None:
         library = native.library()
         assert library is not None
-        self._call = call
+        self.call, self._channels = call, channels
         self._function = getattr(library, function)
-        self._blocks = _Blocks(layer, -1, call.value)
-        self._channels = layer.codec.segments[-1].channels
 
-    def of(self, weights: Tensor, table: Tensor) -> Tensor:
+    def of(self, weights: Tensor, table: Tensor, limits: Tensor | None = None) -> Tensor:
         """Sums fp32 ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights``
-        ``[B, r, c * n]`` (fp32).
+        ``[B, r, c * n]`` (fp32); with ``limits`` int32 ``[B]``, of the blocks with so many tokens.
 
         Raises:
             MemoryError: the library has none.
         """
-        self._blocks.refresh()
-        call, weights = self._call, weights.contiguous()
+        call, weights = self.call, weights.contiguous()
         out = torch.empty(*weights.shape[:2], self._channels)
         call.batch, call.columns = table.shape
         table = table.int()
         call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.limits = None if limits is None else limits.data_ptr()
         call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
         call.threads = torch.get_num_threads()
         if self._function(ctypes.byref(call)):
@@ -180,18 +206,17 @@ class PackedSum:
 class ValueSum(PackedSum):
     """The same of affine codes per token; no weight may be below 0."""
 
-    def __init__(self, layer: "CompressedLayer", isa: str) -> None:
-        call = native.RebuildSum()
-        super().__init__(layer, f"xq_rebuild_sum_{isa}", call)
-        operand = layer.codec.segments[-1].operand(layer.stream.block)
+    def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
+        call, operand = native.RebuildSum(), codec.segments[-1].operand(block)
         assert isinstance(operand, Operand)
+        super().__init__(f"xq_rebuild_sum_{isa}", call, operand.channels)
         call.value.bits, call.value.per_token, call.value.group = operand.bits, True, operand.group
-        call.block, call.channels = layer.stream.block, operand.channels
+        call.block, call.channels = block, operand.channels
 
     @staticmethod
-    def fits(layer: "CompressedLayer") -> bool:
+    def fits(codec: LayerCodec, block: int) -> bool:
         """Whether the library can sum what the values of a layer come from."""
-        segment, block = layer.codec.segments[-1], layer.stream.block
+        segment = codec.segments[-1]
         operand = segment.operand(block)
         return (
             isinstance(operand, Operand)
@@ -216,12 +241,19 @@ class NativeRebuilding(RebuildingAttention):
     ) -> None:
         super().__init__(layer)
         self._scores, self._sums = scores, sums
+        self._followed = [FollowedBlocks(layer, 0, scores.call.key)]
+        if sums is not None:
+            self._followed.append(FollowedBlocks(layer, -1, sums.call.value))
 
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
+        for blocks in self._followed:
+            blocks.refresh()
         tokens = max(SCORES // left[0, ..., 0].numel(), TOKENS)
         step = max(tokens // (len(key) * self._layer.stream.block), 1)
         for table, columns, hidden in self._blocks(left, bias, limit, step):
-            scores = self._scores.scores(left[:, 0], table, columns)[:, None]
+            query = left[:, 0]
+            angles = self._scores.angles(self._layer.index, query, columns)
+            scores = self._scores.scores(query, table, angles)[:, None]
             yield scores, split_bias(hidden, 1), partial(self._weigh_blocks, table=table)
 
     def _weigh_blocks(self, weights: Tensor, table: Tensor) -> Tensor:
@@ -235,8 +267,10 @@ class NativeRebuilding(RebuildingAttention):
 
 def rebuilding_attention(layer: "CompressedLayer", isa: str) -> NativeRebuilding:
     """What attends over a layer of affine codes."""
-    sums = ValueSum(layer, isa) if ValueSum.fits(layer) else None
-    return NativeRebuilding(layer, KeyProduct(layer, isa), sums)
+    codec, block = layer.codec.rematerialized, layer.stream.block
+    assert codec is not None
+    sums = ValueSum(codec, block, isa) if ValueSum.fits(codec, block) else None
+    return NativeRebuilding(layer, KeyProduct(codec, block, isa), sums)
 
 
 def in_tile_order(weights: Tensor, group: int) -> Tensor:
@@ -246,7 +280,7 @@ def in_tile_order(weights: Tensor, group: int) -> Tensor:
     return split.permute(0, 2, 4, 3, 1, 5)[..., PAIRED].contiguous()
 
 
-class _Blocks:
+class FollowedBlocks:
     """Keeps an operand of the C interface pointed to the blocks of one segment."""
 
     def __init__(self, layer: "CompressedLayer", number: int, to: Any) -> None:
