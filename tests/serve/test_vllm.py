@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("vllm")
 
+from calibrated import calibration
 from engines import VOCABULARY, answers, cache_config, engine, save_tiny
-from xquant import KVCache, load_model
+from xquant import Calibration, KVCache, load_model
 from xquant.serve.vllm import guard
 
 LENGTHS = [
@@ -64,14 +65,19 @@ def stock(tiny: Path) -> list[list[int]]:
 
 
 def _library(
-    folder: Path, spec: str, prompts: list[list[int]], new: int, kernel: str = "reference"
+    folder: Path,
+    spec: str,
+    prompts: list[list[int]],
+    new: int,
+    kernel: str = "reference",
+    made: Calibration | None = None,
 ) -> list[list[int]]:
     """What `KVCache` answers, the prompt in one forward pass."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        cache = KVCache(model, spec, kernel=kernel)
+        cache = KVCache(model, spec, calibration=made, kernel=kernel)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -143,6 +149,33 @@ def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.parametrize("spec", ["full", "kivi-4bit"])
+def test_drafts_change_no_answer(tiny: Path, spec: str) -> None:
+    """N-grams of the prompt are guessed, a few right: blocks are sealed anew with what was accepted."""
+    prompts = [(prompt * 40)[:250] for prompt in _prompts([7, 5, 9])]
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    own = {"xquant_kernel": "reference"}
+    with engine(tiny, spec, **own) as llm:
+        plain = answers(llm, prompts, 160)
+    options = {"speculative_config": drafts, "disable_log_stats": False}
+    with engine(tiny, spec, **own, **options) as llm:
+        assert answers(llm, prompts, 160) == plain
+        counters = {metric.name: metric for metric in llm.get_metrics()}
+        assert counters["vllm:spec_decode_num_drafts"].value > 0
+
+
+def test_a_calibration_is_served(tiny: Path, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    found = calibration(model, "tc-2bit")
+    assert found is not None
+    found.save(tmp_path / "tc.safetensors")
+    own = {"xquant_kernel": "reference", "xquant_calibration": str(tmp_path / "tc.safetensors")}
+    prompts = _prompts([40, 300], seed=5)
+    with engine(tiny, "tc-2bit:sink=0", **own) as llm:
+        served = answers(llm, prompts, 130)
+    assert served == _library(tiny, "tc-2bit:sink=0", prompts, 130, made=found)
+
+
 def test_memory_holds_more_tokens(tiny: Path) -> None:
     with engine(tiny, "kivi-4bit") as llm:
         packed = cache_config(llm).kv_cache_size_tokens
@@ -160,7 +193,7 @@ def test_memory_holds_more_tokens(tiny: Path) -> None:
         ("kivi-4bit", {"xquant_kernels": "auto"}, "no option 'xquant_kernels'"),
         ("xquant-cl-2bit", {}, "docs/at-rest.md"),
         ("kivi-4bit", {"block_size": 64}, "block_size is 64"),
-        ("kivi-4bit", {"tensor_parallel_size": 2}, "tensor parallelism"),
+        ("tc-2bit:sink=0", {"tensor_parallel_size": 2}, "a calibration is of all heads"),
         ("kivi-4bit", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
     ],
 )

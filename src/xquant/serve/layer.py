@@ -4,6 +4,7 @@ Letters: ``T`` new tokens of all sequences of a step, after each other; ``t`` th
 block; ``R`` places of a ring; ``H`` query heads, ``G`` key/value heads of size ``D``; ``W = 2 G D``.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from .exact import ExactAttention, torch_attention
 from .rotary import Angles
 from .step import Chunk, Step
 
+_LOG = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states."""
 
@@ -163,7 +165,14 @@ class ServedLayer:
             whole = torch.cat([held, new]) if len(held) else new
             blocks.append(whole.unflatten(0, (count, self.block)))
         packed = self._packed(torch.cat(blocks), step.filled_starts)
+        before = self._pages.dropped
         self._pages.write(step.filled_pages, packed)
+        if self._pages.dropped.bit_length() > before.bit_length():  # twice as many as were told of
+            _LOG.warning(
+                "xquant: layer %d: %d outliers had no room in pages, and are read as their codes",
+                self.codec.view.index,
+                self._pages.dropped,
+            )
 
     def _packed(self, blocks: Tensor, starts: Tensor) -> Tensor:
         """What is packed of blocks ``[m, n, W]`` that begin at positions ``starts`` ``[m]``."""

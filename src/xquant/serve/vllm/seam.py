@@ -1,13 +1,4 @@
-"""The only file that knows vLLM's names.
-
-What is taken from vLLM, in the order of a start:
-
-* ``EngineArgs.create_engine_config``: the method is read and checked before a model is loaded;
-* ``get_attn_backend_cls`` of the platform: full-attention layers get `PagedBackend`. The CPU's own ignores
-  which backend was asked for;
-* ``Worker.get_kv_cache_spec``: the model is loaded, and vLLM asks what its layers keep. Each attention layer
-  gets its codec, the bytes of its page, and a `Ring` beside it.
-"""
+"""The only file that knows vLLM's names. docs/architecture.md lists those that it hooks into, and why."""
 
 import functools
 from collections.abc import Callable
@@ -102,10 +93,8 @@ def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any
         )
     args.block_size = method.group
     config = original(*more, **options)
-    if why := _unfit(config):
+    if why := _unfit(config, wanted):
         raise ValueError(f"xquant: {why} is not served yet")
-    if wanted.through_store and config.scheduler_config.max_num_batched_tokens < method.group:
-        raise ValueError("xquant: xquant_attend=store reads a block of a prompt at a time at least")
     fit.check_model(wanted, _model(config))
     return config
 
@@ -115,12 +104,20 @@ def _model(config: VllmConfig) -> Model:
     return Model(model.hf_text_config, model.dtype, model.model, parallel.tensor_parallel_size)
 
 
-def _unfit(config: VllmConfig) -> str:
+def _unfit(config: VllmConfig, wanted: fit.Wanted) -> str:
     """What of an engine's configuration cannot be served; empty where all can."""
-    parallel = config.parallel_config
+    parallel, drafts, store = (
+        config.parallel_config,
+        config.speculative_config,
+        wanted.through_store,
+    )
+    few = config.scheduler_config.max_num_batched_tokens < wanted.method.group
     refused = {
+        "a device that is no CPU": not current_platform.is_cpu(),
         "a KV cache dtype of its own": config.cache_config.cache_dtype != "auto",
-        "speculative decoding": config.speculative_config is not None,
+        "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
+        "xquant_attend=store with speculative decoding": store and drafts is not None,
+        "xquant_attend=store with fewer tokens in a step than a block": store and few,
         "a KV connector": config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
@@ -161,11 +158,10 @@ def _prepare(model: nn.Module, config: VllmConfig, wanted: fit.Wanted) -> None:
         raise ValueError(f"xquant: no attention layer found in {type(model).__name__}")
     views = [_view(module, config.model_config.dtype) for module in found]
     block, angles = wanted.method.group, functools.cache(_angles)
-    rank = get_tensor_model_parallel_rank()
-    codecs = fit.codecs_for(wanted, _model(config), views, rank)
-    native = wanted.kernel == "auto"
-    tail = wanted.method.tail
-    keeping = Keeping(block, block + tail, tail, wanted.through_store)
+    codecs = fit.codecs_for(wanted, _model(config), views, get_tensor_model_parallel_rank())
+    native, tail = wanted.kernel == "auto", wanted.method.tail
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
+    keeping = Keeping(block, block + tail + drafts, tail, wanted.through_store)
     for parent, codec in zip(found, codecs, strict=True):
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
