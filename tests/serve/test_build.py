@@ -98,13 +98,45 @@ def test_calibrations_are_read_for_their_model(model: Any, folder: Path, tmp_pat
         assert str(refused.value).startswith("xquant: ") and "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("outliers", ["", "-4%"])
+def test_calibrations_are_cut_by_head(
+    model: Any, folder: Path, tmp_path: Path, outliers: str
+) -> None:
+    torch.manual_seed(3)
+    spec = f"kvquant-3bit{outliers}:sink=0,group=32"
+    found, file = calibration(model, spec), tmp_path / "kvquant.safetensors"
+    assert found is not None
+    found.save(file)
+    options = {"xquant": spec, "xquant_calibration": str(file), "xquant_ranges": "heads"}
+    wanted, place = fit.wanted(options), str(folder)
+    (whole, *_) = fit.codecs_for(wanted, Model(model.config, torch.float32, place), None, 0)
+    width = whole.view.kv_width
+    key, value = torch.randn(2, BLOCK, width)
+    keys, values = _decoded(whole, torch.cat([key, value], -1))
+    for rank in range(2):
+        (part, *_) = fit.codecs_for(
+            wanted, Model(model.config, torch.float32, place, 2), None, rank
+        )
+        own = slice(rank * width // 2, (rank + 1) * width // 2)
+        back = _decoded(part, torch.cat([key[:, own], value[:, own]], -1))
+        assert torch.equal(back[0], keys[:, own]) and torch.equal(back[1], values[:, own])
+
+
+def test_calibrations_of_all_heads_are_not_cut(model: Any, folder: Path, tmp_path: Path) -> None:
+    found, file = calibration(model, "tc-2bit"), tmp_path / "tc.safetensors"
+    assert found is not None
+    found.save(file)
+    wanted = fit.wanted({"xquant": "tc-2bit:sink=0", "xquant_calibration": str(file)})
+    with pytest.raises(ValueError, match="of all heads together"):
+        fit.check_model(wanted, Model(model.config, torch.float32, str(folder), 2))
+
+
 @pytest.mark.parametrize(
     ("spec", "file", "shards", "why"),
     [
         ("tc-2bit:sink=0", "none.safetensors", 1, "there is no calibration file"),
         ("kvquant-3bit:sink=0", None, 1, "xquant_calibration=FILE"),
         ("kivi-4bit", "none.safetensors", 1, "needs no calibration"),
-        ("kvquant-3bit:sink=0", None, 2, "a calibration is of all heads"),
         ("xquant-4bit:form=mha", None, 1, "layer inputs"),
         ("kivi-4bit", None, 3, "cannot be divided by 3"),
     ],

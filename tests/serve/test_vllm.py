@@ -139,13 +139,13 @@ def test_answers_are_the_librarys(tiny: Path, spec: str) -> None:
 
 
 def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
-    prompts = _prompts(LENGTHS, seed=4)
+    prompts = _prompts([17, 128, 300, 385, 555], seed=4)
     own = {"xquant_kernel": "reference", "xquant_attend": "store"}
     found = []
     for options in ({}, {"max_num_batched_tokens": 201, "max_num_seqs": 4}):
         with engine(tiny, "kivi-2bit", **own, **options) as llm:
-            found.append(answers(llm, prompts, 32))
-            found.append([answers(llm, [prompt], 32)[0] for prompt in prompts])  # all hits
+            found.append(answers(llm, prompts, 16))
+            found.append([answers(llm, [prompt], 16)[0] for prompt in prompts])  # all hits
     assert all(each == found[0] for each in found)
 
 
@@ -176,6 +176,17 @@ def test_a_calibration_is_served(tiny: Path, tmp_path: Path) -> None:
     assert served == _library(tiny, "tc-2bit:sink=0", prompts, 130, made=found)
 
 
+def test_two_shards_answer_as_one_process(tiny: Path) -> None:
+    """With ranges of a token that end at heads. The sums of two processes round otherwise, which a random model
+    shows after some hundred tokens."""
+    prompts, own = _prompts([40, 300], seed=6), {"xquant_ranges": "heads"}
+    found = []
+    for shards in (1, 2):
+        with engine(tiny, "kivi-4bit", tensor_parallel_size=shards, **own) as llm:
+            found.append(answers(llm, prompts, 48))
+    assert found[0] == found[1]
+
+
 def test_memory_holds_more_tokens(tiny: Path) -> None:
     with engine(tiny, "kivi-4bit") as llm:
         packed = cache_config(llm).kv_cache_size_tokens
@@ -193,7 +204,6 @@ def test_memory_holds_more_tokens(tiny: Path) -> None:
         ("kivi-4bit", {"xquant_kernels": "auto"}, "no option 'xquant_kernels'"),
         ("xquant-cl-2bit", {}, "docs/at-rest.md"),
         ("kivi-4bit", {"block_size": 64}, "block_size is 64"),
-        ("tc-2bit:sink=0", {"tensor_parallel_size": 2}, "a calibration is of all heads"),
         ("kivi-4bit", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
     ],
 )

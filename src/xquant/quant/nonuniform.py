@@ -169,7 +169,8 @@ class Codebook(Grouped):
         if self.threshold is not None:
             return self.share * seen * channels
         if self.per == "token":
-            return seen * outlier_count(self.share, channels)
+            size = self.range_size(channels)
+            return seen * -(-channels // size) * outlier_count(self.share, size)
         return blocks * channels * outlier_count(self.share, tokens)
 
     @property

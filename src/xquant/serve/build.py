@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import kept
 from ..analysis.shapes import Skeleton
-from ..calibration import Calibration
+from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import LayerCodec, Method
 from ..methods.xquant_codec import LatentCodec
@@ -101,6 +101,30 @@ def calibration_for(method: Method, model: Model, file: str | None) -> Calibrati
     if found is None:
         raise ValueError(f"{method.how_to_calibrate}; here it is xquant_calibration=FILE")
     return found
+
+
+def cut_by_head(calibration: Calibration, method: Method, model: Model, rank: int) -> Calibration:
+    """What a calibration says of the heads of one shard: of what is by channel, its channels.
+
+    Raises:
+        ValueError: it is of all heads together.
+    """
+    whole, part = (
+        method.expected(layers)
+        for layers in (model.layers, shard_of(model.layers, rank, model.shards))
+    )
+    check(calibration.tensors, whole)
+    found = dict(calibration.tensors)
+    for name, wanted in part.items():
+        shape, own = whole[name].shape, wanted.shape
+        if own == shape:
+            continue
+        if own != (*shape[:-1], shape[-1] // model.shards) or "." not in name.partition(".")[2]:
+            raise ValueError(
+                "its calibration is of all heads together, and a shard has some of them"
+            )
+        found[name] = found[name][..., rank * own[-1] : (rank + 1) * own[-1]]
+    return replace(calibration, tensors=found)
 
 
 def codecs_of(

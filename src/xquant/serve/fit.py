@@ -7,7 +7,7 @@ from typing import Any
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
 from ..spec import parse_method
-from .build import Model, calibration_for, codecs_of, shard_of
+from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
 
 PAGE_TOKENS = 32
 """Tokens of a page are a multiple of this: the engine's own kernels want it too."""
@@ -107,9 +107,9 @@ def codecs_for(
     """
     method, shards = wanted.method, model.shards
     try:
-        if method.needs_calibration and shards > 1:
-            raise ValueError("a calibration is of all heads, and a shard has some of them")
         calibration = calibration_for(method, model, wanted.calibration)
+        if calibration is not None and shards > 1:
+            calibration = cut_by_head(calibration, method, model, rank)
         if layers is None or method.built_from_weights:
             whole = model.weighted if weighted and method.built_from_weights else model.layers
             layers = shard_of(whole, rank, shards)
