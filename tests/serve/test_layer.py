@@ -72,7 +72,11 @@ class Engine:
         runs, tables = [], []
         count = sum(new.values())
         query = torch.randn(count, view.query_heads, view.head_size)
-        key, value = torch.randn(2, count, view.kv_heads, view.head_size)
+        # As parts of one projection, of which the key may have been normalized since.
+        both = torch.randn(count, 2 * view.kv_heads, view.head_size)
+        key, value = both.chunk(2, 1)
+        if len(self.past) % 2:
+            key = key.contiguous()
         for number, tokens in new.items():
             table, past = self.tables.setdefault(number, []), self.past.setdefault(number, [])
             before = sum(map(len, past))
@@ -94,6 +98,10 @@ class Engine:
             wanted = self.expected(number, query[own], softcap)
             worst = max(worst, float((out[own] - wanted).norm() / wanted.norm()))
         return worst
+
+    def refuse(self, number: int, drafts: int) -> None:
+        """Forget the newest tokens of a sequence, as an engine does with drafts that were wrong."""
+        self.past[number] = [torch.cat(self.past[number])[:-drafts]]
 
     def expected(self, number: int, query: Tensor, softcap: float) -> Tensor:
         view = self.view
@@ -186,6 +194,22 @@ def test_kernels_read_unequal_sequences(
         assert engine.step(step, softcap=4.0) < tolerance
 
 
+@pytest.mark.parametrize("backend", [None, *NATIVE[:1]])
+def test_drafts_that_are_refused_leave_nothing_behind(wide: Any, backend: Backend | None) -> None:
+    """Blocks that they completed are sealed anew, and what they overwrote in the ring was no longer read."""
+    torch.manual_seed(5)
+    drafts = 3
+    keeping = Keeping(BLOCK, capacity=BLOCK + drafts)
+    engine = Engine(_codec(wide, "kivi-4bit:group=32"), backend=backend, keeping=keeping)
+    tolerance = 2e-5 if backend is None else 1e-3
+    assert engine.step({0: 20, 1: 45}) < tolerance
+    for step in range(40):
+        assert engine.step({0: 1 + drafts, 1: 1 + drafts}) < tolerance
+        for number in (0, 1):
+            if refused := (step + number) % (drafts + 1):
+                engine.refuse(number, refused)
+
+
 def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     """A block that one sequence seals is read by another in the same step."""
     torch.manual_seed(3)
@@ -208,6 +232,7 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
         step = Step([runs[i] for i in order], tables[order], torch.tensor(order), PLAIN)
         engine.layer.attend(query, key, value, step, out)
         assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
+        assert torch.equal(engine.rings[1, :3], rows[12:])
     assert codec.view.kv_width * 2 == engine.layer.row
 
 

@@ -154,7 +154,7 @@ class ServedLayer:
             own, options = chunks.rows, (self._scaling, self._softcap)
             out[own] = self._exact(query[own], states, chunks, *options)
         # Last: a long ring may give the places of tokens that were read to new ones.
-        self._rings[step.places] = rows if len(step.rows) == len(rows) else rows[step.rows]
+        self._rings[step.places] = rows[: len(step.rows)] if step.in_order else rows[step.rows]
 
     def _seal(self, rows: Tensor, step: Step) -> None:
         """Pack the whole blocks of every sequence."""

@@ -139,6 +139,8 @@ class Step:
             rows += range(run.stop - kept, run.stop)
             rings += [ring] * kept
             places += range(run.after - kept, run.after)
+        self.in_order = rows == list(range(len(rows)))
+        """Whether these rows are the first of the ``T``."""
         self.rows = torch.tensor(rows)
         """int64 ``[k]``: of the ``T``, those that go into rings, and"""
         self.places = torch.tensor(rings), torch.tensor(places) % self._keeping.capacity

@@ -66,8 +66,11 @@ class NativePages(PagedAttention):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
     ) -> None:
-        assert query.stride()[1:] == out.stride()[1:] == (query.shape[2], 1)
-        assert key.stride() == value.stride() and key.stride()[1:] == query.stride()[1:]
+        heads = query.shape[2], 1  # strides of heads and channels
+        assert out.stride()[1:] == heads
+        query = query if query.stride()[1:] == heads else query.contiguous()
+        if key.stride() != value.stride() or key.stride()[1:] != heads:
+            key, value = key.contiguous(), value.contiguous()
         call, dtype = self._call, native.DTYPES[query.dtype]
         call.batch, call.queries = len(sequences.limits), sequences.queries
         call.table, call.table_stride = sequences.table.data_ptr(), sequences.table.stride(0)

@@ -254,15 +254,17 @@ _since: dict[int, int] = {}
 """How many tokens a request had when it was given a ring, by the ring's number."""
 
 
-def _noted(original: Callable[..., Any], worker: Any, scheduled: Any, *more: Any) -> Any:
+def _noted(original: Callable[..., Any], worker: Any, scheduler_output: Any) -> Any:
     """A ring holds what its request computed; of a prefix that was found, it holds nothing."""
-    old = scheduled.scheduled_cached_reqs
+    old = scheduler_output.scheduled_cached_reqs
     resumed = zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True)
-    begun = [(new.block_ids, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs]
+    begun = [
+        (new.block_ids, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+    ]
     begun += [(blocks, count) for name, blocks, count in resumed if name in old.resumed_req_ids]
     for blocks, count in begun:
         _since.update((group[0], count) for group in blocks if group)
-    return original(scheduled, *more)
+    return original(scheduler_output)
 
 
 class PagedBackend(AttentionBackend):
