@@ -91,7 +91,7 @@ def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any
             f"xquant: a page of {method.spec} is a block of {method.group} tokens, and block_size is"
             f" {args.block_size}"
         )
-    args.block_size = method.group
+    args.block_size, args.enforce_eager = method.group, True
     config = original(*more, **options)
     if why := _unfit(config, wanted):
         raise ValueError(f"xquant: {why} is not served yet")
