@@ -141,9 +141,10 @@ class Step:
             places += range(run.after - kept, run.after)
         self.in_order = rows == list(range(len(rows)))
         """Whether these rows are the first of the ``T``."""
-        self.rows = torch.tensor(rows)
+        self.rows = torch.tensor(rows, dtype=torch.int64)
         """int64 ``[k]``: of the ``T``, those that go into rings, and"""
-        self.places = torch.tensor(rings), torch.tensor(places) % self._keeping.capacity
+        where = torch.tensor(places, dtype=torch.int64) % self._keeping.capacity
+        self.places = torch.tensor(rings, dtype=torch.int64), where
         """where each goes: its ring and its place there."""
 
     def _find_filled(self) -> None:
