@@ -57,7 +57,7 @@ RUNS: dict[str, str] = {
     "crosslayer/table2": f"{TASKS} --limit 40",
     "crosslayer/table3": MANY_TASKS,
     **dict.fromkeys((f"crosslayer/table{n}" for n in (1, 4, 5, 6, 7, 8)), LONGBENCH),
-    "kvquant/table2": f"{BF16} {CALIBRATION} --limit 25",
+    "kvquant/table2": f"{BF16} {CALIBRATION} --limit 10",
     "kvquant/table3": f"{MANY_TASKS} {CALIBRATION} {QUESTIONS}"
     f" {chosen('passage_retrieval_en passage_count')}",
     "kvquant/table4": f"{TASKS} {CALIBRATION} --context 1024 --limit 5 --answer 64",
