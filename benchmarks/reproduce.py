@@ -79,7 +79,7 @@ TIMED: dict[str, str] = {
     "crosslayer/figure3": "--text data/wikitext2/test.raw --context 1152 --windows 4",
     "kvquant/table6": f"{BF16} --context 16384",
     "kvquant/table15": BF16,
-    "kvquant/table16": CALIBRATION,
+    "kvquant/table16": f"{BF16} {CALIBRATION}",
     "kvquant/table22": f"{BF16} --context 16384",
 }
 MULTI_HEAD = ("xquant/table1", "xquant/table4", "xquant/figure1", "xquant/figure3")
