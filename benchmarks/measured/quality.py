@@ -1,7 +1,6 @@
 """Tables of quality: perplexity, passkeys, tasks, families of models, transformers' own tests."""
 
 from collections.abc import Callable
-from statistics import fmean
 
 from xquant import parse_method
 
@@ -161,42 +160,6 @@ def passkeys(file: str) -> str:
 @table
 def evaluation_passkey() -> str:
     return passkeys("passkey-smollm2")
-
-
-@table
-def evaluation_passkey_exact() -> str:
-    """Of prompts that were read exactly: numbers found, and the likelihood of the right one's digits."""
-    found = rows("passkey-exact-smollm2") + rows("passkey-exact-8k-smollm2")
-    contexts = sorted({row["context"] for row in found})
-    body = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        cells = [code(method)]
-        for context in contexts:
-            own = [r for r in found if r["method"] == method and r["context"] == context]
-            likelihood = fmean(r["likelihood"] for r in own)
-            counts = f"{sum(r['found'] for r in own)} of {sum(r['samples'] for r in own)}"
-            cells.append(f"{counts} ({likelihood:.2f})")
-        body.append(cells)
-    return markdown(["method", *(f"{context:,}" for context in contexts)], body)
-
-
-@table
-def pyramid() -> str:
-    """`pyramid` beside methods of the same bytes."""
-    return markdown(
-        ["method", "of fp16 cache", "perplexity", "of full", "±", "KL"],
-        (
-            [
-                code(method),
-                f"{row['cache_ratio']:.1%}",
-                f"{row['perplexity']:.2f}",
-                f"{row['ratio']:.3f}",
-                error(row),
-                f"{row['kl']:.3f}",
-            ]
-            for method, row in by_method("pyramid-smollm2").items()
-        ),
-    )
 
 
 @table
