@@ -1,6 +1,7 @@
 """ServedLayer, without an engine: steps of many sequences against attention over each by itself."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from xquant.models import view_model
 from xquant.serve.build import codecs_of
 from xquant.serve.layer import ServedLayer
 from xquant.serve.rotary import Angles
+from xquant.serve.sinks import Slots
 from xquant.serve.step import Keeping, Run, Step
 from xquant.store.sealing import pack_rows
 from xquant.store.stream import Stream
@@ -57,9 +59,11 @@ class Engine:
         backend: Backend | None = None,
         keeping: Keeping = PLAIN,
     ) -> None:
+        self.sink = 0 if keeping.slots is None else keeping.slots.sink
+        keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
         self.codec, self.view, self.keeping = codec, codec.view, keeping
         self.angles = _angles(self.view.head_size)
-        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap, backend)
+        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap, backend, sink=self.sink)
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
         self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
         self.free = torch.randperm(64).tolist()
@@ -113,7 +117,9 @@ class Engine:
             for part in rows.split(view.kv_width, -1)
         )
         if sealed:
-            keys[:sealed], values[:sealed] = self.decoded(keys[:sealed], values[:sealed])
+            coded = slice(self.sink, sealed)
+            found = self.decoded(keys[:sealed], values[:sealed])
+            keys[coded], values[coded] = (states[self.sink :] for states in found)
         groups = view.query_heads // view.kv_heads
         keys, values = (t.double().repeat_interleave(groups, 1) for t in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * 0.3
@@ -130,7 +136,9 @@ class Engine:
             keys = self.angles.turn_back(keys, places)
         rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
         stream = Stream(self.codec.segments, BLOCK)
-        stream.seal(pack_rows([stream], [self.codec.encode(rows[None], None)[0]], None)[0], 1)
+        excluded = (torch.arange(len(keys)) < self.sink).view(-1, BLOCK)
+        packed = pack_rows([stream], [self.codec.encode(rows[None], None)[0]], excluded)[0]
+        stream.seal(packed, 1)
         read = self.codec.recall(stream.read(torch.float32, len(keys)), None)
         keys, values = (t[0].view(keys.shape) for t in self.codec.rebuild(read))
         return keys if self.codec.rotated else self.angles.turn(keys, places), values
@@ -166,7 +174,13 @@ STEPS = [
     {0: 24, 3: 1},
     *[{0: 1, 1: 1, 2: 1, 3: 1}] * 35,
 ]
-KEPT = [PLAIN, Keeping(BLOCK, capacity=2 * BLOCK, tail=20), Keeping(BLOCK, BLOCK, 0, True)]
+KEPT = [
+    PLAIN,
+    Keeping(BLOCK, capacity=2 * BLOCK, tail=20),
+    Keeping(BLOCK, BLOCK, 0, True),
+    Keeping(BLOCK, BLOCK, slots=Slots(3)),
+    Keeping(BLOCK, BLOCK, 0, True, Slots(1)),
+]
 
 
 @pytest.mark.parametrize("keeping", KEPT)
@@ -234,6 +248,34 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
         assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
         assert torch.equal(engine.rings[1, :3], rows[12:])
     assert codec.view.kv_width * 2 == engine.layer.row
+
+
+@pytest.mark.parametrize("backend", [None, *NATIVE[:1]])
+def test_sinks_are_shared_with_their_page(wide: Any, backend: Backend | None) -> None:
+    """Of a prefix that another sequence computed, and that keeps its sinks while memory for more is made."""
+    torch.manual_seed(6)
+    keeping = Keeping(BLOCK, BLOCK, slots=Slots(2))
+    engine = Engine(_codec(wide, "kivi-2bit:group=32"), backend=backend, keeping=keeping)
+    tolerance = 2e-5 if backend is None else 1e-3
+    engine.step({0: 40})
+    begun = torch.cat(engine.past[0])[:BLOCK]
+    for number in range(1, 161, 8):  # all with ring 1
+        engine.step({number: 33})
+        engine.free += [engine.tables[number].pop()]  # the second page; the first stays in use
+    engine.tables[30], engine.past[30] = engine.tables[0][:1], [begun]
+    assert engine.step({30: 3, 0: 1}) < tolerance
+    assert engine.step({30: 1, 0: 1}) < tolerance
+    assert engine.step({30: 40, 0: 1}) < tolerance
+
+
+def test_a_prompt_is_read_by_one_function_from_the_store() -> None:
+    """However many of its tokens are left; the tokens that follow it are read by the kernel."""
+    runs = [Run(0, 1, 64, until=65), Run(1, 2, 65, until=65), Run(2, 42, 0, until=40)]
+    tables, rings = torch.arange(9).view(3, 3), torch.arange(3)
+    for store, wanted in ((True, [0, 2]), (False, [2])):
+        step = Step(runs, tables, rings, Keeping(BLOCK, BLOCK, 0, store))
+        _, chunks = step.readers(native=True)
+        assert [runs.index(chunk.run) for chunk in chunks.each] == wanted
 
 
 def test_scores_are_capped(model: Any) -> None:

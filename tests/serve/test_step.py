@@ -24,8 +24,12 @@ def test_sequences_without_new_tokens_are_left_out() -> None:
     assert batch.table.tolist() == [[0, 1], [4, 5]]
     rings = Batch(batch.runs, torch.tensor([[6], [9]]))
     keeping = Keeping(4, 8, tail=4)
-    step = rings.step_of(batch, keeping, {6: 4})
-    assert step.runs[0].since == 4 and step is rings.step_of(batch, keeping, {})
+    step = rings.step_of(batch, keeping, {6: (4, 9)})
+    assert (
+        step.runs[0].since == 4
+        and step.runs[0].until == 9
+        and step is rings.step_of(batch, keeping, {})
+    )
     assert step.places[0].tolist() == [6] * 3 + [9] * 5
     assert step.places[1].tolist() == [7, 0, 1, 0, 1, 2, 3, 4]
 

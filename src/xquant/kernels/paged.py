@@ -1,4 +1,4 @@
-"""Attention over pages: what an engine's sequences have in their blocks, their rings and their new rows.
+"""Attention over pages: what an engine's sequences have in their blocks, rings and sinks, and their new rows.
 
 Letters: ``B`` sequences, ``T`` new tokens of all sequences that an engine runs, these and others; ``t`` new
 tokens of one; ``n`` tokens of a block; ``R`` places of a ring.
@@ -35,8 +35,6 @@ class Sequences:
     """``t``."""
     block: int
     """``n``."""
-    capacity: int
-    """``R``."""
     first: Tensor
     """int32 ``[B]``: the first new token of each among the ``T``."""
     table: Tensor
@@ -50,6 +48,10 @@ class Sequences:
     """int32 ``[B, 4]``: the same of the new tokens, which are rows of the ``T``."""
     most_held: int
     """The most tokens that are read from a ring."""
+    sinks: Tensor | None
+    """int32 ``[B, 4]``: the same of sinks, in the slot of each sequence; None where the method has none."""
+    sink: int
+    """The most sinks of a sequence."""
 
     @cached_property
     def columns(self) -> int:
@@ -57,39 +59,25 @@ class Sequences:
         return (int(self.limits.max()) + self.block - 1) // self.block
 
     @cached_property
-    def beyond(self) -> Tensor:
-        """Which tokens of these columns are none of a sequence: bool ``[B, columns * n]``."""
-        return torch.arange(self.columns * self.block) >= self.limits[:, None]
+    def sink_places(self) -> Tensor:
+        """int32 ``[B, sink]``: the places of sinks in their sequence, -1 where their page is not read yet."""
+        assert self.sinks is not None
+        places = torch.arange(self.sink, dtype=torch.int32)
+        return torch.where(self.sinks[:, 2:3] > 0, places, -1).int()
 
     @cached_property
     def rows(self) -> Tensor:
         """int64 ``[B, t]``: the new tokens among the ``T``."""
         return self.first[:, None].long() + torch.arange(self.queries)
 
-    @cached_property
-    def places(self) -> tuple[Tensor, Tensor]:
-        """int64 ``[B, 1]`` and ``[B, most_held]``: rings, and the places in them that are read. Of a sequence
-        that has fewer there, the last are others."""
-        ring, first = self.held[:, :1].long(), self.held[:, 1:2].long()
-        return ring, (first + torch.arange(self.most_held)) % self.capacity
-
-    @cached_property
-    def unseen(self) -> Tensor:
-        """Which tokens of ring and new rows a new token does not see: bool ``[B, t, most_held + t]``."""
-        held = torch.arange(self.most_held) >= self.held[:, 2:3]
-        later = torch.ones(self.queries, self.queries, dtype=torch.bool).triu(1)
-        absent = torch.arange(self.queries) >= self.new[:, 2:3]
-        own = later | absent[:, None]
-        return torch.cat([held[:, None].expand(-1, self.queries, -1), own], -1)
-
 
 class PagedAttention(ABC):
     """Attends over one layer. Letters beside those above: ``W = 2 G D``."""
 
     @abstractmethod
-    def bind(self, pages: Tensor, rings: Tensor) -> None:
-        """Read the past from ``pages`` uint8 ``[N, .]`` and ``rings`` ``[M, R, W]``, rotated key beside
-        value, until other memory is bound."""
+    def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
+        """Read the past from ``pages`` uint8 ``[N, .]``, ``rings`` ``[M, R, W]``, rotated key beside value,
+        and ``sinks`` ``[slots, S, W]`` alike, until other memory is bound."""
 
     @abstractmethod
     def attend(

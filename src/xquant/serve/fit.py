@@ -8,6 +8,8 @@ from ..methods import LayerCodec, Method
 from ..models import AttentionView
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
+from .sinks import Slots
+from .step import Keeping
 
 PAGE_TOKENS = 32
 """Tokens of a page are a multiple of this: the engine's own kernels want it too."""
@@ -41,6 +43,13 @@ class Wanted:
     @property
     def at_heads(self) -> bool:
         return self.ranges == "heads"
+
+    def keeping(self, drafts: int = 0) -> Keeping:
+        """What of a past is kept where; ``drafts``: tokens that are guessed at a time."""
+        method = self.method
+        slots = Slots(method.sink) if method.sink else None
+        capacity = method.group + method.tail + drafts
+        return Keeping(method.group, capacity, method.tail, self.through_store, slots)
 
 
 def wanted(options: Mapping[str, Any]) -> Wanted:
@@ -135,8 +144,8 @@ def unfit(codecs: Sequence[LayerCodec]) -> str:
 def _unfit_options(method: Method) -> str:
     if method.group % PAGE_TOKENS:
         return f"a page holds a multiple of {PAGE_TOKENS} tokens, not {method.group}"
-    if method.sink:
-        return "pages have no room for sinks kept in full"
+    if method.sink > method.group:
+        return f"{method.sink} sinks are more than the {method.group} tokens of a page"
     return ""
 
 

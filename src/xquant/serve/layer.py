@@ -21,6 +21,8 @@ from .rotary import Angles
 from .step import Chunk, Step
 
 _LOG = logging.getLogger(__name__)
+_SLOTS = 16
+"""Of sinks, beside as many as there are, when they are given more room."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states."""
 
@@ -80,6 +82,7 @@ class ServedLayer:
         softcap: of scores; 0 for none.
         backend: what reads pages in place and packs blocks; without one torch does, from decoded pages.
         exact: attends for chunks of a prompt.
+        sink: first tokens of a sequence that are read as they are.
 
     Raises:
         ValueError: the blocks of this codec have no page of one size.
@@ -95,13 +98,14 @@ class ServedLayer:
         backend: Backend | None = None,
         packer: Packer = TORCH,
         exact: ExactAttention = torch_attention,
+        sink: int = 0,
     ) -> None:
         assert codec.rotated or angles is not None
         self.codec, self.block = codec, block
         self.layout = PageLayout(codec.segments, block)
         self._scaling, self._softcap = scaling, softcap
         self._angles, self._packer, self._exact = angles, packer, exact
-        self._memory: tuple[int, int] | None = None
+        self._sink, self._memory = sink, (0, 0)
         self._paged = None
         if backend is not None:
             own = None if angles is None else angles.paged(block)
@@ -125,8 +129,14 @@ class ServedLayer:
             return
         self._pages = Pages(self.layout, pages, self._packer)
         self._rings, self._memory = rings, memory
+        self._sinks = rings.new_zeros(0, self._sink, self.row)
+        """``[slots, S, W]``, as in rings"""
+        self._given = pages
+        self._bind_kernel()
+
+    def _bind_kernel(self) -> None:
         if self._paged is not None:
-            self._paged.bind(pages, rings)
+            self._paged.bind(self._given, self._rings, self._sinks)
 
     @torch.no_grad()
     def attend(self, query: Tensor, key: Tensor, value: Tensor, step: Step, out: Tensor) -> None:
@@ -164,15 +174,30 @@ class ServedLayer:
             new = rows[run.start : run.start + count * self.block - len(held)]
             whole = torch.cat([held, new]) if len(held) else new
             blocks.append(whole.unflatten(0, (count, self.block)))
-        packed = self._packed(torch.cat(blocks), step.filled_starts)
+        whole = torch.cat(blocks)
+        excluded = None
+        if step.filled_slots is not None:
+            excluded = self._keep_sinks(whole, step.filled_starts == 0, step.filled_slots)
         before = self._pages.dropped
-        self._pages.write(step.filled_pages, packed)
+        self._pages.write(step.filled_pages, self._packed(whole, step.filled_starts), excluded)
         if self._pages.dropped.bit_length() > before.bit_length():  # twice as many as were told of
             _LOG.warning(
                 "xquant: layer %d: %d outliers had no room in pages, and are read as their codes",
                 self.codec.view.index,
                 self._pages.dropped,
             )
+
+    def _keep_sinks(self, blocks: Tensor, first: Tensor, slots: Tensor) -> Tensor | None:
+        """Keep those of blocks ``[m, n, W]``, of which some are the ``first`` of their sequence, in these
+        slots. Returns which tokens are sinks, bool ``[m, n]``; None where none is."""
+        if not len(slots):
+            return None
+        if (most := int(slots.max())) >= len(self._sinks):
+            more = self._sinks.new_zeros(most + _SLOTS, *self._sinks.shape[1:])
+            self._sinks = torch.cat([self._sinks, more])
+            self._bind_kernel()
+        self._sinks[slots] = blocks[first, : self._sink]
+        return first[:, None] & (torch.arange(self.block) < self._sink)
 
     def _packed(self, blocks: Tensor, starts: Tensor) -> Tensor:
         """What is packed of blocks ``[m, n, W]`` that begin at positions ``starts`` ``[m]``."""
@@ -198,6 +223,12 @@ class ServedLayer:
         if not self.codec.rotated:
             assert self._angles is not None
             old = self._angles.turn(old, torch.arange(len(old)))
+        if chunk.slot is not None:
+            sinks = (self._heads(part) for part in self._sinks[chunk.slot].split(width, -1))
+            old, older = (
+                torch.cat([kept, coded[self._sink :]])
+                for kept, coded in zip(sinks, (old, older), strict=True)
+            )
         return torch.cat([old, keys]), torch.cat([older, values])
 
     def _heads(self, states: Tensor) -> Tensor:

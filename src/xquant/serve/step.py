@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels.backend import MOST_QUERIES
 from ..kernels.paged import Sequences
+from .sinks import Slots
 
 
 class Run(NamedTuple):
@@ -25,6 +26,8 @@ class Run(NamedTuple):
     """Tokens that the sequence had before."""
     since: int = 0
     """The first token that its ring was given: those before it are only in pages."""
+    until: int = 0
+    """Tokens that it had when it was given its ring: its prompt, the first of which are ``since``."""
 
     @property
     def after(self) -> int:
@@ -43,6 +46,8 @@ class Keeping:
     """The newest tokens are read as they are, so many at least where the ring was given them."""
     through_store: bool = False
     """Whether tokens also read the codes of blocks that their own step completes."""
+    slots: Slots | None = None
+    """Of sinks; None where the method has none."""
 
     def sealed(self, run: Run) -> int:
         """How many tokens the new ones read from pages."""
@@ -70,6 +75,8 @@ class Chunk(NamedTuple):
     """Its ring, and int64 where the tokens lie there that are read."""
     sealed: int
     """Tokens that are read from pages."""
+    slot: int | None
+    """Of its sinks, where they are read apart from their page."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +119,16 @@ class Step:
 
     def readers(self, native: bool) -> tuple[list[Sequences], Chunks]:
         """The sequences for a kernel that reads pages, by their number of new tokens, and the others. All are
-        others without a ``native`` kernel."""
+        others without a ``native`` kernel. With `Keeping.through_store` so are prompts, even where a single
+        token of one is left: then what a token reads, and by what function, does not depend on chunks."""
         if native not in self._grouped:
             few: dict[int, list[int]] = {}
             rest = []
-            most = 1 if self._keeping.through_store else MOST_QUERIES
+            store = self._keeping.through_store
+            most = 1 if store else MOST_QUERIES
             for number, run in enumerate(self.runs):
                 count = run.stop - run.start
-                if native and count <= most:
+                if native and count <= most and not (store and run.before < run.until):
                     few.setdefault(count, []).append(number)
                 else:
                     rest.append(number)
@@ -163,6 +172,13 @@ class Step:
             """int64 ``[m]``: of the blocks that are completed, and"""
             self.filled_starts = torch.cat(starts)
             """the positions that they start at."""
+            self.filled_slots: Tensor | None = None
+            """int64: the slots of sinks of those that start a sequence; None without sinks."""
+            if self._keeping.slots is not None:
+                written = self.filled_pages.tolist(), self.filled_starts.tolist()
+                self.filled_slots = torch.tensor(
+                    self._keeping.slots.write(*written), dtype=torch.int64
+                )
 
     def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
         """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
@@ -172,10 +188,17 @@ class Step:
         run = self.runs[number]
         sealed = self._keeping.sealed(run)
         pages = self._pages[number, : sealed // self._keeping.block]
-        return Chunk(run, pages, self._places(number, min(sealed, run.before), run.before), sealed)
+        places = self._places(number, min(sealed, run.before), run.before)
+        return Chunk(run, pages, places, sealed, self._slot(number, sealed))
+
+    def _slot(self, number: int, sealed: int) -> int | None:
+        """Of the sinks of a sequence, once their page is read."""
+        slots = self._keeping.slots
+        return slots.of(int(self._pages[number, 0])) if slots is not None and sealed else None
 
     def _sequences(self, numbers: list[int], queries: int) -> Sequences:
-        capacity, limits, held, new = self._keeping.capacity, [], [], []
+        capacity, slots = self._keeping.capacity, self._keeping.slots
+        limits, held, new, sinks = [], [], [], []
         for number in numbers:
             run = self.runs[number]
             limit = self._keeping.sealed(run)
@@ -185,16 +208,21 @@ class Step:
             # A single token may be in a block that it has completed: the ring has it no more than the batch.
             count = min(run.after - limit, queries)
             new.append((run.start, 0, count, run.before))
+            slot = self._slot(number, limit)
+            sinks.append(
+                (0, 0, 0, 0) if slot is None or slots is None else (slot, 0, slots.sink, 0)
+            )
         return Sequences(
             queries=queries,
             block=self._keeping.block,
-            capacity=capacity,
             first=_int32([self.runs[number].start for number in numbers]),
             table=self._table[numbers],
             limits=_int32(limits),
             held=_int32(held),
             new=_int32(new),
             most_held=max(count for _, _, count, _ in held),
+            sinks=None if slots is None else _int32(sinks),
+            sink=0 if slots is None else slots.sink,
         )
 
 
@@ -224,14 +252,16 @@ class Batch:
         ]
         return cls([run for _, run in runs], table[[number for number, _ in runs]])
 
-    def step_of(self, pages: "Batch", keeping: Keeping, since: Mapping[int, int]) -> Step:
+    def step_of(
+        self, pages: "Batch", keeping: Keeping, begun: Mapping[int, tuple[int, int]]
+    ) -> Step:
         """The step of layers whose rings are in this table and whose pages are in the other; made once.
-        ``since``: the first token that each ring was given."""
+        ``begun``: of each ring, `Run.since` and `Run.until`."""
         if self._made is None or self._made[0] is not pages:
             rings = self.table[:, 0]
-            runs = [
-                run._replace(since=since.get(ring, 0))
-                for run, ring in zip(pages.runs, rings.tolist(), strict=True)
-            ]
+            runs = []
+            for run, ring in zip(pages.runs, rings.tolist(), strict=True):
+                since, until = begun.get(ring, (0, 0))
+                runs.append(run._replace(since=since, until=until))
             self._made = pages, Step(runs, pages.table, rings, keeping)
         return self._made[1]

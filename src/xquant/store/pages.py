@@ -114,8 +114,9 @@ class Pages:
         self.dropped = 0
         """Outliers that found no room, and are read as their codes."""
 
-    def write(self, numbers: Tensor, rows: Tensor) -> None:
-        """Pack blocks ``rows`` ``[m, n, C]`` into the pages of these ``numbers`` ``[m]``.
+    def write(self, numbers: Tensor, rows: Tensor, excluded: Tensor | None = None) -> None:
+        """Pack blocks ``rows`` ``[m, n, C]`` into the pages of these ``numbers`` ``[m]``. ``excluded``, bool
+        ``[m, n]``: tokens that set no range.
 
         Raises:
             ValueError: NaN; no page was written to.
@@ -123,7 +124,7 @@ class Pages:
         segments = self.layout.segments
         parts = rows.split([segment.channels for segment in segments], -1)
         packed = [
-            self.packer.pack(segment.quantizer, part, None)
+            self.packer.pack(segment.quantizer, part, excluded)
             for segment, part in zip(segments, parts, strict=True)
         ]
         for segment, fields, new in zip(segments, self._fields, packed, strict=True):

@@ -65,6 +65,8 @@ class Native(Backend):
         if rebuilt is None:
             return NativePages(codec, layout, isa, scaling, softcap, angles)
         assert angles is not None
+        if codec.view.head_size % 16:
+            return None
         keys: rebuild.KeyScores
         sums: rebuild.PackedSum
         if _is_ranked(codec, block):
@@ -75,7 +77,7 @@ class Native(Backend):
             sums = rebuild.ValueSum(codec, block, isa)
         else:
             return None
-        return NativeRebuiltPages(codec, layout, keys, sums, scaling, softcap, angles)
+        return NativeRebuiltPages(codec, layout, isa, keys, sums, scaling, softcap, angles)
 
 
 def _is_ranked(codec: LayerCodec, block: int) -> bool:

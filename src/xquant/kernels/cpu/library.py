@@ -72,6 +72,15 @@ class Attend(Structure):
     ]
 
 
+class Weigh(Structure):
+    __slots__ = ()
+    _fields_ = [
+        ("attend", Attend),
+        *((name, c_void_p) for name in ("scores", "value_bias")),
+        *((name, c_int32) for name in ("columns", "unused")),
+    ]
+
+
 class AffineBlocks(Structure):
     __slots__ = ()
     _fields_ = [
@@ -164,6 +173,7 @@ CALLS = {
     "rebuild_sum": RebuildSum,
     "ranked_scores": RankedScores,
     "ranked_sum": RankedSum,
+    "weigh": Weigh,
 }
 """The functions of an instruction set, and what each is called with."""
 

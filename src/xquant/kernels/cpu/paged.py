@@ -6,10 +6,49 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
+from ...models import AttentionView
 from ...store.pages import PageLayout
 from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native
 from .attention import describe_layer, rope_table
+
+
+class ExactRows:
+    """Points a call to the tokens that are kept as they are: of rings, of a step and of sinks."""
+
+    def __init__(self, call: native.Attend, view: AttentionView) -> None:
+        self._call, self._value_at = call, view.kv_width
+        self._held, self._new, self._sinks = call.exact
+        for each in call.exact:
+            each.head_stride = view.head_size
+        self._new.causal = 1
+
+    def bind(self, rings: Tensor, sinks: Tensor) -> None:
+        for to, rows in ((self._held, rings), (self._sinks, sinks)):
+            start = rows.data_ptr()
+            to.key, to.value = start, start + self._value_at * rows.element_size()
+            to.dtype = native.DTYPES[rows.dtype]
+            to.batch_stride, to.token_stride, _ = rows.stride()
+        self._held.capacity = rings.shape[1]
+
+    def point(self, key: Tensor, value: Tensor, sequences: Sequences) -> list[Tensor]:
+        """To the rows of these sequences. Returns what is pointed to."""
+        if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
+            key, value = key.contiguous(), value.contiguous()
+        call, held, new, sinks = self._call, self._held, self._new, self._sinks
+        call.batch, call.queries = len(sequences.limits), sequences.queries
+        call.limits = sequences.limits.data_ptr()
+        held.runs, held.count = sequences.held.data_ptr(), sequences.most_held
+        new.runs, new.count = sequences.new.data_ptr(), sequences.queries
+        new.key, new.value, new.dtype = key.data_ptr(), value.data_ptr(), native.DTYPES[key.dtype]
+        new.batch_stride = new.token_stride = key.stride(0)
+        call.exact_count = 2
+        if sequences.sinks is not None:
+            sinks.runs, sinks.count = sequences.sinks.data_ptr(), sequences.sink
+            sinks.column = sequences.sink_places.data_ptr()
+            call.exact_count = 3
+        call.threads = torch.get_num_threads()
+        return [key, value]
 
 
 class NativePages(PagedAttention):
@@ -34,6 +73,7 @@ class NativePages(PagedAttention):
         self._function = getattr(library, f"xq_attend_{isa}")
         self._layout = layout
         self._call = call = native.Attend()
+        self._exact = ExactRows(call, codec.view)
         self._constant = describe_layer(call, codec, layout.block)
         call.scaling, call.softcap = scaling, softcap
         if not codec.rotated:
@@ -44,24 +84,14 @@ class NativePages(PagedAttention):
             call.start_cos, call.start_sin = (
                 native.address(t, torch.float32, *t.shape) for t in angles.starts
             )
-        self._value_at = codec.view.kv_width
-        size = codec.view.head_size
-        held, new = call.exact[0], call.exact[1]
-        held.head_stride = new.head_stride = size
-        new.causal = 1
-        call.exact_count = 2
-        call.query_head = call.out_head = size
+        call.query_head = call.out_head = codec.view.head_size
 
-    def bind(self, pages: Tensor, rings: Tensor) -> None:
+    def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
         self._addresses = self._layout.addresses(pages)
         for to, fields in zip((self._call.key, self._call.value), self._addresses, strict=True):
             for name, blocks in fields.items():
                 setattr(to, name, blocks.data_ptr())
-        held = self._call.exact[0]
-        held.key = rings.data_ptr()
-        held.value = held.key + self._value_at * rings.element_size()
-        held.dtype, held.capacity = native.DTYPES[rings.dtype], rings.shape[1]
-        held.batch_stride, held.token_stride, _ = rings.stride()
+        self._exact.bind(rings, sinks)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
@@ -69,21 +99,12 @@ class NativePages(PagedAttention):
         heads = query.shape[2], 1  # strides of heads and channels
         assert out.stride()[1:] == heads
         query = query if query.stride()[1:] == heads else query.contiguous()
-        if key.stride() != value.stride() or key.stride()[1:] != heads:
-            key, value = key.contiguous(), value.contiguous()
-        call, dtype = self._call, native.DTYPES[query.dtype]
-        call.batch, call.queries = len(sequences.limits), sequences.queries
+        call, kept = self._call, self._exact.point(key, value, sequences)
         call.table, call.table_stride = sequences.table.data_ptr(), sequences.table.stride(0)
-        call.limits = sequences.limits.data_ptr()
-        call.query, call.out, call.dtype = query.data_ptr(), out.data_ptr(), dtype
-        call.query_batches = sequences.first.data_ptr()
+        call.query, call.out = query.data_ptr(), out.data_ptr()
+        call.dtype, call.query_batches = native.DTYPES[query.dtype], sequences.first.data_ptr()
         call.query_batch = call.query_token = query.stride(0)
         call.out_batch = call.out_token = out.stride(0)
-        held, new = call.exact[0], call.exact[1]
-        held.runs, held.count = sequences.held.data_ptr(), sequences.most_held
-        new.runs, new.count = sequences.new.data_ptr(), sequences.queries
-        new.key, new.value, new.dtype = key.data_ptr(), value.data_ptr(), dtype
-        new.batch_stride = new.token_stride = key.stride(0)
-        call.threads = torch.get_num_threads()
         if self._function(ctypes.byref(call)):
             raise MemoryError("not enough memory to attend over pages")
+        del kept  # the library has read it

@@ -1,9 +1,11 @@
 """Attention over an engine's pages whose keys and values are rebuilt from what is packed: the functions of
 `rebuild` and `ranked`, with sequences of unequal length.
 
-The library gives scores with packed keys and sums of what packed values come from; what is between them, and
-the tokens that are not packed, are torch's.
+The library gives scores with packed keys, their softmax together with the tokens that are kept as they are
+(csrc/weigh.h), and sums of what packed values come from. Products with weights are torch's.
 """
+
+import ctypes
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from ...methods import LayerCodec
 from ...models.rope import Pair
 from ...store.pages import PageLayout
 from ..paged import PagedAngles, PagedAttention, Sequences
+from . import library as native
+from .paged import ExactRows
 from .rebuild import KeyScores, PackedSum
 
 
@@ -28,73 +32,75 @@ class NativeRebuiltPages(PagedAttention):
         self,
         codec: LayerCodec,
         layout: PageLayout,
+        isa: str,
         scores: KeyScores,
         sums: PackedSum,
         scaling: float,
         softcap: float,
         angles: PagedAngles,
     ) -> None:
-        rebuilt = codec.rematerialized
-        assert rebuilt is not None
+        rebuilt, view, library = codec.rematerialized, codec.view, native.library()
+        assert rebuilt is not None and library is not None
+        self._function = getattr(library, f"xq_weigh_{isa}")
         self._layout, self._scores, self._sums = layout, scores, sums
-        self._scaling, self._softcap = scaling, softcap
+        self._scaling = scaling
         self._angles = scores.angles_of(*angles.every)
-        self._heads, self._size = codec.view.kv_heads, codec.view.head_size
+        self._heads = view.kv_heads
         matrix = rebuilt.value_weight.float().unflatten(0, (self._heads, -1))  # [G, D, C]
         self._back = matrix.mT.contiguous()
-        bias = rebuilt.value_bias
-        self._bias = None if bias is None else bias.float().view(self._heads, 1, -1)
+        self._call = native.Weigh()
+        call = self._call.attend
+        self._exact = ExactRows(call, view)
+        call.block, call.kv_heads, call.head_size = layout.block, view.kv_heads, view.head_size
+        call.group_heads = view.query_heads // view.kv_heads
+        call.dtype, call.scaling, call.softcap = native.DTYPES[torch.float32], 1, softcap
+        if rebuilt.value_bias is not None:
+            self._bias = rebuilt.value_bias.float().contiguous()
+            self._call.value_bias = native.address(self._bias, torch.float32, view.kv_width)
 
-    def bind(self, pages: Tensor, rings: Tensor) -> None:
-        self._rings = rings
+    def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
         self._addresses = self._layout.addresses(pages)
         for to, number in ((self._scores.call.key, 0), (self._sums.call.value, -1)):
             for name, blocks in self._addresses[number].items():
                 setattr(to, name, blocks.data_ptr())
+        self._exact.bind(rings, sinks)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
     ) -> None:
         rows, heads = sequences.rows, self._heads
-        left = query[rows].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
-        grouped = left.shape[:4]  # B, G, heads of a group, t
-        left = left.flatten(2, 3) * self._scaling
-        keys, values = self._exact(key, value, sequences)
-        scores = left @ keys.mT
-        packed = sequences.columns * sequences.block
-        if packed:
-            table = sequences.table[:, : sequences.columns]
-            angles = self._shared(len(table))
-            coded = self._scores.scores(left, table, angles, sequences.limits)
-            scores = torch.cat([coded, scores], -1)
-        if self._softcap:
-            scores = self._softcap * torch.tanh(scores / self._softcap)
-        by_query = scores.view(*grouped, -1)
-        by_query[..., :packed].masked_fill_(sequences.beyond[:, None, None, None], -torch.inf)
-        by_query[..., packed:].masked_fill_(sequences.unseen[:, None, None], -torch.inf)
-        weights = scores.softmax(-1)
-        found = weights[..., packed:] @ values
-        if packed:
-            coded = weights[..., :packed]
-            sums = self._sums.of(coded.flatten(1, 2), table, sequences.limits)
-            found += sums.view(*coded.shape[:3], -1) @ self._back
-            if self._bias is not None:
-                found += coded.sum(-1, keepdim=True) * self._bias
-        found = found.view(*grouped, -1).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        out[rows] = found.to(out.dtype)
+        grouped = query[rows].float().unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
+        left = (grouped * self._scaling).flatten(
+            2, 3
+        )  # [B, G, r, D], r = query heads times queries
+        table = sequences.table[:, : sequences.columns]
+        weights = left[..., :0]
+        if sequences.columns:
+            weights = self._scores.scores(left, table, self._shared(len(table)), sequences.limits)
+        found = self._weigh(left, key, value, sequences, weights)
+        if sequences.columns:
+            sums = self._sums.of(weights.flatten(1, 2), table, sequences.limits)
+            by_head = sums.unflatten(1, (heads, -1)).transpose(0, 1)  # [G, B, r, C]
+            coded = by_head.flatten(1, 2) @ self._back
+            found += coded.unflatten(1, by_head.shape[1:3]).transpose(0, 1)
+        queries = found.view(grouped.shape).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        out[rows] = queries.to(out.dtype)
 
-    def _exact(self, key: Tensor, value: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """Keys and values of ring and new rows, ``[B, G, most_held + t, D]``, fp32."""
-        held = self._rings[sequences.places].unflatten(-1, (2, self._heads, self._size)).float()
-        # What is in places of no token may be anything, and 0 times infinity is no number.
-        absent = sequences.unseen[:, -1, : sequences.most_held]
-        held = held.masked_fill(absent[:, :, None, None, None], 0)
-        new = (key[sequences.rows].float(), value[sequences.rows].float())
-        keys, values = (
-            torch.cat([held[:, :, number], own], 1).transpose(1, 2)
-            for number, own in enumerate(new)
-        )
-        return keys, values
+    def _weigh(
+        self, left: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Tensor
+    ) -> Tensor:
+        """Turn scores into weights; what is kept as it is, weighed and summed ``[B, G, r, D]``."""
+        call, found = self._call.attend, torch.empty_like(left)
+        kept = self._exact.point(key, value, sequences)
+        call.query, call.out = left.data_ptr(), found.data_ptr()
+        call.query_batch = call.out_batch = left.stride(0)
+        call.query_token = call.out_token = left.shape[3]
+        call.query_head = call.out_head = sequences.queries * left.shape[3]
+        self._call.scores, self._call.columns = scores.data_ptr(), sequences.columns
+        if self._function(ctypes.byref(self._call)):
+            raise MemoryError("not enough memory to attend over pages")
+        del kept  # the library has read it
+        return found
 
     def _shared(self, batch: int) -> Pair:
         cos, sin = (t.expand(batch, -1, -1) for t in self._angles)

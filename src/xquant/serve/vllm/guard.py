@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,34 @@ def asked_for(additional: Any) -> Any:
     return additional.get(KEY) if isinstance(additional, dict) else None
 
 
+class Refused(ValueError):
+    """What is asked for cannot be served. Where nobody catches it, its line is all that is printed."""
+
+
+def refusing(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function's own errors be `Refused`."""
+
+    @functools.wraps(check)
+    def checked(*args: Any, **options: Any) -> Any:
+        try:
+            return check(*args, **options)
+        except ValueError as error:
+            if not str(error).startswith(f"{KEY}: "):
+                raise
+            refused = Refused(str(error))
+        raise refused
+
+    return checked
+
+
+def _print_refused(before: Callable[..., Any], kind: Any, error: Any, trace: Any) -> None:
+    """`sys.excepthook`: one line, where ``vllm serve`` would print pages."""
+    if issubclass(kind, Refused):
+        print(error, file=sys.stderr)
+    else:
+        before(kind, error, trace)
+
+
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Let ``wrapper(original, self, ...)`` answer for a method, ``original`` bound to the object."""
     original = getattr(owner, name)
@@ -53,6 +82,8 @@ def is_wrapped(owner: Any, name: str) -> bool:
 
 def install() -> None:
     """Hook the plugin in; with another version of vLLM, only a refusal of what it is asked for."""
+    if getattr(sys.excepthook, "func", None) is not _print_refused:
+        sys.excepthook = functools.partial(_print_refused, sys.excepthook)
     why = wrong_version(version())
     if not why:
         from . import seam
@@ -61,9 +92,9 @@ def install() -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
 
-    def refusing(original: Any, args: Any, *more: Any, **options: Any) -> Any:
+    def refuse(original: Any, args: Any, *more: Any, **options: Any) -> Any:
         if asked_for(getattr(args, "additional_config", None)) is not None:
-            raise ValueError(why)
+            raise Refused(why)
         return original(*more, **options)
 
-    wrap(EngineArgs, "create_engine_config", refusing)
+    wrap(EngineArgs, "create_engine_config", refuse)

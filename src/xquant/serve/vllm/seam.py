@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
-from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.engine.arg_utils import EngineArgs
@@ -34,12 +33,13 @@ from ...kernels.choose import packer_of, reader_of_pages
 from ...models import AttentionView
 from .. import fit
 from ..build import Model
+from ..capacity import Room, room_of
 from ..exact import ExactAttention, torch_attention
 from ..layer import DTYPES, EngineView, ServedLayer
 from ..over_pages import SCRATCH, EngineAttention, OverPages, Placed
 from ..rotary import Angles
 from ..step import Batch, Keeping, in_whole_blocks
-from .guard import asked_for, is_wrapped, wrap
+from .guard import asked_for, is_wrapped, refusing, wrap
 
 _NAME = "CUSTOM"  # vLLM has a list of backends, and this place in it for others
 _RING = "xquant_ring"
@@ -79,6 +79,7 @@ def _is_ours(wanted: Any) -> bool:
     )
 
 
+@refusing
 def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any) -> Any:
     """An engine's configuration, with pages of the method's blocks."""
     selector._cached_get_attn_backend.cache_clear()  # of an earlier engine of this process
@@ -106,11 +107,8 @@ def _model(config: VllmConfig) -> Model:
 
 def _unfit(config: VllmConfig, wanted: fit.Wanted) -> str:
     """What of an engine's configuration cannot be served; empty where all can."""
-    parallel, drafts, store = (
-        config.parallel_config,
-        config.speculative_config,
-        wanted.through_store,
-    )
+    parallel, drafts = config.parallel_config, config.speculative_config
+    store = wanted.through_store
     few = config.scheduler_config.max_num_batched_tokens < wanted.method.group
     refused = {
         "a device that is no CPU": not current_platform.is_cpu(),
@@ -140,10 +138,9 @@ def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **optio
 
 
 def _prepared(original: Callable[..., Any], worker: Any) -> Any:
-    config: VllmConfig = worker.vllm_config
-    wanted = _wanted(config)
+    wanted = _wanted(worker.vllm_config)
     if wanted is not None:
-        _prepare(worker.get_model(), config, wanted)
+        _prepare(worker.get_model(), worker.vllm_config, wanted)
     return original()
 
 
@@ -156,13 +153,14 @@ def _prepare(model: nn.Module, config: VllmConfig, wanted: fit.Wanted) -> None:
     found = [module for module in model.modules() if isinstance(_attention(module), Attention)]
     if not found:
         raise ValueError(f"xquant: no attention layer found in {type(model).__name__}")
-    views = [_view(module, config.model_config.dtype) for module in found]
+    dtype = config.model_config.dtype
+    views = [_view(module, dtype) for module in found]
     block, angles = wanted.method.group, functools.cache(_angles)
     codecs = fit.codecs_for(wanted, _model(config), views, get_tensor_model_parallel_rank())
-    native, tail = wanted.kernel == "auto", wanted.method.tail
-    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
-    keeping = Keeping(block, block + tail + drafts, tail, wanted.through_store)
-    for parent, codec in zip(found, codecs, strict=True):
+    native = wanted.kernel == "auto"
+    keeping = wanted.keeping(getattr(config.speculative_config, "num_speculative_tokens", 0))
+    room = room_of(codecs, keeping, dtype)
+    for place, (parent, codec) in enumerate(zip(found, codecs, strict=True)):
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
         served = ServedLayer(
@@ -174,11 +172,13 @@ def _prepare(model: nn.Module, config: VllmConfig, wanted: fit.Wanted) -> None:
             reader_of_pages(codec, block) if native else None,
             packer_of(wanted.kernel),
             _exact(codec.view) if native else torch_attention,
+            wanted.method.sink,
         )
-        ring = Ring(f"{layer.layer_name}.{_RING}", served, keeping, config.model_config.dtype)
+        ring = Ring(f"{layer.layer_name}.{_RING}", served.row, keeping, dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
         layer.impl.served, layer.impl.ring = served, ring
-        layer.get_kv_cache_spec = functools.partial(_page_spec, layer, served)
+        layer.impl.moved = room.starts[place] - place * room.page
+        layer.get_kv_cache_spec = functools.partial(_page_spec, layer, room)
 
 
 def _attention(module: Any) -> Any:
@@ -190,9 +190,7 @@ def _view(parent: Any, dtype: torch.dtype) -> AttentionView:
     layer: Any = _attention(parent)
     fused = getattr(parent, "qkv_proj", None)
     if fused is None or not isinstance(layer.impl, PagedImpl):
-        raise ValueError(
-            f"xquant: {type(parent).__name__} is not an attention layer of a known kind"
-        )
+        raise ValueError(f"xquant: {type(parent).__name__} is no attention layer that is known")
     index, heads = extract_layer_index(layer.layer_name), (layer.num_heads, layer.num_kv_heads)
     norm, rotary = getattr(parent, "k_norm", None), getattr(parent, "rotary_emb", None)
     turned = getattr(rotary, "rotary_dim", 0)
@@ -211,26 +209,23 @@ def _angles(rotary: Any, size: int) -> Angles:
     return Angles(*table.chunk(2, -1))
 
 
-def _page_spec(layer: Any, served: ServedLayer, config: VllmConfig) -> FullAttentionSpec:
-    block = config.cache_config.block_size
+def _page_spec(layer: Any, room: Room, config: VllmConfig) -> FullAttentionSpec:
     return FullAttentionSpec(
-        block_size=block,
+        block_size=room.block,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_size,
         dtype=torch.uint8,
         num_head_slots=1,
-        state_content_bytes=-(-served.layout.nbytes // block),
+        state_content_bytes=room.share,
     )
 
 
 class Ring(nn.Module, AttentionLayerBase):
     """The tokens of a layer that are not in a whole block: a block of rows for each request."""
 
-    def __init__(
-        self, name: str, served: ServedLayer, keeping: Keeping, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, name: str, row: int, keeping: Keeping, dtype: torch.dtype) -> None:
         super().__init__()
-        self.name, self.keeping, self.row, self.dtype = name, keeping, served.row, dtype
+        self.name, self.keeping, self.row, self.dtype = name, keeping, row, dtype
         self.kv_cache = torch.tensor([])
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -250,20 +245,24 @@ class Ring(nn.Module, AttentionLayerBase):
 # -- a forward pass --------------------------------------------------------------------------------
 
 
-_since: dict[int, int] = {}
-"""How many tokens a request had when it was given a ring, by the ring's number."""
+_begun: dict[int, tuple[int, int]] = {}
+"""By the number of a ring, of the request that has it: how many tokens were found when it began, and how many
+it is to read before it writes one."""
 
 
 def _noted(original: Callable[..., Any], worker: Any, scheduler_output: Any) -> Any:
     """A ring holds what its request computed; of a prefix that was found, it holds nothing."""
-    old = scheduler_output.scheduled_cached_reqs
-    resumed = zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True)
-    begun = [
-        (new.block_ids, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+    found = [
+        (new.block_ids, new.num_computed_tokens, new.prompt_len)
+        for new in scheduler_output.scheduled_new_reqs
     ]
-    begun += [(blocks, count) for name, blocks, count in resumed if name in old.resumed_req_ids]
-    for blocks, count in begun:
-        _since.update((group[0], count) for group in blocks if group)
+    old = scheduler_output.scheduled_cached_reqs
+    again = zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True)
+    for name, blocks, count in again:
+        if name in old.resumed_req_ids:
+            found.append((blocks, count, worker.model_runner.requests[name].num_tokens))
+    for blocks, count, tokens in found:
+        _begun.update((group[0], (count, tokens)) for group in blocks if group)
     return original(scheduler_output)
 
 
@@ -324,10 +323,11 @@ class CpuAttention(EngineAttention):
         self._isa = cpu_attn._get_attn_isa(view.dtype, SCRATCH, view.head_size)
 
     def plan(self, starts: Tensor, lengths: Tensor) -> Tensor:
-        view, split = self._view, envs.VLLM_CPU_ATTN_SPLIT_KV
+        view = self._view
         heads = view.query_heads, view.kv_heads, view.head_size
+        # A past is never split: what a token reads would be summed in another order beside other sequences.
         return ops.cpu_attn_get_scheduler_metadata(
-            len(lengths), *heads, lengths, view.dtype, starts, True, -1, self._isa, split
+            len(lengths), *heads, lengths, view.dtype, starts, True, -1, self._isa, False
         )
 
     def write(self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -374,6 +374,7 @@ class PagedImpl(AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.served: ServedLayer | None = None
         self.ring: Ring | None = None
+        self.moved = 0  # bytes: from where vLLM puts its page in a block to where it is
 
     def forward(
         self,
@@ -390,9 +391,10 @@ class PagedImpl(AttentionImpl):
         if attn_metadata is None:  # vLLM tries the model out
             return output.zero_()
         assert self.served is not None and self.ring is not None
-        rings = self.ring.kv_cache
-        self.served.bind(kv_cache.view(len(kv_cache), -1), rings[:, 0])
+        size, at = self.served.layout.nbytes, kv_cache.storage_offset() + self.moved
+        pages = kv_cache.as_strided((len(kv_cache), size), (kv_cache.stride(0), 1), at)
+        self.served.bind(pages, self.ring.kv_cache[:, 0])
         found: Any = get_forward_context().attn_metadata
-        step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _since)
+        step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _begun)
         self.served.attend(query, key, value, step, output)
         return output

@@ -68,97 +68,58 @@ struct Place {
     }
 };
 
-// What one thread does at a time: one split of the blocks of a sequence and key/value head, or its exact tokens.
-struct Task {
+// The tokens of one sequence and key/value head that are kept unquantized.
+struct ExactTokens {
     const xq_attend& call;
-    const int b, g;
-    const int D, n, rows, limit;
+    const int b, g, D, rows;
+    const float* query;  // [rows, D] times `scaling`
     OnlineSoftmax softmax;
-    Scratch scratch;
-    PackedKeys keys;
-    PackedValues values;
-    float* exact_scores;  // [rows, most exact tokens of one kind]
-    float *row, *copy;    // [D] a key or value; a key before RoPE
+    float* scores;       // [rows, most tokens of one kind]
+    float *row, *copy;   // [D] a key or value; a key before RoPE
 
-    static size_t most_exact(const xq_attend& c) {
+    static size_t most(const xq_attend& c) {
         int most = 0;
         for (int e = 0; e < c.exact_count; e++) most = std::max(most, c.exact[e].count);
         return most;
     }
     static size_t bytes(const xq_attend& c) {
         const size_t rows = c.group_heads * c.queries;
-        return Scratch::bytes(c) + PackedKeys::bytes(c) + PackedValues::bytes(c) +
-               4 * (rows * most_exact(c) + 2 * c.head_size) + 3 * 64;
+        return 4 * (rows * most(c) + 2 * c.head_size) + 3 * 64;
     }
 
-    Task(const xq_attend& c, int b, int g, Workspace& workspace, OnlineSoftmax softmax, const RopePlaces& rope_places)
-        : call(c),
-          b(b),
-          g(g),
-          D(c.head_size),
-          n(c.block),
-          rows(c.group_heads * c.queries),
-          limit(c.limits[b]),
-          softmax(softmax),
-          scratch(c, workspace),
-          keys(c, b, g, scratch, rope_places, workspace),
-          values(c, b, g, scratch, softmax, workspace) {
-        exact_scores = workspace.take<float>((size_t)rows * most_exact(c));
+    ExactTokens(const xq_attend& c, int b, int g, const float* query, OnlineSoftmax softmax, Workspace& workspace)
+        : call(c), b(b), g(g), D(c.head_size), rows(c.group_heads * c.queries), query(query), softmax(softmax) {
+        scores = workspace.take<float>((size_t)rows * most(c));
         row = workspace.take<float>(D);
         copy = workspace.take<float>(D);
     }
 
-    void mask_scores(int start, int valid) {
-        for (int r = 0; r < rows; r++) {
-            float* s = scratch.scores + (size_t)r * n;
-            if (call.softcap > 0) soft_cap(s, valid, call.softcap);
-            if (call.mask) {
-                const int64_t at = b * call.mask_batch + r % call.queries * call.mask_query;
-                for (int t = 0; t < valid; t++)
-                    s[t] += mask_at(call.mask, call.mask_dtype, at + (start + t) * call.mask_token);
-            }
-            for (int t = valid; t < n; t++) s[t] = -INFINITY;
-            for (int e = 0; e < call.exact_count; e++) {  // sinks are in a block too, but count as exact tokens
-                const xq_exact& exact = call.exact[e];
-                if (!exact.column) continue;
-                for (int i = 0; i < exact.count; i++) {
-                    const int t = exact.column[(size_t)b * exact.count + i] - start;
-                    if (t >= 0 && t < valid) s[t] = -INFINITY;
-                }
+    // Scores [rows, .] with packed tokens from `start` to `start + valid - 1`, where sinks are among them: these are
+    // in a block too, but count as exact tokens.
+    void hide_sinks(float* packed, size_t stride, int start, int valid) const {
+        for (int e = 0; e < call.exact_count; e++) {
+            const xq_exact& exact = call.exact[e];
+            if (!exact.column) continue;
+            for (int i = 0; i < exact.count; i++) {
+                const int t = exact.column[(size_t)b * exact.count + i] - start;
+                if (t < 0 || t >= valid) continue;
+                for (int r = 0; r < rows; r++) packed[r * stride + t] = -INFINITY;
             }
         }
     }
 
-    // `after`: the first block of the thread's next task.
-    void attend_blocks(int first, int last, HeadBlock after) {
-        int start = first * n;
-        if (call.lengths) {
-            start = 0;
-            for (int j = 0; j < first; j++) start += call.lengths[j];
-        }
-        const int32_t* ids = call.table + b * call.table_stride;
-        for (int j = first, length; j < last; start += length, j++) {
-            length = call.lengths ? call.lengths[j] : n;
-            const int64_t id = ids[j];
-            const HeadBlock next = j + 1 < last ? HeadBlock{ids[j + 1], g} : after;
-            keys.prefetch_ranges(next);
-            values.prefetch_ranges(next);
-            keys.rotate_query(j);
-            keys.score(id, next);
-            mask_scores(start, std::min(length, limit - start));
-            if (!softmax.update(scratch.scores, n)) continue;
-            values.add(id, next);
-        }
+    void attend() {
+        for (int e = 0; e < call.exact_count; e++) attend_to(call.exact[e]);
     }
 
-    void attend_exact(const xq_exact& exact) {
+    void attend_to(const xq_exact& exact) {
         const xq_run run = exact.runs ? exact.runs[b] : xq_run{b, 0, exact.count, exact.start};
         if (run.count == 0) return;
-        const int half = D / 2;
+        const int half = D / 2, limit = call.limits[b];
         const int turn = exact.capacity ? exact.capacity - run.first : run.count;  // tokens before the ring's end
         const int64_t begin = run.row * exact.batch_stride + run.first * exact.token_stride + g * exact.head_stride;
         const int64_t back = exact.capacity * exact.token_stride;
-        float* s = exact_scores;
+        float* s = scores;
         for (int t = 0; t < run.count; t++) {
             const int64_t at = begin + t * exact.token_stride - (t < turn ? 0 : back);
             load_row(exact.key, exact.dtype, at, D, row);
@@ -173,7 +134,7 @@ struct Task {
             }
             const int column = exact.column ? exact.column[(size_t)b * exact.count + t] : run.start + t;
             for (int r = 0; r < rows; r++) {
-                const float* q = keys.query + (size_t)r * D;
+                const float* q = query + (size_t)r * D;
                 Floats dot = broadcast_float(0);
                 for (int c = 0; c < D; c += 16) dot = fma(load_floats(q + c), load_floats(row + c), dot);
                 float x = sum(dot);
@@ -198,6 +159,71 @@ struct Task {
                 for (int c = 0; c < D; c += 16)
                     store_floats(to + c, fma(weight, load_floats(row + c), load_floats(to + c)));
             }
+        }
+    }
+};
+
+// What one thread does at a time: one split of the blocks of a sequence and key/value head, or its exact tokens.
+struct Task {
+    const xq_attend& call;
+    const int b, g;
+    const int n, rows, limit;
+    OnlineSoftmax softmax;
+    Scratch scratch;
+    PackedKeys keys;
+    PackedValues values;
+    ExactTokens exact;
+
+    static size_t bytes(const xq_attend& c) {
+        return Scratch::bytes(c) + PackedKeys::bytes(c) + PackedValues::bytes(c) + ExactTokens::bytes(c);
+    }
+
+    Task(const xq_attend& c, int b, int g, Workspace& workspace, OnlineSoftmax softmax, const RopePlaces& rope_places)
+        : call(c),
+          b(b),
+          g(g),
+          n(c.block),
+          rows(c.group_heads * c.queries),
+          limit(c.limits[b]),
+          softmax(softmax),
+          scratch(c, workspace),
+          keys(c, b, g, scratch, rope_places, workspace),
+          values(c, b, g, scratch, softmax, workspace),
+          exact(c, b, g, keys.query, softmax, workspace) {}
+
+    void mask_scores(int start, int valid) {
+        for (int r = 0; r < rows; r++) {
+            float* s = scratch.scores + (size_t)r * n;
+            if (call.softcap > 0) soft_cap(s, valid, call.softcap);
+            if (call.mask) {
+                const int64_t at = b * call.mask_batch + r % call.queries * call.mask_query;
+                for (int t = 0; t < valid; t++)
+                    s[t] += mask_at(call.mask, call.mask_dtype, at + (start + t) * call.mask_token);
+            }
+            for (int t = valid; t < n; t++) s[t] = -INFINITY;
+        }
+        exact.hide_sinks(scratch.scores, n, start, valid);
+    }
+
+    // `after`: the first block of the thread's next task.
+    void attend_blocks(int first, int last, HeadBlock after) {
+        int start = first * n;
+        if (call.lengths) {
+            start = 0;
+            for (int j = 0; j < first; j++) start += call.lengths[j];
+        }
+        const int32_t* ids = call.table + b * call.table_stride;
+        for (int j = first, length; j < last; start += length, j++) {
+            length = call.lengths ? call.lengths[j] : n;
+            const int64_t id = ids[j];
+            const HeadBlock next = j + 1 < last ? HeadBlock{ids[j + 1], g} : after;
+            keys.prefetch_ranges(next);
+            values.prefetch_ranges(next);
+            keys.rotate_query(j);
+            keys.score(id, next);
+            mask_scores(start, std::min(length, limit - start));
+            if (!softmax.update(scratch.scores, n)) continue;
+            values.add(id, next);
         }
     }
 };
@@ -230,7 +256,7 @@ inline int attend(const xq_attend& call) {
             softmax.clear();
             Task work(call, here.b, here.g, workspace, softmax, rope_places);
             if (here.split == own.splits) {
-                for (int e = 0; e < call.exact_count; e++) work.attend_exact(call.exact[e]);
+                work.exact.attend();
                 continue;
             }
             const int first = here.split * own.blocks, last = std::min(first + own.blocks, own.columns);

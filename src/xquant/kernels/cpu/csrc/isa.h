@@ -8,6 +8,7 @@
 #include "sealing.h"
 #include "ranked_sealing.h"
 #include "ranked.h"
+#include "weigh.h"
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
@@ -49,3 +50,4 @@ XQ_FUNCTION(ranked_encode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_decode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_scores, xq_ranked_scores)
 XQ_FUNCTION(ranked_sum, xq_ranked_sum)
+XQ_FUNCTION(weigh, xq_weigh)

@@ -38,6 +38,18 @@ struct RopePlaces {
     }
 };
 
+// Loads the queries [rows, D] of one sequence and key/value head, times `scaling`.
+inline void load_query(const xq_attend& c, int b, int g, float* to) {
+    const int64_t batch = c.query_batches ? c.query_batches[b] : b;
+    const int D = c.head_size, rows = c.group_heads * c.queries;
+    for (int h = 0; h < c.group_heads; h++)
+        for (int q = 0; q < c.queries; q++)
+            load_row(c.query, c.dtype,
+                     batch * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
+                     to + (size_t)(h * c.queries + q) * D);
+    for (int i = 0; i < rows * D; i++) to[i] *= c.scaling;
+}
+
 // The keys of a task: one sequence and key/value head.
 struct PackedKeys : PackedOperand {
     const RopePlaces& rope_places;
@@ -61,18 +73,7 @@ struct PackedKeys : PackedOperand {
         scale16 = workspace.take<int32_t>(16 * D);
         zero16 = workspace.take<int32_t>(16 * D);
         pair_step = workspace.take<float>(D / 2);
-        load_query();
-    }
-
-    void load_query() {
-        const xq_attend& c = call;
-        const int64_t batch = c.query_batches ? c.query_batches[b] : b;
-        for (int h = 0; h < c.group_heads; h++)
-            for (int q = 0; q < c.queries; q++)
-                load_row(c.query, c.dtype,
-                         batch * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
-                         query + (size_t)(h * c.queries + q) * D);
-        for (int i = 0; i < rows * D; i++) query[i] *= c.scaling;
+        load_query(c, b, g, query);
     }
 
     // Sets rotated_query to R(-p) q for the block in this column of the table, which starts at position p.

@@ -83,6 +83,14 @@ typedef struct {
     int32_t exact_count, threads;
 } xq_attend;
 
+// xq_weigh: the softmax between scores with packed keys and sums of packed values (weigh.h).
+typedef struct {
+    xq_attend attend;         // of its packed keys and values only `block` and `limits` are read; no mask
+    float *scores;            // [B, G, rows, columns * n], rows = group_heads * queries; the weights are written here
+    const float *value_bias;  // [G * D], the part of packed values that is not summed; null: none
+    int32_t columns, unused;
+} xq_weigh;
+
 // xq_affine_encode and xq_affine_decode: blocks of affine codes (sealing.h).
 typedef struct {
     void *rows;               // [N, n, C], contiguous in C: encoding reads it, decoding writes it

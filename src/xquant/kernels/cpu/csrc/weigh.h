@@ -1,0 +1,72 @@
+// The softmax of a few queries where keys and values are rebuilt from what is packed (rebuild.h, ranked.h): between the
+// scores with packed keys, which are given, and the sums of packed values, which come after it. Scores become the
+// weights of packed tokens. Tokens that are kept exactly are scored, weighed and summed here.
+#pragma once
+#include "attention.h"
+#include "rebuild.h"
+
+namespace {
+
+inline size_t weigh_bytes(const xq_attend& call) {
+    const int rows = call.group_heads * call.queries, D = call.head_size;
+    return ExactTokens::bytes(call) + 4 * ((size_t)rows * D + OnlineSoftmax::floats(rows, D)) + 2 * 64;
+}
+
+// One sequence and key/value head. `scores` [rows, tokens] are those of its table.
+inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Workspace& workspace) {
+    const xq_attend& call = given.attend;
+    const int rows = call.group_heads * call.queries, D = call.head_size;
+    const int tokens = given.columns * call.block, limit = call.limits[b];
+    OnlineSoftmax softmax(workspace.take<float>(OnlineSoftmax::floats(rows, D)), rows, D);
+    softmax.clear();
+    float* query = workspace.take<float>((size_t)rows * D);
+    load_query(call, b, g, query);
+    ExactTokens exact(call, b, g, query, softmax, workspace);
+    exact.attend();
+    bool seen = false;
+    if (limit > 0) {
+        for (int r = 0; r < rows; r++) {
+            float* s = scores + (size_t)r * tokens;
+            if (call.softcap > 0) soft_cap(s, limit, call.softcap);
+            std::fill(s + limit, s + tokens, -INFINITY);
+        }
+        exact.hide_sinks(scores, tokens, 0, limit);
+        seen = softmax.update(scores, tokens);
+        if (!seen) std::fill(scores, scores + (size_t)rows * tokens, 0.0f);
+    }
+    for (int r = 0; r < rows; r++) {
+        const float inverse = softmax.running_sum[r] > 0 ? 1 / softmax.running_sum[r] : 0;
+        float packed = 0;
+        if (seen)
+            for (int t = 0; t < limit; t++) packed += scores[(size_t)r * tokens + t] *= inverse;
+        const int h = g * call.group_heads + r / call.queries;
+        const int64_t at = b * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
+        for (int c = 0; c < D; c++) {
+            const float added = given.value_bias ? packed * given.value_bias[(size_t)g * D + c] : 0;
+            store_element(call.out, call.dtype, at + c, softmax.sums[(size_t)r * D + c] * inverse + added);
+        }
+    }
+}
+
+// xq_weigh.
+inline int weigh(const xq_weigh& given) {
+    const xq_attend& call = given.attend;
+    const size_t head = (size_t)call.group_heads * call.queries * given.columns * call.block;
+    int failed = 0;
+#pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
+    {
+        static thread_local Workspace workspace;
+        const bool ready = workspace.reserve(weigh_bytes(call));
+        failed += !ready;
+#pragma omp for schedule(dynamic) collapse(2)
+        for (int b = 0; b < call.batch; b++)
+            for (int g = 0; g < call.kv_heads; g++) {
+                if (!ready) continue;
+                workspace.next = workspace.base;
+                weigh_head(given, b, g, given.scores + ((size_t)b * call.kv_heads + g) * head, workspace);
+            }
+    }
+    return failed ? XQ_NO_MEMORY : XQ_DONE;
+}
+
+}  // namespace

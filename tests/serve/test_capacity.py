@@ -1,0 +1,81 @@
+"""How many tokens fit: pages of SmolLM2 against the formula of docs/format.md and vLLM's own cache."""
+
+from math import ceil
+from typing import Any
+
+import pytest
+import torch
+
+from xquant import Calibration, parse_method
+from xquant.analysis.shapes import shape_config
+from xquant.methods import LayerCodec
+from xquant.quant.ranked import Ranked
+from xquant.serve.build import Model, codecs_of
+from xquant.serve.capacity import Room, room_of, stock_room
+from xquant.serve.fit import wanted
+from xquant.store.pages import PageLayout
+
+MODEL = Model(shape_config("smollm2"), torch.bfloat16)
+WIDTH, TOKENS = 192, 128
+
+
+def _codecs(spec: str) -> list[LayerCodec]:
+    method, made = parse_method(spec), None
+    if method.needs_calibration:  # layers that get more and fewer bits
+        found = {}
+        for name, each in method.expected(MODEL.layers).items():
+            found[name] = torch.zeros(each.shape, dtype=each.dtype)
+            if name.endswith("profile"):
+                layer, channels = int(name.partition(".")[0]), each.shape[0]
+                found[name] = torch.linspace(5 + layer / 10, 0, channels)
+        made = Calibration(found, method.calibrated_as, "none", "none", "1.0")
+    return codecs_of(method, MODEL.layers, made)
+
+
+def _room(spec: str) -> Room:
+    return room_of(_codecs(spec), wanted({"xquant": spec}).keeping(), MODEL.dtype)
+
+
+def _rows(bits: int, channels: int) -> int:
+    return TOKENS * bits * channels // 8
+
+
+FORMULAS: dict[str, Any] = {
+    "full": lambda codec: TOKENS * 2 * WIDTH * 2,
+    "kivi-4bit": lambda codec: 2 * _rows(4, WIDTH) + 4 * WIDTH + 4 * TOKENS * ceil(WIDTH / 128),
+    "kivi-2bit": lambda codec: 2 * _rows(2, WIDTH) + 4 * WIDTH + 4 * TOKENS * ceil(WIDTH / 128),
+    "int4-gs64:rope=post": lambda codec: 2 * (_rows(4, WIDTH) + 4 * TOKENS * ceil(WIDTH / 64)),
+    "tc-2bit": lambda codec: _ranked(codec.segments[0].quantizer),
+}
+
+
+def _ranked(quantizer: Ranked) -> int:
+    codes = sum(_rows(bits, count) for bits, count in enumerate(quantizer.counts, 1))
+    return codes + ceil(2 * WIDTH / 2) + ceil(TOKENS / 2)
+
+
+@pytest.mark.parametrize("spec", FORMULAS)
+def test_bytes_of_a_page_follow_the_formula(spec: str) -> None:
+    codecs, room = _codecs(spec), _room(spec)
+    for codec, nbytes in zip(codecs, room.pages, strict=True):
+        layout = PageLayout(codec.segments, TOKENS)
+        assert layout.packed_nbytes == FORMULAS[spec](codec)
+        assert layout.packed_nbytes <= nbytes < layout.packed_nbytes + 64 * len(layout.places)
+    # Pages of layers lie after each other, however unequal they are.
+    assert sum(room.pages) <= len(codecs) * room.page < sum(room.pages) + TOKENS * len(codecs)
+    assert room.starts[-1] + room.pages[-1] <= len(codecs) * room.page
+
+
+@pytest.mark.parametrize(
+    ("spec", "times"), [("kivi-4bit", 3.4), ("kivi-2bit", 5.5), ("tc-2bit", 6)]
+)
+def test_as_many_tokens_fit_as_is_asked(spec: str, times: float) -> None:
+    """At 8,192 positions in bf16, rings included."""
+    own = stock_room(MODEL).tokens(2**29, 8192)
+    assert _room(spec).tokens(2**29, 8192) >= times * own
+
+
+def test_a_ring_larger_than_a_block_takes_one_of_its_own() -> None:
+    room = Room(128, [1000, 1000, 1000], 8192)
+    assert (room.page, room.nbytes, room.blocks_of_rings) == (1024, 8192, 3)
+    assert room.tokens(10 * 8192, 256) == int(10 / (2 + 3) * 256)
