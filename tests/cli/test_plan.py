@@ -32,6 +32,39 @@ def test_a_row_for_the_full_cache_and_for_every_method(run, model) -> None:
     assert [row["estimated"] for row in rows] == [False, False, True]
 
 
+def test_an_engine_is_planned_for(run) -> None:
+    asked = (
+        "plan",
+        "--shape",
+        "smollm2",
+        "--engine",
+        "vllm",
+        "--memory",
+        0.5,
+        "--dtype",
+        "bfloat16",
+    )
+    asked += ("--method", "kivi-4bit", "--method", "crosslayer")
+    status, out, err = run(*asked, "--json", "-")
+    own, full, kivi, crosslayer = json.loads(out)
+    assert (status, err) == (0, "")
+    blocks = int(5e8) // (30 * 98304)  # of 128 tokens; a request of 8,192 has 64
+    assert own["tokens"] == int(blocks / 64 * 8192)
+    assert full["tokens"] < own["tokens"] < kivi["tokens"] / 3.4
+    assert "layers share codes" in crosslayer["refused"]
+    status, out, err = run(*asked)
+    assert (status, err) == (0, "") and "layers share codes" in out
+    assert f"{kivi['tokens']:,}" in next(
+        li for li in out.splitlines() if li.startswith("kivi-4bit")
+    )
+
+
+@pytest.mark.parametrize("given", [(), ("--engine", "vllm"), ("--gpu", "l4", "--memory", 1)])
+def test_a_gpu_or_an_engine_is_asked_for(run, given) -> None:
+    status, out, err = run("plan", "--shape", "smollm2", *given)
+    assert (status, out) == (2, "") and "either --gpu NAME or --engine vllm" in err
+
+
 def test_a_shape_is_planned_for_without_weights(run) -> None:
     asked = ("plan", "--shape", "llama-3.1-8b", "--gpu", "H100 PCIe", "--context", 1 << 20)
     status, out, err = run(*asked)

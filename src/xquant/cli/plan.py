@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..analysis.shapes import Skeleton
+    from ..methods import Method
 
 BASELINE = "full"
 USUAL = 8192
@@ -58,7 +59,14 @@ FITS = {
 @click.command()
 @click.argument("model", required=False, type=MODEL)
 @click.option("--shape", metavar="NAME", help="A known model's sizes, such as llama-3.1-8b.")
-@click.option("--gpu", metavar="NAME", required=True, help="Such as h100-pcie.")
+@click.option("--gpu", metavar="NAME", help="Such as h100-pcie.")
+@click.option("--engine", type=click.Choice(("vllm",)), help="Plan for an engine instead.")
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GB",
+    help="With --engine: what the cache may take; vLLM's kv_cache_memory_bytes.",
+)
 @methods_option
 @click.option(
     "--context",
@@ -87,7 +95,9 @@ FITS = {
 def plan(
     model: str | None,
     shape: str | None,
-    gpu: str,
+    gpu: str | None,
+    engine: str | None,
+    memory: float | None,
     specs: Sequence[str],
     context: int | None,
     batch: int,
@@ -100,10 +110,13 @@ def plan(
 
     The full cache is always the first row; without --method a selection follows it. What fits is weights,
     cache and activations; the longest context is within the model's positions.
+
+    With --engine vllm: the tokens that fit into its cache, as it will report them.
     """
     if (model is None) == (shape is None):
         raise ValueError("give either MODEL or --shape NAME")
-    gpu, card = find_gpu(gpu)
+    if (gpu is None) == (engine is None) or (engine is None) != (memory is None):
+        raise ValueError("give either --gpu NAME or --engine vllm and --memory GB")
     from transformers.utils import logging
 
     from .. import parse_method
@@ -120,6 +133,16 @@ def plan(
     if not past_positions:
         _check_context(context, positions)
     unique = list(dict.fromkeys(asked))
+    if memory is not None:
+        folder = str(model or "")
+        found = _served(config, skeleton, folder, unique, int(memory * 1e9), context)
+        name = str(model or shape)
+        finish(found, json_file, model=name, engine=engine, dtype=_name(skeleton), context=context)
+        if json_file != STDOUT:
+            _print_served(found)
+        return
+    assert gpu is not None
+    gpu, card = find_gpu(gpu)
     rows = make_plan(skeleton, unique, card, context, batch, chunk, past_positions)
     name = str(model or shape)
     finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))
@@ -127,6 +150,58 @@ def plan(
         click.echo(f"{_describe_model(name, skeleton)}\n{_describe_gpu(gpu, card)}\n")
         print_rows(rows)
         click.echo(f"\n{advice(rows)}\n{RULE}")
+
+
+def _served(
+    config: Any,
+    skeleton: "Skeleton",
+    folder: str,
+    methods: "Sequence[Method]",
+    nbytes: int,
+    context: int,
+) -> list[dict[str, Any]]:
+    """What an engine holds in so many bytes: as it is, and with each method."""
+    from ..serve.build import Model
+    from ..serve.capacity import room_in, stock_room
+    from ..serve.fit import wanted
+
+    model = Model(config, skeleton.model.dtype, folder)
+    rows: list[dict[str, Any]] = []
+    for method in (None, *methods):
+        row: dict[str, Any] = {"method": "vLLM's own" if method is None else method.spec}
+        rows.append(row)
+        try:
+            room = (
+                stock_room(model)
+                if method is None
+                else room_in(wanted({"xquant": method.spec}), model)
+            )
+        except ValueError as error:
+            row["refused"] = str(error).removeprefix("xquant: ")
+            continue
+        row["block_bytes"], row["ring_blocks"] = room.nbytes, room.blocks_of_rings
+        row["tokens"] = room.tokens(nbytes, context)
+    return rows
+
+
+def _print_served(rows: Sequence[Mapping[str, Any]]) -> None:
+    first = rows[0]["tokens"]
+    print_table(
+        {"method": "left", "bytes of a block": "right", "tokens": "right", "times": "right"},
+        [
+            (
+                row["method"],
+                f"{row['block_bytes']:,}",
+                f"{row['tokens']:,}",
+                f"{row['tokens'] / first:.2f}",
+            )
+            for row in rows
+            if "refused" not in row
+        ],
+    )
+    for row in rows:
+        if "refused" in row:
+            click.echo(row["refused"])
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
