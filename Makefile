@@ -4,6 +4,7 @@
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
+# make serve-stress   its server with many clients, and thousands of random requests; half an hour
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
 # make docs   the site in build/site, and what its pages say to run, run
@@ -22,11 +23,12 @@ CXX ?= g++
 SERVE_BIN := .venv-serve/bin
 SERVE_STAMP := .venv-serve/.installed
 SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
+STRESS := tests/serve/test_random_requests.py tests/serve/test_server.py
 
 CHECK := $(BIN)/check-jsonschema --builtin-schema vendor.github
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize mutants serve-env serve-test gpu lint schemas docs wheels clean
+.PHONY: env demo test sanitize mutants serve-env serve-test serve-stress gpu lint schemas docs wheels clean
 
 env: $(EXTRAS)
 
@@ -83,7 +85,11 @@ serve-env: $(SERVE_STAMP)
 
 # One thread for vLLM's products: two that wait for each other on busy cores are slower.
 serve-test: serve-env
-	OMP_NUM_THREADS=1 $(SERVE_BIN)/python -m pytest tests/serve tests/store/test_pages.py
+	OMP_NUM_THREADS=1 $(SERVE_BIN)/python -m pytest tests/serve tests/store/test_pages.py $(STRESS:%=--ignore=%)
+
+# An OpenAI server with its clients, and 2,000 random requests.
+serve-stress: serve-env
+	OMP_NUM_THREADS=1 XQUANT_REQUESTS=2000 $(SERVE_BIN)/python -m pytest $(STRESS)
 
 gpu:
 	$(PYTHON) benchmarks/gpu.py --output build/gpu

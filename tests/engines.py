@@ -34,10 +34,10 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def save_tiny(folder: Path) -> Path:
-    """A random Llama, with heads that vLLM's own kernels take."""
+def save_tiny(folder: Path, **other: Any) -> Path:
+    """A random Llama, with heads that vLLM's own kernels take. ``other``: of its configuration."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE, **other})).save_pretrained(folder)
     return folder
 
 

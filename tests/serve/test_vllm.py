@@ -1,17 +1,21 @@
 """The plugin in vLLM; run by `make serve-test` in an environment that has it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("vllm")
 
 from calibrated import calibration
 from engines import VOCABULARY, answers, cache_config, engine, save_tiny
-from xquant import Calibration, KVCache, load_model
+from xquant import Calibration, KVCache, load_model, parse_method
+from xquant.serve.build import Model
+from xquant.serve.capacity import room_in, stock_room
+from xquant.serve.fit import wanted
 from xquant.serve.vllm import guard
 
 LENGTHS = [
@@ -71,13 +75,16 @@ def _library(
     new: int,
     kernel: str = "reference",
     made: Calibration | None = None,
+    cuts: tuple[int, ...] = (),
 ) -> list[list[int]]:
-    """What `KVCache` answers, the prompt in one forward pass."""
+    """What `KVCache` answers, prompts cut here, each part in one forward pass."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         cache = KVCache(model, spec, calibration=made, kernel=kernel)
+        for start, stop in zip((0, *cuts), cuts, strict=False):
+            model(input_ids=ids[:, start:stop], past_key_values=cache)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -149,16 +156,41 @@ def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
     assert all(each == found[0] for each in found)
 
 
-def test_a_calibration_is_served(tiny: Path, tmp_path: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
-    found = calibration(model, "tc-2bit")
+def _kept(model: Path, spec: str, folder: Path) -> tuple[Calibration, str]:
+    """A calibration, and the file that it is in."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found, file = calibration(loaded, spec), folder / "calibration.safetensors"
     assert found is not None
-    found.save(tmp_path / "tc.safetensors")
-    own = {"xquant_kernel": "reference", "xquant_calibration": str(tmp_path / "tc.safetensors")}
+    found.save(file)
+    return found, str(file)
+
+
+def test_a_calibration_is_served(tiny: Path, tmp_path: Path) -> None:
+    made = _kept(tiny, "kvquant-3bit-1%", tmp_path)
+    own = {"xquant_kernel": "reference", "xquant_calibration": made[1]}
     prompts = _prompts([40, 300], seed=5)
-    with engine(tiny, "tc-2bit:sink=0", **own) as llm:
+    with engine(tiny, "kvquant-3bit-1%", **own) as llm:
         served = answers(llm, prompts, 130)
-    assert served == _library(tiny, "tc-2bit:sink=0", prompts, 130, made=found)
+    assert served == _library(tiny, "kvquant-3bit-1%", prompts, 130, made=made[0])
+
+
+def test_sinks_are_found_again_with_their_page(tiny: Path, tmp_path: Path) -> None:
+    """A request that finds a prefix has a ring of its own, and the sinks of another."""
+    made = _kept(tiny, "tc-2bit", tmp_path)
+    stem, ends = _prompts([300], seed=7)[0], _prompts([40, 90], seed=8)
+    prompts = [stem[:256] + end for end in ends]
+    with engine(tiny, "tc-2bit", xquant_kernel="reference", xquant_calibration=made[1]) as llm:
+        first, second = (answers(llm, [prompt], 130)[0] for prompt in prompts)
+    assert first == _library(tiny, "tc-2bit", prompts[:1], 130, made=made[0])[0]
+    assert second == _library(tiny, "tc-2bit", prompts[1:], 130, made=made[0], cuts=(256,))[0]
+
+
+def test_two_shards_answer_as_vllm_does(tmp_path: Path) -> None:
+    folder, prompts = save_tiny(tmp_path, num_key_value_heads=4), _prompts(LENGTHS[::4])
+    with engine(folder) as llm:
+        stock = answers(llm, prompts, 16)
+    with engine(folder, "full", tensor_parallel_size=2) as llm:
+        assert answers(llm, prompts, 16) == stock
 
 
 def test_two_shards_answer_as_one_process(tiny: Path) -> None:
@@ -172,19 +204,35 @@ def test_two_shards_answer_as_one_process(tiny: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_memory_holds_more_tokens(tiny: Path) -> None:
-    with engine(tiny, "kivi-4bit") as llm:
-        packed = cache_config(llm).kv_cache_size_tokens
-    with engine(tiny) as llm:
+def test_memory_holds_as_many_tokens_as_are_planned(tiny: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny)
+    model, memory = Model(config, torch.float32, str(tiny)), {"kv_cache_memory_bytes": 32 << 20}
+    with engine(tiny, **memory) as llm:
+        stock = cache_config(llm).kv_cache_size_tokens
+    assert stock == stock_room(model).tokens(32 << 20, 1024)
+    for spec in ("kivi-4bit", "tc-2bit"):
+        own: dict[str, Any] = {}
+        if spec == "tc-2bit":  # whose pages differ from layer to layer
+            own["xquant_calibration"] = _kept(tiny, spec, tmp_path)[1]
+        with engine(tiny, spec, **own, **memory) as llm:
+            packed = cache_config(llm).kv_cache_size_tokens
+        room = room_in(wanted({"xquant": spec, **own}), model)
+        assert packed == room.tokens(32 << 20, 1024)
         # The rings of so small a model take as much room as its pages.
-        assert packed > 2.5 * cache_config(llm).kv_cache_size_tokens
+        assert packed > 2.5 * stock
+
+
+def test_a_calibration_of_another_model_is_refused(tiny: Path, tmp_path: Path) -> None:
+    made, file = _kept(tiny, "tc-2bit", tmp_path)
+    replace(made, model="another").save(file)
+    _refused("another model", tiny, "tc-2bit", xquant_calibration=file)
 
 
 @pytest.mark.parametrize(
     ("spec", "options", "why"),
     [
         ("kivi-9bit", {}, "kivi: bits=9"),
-        ("kivi-4bit:sink=1", {}, "no room for sinks"),
+        ("kivi-4bit:sink=129", {}, "129 sinks are more than the 128 tokens"),
         ("kivi-4bit", {"xquant_attend": "codes"}, "chunk or store, not 'codes'"),
         ("kivi-4bit", {"xquant_kernels": "auto"}, "no option 'xquant_kernels'"),
         ("xquant-cl-2bit", {}, "docs/at-rest.md"),
@@ -221,12 +269,38 @@ def _refused(why: str, folder: Path, spec: str, **options: Any) -> None:
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("spec", ["full", "kivi-4bit", "kivi-4bit:rope=post"])
-def test_smollm2_answers_as_the_library_does(smollm2: Path, spec: str) -> None:
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "full",
+        "kivi-4bit",
+        "kivi-4bit:rope=post",
+        "kivi-3bit",
+        "kivi-3bit:rope=post",
+        "kivi-2bit",
+        "kivi-2bit:rope=post",
+        "kvquant-3bit-1%",
+        "tc-2bit",
+    ],
+)
+def test_smollm2_answers_as_the_library_does(smollm2: Path, spec: str, tmp_path: Path) -> None:
     prompts = _prompts([300], seed=2, vocabulary=40000)  # blocks are sealed four times
-    with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20) as llm:
+    made, own = None, {}
+    if parse_method(spec).needs_calibration:
+        made, own["xquant_calibration"] = _kept(smollm2, spec, tmp_path)
+    with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20, **own) as llm:
         found = answers(llm, prompts, 256)
-    assert found == _library(smollm2, spec, prompts, 256, "auto")
+    assert found == _library(smollm2, spec, prompts, 256, "auto", made)
+
+
+@pytest.mark.smollm2
+def test_three_shards_of_smollm2_answer_as_vllm_does(smollm2: Path) -> None:
+    prompts, options = _prompts([40, 300], seed=9, vocabulary=40000), {"max_num_seqs": 2}
+    with engine(smollm2, kv_cache_memory_bytes=64 << 20, **options) as llm:
+        stock = answers(llm, prompts, 16)
+    memory = {"kv_cache_memory_bytes": 64 << 20, "tensor_parallel_size": 3}
+    with engine(smollm2, "full", **memory, **options) as llm:
+        assert answers(llm, prompts, 16) == stock
 
 
 @pytest.mark.smollm2

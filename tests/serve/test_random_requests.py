@@ -1,0 +1,129 @@
+"""Random requests: lengths, common beginnings and aborts, against `KVCache`; run by `make serve-stress`.
+
+``XQUANT_REQUESTS`` says how many, 2,000 in `make serve-stress`.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("vllm")
+
+from engines import VOCABULARY, engine, save_tiny
+from xquant import KVCache
+
+REQUESTS = int(os.environ.get("XQUANT_REQUESTS", "24"))
+BLOCK, MOST_NEW, AT_ONCE = 128, 24, 8
+STEMS = 12
+
+
+@dataclass
+class Asked:
+    """A request, and what vLLM said of it."""
+
+    prompt: list[int]
+    new: int
+    answer: list[int]
+    aborted: bool = False
+    found: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
+    cuts: tuple[int, ...] = ()
+    """Where the prompt was cut when its tokens were read."""
+
+
+class Reference:
+    """`KVCache`, given a prompt as vLLM read it: a beginning that was known as the request did that
+    had it first, and what is left in one pass."""
+
+    def __init__(self, folder: Path, spec: str) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._spec = spec
+        self._cuts: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def note(self, asked: Asked) -> None:
+        """Its blocks are as it has read them. Requests are noted in the order in which they began."""
+        before = self._cuts[tuple(asked.prompt[: asked.found])] if asked.found else ()
+        asked.cuts = (*before, asked.found) if asked.found else ()
+        for end in range(asked.found + BLOCK, len(asked.prompt) + 1, BLOCK):
+            self._cuts[tuple(asked.prompt[:end])] = asked.cuts
+
+    @torch.no_grad()
+    def answer(self, asked: Asked) -> list[int]:
+        cache = KVCache(self._model, self._spec, kernel="reference")
+        start, tokens = 0, torch.tensor([asked.prompt])
+        for cut in asked.cuts:
+            self._model(input_ids=tokens[:, start:cut], past_key_values=cache)
+            start = cut
+        found, now = [], tokens[:, start:]
+        for _ in range(len(asked.answer)):
+            now = self._model(input_ids=now, past_key_values=cache).logits[:, -1:].argmax(-1)
+            found.append(int(now))
+        return found
+
+
+def _asked(chance: random.Random) -> list[Asked]:
+    words = range(VOCABULARY)
+    stems = [chance.choices(words, k=chance.randint(100, 600)) for _ in range(STEMS)]
+    asked = []
+    for _ in range(REQUESTS):
+        stem = chance.choice(stems)
+        prompt = stem[: chance.randint(1, len(stem))] + chance.choices(
+            words, k=chance.randint(1, 99)
+        )
+        if len(prompt) % BLOCK == 0:  # of such a prompt, a last block that is known is read anew
+            prompt = prompt[1:]
+        asked.append(Asked(prompt, chance.randint(1, MOST_NEW), []))
+    return asked
+
+
+def _run(llm: Any, asked: list[Asked], chance: random.Random, reference: Reference) -> None:
+    """Requests come and go as steps are taken."""
+    from vllm import SamplingParams
+
+    engine, waiting = llm.llm_engine, list(range(len(asked)))
+    running: set[int] = set()
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE and chance.random() < 0.6:
+            number = waiting.pop(0)
+            options = {"max_tokens": asked[number].new, "ignore_eos": True, "detokenize": False}
+            given = {"prompt_token_ids": asked[number].prompt}
+            engine.add_request(str(number), given, SamplingParams(temperature=0, **options))
+            running.add(number)
+        for out in sorted(engine.step(), key=lambda out: int(out.request_id.split("-")[0])):
+            number = int(out.request_id.split("-")[0])
+            one = asked[number]
+            if not one.answer:
+                one.found = out.num_cached_tokens or 0
+                reference.note(one)
+            one.answer = list(out.outputs[0].token_ids)
+            if out.finished:
+                running.discard(number)
+        for number in sorted(running):
+            if asked[number].answer and chance.random() < 0.02:
+                engine.abort_request([str(number)])
+                asked[number].aborted = True
+                running.discard(number)
+
+
+@pytest.mark.parametrize("spec", ["kivi-4bit", "int4:group=128,rope=post"])
+def test_random_requests_answer_as_the_library_does(tmp_path: Path, spec: str) -> None:
+    folder, chance = save_tiny(tmp_path), random.Random(spec)
+    reference, asked = Reference(folder, spec), _asked(chance)
+    options = {"max_num_batched_tokens": 8192, "max_num_seqs": AT_ONCE}
+    with engine(folder, spec, xquant_kernel="reference", **options) as llm:
+        _run(llm, asked, chance, reference)
+        core = llm.llm_engine.engine_core.engine_core
+        pool = core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is never given out
+        assert llm.llm_engine.reset_prefix_cache()
+    assert sum(one.found > 0 for one in asked) > REQUESTS / 10
+    assert any(one.aborted for one in asked) or REQUESTS < 100
+    for one in asked:
+        assert one.answer == reference.answer(one)
+        assert one.aborted or len(one.answer) == one.new

@@ -1,0 +1,160 @@
+"""vLLM's OpenAI server with xquant: many chats at once, clients that leave, requests that are too long. Run
+by `make serve-stress`."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import openai
+
+from engines import save_tiny
+from xquant import load_model
+
+PORT = 8765
+CHATS = 16
+SYSTEM = "You answer questions about steam engines, shortly and in whole sentences. " * 20
+
+
+def _command(folder: Path, **own: Any) -> list[str]:
+    options = {
+        "model": folder,
+        "served-model-name": "served",
+        "port": PORT,
+        "dtype": "float32",
+        "max-model-len": 1024,
+        "max-num-seqs": CHATS,
+        "kv-cache-memory-bytes": 48 << 20,
+        "additional-config": json.dumps({"xquant_kernel": "reference", **own}),
+    }
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *given]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of SmolLM2's words."""
+    _, tokenizer = load_model("smollm2")
+    found = save_tiny(tmp_path_factory.mktemp("served"), vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[str]:
+    command = _command(folder, xquant="kivi-4bit", xquant_attend="store")
+    process = subprocess.Popen(command, env=_environment())
+    try:
+        for _ in range(900):
+            if _answers("/health") is not None or process.poll() is not None:
+                break
+            time.sleep(1)
+        assert process.poll() is None
+        yield f"http://127.0.0.1:{PORT}/v1"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _answers(path: str) -> str | None:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return None
+
+
+def _metric(name: str) -> float:
+    lines = (_answers("/metrics") or "").splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+
+
+async def _chat(client: Any, number: int, tokens: int = 20) -> str:
+    messages = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": f"Question {number}: what does part {number * 7} do?"},
+    ]
+    stream = await client.chat.completions.create(
+        model="served",
+        messages=messages,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    return "".join(parts)
+
+
+def test_chats_at_once_answer_as_one_at_a_time(server: str) -> None:
+    async def run() -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=server, api_key="none") as client:
+            together = await asyncio.gather(*(_chat(client, number) for number in range(CHATS)))
+            alone = [await _chat(client, number) for number in range(CHATS)]
+        return list(together), alone
+
+    together, alone = asyncio.run(run())
+    assert together == alone
+    assert len(set(together)) > 1
+    assert _metric("vllm:prefix_cache_hits_total") > 0
+
+
+def test_a_client_that_leaves_frees_its_pages(server: str) -> None:
+    async def leave() -> None:
+        async with openai.AsyncOpenAI(base_url=server, api_key="none") as client:
+            stream = await client.completions.create(
+                model="served",
+                prompt="a " * 300,
+                max_tokens=600,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+
+    asyncio.run(leave())
+    for _ in range(120):
+        if not _metric("vllm:num_requests_running") and not _metric("vllm:kv_cache_usage_perc"):
+            break
+        time.sleep(0.5)
+    assert _metric("vllm:num_requests_running") == 0
+    assert _metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_what_is_too_long_is_refused_and_the_server_goes_on(server: str) -> None:
+    with openai.OpenAI(base_url=server, api_key="none") as client:
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="served", prompt="a " * 1500, max_tokens=8)
+        found = client.completions.create(model="served", prompt="a b c", max_tokens=8)
+    assert found.usage.completion_tokens == 8
+
+
+def test_a_refusal_is_one_line(folder: Path) -> None:
+    done = subprocess.run(
+        _command(folder, xquant="kivi-9bit"),
+        env={**_environment(), "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode
+    assert "Traceback" not in done.stderr
+    refused = [line for line in done.stderr.splitlines() if "xquant" in line]
+    assert len(refused) == 1 and refused[0].startswith("xquant: kivi: bits=9")
