@@ -4,7 +4,7 @@
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
-# make serve-stress   its server with many clients, and thousands of random requests; half an hour
+# make serve-stress   its server with many clients, and thousands of random requests
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
 # make docs   the site in build/site, and what its pages say to run, run
