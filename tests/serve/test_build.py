@@ -81,7 +81,7 @@ def test_calibrations_are_read_for_their_model(model: Any, folder: Path, tmp_pat
     assert found is not None
     file = tmp_path / "tc.safetensors"
     found.save(file)
-    wanted = fit.wanted({"xquant": "tc-2bit:sink=0", "xquant_calibration": str(file)})
+    wanted = fit.wanted({"xquant": "tc-2bit", "xquant_calibration": str(file)})
     given = Model(model.config, torch.float32, str(folder))
     fit.check_model(wanted, given)
     (codec, *_) = fit.codecs_for(wanted, given, None, 0)
@@ -126,7 +126,7 @@ def test_calibrations_of_all_heads_are_not_cut(model: Any, folder: Path, tmp_pat
     found, file = calibration(model, "tc-2bit"), tmp_path / "tc.safetensors"
     assert found is not None
     found.save(file)
-    wanted = fit.wanted({"xquant": "tc-2bit:sink=0", "xquant_calibration": str(file)})
+    wanted = fit.wanted({"xquant": "tc-2bit", "xquant_calibration": str(file)})
     with pytest.raises(ValueError, match="of all heads together"):
         fit.check_model(wanted, Model(model.config, torch.float32, str(folder), 2))
 
@@ -134,8 +134,8 @@ def test_calibrations_of_all_heads_are_not_cut(model: Any, folder: Path, tmp_pat
 @pytest.mark.parametrize(
     ("spec", "file", "shards", "why"),
     [
-        ("tc-2bit:sink=0", "none.safetensors", 1, "there is no calibration file"),
-        ("kvquant-3bit:sink=0", None, 1, "xquant_calibration=FILE"),
+        ("tc-2bit", "none.safetensors", 1, "there is no calibration file"),
+        ("kvquant-3bit", None, 1, "xquant_calibration=FILE"),
         ("kivi-4bit", "none.safetensors", 1, "needs no calibration"),
         ("xquant-4bit:form=mha", None, 1, "layer inputs"),
         ("kivi-4bit", None, 3, "cannot be divided by 3"),
