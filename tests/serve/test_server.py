@@ -27,11 +27,11 @@ CHATS = 16
 SYSTEM = "You answer questions about steam engines, shortly and in whole sentences. " * 20
 
 
-def _command(folder: Path, **own: Any) -> list[str]:
+def _command(folder: Path, port: int, **own: Any) -> list[str]:
     options = {
         "model": folder,
         "served-model-name": "served",
-        "port": PORT,
+        "port": port,
         "dtype": "float32",
         "max-model-len": 1024,
         "max-num-seqs": CHATS,
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    command = _command(folder, xquant="kivi-4bit", xquant_attend="store")
+    command = _command(folder, PORT, xquant="kivi-4bit", xquant_attend="store")
     process = subprocess.Popen(command, env=_environment())
     try:
         for _ in range(900):
@@ -147,7 +147,7 @@ def test_what_is_too_long_is_refused_and_the_server_goes_on(server: str) -> None
 
 def test_a_refusal_is_one_line(folder: Path) -> None:
     done = subprocess.run(
-        _command(folder, xquant="kivi-9bit"),
+        _command(folder, PORT + 1, xquant="kivi-9bit"),
         env={**_environment(), "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
