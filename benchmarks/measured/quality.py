@@ -1,6 +1,7 @@
 """Tables of quality: perplexity, passkeys, tasks, families of models, transformers' own tests."""
 
 from collections.abc import Callable
+from statistics import fmean
 
 from xquant import parse_method
 
@@ -139,32 +140,66 @@ def transform_options() -> str:
     return texts(**{"WikiText-2": "tc-options-smollm2"})
 
 
-def passkeys(file: str) -> str:
-    """Numbers found, of those asked for, and the depths at which they were not."""
-    found = rows(file)
+def passkeys(found: list[Row], cell: Callable[[list[Row]], str]) -> str:
+    """A line a method and a column a context: what ``cell`` says of the rows of all depths."""
     contexts = sorted({row["context"] for row in found})
     body = []
     for method in dict.fromkeys(row["method"] for row in found):
-        cells = [code(method)]
-        for context in contexts:
-            own = [r for r in found if r["method"] == method and r["context"] == context]
-            lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
-            cells.append(
-                f"{sum(r['found'] for r in own)} of {sum(r['samples'] for r in own)}"
-                + (f" (lost at {lost})" if lost else "")
-            )
-        body.append(cells)
+        own = [row for row in found if row["method"] == method]
+        cells = ([row for row in own if row["context"] == context] for context in contexts)
+        body.append([code(method), *map(cell, cells)])
     return markdown(["method", *(f"{context:,}" for context in contexts)], body)
+
+
+def counted(own: list[Row]) -> str:
+    """Numbers found, of those asked for."""
+    return f"{sum(row['found'] for row in own)} of {sum(row['samples'] for row in own)}"
+
+
+def with_depths(own: list[Row]) -> str:
+    """Numbers found, and the depths at which some were not."""
+    lost = ", ".join(f"{row['depth']:g}" for row in own if row["found"] < row["samples"])
+    return counted(own) + (f" (lost at {lost})" if lost else "")
+
+
+def with_likelihood(own: list[Row]) -> str:
+    """Numbers found, and the mean logarithm of the probability of the right ones' digits."""
+    return f"{counted(own)} ({fmean(row['likelihood'] for row in own):.2f})"
 
 
 @table
 def evaluation_passkey() -> str:
-    return passkeys("passkey-smollm2")
+    return passkeys(rows("passkey-smollm2"), with_depths)
+
+
+@table
+def evaluation_passkey_exact() -> str:
+    found = rows("passkey-exact-smollm2") + rows("passkey-exact-8k-smollm2")
+    return passkeys(found, with_likelihood)
+
+
+@table
+def pyramid() -> str:
+    """`pyramid` beside methods of about the same bytes."""
+    return markdown(
+        ["method", "of fp16 cache", "perplexity", "of full", "±", "KL"],
+        (
+            [
+                code(method),
+                f"{row['cache_ratio']:.1%}",
+                f"{row['perplexity']:.2f}",
+                f"{row['ratio']:.3f}",
+                error(row),
+                f"{row['kl']:.3f}",
+            ]
+            for method, row in by_method("pyramid-smollm2").items()
+        ),
+    )
 
 
 @table
 def transform_passkey() -> str:
-    return passkeys("passkey-tc-smollm2")
+    return passkeys(rows("passkey-tc-smollm2"), with_depths)
 
 
 def tasks(file: str) -> str:
