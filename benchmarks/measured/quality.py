@@ -179,6 +179,34 @@ def evaluation_passkey_exact() -> str:
 
 
 @table
+def passkey_errors() -> str:
+    """Of each method and calibration: numbers found in both ways of reading, then squared errors over
+    squared norms, of the number's digits and of the median token."""
+    found = rows("passkey-errors-smollm2")
+    head = ["method", "calibrated on", "read exactly", "through the store"]
+    head += ["keys: digits", "all", "values: digits", "all"]
+    asked = [row for row in found if row["part"] == "asked"]
+    body = []
+    for method, text in dict.fromkeys((row["method"], row["calibrated_on"]) for row in asked):
+        cells = [code(method), text if method.startswith("kvquant") else ""]
+        for attend in ("chunk", "store"):
+            own = (method, text, attend)
+            cells.append(with_likelihood([row for row in asked if _asked(row) == own]))
+        for states in ("keys", "values"):
+            errors = [row for row in found if row.get("states") == states]
+            # Errors were measured with the calibration that all methods share.
+            errors = [row for row in errors if row["method"] == method and text == "WikiText-2"]
+            for of in ("digits", "median"):
+                cells.append(f"{fmean(row[of] for row in errors):.2%}" if errors else "")
+        body.append(cells)
+    return markdown(head, body)
+
+
+def _asked(row: Row) -> tuple[str, str, str]:
+    return row["method"], row["calibrated_on"], row["attend"]
+
+
+@table
 def pyramid() -> str:
     """`pyramid` beside methods of about the same bytes."""
     return markdown(
