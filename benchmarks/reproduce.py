@@ -29,6 +29,7 @@ C4 = f"{BF16} --text data/c4/passages.jsonl --windows 4 {CALIBRATION}"
 LONG = f"{BF16} --text data/wikitext2/test.raw --context 8192 --windows 2 {CALIBRATION}"
 TASKS = f"{BF16} --data data"
 LONGBENCH = f"{TASKS} --limit 20 --answer 16"
+MANY_TASKS = f"{TASKS} --limit 8 --answer 16"
 
 
 def chosen(names: str) -> str:
@@ -44,13 +45,12 @@ RUNS: dict[str, str] = {
     "xquant/figure1": CALIBRATED,
     "xquant/figure3": TEXT,
     "xquant/figureB.2": TEXT,
-    "xquant/table2": f"{TASKS} --limit 8 --answer 16"
-    f" {chosen('narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa')}",
+    "xquant/table2": f"{MANY_TASKS} {chosen('narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa')}",
     "xquant/table3": f"{TASKS} --limit 20 --answer 64",
     "xquant/figureB.3": TEXT,
     "crosslayer/figure2": TEXT,
     "crosslayer/table2": f"{TASKS} --limit 40",
-    "crosslayer/table3": f"{TASKS} --limit 8 --answer 16",
+    "crosslayer/table3": MANY_TASKS,
     **dict.fromkeys((f"crosslayer/table{n}" for n in (1, 4, 5, 6, 7, 8)), LONGBENCH),
     "kvquant/table2": f"{BF16} {CALIBRATION} --limit 10",
     "kvquant/table3": f"{LONGBENCH} {CALIBRATION} {chosen('narrativeqa hotpotqa trec')}",

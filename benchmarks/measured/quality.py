@@ -140,14 +140,18 @@ def transform_options() -> str:
     return texts(**{"WikiText-2": "tc-options-smollm2"})
 
 
-def passkeys(found: list[Row], cell: Callable[[list[Row]], str]) -> str:
-    """A line a method and a column a context: what ``cell`` says of the rows of all depths."""
+def passkeys(file: str) -> str:
+    """Numbers found, of those asked for, and the depths at which some were not."""
+    found = rows(file)
     contexts = sorted({row["context"] for row in found})
     body = []
     for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
-        cells = ([row for row in own if row["context"] == context] for context in contexts)
-        body.append([code(method), *map(cell, cells)])
+        cells = [code(method)]
+        for context in contexts:
+            own = [r for r in found if r["method"] == method and r["context"] == context]
+            lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
+            cells.append(counted(own) + (f" (lost at {lost})" if lost else ""))
+        body.append(cells)
     return markdown(["method", *(f"{context:,}" for context in contexts)], body)
 
 
@@ -156,54 +160,38 @@ def counted(own: list[Row]) -> str:
     return f"{sum(row['found'] for row in own)} of {sum(row['samples'] for row in own)}"
 
 
-def with_depths(own: list[Row]) -> str:
-    """Numbers found, and the depths at which some were not."""
-    lost = ", ".join(f"{row['depth']:g}" for row in own if row["found"] < row["samples"])
-    return counted(own) + (f" (lost at {lost})" if lost else "")
-
-
-def with_likelihood(own: list[Row]) -> str:
-    """Numbers found, and the mean logarithm of the probability of the right ones' digits."""
-    return f"{counted(own)} ({fmean(row['likelihood'] for row in own):.2f})"
-
-
 @table
 def evaluation_passkey() -> str:
-    return passkeys(rows("passkey-smollm2"), with_depths)
-
-
-@table
-def evaluation_passkey_exact() -> str:
-    found = rows("passkey-exact-smollm2") + rows("passkey-exact-8k-smollm2")
-    return passkeys(found, with_likelihood)
+    return passkeys("passkey-smollm2")
 
 
 @table
 def passkey_errors() -> str:
-    """Of each method and calibration: numbers found in both ways of reading, then squared errors over
-    squared norms, of the number's digits and of the median token."""
-    found = rows("passkey-errors-smollm2")
+    """Of each method and calibration: numbers found in both ways of reading, and in brackets the mean
+    logarithm of the probability of the right ones' digits; then squared errors over squared norms, of the
+    number's digits and of the median token. Errors were measured with the first calibration alone."""
+    asked: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    errors: dict[str, dict[str, list[Row]]] = {}
+    for row in rows("passkey-errors-smollm2"):
+        if row["part"] == "asked":
+            by_way = asked.setdefault((row["method"], row["calibrated_on"]), {})
+            by_way.setdefault(row["attend"], []).append(row)
+        else:
+            errors.setdefault(row["method"], {}).setdefault(row["states"], []).append(row)
+    body = []
+    for (method, text), ways in asked.items():
+        cells = [code(method), text if parse_method(method).needs_calibration else ""]
+        for attend in ("chunk", "store"):
+            likelihood = fmean(row["likelihood"] for row in ways[attend])
+            cells.append(f"{counted(ways[attend])} ({likelihood:.2f})")
+        own = errors.pop(method, {})
+        for states in ("keys", "values"):
+            for of in ("digits", "median"):
+                cells.append(f"{fmean(row[of] for row in own[states]):.2%}" if own else "")
+        body.append(cells)
     head = ["method", "calibrated on", "read exactly", "through the store"]
     head += ["keys: digits", "all", "values: digits", "all"]
-    asked = [row for row in found if row["part"] == "asked"]
-    body = []
-    for method, text in dict.fromkeys((row["method"], row["calibrated_on"]) for row in asked):
-        cells = [code(method), text if method.startswith("kvquant") else ""]
-        for attend in ("chunk", "store"):
-            own = (method, text, attend)
-            cells.append(with_likelihood([row for row in asked if _asked(row) == own]))
-        for states in ("keys", "values"):
-            errors = [row for row in found if row.get("states") == states]
-            # Errors were measured with the calibration that all methods share.
-            errors = [row for row in errors if row["method"] == method and text == "WikiText-2"]
-            for of in ("digits", "median"):
-                cells.append(f"{fmean(row[of] for row in errors):.2%}" if errors else "")
-        body.append(cells)
     return markdown(head, body)
-
-
-def _asked(row: Row) -> tuple[str, str, str]:
-    return row["method"], row["calibrated_on"], row["attend"]
 
 
 @table
@@ -227,7 +215,7 @@ def pyramid() -> str:
 
 @table
 def transform_passkey() -> str:
-    return passkeys(rows("passkey-tc-smollm2"), with_depths)
+    return passkeys("passkey-tc-smollm2")
 
 
 def tasks(file: str) -> str:
