@@ -1,6 +1,7 @@
 """Tables of quality: perplexity, passkeys, tasks, families of models, transformers' own tests."""
 
 from collections.abc import Callable
+from statistics import fmean
 
 from xquant import parse_method
 
@@ -140,7 +141,7 @@ def transform_options() -> str:
 
 
 def passkeys(file: str) -> str:
-    """Numbers found, of those asked for, and the depths at which they were not."""
+    """Numbers found, of those asked for, and the depths at which some were not."""
     found = rows(file)
     contexts = sorted({row["context"] for row in found})
     body = []
@@ -149,17 +150,67 @@ def passkeys(file: str) -> str:
         for context in contexts:
             own = [r for r in found if r["method"] == method and r["context"] == context]
             lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
-            cells.append(
-                f"{sum(r['found'] for r in own)} of {sum(r['samples'] for r in own)}"
-                + (f" (lost at {lost})" if lost else "")
-            )
+            cells.append(counted(own) + (f" (lost at {lost})" if lost else ""))
         body.append(cells)
     return markdown(["method", *(f"{context:,}" for context in contexts)], body)
+
+
+def counted(own: list[Row]) -> str:
+    """Numbers found, of those asked for."""
+    return f"{sum(row['found'] for row in own)} of {sum(row['samples'] for row in own)}"
 
 
 @table
 def evaluation_passkey() -> str:
     return passkeys("passkey-smollm2")
+
+
+@table
+def passkey_errors() -> str:
+    """Of each method and calibration: numbers found in both ways of reading, and in brackets the mean
+    logarithm of the probability of the right ones' digits; then squared errors over squared norms, of the
+    number's digits and of the median token. Errors were measured with the first calibration alone."""
+    asked: dict[tuple[str, str], dict[str, list[Row]]] = {}
+    errors: dict[str, dict[str, list[Row]]] = {}
+    for row in rows("passkey-errors-smollm2"):
+        if row["part"] == "asked":
+            by_way = asked.setdefault((row["method"], row["calibrated_on"]), {})
+            by_way.setdefault(row["attend"], []).append(row)
+        else:
+            errors.setdefault(row["method"], {}).setdefault(row["states"], []).append(row)
+    body = []
+    for (method, text), ways in asked.items():
+        cells = [code(method), text if parse_method(method).needs_calibration else ""]
+        for attend in ("chunk", "store"):
+            likelihood = fmean(row["likelihood"] for row in ways[attend])
+            cells.append(f"{counted(ways[attend])} ({likelihood:.2f})")
+        own = errors.pop(method, {})
+        for states in ("keys", "values"):
+            for of in ("digits", "median"):
+                cells.append(f"{fmean(row[of] for row in own[states]):.2%}" if own else "")
+        body.append(cells)
+    head = ["method", "calibrated on", "read exactly", "through the store"]
+    head += ["keys: digits", "all", "values: digits", "all"]
+    return markdown(head, body)
+
+
+@table
+def pyramid() -> str:
+    """`pyramid` beside methods of about the same bytes."""
+    return markdown(
+        ["method", "of fp16 cache", "perplexity", "of full", "±", "KL"],
+        (
+            [
+                code(method),
+                f"{row['cache_ratio']:.1%}",
+                f"{row['perplexity']:.2f}",
+                f"{row['ratio']:.3f}",
+                error(row),
+                f"{row['kl']:.3f}",
+            ]
+            for method, row in by_method("pyramid-smollm2").items()
+        ),
+    )
 
 
 @table

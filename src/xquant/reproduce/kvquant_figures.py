@@ -46,7 +46,7 @@ def figure1(setup: Setup, printed: Rows) -> Rows:
 
 
 def sizes(model: Any, methods: Sequence[str]) -> list[dict[str, float]]:
-    """GB of the model's weights and of the methods' caches, in fp16; only its configuration counts."""
+    """GiB of the model's weights and of the methods' caches, in fp16; only its configuration counts."""
     skeleton = Skeleton(model.config, torch.float16)
     layouts = [CacheLayout(skeleton, parse_method(method)) for method in methods]
     return [
@@ -65,7 +65,7 @@ def draw_figure1(rows: Rows) -> Mapping[str, Any]:
     measured = {row["row"]: row["perplexity"] for row in rows}
     printed = {row["row"]: row["paper"]["perplexity"][where] for row in rows}
     found = {
-        "sizes": bars(nbytes, "GB in fp16"),
+        "sizes": bars(nbytes, "GiB in fp16"),
         "parts": bars(measured, "perplexity"),
         "paper": bars(printed, f"perplexity as printed: {where}"),
     }
