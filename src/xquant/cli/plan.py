@@ -7,13 +7,15 @@ import click
 
 from ..analysis.gpus import GPU, find_gpu
 from ..results.rows import STDOUT
-from .common import DTYPES, MODEL, finish, json_option, methods_option, print_table
+from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option, print_table
 
 if TYPE_CHECKING:
     import torch
 
     from ..analysis.shapes import Skeleton
     from ..methods import Method
+    from ..serve.build import Model
+    from ..serve.capacity import Room
 
 BASELINE = "full"
 USUAL = 8192
@@ -67,6 +69,26 @@ FITS = {
     metavar="GB",
     help="With --engine: what the cache may take; vLLM's kv_cache_memory_bytes.",
 )
+@click.option(
+    "--shards",
+    type=click.IntRange(1),
+    default=1,
+    help="With --engine: processes that share the heads; vLLM's tensor_parallel_size.  [default: 1]",
+)
+@click.option(
+    "--drafts",
+    type=click.IntRange(0),
+    default=0,
+    help="With --engine: tokens guessed at a time; vLLM's num_speculative_tokens.  [default: 0]",
+)
+@click.option(
+    "--calibration",
+    "artifacts",
+    metavar="FILE",
+    type=IN_FILE,
+    multiple=True,
+    help="With --engine: artifact of 'xquant calibrate'; may be given several times, one a method.",
+)
 @methods_option
 @click.option(
     "--context",
@@ -98,6 +120,9 @@ def plan(
     gpu: str | None,
     engine: str | None,
     memory: float | None,
+    shards: int,
+    drafts: int,
+    artifacts: Sequence[str],
     specs: Sequence[str],
     context: int | None,
     batch: int,
@@ -117,11 +142,14 @@ def plan(
         raise ValueError("give either MODEL or --shape NAME")
     if (gpu is None) == (engine is None) or (engine is None) != (memory is None):
         raise ValueError("give either --gpu NAME or --engine vllm and --memory GB")
+    if engine is None and (shards > 1 or drafts or artifacts):
+        raise ValueError("--shards, --drafts and --calibration are for --engine")
     from transformers.utils import logging
 
     from .. import parse_method
     from ..analysis.plan import plan as make_plan
     from ..analysis.shapes import Skeleton, load_config, shape_config
+    from ..serve.build import Model
 
     asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
     logging.set_verbosity_error()
@@ -134,10 +162,11 @@ def plan(
         _check_context(context, positions)
     unique = list(dict.fromkeys(asked))
     if memory is not None:
-        folder = str(model or "")
-        found = _served(config, skeleton, folder, unique, int(memory * 1e9), context)
         name = str(model or shape)
-        finish(found, json_file, model=name, engine=engine, dtype=_name(skeleton), context=context)
+        served = Model(config, skeleton.model.dtype, _folder(model, unique), shards)
+        found = _served(served, unique, int(memory * 1e9), context, drafts, artifacts)
+        subject = {"engine": engine, "context": context, "shards": shards, "drafts": drafts}
+        finish(found, json_file, model=name, dtype=_name(skeleton), **subject)
         if json_file != STDOUT:
             _print_served(found)
         return
@@ -152,35 +181,44 @@ def plan(
         click.echo(f"\n{advice(rows)}\n{RULE}")
 
 
+def _folder(model: str | None, methods: "Sequence[Method]") -> str:
+    """Where the weights are that a calibration is checked against; empty for a shape."""
+    from ..load import packaged_folder
+
+    if model == "smollm2" and any(method.needs_calibration for method in methods):
+        return str(packaged_folder())
+    return model or ""
+
+
 def _served(
-    config: Any,
-    skeleton: "Skeleton",
-    folder: str,
+    model: "Model",
     methods: "Sequence[Method]",
     nbytes: int,
     context: int,
+    drafts: int,
+    artifacts: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """What an engine holds in so many bytes: as it is, and with each method."""
-    from ..serve.build import Model
+    """What an engine holds in so many bytes of each shard: as it is, and with each method."""
+    from ..calibration import Calibration
     from ..serve.capacity import room_in, stock_room
     from ..serve.fit import wanted
 
-    model = Model(config, skeleton.model.dtype, folder)
-    rows: list[dict[str, Any]] = []
-    for method in (None, *methods):
-        row: dict[str, Any] = {"method": "vLLM's own" if method is None else method.spec}
-        rows.append(row)
+    files = {Calibration.load(file).method: file for file in artifacts}
+
+    def row_of(method: str, room: "Room") -> dict[str, Any]:
+        sizes = {"block_bytes": room.nbytes, "ring_blocks": room.blocks_of_rings}
+        return {"method": method, **sizes, "tokens": room.tokens(nbytes, context)}
+
+    rows = [row_of("vLLM's own", stock_room(model))]
+    for method in methods:
+        asked = {"xquant": method.spec}
+        if method.needs_calibration and method.calibrated_as in files:
+            asked["xquant_calibration"] = files[method.calibrated_as]
         try:
-            room = (
-                stock_room(model)
-                if method is None
-                else room_in(wanted({"xquant": method.spec}), model)
-            )
+            rows.append(row_of(method.spec, room_in(wanted(asked), model, drafts)))
         except ValueError as error:
-            row["refused"] = str(error).removeprefix("xquant: ")
-            continue
-        row["block_bytes"], row["ring_blocks"] = room.nbytes, room.blocks_of_rings
-        row["tokens"] = room.tokens(nbytes, context)
+            refused = str(error).removeprefix("xquant: ")
+            rows.append({"method": method.spec, "refused": refused})
     return rows
 
 

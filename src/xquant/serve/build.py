@@ -55,6 +55,8 @@ class Model:
         Raises:
             ValueError: they cannot be read.
         """
+        if not self.folder:
+            raise ValueError("it depends on a model's weights, and a shape has none")
         skeleton = Skeleton(self.config, self.dtype)
         layers = _all_layers(skeleton)
         modules = [(v.key_module, v.value_module, v.key_norm) for v in layers]

@@ -10,7 +10,7 @@ import torch
 
 from ..methods import LayerCodec
 from ..store.pages import PageLayout
-from .build import Model
+from .build import Model, shard_of
 from .fit import Wanted, codecs_for
 from .step import Keeping
 
@@ -78,17 +78,24 @@ def room_of(codecs: Sequence[LayerCodec], keeping: Keeping, dtype: torch.dtype) 
     return Room(keeping.block, pages, keeping.capacity * row * dtype.itemsize)
 
 
-def room_in(asked: Wanted, model: Model) -> Room:
-    """What a method asks of a pool, for a model that is not loaded.
+def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
+    """What a method asks of the pool of a shard, for a model that is not loaded.
+
+    Args:
+        drafts: tokens that are guessed at a time.
 
     Raises:
         ValueError: it cannot be served; the message says why.
     """
     codecs = codecs_for(asked, model, None, 0, weighted=False)
-    return room_of(codecs, asked.keeping(), model.dtype)
+    return room_of(codecs, asked.keeping(drafts), model.dtype)
 
 
 def stock_room(model: Model) -> Room:
-    """What vLLM's own cache asks."""
-    widths = [view.kv_width for view in model.layers]
+    """What vLLM's own cache asks of the pool of a shard.
+
+    Raises:
+        ValueError: heads cannot be divided among so many.
+    """
+    widths = [view.kv_width for view in shard_of(model.layers, 0, model.shards)]
     return Room(_STOCK, [_STOCK * 2 * width * model.dtype.itemsize for width in widths], 0)

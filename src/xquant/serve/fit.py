@@ -8,6 +8,7 @@ from ..methods import LayerCodec, Method
 from ..models import AttentionView
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
+from .rotary import turns_halves
 from .sinks import Slots
 from .step import Keeping
 
@@ -43,6 +44,20 @@ class Wanted:
     @property
     def at_heads(self) -> bool:
         return self.ranges == "heads"
+
+    def block_of(self, given: int | None) -> int:
+        """Tokens of an engine's block: those of a page.
+
+        Raises:
+            ValueError: another number is ``given``.
+        """
+        block = self.method.group
+        if given not in (None, block):
+            raise ValueError(
+                f"xquant: a page of {self.method.spec} is a block of {block} tokens, and block_size is"
+                f" {given}"
+            )
+        return block
 
     def keeping(self, drafts: int = 0) -> Keeping:
         """What of a past is kept where; ``drafts``: tokens that are guessed at a time."""
@@ -89,13 +104,18 @@ def parse(spec: Any) -> Method:
     return method
 
 
-def check_model(wanted: Wanted, model: Model) -> None:
-    """Ask for the codecs of a model that is not loaded.
+def check_model(wanted: Wanted, model: Model) -> list[LayerCodec]:
+    """The codecs of a model that is not loaded, without weights.
 
     Raises:
         ValueError: the model or the method for it cannot be served; the message says why.
     """
-    codecs_for(wanted, model, None, 0, weighted=False)
+    codecs = codecs_for(wanted, model, None, 0, weighted=False)
+    if not all(codec.rotated or turns_halves(codec.view) for codec in codecs):
+        raise _refused(
+            wanted.method, "it keeps keys before RoPE, and the model's does not turn halves"
+        )
+    return codecs
 
 
 def codecs_for(

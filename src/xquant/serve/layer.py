@@ -121,12 +121,15 @@ class ServedLayer:
         """Whether a kernel reads its pages, where a sequence has few new tokens."""
         return self._paged is not None
 
-    def bind(self, pages: Tensor, rings: Tensor) -> None:
-        """Keep the past in this memory of the engine: ``pages`` uint8 ``[N, layout.nbytes]`` or more,
-        ``rings`` ``[M, R, W]`` in the dtype of the model. Does nothing where it is bound to it already."""
-        memory = pages.data_ptr(), rings.data_ptr()
+    def bind(self, pool: Tensor, rings: Tensor, moved: int = 0) -> None:
+        """Keep the past in this memory of the engine: ``pool`` uint8 ``[N, ...]``, in which the page of each
+        block begins ``moved`` bytes after its row, ``rings`` ``[M, R, W]`` in the dtype of the model. Does
+        nothing where it is bound to it already."""
+        memory = pool.data_ptr() + moved, rings.data_ptr()
         if memory == self._memory:
             return
+        shape, strides = (len(pool), self.layout.nbytes), (pool.stride(0), 1)
+        pages = pool.as_strided(shape, strides, pool.storage_offset() + moved)
         self._pages = Pages(self.layout, pages, self._packer)
         self._rings, self._memory = rings, memory
         self._sinks = rings.new_zeros(0, self._sink, self.row)

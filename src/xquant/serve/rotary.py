@@ -1,9 +1,12 @@
 """The angles of an engine's rotary embedding, by which keys are turned back before they are packed."""
 
+import torch
 from torch import Tensor
 
+from .. import compat
 from ..kernels.paged import PagedAngles
 from ..kernels.rope import Within
+from ..models import AttentionView
 from ..models.base import rotate, unrotate
 from ..models.rope import Pair
 
@@ -39,3 +42,17 @@ class Angles:
     def _at(self, positions: Tensor, like: Tensor) -> Pair:
         cos, sin = (t[positions].to(like.dtype).repeat(1, 2)[None] for t in (self._cos, self._sin))
         return cos, sin
+
+
+def turns_halves(view: AttentionView) -> bool:
+    """Whether the attention of this layer, a module of transformers, turns keys as `Angles` does; True where
+    it cannot be asked."""
+    turn = compat.rotation(view.module)
+    if turn is None:
+        return True
+    size = view.rotary_size  # some layers give the function these channels of a head alone
+    key = torch.arange(1.0, 1 + size).view(1, 1, 1, size)  # [B, H, T, D]
+    angles = torch.arange(size // 2).repeat(2)[None, None].float()
+    pair = angles.cos(), angles.sin()
+    ours = rotate(key.transpose(1, 2), *pair).transpose(1, 2)
+    return torch.allclose(turn(key, key, *pair)[1], ours, rtol=1e-4)

@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from vllm import _custom_ops as ops
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
@@ -86,17 +87,12 @@ def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any
     wanted = _wanted(args)
     if wanted is None:
         return original(*more, **options)
-    method = wanted.method
-    if args.block_size not in (None, method.group):
-        raise ValueError(
-            f"xquant: a page of {method.spec} is a block of {method.group} tokens, and block_size is"
-            f" {args.block_size}"
-        )
-    args.block_size, args.enforce_eager = method.group, True
+    args.block_size, args.enforce_eager = wanted.block_of(args.block_size), True
     config = original(*more, **options)
     if why := _unfit(config, wanted):
         raise ValueError(f"xquant: {why} is not served yet")
-    fit.check_model(wanted, _model(config))
+    codecs = fit.check_model(wanted, _model(config))
+    _check_angles(config, {(c.view.head_size, c.view.rotary_size) for c in codecs if not c.rotated})
     return config
 
 
@@ -124,6 +120,15 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted) -> str:
     return next((name for name, here in refused.items() if here), "")
 
 
+def _check_angles(config: VllmConfig, sizes: set[tuple[int, int]]) -> None:
+    """Ask for the angles by which heads are turned, of these sizes and turned channels."""
+    text, dtype = config.model_config.hf_text_config, config.model_config.dtype
+    parameters = getattr(text, "rope_parameters", None)
+    with set_current_vllm_config(config):
+        for head, turned in sizes:
+            _angles(get_rope(head, text.max_position_embeddings, True, parameters, dtype), turned)
+
+
 def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **options: Any) -> None:
     original(*more, **options)
     wanted = _wanted(scheduler.vllm_config)
@@ -137,19 +142,17 @@ def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **optio
 # -- the model is loaded ---------------------------------------------------------------------------
 
 
+@refusing
 def _prepared(original: Callable[..., Any], worker: Any) -> Any:
-    wanted = _wanted(worker.vllm_config)
-    if wanted is not None:
-        _prepare(worker.get_model(), worker.vllm_config, wanted)
-    return original()
-
-
-def _prepare(model: nn.Module, config: VllmConfig, wanted: fit.Wanted) -> None:
     """Give every attention layer its codec, its page and its ring.
 
     Raises:
         ValueError: vLLM's model has other parts than are known here.
     """
+    config, model = worker.vllm_config, worker.get_model()
+    wanted = _wanted(config)
+    if wanted is None:
+        return original()
     found = [module for module in model.modules() if isinstance(_attention(module), Attention)]
     if not found:
         raise ValueError(f"xquant: no attention layer found in {type(model).__name__}")
@@ -179,6 +182,7 @@ def _prepare(model: nn.Module, config: VllmConfig, wanted: fit.Wanted) -> None:
         layer.impl.served, layer.impl.ring = served, ring
         layer.impl.moved = room.starts[place] - place * room.page
         layer.get_kv_cache_spec = functools.partial(_page_spec, layer, room)
+    return original()
 
 
 def _attention(module: Any) -> Any:
@@ -369,9 +373,8 @@ class PagedImpl(AttentionImpl):
     ) -> None:
         if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
             raise ValueError("xquant: ALiBi and layers that share a cache are not served")
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads = num_kv_heads
-        self.logits_soft_cap = logits_soft_cap or 0.0
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.logits_soft_cap = float(scale), logits_soft_cap or 0.0
         self.served: ServedLayer | None = None
         self.ring: Ring | None = None
         self.moved = 0  # bytes: from where vLLM puts its page in a block to where it is
@@ -385,15 +388,12 @@ class PagedImpl(AttentionImpl):
         kv_cache: Tensor,
         attn_metadata: Batch | None,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
         if attn_metadata is None:  # vLLM tries the model out
             return output.zero_()
         assert self.served is not None and self.ring is not None
-        size, at = self.served.layout.nbytes, kv_cache.storage_offset() + self.moved
-        pages = kv_cache.as_strided((len(kv_cache), size), (kv_cache.stride(0), 1), at)
-        self.served.bind(pages, self.ring.kv_cache[:, 0])
+        self.served.bind(kv_cache, self.ring.kv_cache[:, 0], self.moved)
         found: Any = get_forward_context().attn_metadata
         step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _begun)
         self.served.attend(query, key, value, step, output)
