@@ -30,8 +30,10 @@ def test_sequences_without_new_tokens_are_left_out() -> None:
         and step.runs[0].until == 9
         and step is rings.step_of(batch, keeping, {})
     )
-    assert step.places[0].tolist() == [6] * 3 + [9] * 5
-    assert step.places[1].tolist() == [7, 0, 1, 0, 1, 2, 3, 4]
+    _, chunks = step.readers(native=False)
+    assert chunks.kept.tolist() == chunks.rows.tolist() == list(range(8))
+    assert chunks.places[0].tolist() == [6] * 3 + [9] * 5
+    assert chunks.places[1].tolist() == [7, 0, 1, 0, 1, 2, 3, 4]
 
 
 def test_what_is_read_from_pages() -> None:
@@ -41,4 +43,4 @@ def test_what_is_read_from_pages() -> None:
     assert Keeping(4, 4, 0, through_store=True).sealed(Run(0, 3, 6)) == 8
     empty = Batch([], torch.zeros(0, 2, dtype=torch.int32))
     step = empty.step_of(empty, recent, {})
-    assert not step.filled and len(step.rows) == 0
+    assert not step.filled and not step.readers(native=True)[1].each

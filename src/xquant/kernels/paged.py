@@ -83,7 +83,7 @@ class PagedAttention(ABC):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
     ) -> None:
-        """Attention of the new tokens of these sequences.
+        """Attention of the new tokens of these sequences, which are then put into their rings.
 
         Args:
             query: ``[T, H, D]``.

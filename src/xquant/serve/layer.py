@@ -123,15 +123,15 @@ class ServedLayer:
 
     def bind(self, pool: Tensor, rings: Tensor, moved: int = 0) -> None:
         """Keep the past in this memory of the engine: ``pool`` uint8 ``[N, ...]``, in which the page of each
-        block begins ``moved`` bytes after its row, ``rings`` ``[M, R, W]`` in the dtype of the model. Does
-        nothing where it is bound to it already."""
+        block begins ``moved`` bytes after its row, ``rings`` ``[M, ..., R, W]`` in the dtype of the model.
+        Does nothing where it is bound to it already."""
         memory = pool.data_ptr() + moved, rings.data_ptr()
         if memory == self._memory:
             return
         shape, strides = (len(pool), self.layout.nbytes), (pool.stride(0), 1)
         pages = pool.as_strided(shape, strides, pool.storage_offset() + moved)
         self._pages = Pages(self.layout, pages, self._packer)
-        self._rings, self._memory = rings, memory
+        self._rings, self._memory = rings.view(-1, *rings.shape[-2:]), memory
         self._sinks = rings.new_zeros(0, self._sink, self.row)
         """``[slots, S, W]``, as in rings"""
         self._given = pages
@@ -141,9 +141,8 @@ class ServedLayer:
         if self._paged is not None:
             self._paged.bind(self._given, self._rings, self._sinks)
 
-    @torch.no_grad()
     def attend(self, query: Tensor, key: Tensor, value: Tensor, step: Step, out: Tensor) -> None:
-        """Keep the new tokens, and attend.
+        """Keep the new tokens, and attend; without gradients, as an engine runs.
 
         A sequence reads its own new tokens and those in its ring as they are, older ones from their pages.
         Whole blocks are sealed before anything is read: another sequence of the same step may share them.
@@ -153,10 +152,11 @@ class ServedLayer:
             key: ``[T, G, D]``, rotated, as ``value``.
             out: ``[T, H, D]``, written to.
         """
-        rows = torch.cat([key.flatten(1), value.flatten(1)], -1)
-        if step.filled:
-            self._seal(rows, step)
         decoding, chunks = step.readers(self.in_place)
+        if step.filled or chunks.each:
+            rows = torch.cat([key.flatten(1), value.flatten(1)], -1)
+            if step.filled:
+                self._seal(rows, step)
         for sequences in decoding:
             assert self._paged is not None
             self._paged.attend(query, key, value, sequences, out)
@@ -166,8 +166,8 @@ class ServedLayer:
             ]
             own, options = chunks.rows, (self._scaling, self._softcap)
             out[own] = self._exact(query[own], states, chunks, *options)
-        # Last: a long ring may give the places of tokens that were read to new ones.
-        self._rings[step.places] = rows[: len(step.rows)] if step.in_order else rows[step.rows]
+            # Last: a long ring may give the places of tokens that were read to new ones.
+            self._rings[chunks.places] = rows[chunks.kept]
 
     def _seal(self, rows: Tensor, step: Step) -> None:
         """Pack the whole blocks of every sequence."""

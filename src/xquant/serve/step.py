@@ -86,8 +86,16 @@ class Chunks:
     each: list[Chunk]
     rows: Tensor
     """int64: their new tokens among the ``T``, after each other."""
+    kept: Tensor
+    """int64: those of the ``T`` that go into rings, and"""
+    places: tuple[Tensor, Tensor]
+    """where each goes: its ring and its place there."""
     prepared: dict[Any, Any] = field(default_factory=dict)
     """What an engine's attention has made of them for all layers."""
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+NO_CHUNKS = Chunks([], _NONE, _NONE, (_NONE, _NONE))
 
 
 class Filled(NamedTuple):
@@ -110,10 +118,8 @@ class Step:
     """
 
     def __init__(self, runs: Sequence[Run], pages: Tensor, rings: Tensor, keeping: Keeping) -> None:
-        self._keeping, self._table = keeping, pages.int()
-        self._pages, self._rings = pages.long(), rings.tolist()
+        self._keeping, self._table, self._rings = keeping, pages.int(), rings.tolist()
         self.runs = runs
-        self._place_new()
         self._find_filled()
         self._grouped: dict[bool, tuple[list[Sequences], Chunks]] = {}
 
@@ -133,28 +139,8 @@ class Step:
                 else:
                     rest.append(number)
             sequences = [self._sequences(numbers, count) for count, numbers in few.items()]
-            spans = [torch.arange(self.runs[n].start, self.runs[n].stop) for n in rest]
-            rows = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
-            self._grouped[native] = sequences, Chunks([self._chunk(n) for n in rest], rows)
+            self._grouped[native] = sequences, self._chunks(rest) if rest else NO_CHUNKS
         return self._grouped[native]
-
-    def _place_new(self) -> None:
-        """Where new rows go: those that a ring can hold, the newest."""
-        rows: list[int] = []
-        rings: list[int] = []
-        places: list[int] = []
-        for run, ring in zip(self.runs, self._rings, strict=True):
-            kept = min(run.stop - run.start, self._keeping.capacity)
-            rows += range(run.stop - kept, run.stop)
-            rings += [ring] * kept
-            places += range(run.after - kept, run.after)
-        self.in_order = rows == list(range(len(rows)))
-        """Whether these rows are the first of the ``T``."""
-        self.rows = torch.tensor(rows, dtype=torch.int64)
-        """int64 ``[k]``: of the ``T``, those that go into rings, and"""
-        where = torch.tensor(places, dtype=torch.int64) % self._keeping.capacity
-        self.places = torch.tensor(rings, dtype=torch.int64), where
-        """where each goes: its ring and its place there."""
 
     def _find_filled(self) -> None:
         block = self._keeping.block
@@ -165,10 +151,10 @@ class Step:
             if first < last:
                 held = self._places(number, first * block, run.before)
                 self.filled.append(Filled(run, held, last - first))
-                pages.append(self._pages[number, first:last])
+                pages.append(self._table[number, first:last])
                 starts.append(torch.arange(first, last) * block)
         if pages:
-            self.filled_pages = torch.cat(pages)
+            self.filled_pages = torch.cat(pages).long()
             """int64 ``[m]``: of the blocks that are completed, and"""
             self.filled_starts = torch.cat(starts)
             """the positions that they start at."""
@@ -176,58 +162,77 @@ class Step:
             """int64: the slots of sinks of those that start a sequence; None without sinks."""
             if self._keeping.slots is not None:
                 written = self.filled_pages.tolist(), self.filled_starts.tolist()
-                self.filled_slots = torch.tensor(
-                    self._keeping.slots.write(*written), dtype=torch.int64
-                )
+                self.filled_slots = _int64(self._keeping.slots.write(*written))
 
     def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
         """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
         return self._rings[number], torch.arange(start, stop) % self._keeping.capacity
 
+    def _chunks(self, numbers: list[int]) -> Chunks:
+        """These sequences. A ring is given as many of their new rows as it holds, the newest."""
+        rows: list[int] = []
+        kept: list[int] = []
+        rings: list[int] = []
+        places: list[int] = []
+        for number in numbers:
+            run = self.runs[number]
+            count = min(run.stop - run.start, self._keeping.capacity)
+            rows += range(run.start, run.stop)
+            kept += range(run.stop - count, run.stop)
+            rings += [self._rings[number]] * count
+            places += range(run.after - count, run.after)
+        where = _int64(rings), _int64(places) % self._keeping.capacity
+        return Chunks([self._chunk(n) for n in numbers], _int64(rows), _int64(kept), where)
+
     def _chunk(self, number: int) -> Chunk:
         run = self.runs[number]
         sealed = self._keeping.sealed(run)
-        pages = self._pages[number, : sealed // self._keeping.block]
+        pages = self._table[number, : sealed // self._keeping.block].long()
         places = self._places(number, min(sealed, run.before), run.before)
         return Chunk(run, pages, places, sealed, self._slot(number, sealed))
 
     def _slot(self, number: int, sealed: int) -> int | None:
         """Of the sinks of a sequence, once their page is read."""
         slots = self._keeping.slots
-        return slots.of(int(self._pages[number, 0])) if slots is not None and sealed else None
+        return slots.of(int(self._table[number, 0])) if slots is not None and sealed else None
 
     def _sequences(self, numbers: list[int], queries: int) -> Sequences:
         capacity, slots = self._keeping.capacity, self._keeping.slots
+        runs = [self.runs[number] for number in numbers]
         limits, held, new, sinks = [], [], [], []
-        for number in numbers:
-            run = self.runs[number]
+        for number, run in zip(numbers, runs, strict=True):
             limit = self._keeping.sealed(run)
             start = min(limit, run.before)
             limits.append(limit)
-            held.append((self._rings[number], start % capacity, run.before - start, start))
+            held += [self._rings[number], start % capacity, run.before - start, start]
             # A single token may be in a block that it has completed: the ring has it no more than the batch.
-            count = min(run.after - limit, queries)
-            new.append((run.start, 0, count, run.before))
-            slot = self._slot(number, limit)
-            sinks.append(
-                (0, 0, 0, 0) if slot is None or slots is None else (slot, 0, slots.sink, 0)
-            )
+            new += [run.start, 0, min(run.after - limit, queries), run.before]
+            if slots is not None:
+                slot = self._slot(number, limit)
+                sinks += [0] * 4 if slot is None else [slot, 0, slots.sink, 0]
+        # One tensor is made of all numbers: six would take five times as long.
+        count = len(runs)
+        numbers_of = torch.tensor(
+            [run.start for run in runs] + limits + held + new + sinks, dtype=torch.int32
+        )
+        by_sequence = numbers_of[2 * count :].view(-1, count, 4)
+        everyone = count == len(self.runs)
         return Sequences(
             queries=queries,
             block=self._keeping.block,
-            first=_int32([self.runs[number].start for number in numbers]),
-            table=self._table[numbers],
-            limits=_int32(limits),
-            held=_int32(held),
-            new=_int32(new),
-            most_held=max(count for _, _, count, _ in held),
-            sinks=None if slots is None else _int32(sinks),
+            first=numbers_of[:count],
+            table=self._table if everyone else self._table[numbers],
+            limits=numbers_of[count : 2 * count],
+            held=by_sequence[0],
+            new=by_sequence[1],
+            most_held=max(held[2::4]),
+            sinks=None if slots is None else by_sequence[2],
             sink=0 if slots is None else slots.sink,
         )
 
 
-def _int32(numbers: list[Any]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
+def _int64(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 @dataclass(eq=False)
@@ -250,7 +255,8 @@ class Batch:
             )
             if stop > start
         ]
-        return cls([run for _, run in runs], table[[number for number, _ in runs]])
+        own = [run for _, run in runs]
+        return cls(own, table if len(own) == len(table) else table[[number for number, _ in runs]])
 
     def step_of(
         self, pages: "Batch", keeping: Keeping, begun: Mapping[int, tuple[int, int]]

@@ -67,8 +67,7 @@ class Attend(Structure):
         ("scaling", c_float),
         ("softcap", c_float),
         ("exact", Exact * 3),
-        ("exact_count", c_int32),
-        ("threads", c_int32),
+        *((name, c_int32) for name in ("exact_count", "threads", "append", "unused")),
     ]
 
 

@@ -21,7 +21,7 @@ class ExactRows:
         self._held, self._new, self._sinks = call.exact
         for each in call.exact:
             each.head_stride = view.head_size
-        self._new.causal = 1
+        self._new.causal = call.append = 1
 
     def bind(self, rings: Tensor, sinks: Tensor) -> None:
         for to, rows in ((self._held, rings), (self._sinks, sinks)):
@@ -29,10 +29,11 @@ class ExactRows:
             to.key, to.value = start, start + self._value_at * rows.element_size()
             to.dtype = native.DTYPES[rows.dtype]
             to.batch_stride, to.token_stride, _ = rows.stride()
-        self._held.capacity = rings.shape[1]
+        self._held.capacity, self._dtype = rings.shape[1], rings.dtype
 
     def point(self, key: Tensor, value: Tensor, sequences: Sequences) -> list[Tensor]:
         """To the rows of these sequences. Returns what is pointed to."""
+        assert key.dtype == self._dtype
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
         call, held, new, sinks = self._call, self._held, self._new, self._sinks

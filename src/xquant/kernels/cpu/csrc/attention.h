@@ -228,6 +228,23 @@ struct Task {
     }
 };
 
+// Writes the newest tokens into the ring of their sequence, behind those that it holds.
+inline void append(const xq_attend& call) {
+    const xq_exact &ring = call.exact[0], &newest = call.exact[1];
+    const int64_t size = ring.dtype == XQ_FLOAT32 ? 4 : 2;
+    const size_t width = size * call.kv_heads * call.head_size;
+    for (int b = 0; b < call.batch; b++) {
+        const xq_run held = ring.runs[b], run = newest.runs[b];
+        for (int t = 0; t < run.count; t++) {
+            const int64_t place = (held.first + held.count + t) % ring.capacity;
+            const int64_t to = size * (held.row * ring.batch_stride + place * ring.token_stride);
+            const int64_t from = size * (run.row * newest.batch_stride + (run.first + t) * newest.token_stride);
+            std::memcpy((char*)ring.key + to, (const char*)newest.key + from, width);
+            std::memcpy((char*)ring.value + to, (const char*)newest.value + from, width);
+        }
+    }
+}
+
 // xq_attend.
 inline int attend(const xq_attend& call) {
     const int rows = call.group_heads * call.queries, D = call.head_size;
@@ -284,6 +301,7 @@ inline int attend(const xq_attend& call) {
                 store_element(call.out, call.dtype, at + c, all.sums[(size_t)r * D + c] * inverse);
         }
     }
+    if (call.append) append(call);
     return XQ_DONE;
 }
 

@@ -66,7 +66,9 @@ inline int weigh(const xq_weigh& given) {
                 weigh_head(given, b, g, given.scores + ((size_t)b * call.kv_heads + g) * head, workspace);
             }
     }
-    return failed ? XQ_NO_MEMORY : XQ_DONE;
+    if (failed) return XQ_NO_MEMORY;
+    if (call.append) append(call);
+    return XQ_DONE;
 }
 
 }  // namespace

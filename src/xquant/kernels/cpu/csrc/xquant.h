@@ -81,6 +81,8 @@ typedef struct {
     float scaling, softcap;  // softcap 0: none
     xq_exact exact[3];
     int32_t exact_count, threads;
+    int32_t append;     // 1: exact[1] has the newest tokens, which are then written into exact[0], a ring, behind its own
+    int32_t unused;
 } xq_attend;
 
 // xq_weigh: the softmax between scores with packed keys and sums of packed values (weigh.h).
