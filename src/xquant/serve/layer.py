@@ -5,6 +5,7 @@ block; ``R`` places of a ring; ``H`` query heads, ``G`` key/value heads of size 
 """
 
 import logging
+from ctypes import memmove
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from .step import Chunk, Step
 _LOG = logging.getLogger(__name__)
 _SLOTS = 16
 """Of sinks, beside as many as there are, when they are given more room."""
+_FEW = 16
+"""New tokens of a step that are put into rings one by one."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states."""
 
@@ -105,7 +108,8 @@ class ServedLayer:
         self.layout = PageLayout(codec.segments, block)
         self._scaling, self._softcap = scaling, softcap
         self._angles, self._packer, self._exact = angles, packer, exact
-        self._sink, self._memory = sink, (0, 0)
+        self._sink = sink
+        self._pool: Tensor | None = None
         self._paged = None
         if backend is not None:
             own = None if angles is None else angles.paged(block)
@@ -123,25 +127,25 @@ class ServedLayer:
 
     def bind(self, pool: Tensor, rings: Tensor, moved: int = 0) -> None:
         """Keep the past in this memory of the engine: ``pool`` uint8 ``[N, ...]``, in which the page of each
-        block begins ``moved`` bytes after its row, ``rings`` ``[M, R, W]`` in the dtype of the model. Does
-        nothing where it is bound to it already."""
-        memory = pool.data_ptr() + moved, rings.data_ptr()
-        if memory == self._memory:
+        block begins ``moved`` bytes after its row, ``rings`` ``[M, 1, R, W]`` in the dtype of the model. Does
+        nothing where it is bound to this pool already."""
+        if pool is self._pool:
             return
         shape, strides = (len(pool), self.layout.nbytes), (pool.stride(0), 1)
-        pages = pool.as_strided(shape, strides, pool.storage_offset() + moved)
-        self._pages = Pages(self.layout, pages, self._packer)
-        self._rings, self._memory = rings, memory
+        self._pool, self._rings = pool, rings[:, 0]
+        self._given = pool.as_strided(shape, strides, pool.storage_offset() + moved)
+        size, start = rings.element_size(), rings.data_ptr()
+        each, _, place, _ = (stride * size for stride in rings.stride())
+        self._into_rings = start, each, place, self.row // 2 * size, size
+        self._pages = Pages(self.layout, self._given, self._packer)
         self._sinks = rings.new_zeros(0, self._sink, self.row)
         """``[slots, S, W]``, as in rings"""
-        self._given = pages
         self._bind_kernel()
 
     def _bind_kernel(self) -> None:
         if self._paged is not None:
             self._paged.bind(self._given, self._rings, self._sinks)
 
-    @torch.no_grad()
     def attend(self, query: Tensor, key: Tensor, value: Tensor, step: Step, out: Tensor) -> None:
         """Keep the new tokens, and attend.
 
@@ -153,21 +157,35 @@ class ServedLayer:
             key: ``[T, G, D]``, rotated, as ``value``.
             out: ``[T, H, D]``, written to.
         """
-        rows = torch.cat([key.flatten(1), value.flatten(1)], -1)
-        if step.filled:
-            self._seal(rows, step)
         decoding, chunks = step.readers(self.in_place)
+        few = len(step.spots) <= _FEW and not (step.filled or chunks.each)
+        rows = None if few else torch.cat([key.flatten(1), value.flatten(1)], -1)
+        if rows is not None and step.filled:
+            self._seal(rows, step)
         for sequences in decoding:
             assert self._paged is not None
             self._paged.attend(query, key, value, sequences, out)
-        if chunks.each:
+        if rows is not None and chunks.each:
             states = [
                 self._read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
             ]
             own, options = chunks.rows, (self._scaling, self._softcap)
             out[own] = self._exact(query[own], states, chunks, *options)
         # Last: a long ring may give the places of tokens that were read to new ones.
-        self._rings[step.places] = rows[: len(step.rows)] if step.in_order else rows[step.rows]
+        if rows is None:
+            self._keep_few(key, value, step)
+        else:
+            self._rings[step.places] = rows[: len(step.rows)] if step.in_order else rows[step.rows]
+
+    def _keep_few(self, key: Tensor, value: Tensor, step: Step) -> None:
+        """Put new tokens into rings: a few are copied sooner than torch is asked for it."""
+        start, each, place, width, size = self._into_rings
+        for at, states in ((start, key), (start + width, value)):
+            if states.stride()[1:] != (states.shape[2], 1):
+                states = states.contiguous()
+            given, row = states.data_ptr(), states.stride(0) * size
+            for number, ring, spot in step.spots:
+                memmove(at + ring * each + spot * place, given + number * row, width)
 
     def _seal(self, rows: Tensor, step: Step) -> None:
         """Pack the whole blocks of every sequence."""

@@ -152,9 +152,11 @@ class Step:
         """Whether these rows are the first of the ``T``."""
         self.rows = torch.tensor(rows, dtype=torch.int64)
         """int64 ``[k]``: of the ``T``, those that go into rings, and"""
-        where = torch.tensor(places, dtype=torch.int64) % self._keeping.capacity
-        self.places = torch.tensor(rings, dtype=torch.int64), where
+        where = [place % self._keeping.capacity for place in places]
+        self.places = torch.tensor(rings, dtype=torch.int64), torch.tensor(where, dtype=torch.int64)
         """where each goes: its ring and its place there."""
+        self.spots = list(zip(rows, rings, where, strict=True))
+        """The same: row, ring, place."""
 
     def _find_filled(self) -> None:
         block = self._keeping.block

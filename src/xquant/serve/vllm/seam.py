@@ -393,7 +393,7 @@ class PagedImpl(AttentionImpl):
         if attn_metadata is None:  # vLLM tries the model out
             return output.zero_()
         assert self.served is not None and self.ring is not None
-        self.served.bind(kv_cache, self.ring.kv_cache[:, 0], self.moved)
+        self.served.bind(kv_cache, self.ring.kv_cache, self.moved)
         found: Any = get_forward_context().attn_metadata
         step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _begun)
         self.served.attend(query, key, value, step, output)
