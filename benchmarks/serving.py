@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -254,8 +255,21 @@ def _preemptions(llm: Any) -> float:
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
+@dataclass
+class Step:
+    """A forward pass, as a `Clock` saw it."""
+
+    requests: int
+    tokens: int = 0
+    seconds: float = 0.0
+    """Of xquant in all layers."""
+    native: float = 0.0
+    """Of the native library in these."""
+
+
 class Clock:
-    """Times xquant's part of steps that decode, and the native library's part of that.
+    """Times xquant's part of steps that decode, and the native library's part of that. It is the time of the
+    thread that runs Python, without what other programs take of its processor.
 
     Args:
         requests: new tokens of such a step.
@@ -265,24 +279,27 @@ class Clock:
         from xquant.kernels.cpu import library as native
         from xquant.serve.vllm import seam
 
-        self.python = self.native = self._inside = 0.0
-        self.steps, self._decodes = 0, False
+        self._requests = requests
+        self._steps: list[Step] = []
+        self._inside = 0.0
         build, forward = seam.BatchBuilder.build, seam.PagedImpl.forward
 
         def timed_build(builder: Any, *args: Any, **more: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             found = build(builder, *args, **more)
-            if all(run.stop - run.start == 1 for run in found.runs) and len(found.runs) == requests:
-                self.python += time.perf_counter() - start
+            if not self._steps or self._steps[-1].tokens:  # the first of a step
+                self._steps.append(Step(len(found.runs)))
+            self._steps[-1].seconds += time.thread_time() - start
             return found
 
         def timed_forward(layer: Any, *args: Any, **more: Any) -> Any:
-            self._inside, start = 0.0, time.perf_counter()
+            self._inside, start = 0.0, time.thread_time()
             found = forward(layer, *args, **more)
-            if args[5] is not None and len(args[1]) == requests:  # the batch, and its queries
-                self.native += self._inside
-                self.python += time.perf_counter() - start - self._inside
-                self.steps += 1
+            if args[5] is not None:  # the batch
+                step = self._steps[-1]
+                step.seconds += time.thread_time() - start
+                step.native += self._inside
+                step.tokens = len(args[1])
             return found
 
         seam.BatchBuilder.build, seam.PagedImpl.forward = timed_build, timed_forward  # type: ignore[method-assign]
@@ -293,20 +310,19 @@ class Clock:
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             found = function(*args)
-            self._inside += time.perf_counter() - start
+            self._inside += time.thread_time() - start
             return found
 
         return timed
 
     def read(self, layers: int) -> dict[str, float]:
-        each = max(self.steps, 1)
-        return {
-            "python_us": self.python / each * 1e6,
-            "native_us": self.native / each * 1e6,
-            "steps": self.steps / layers,
-        }
+        """Microseconds a layer: medians of the steps in which every request decodes."""
+        steps = [step for step in self._steps if step.requests == step.tokens == self._requests]
+        python = statistics.median(step.seconds - step.native for step in steps) / layers
+        inside = statistics.median(step.native for step in steps) / layers
+        return {"python_us": python * 1e6, "native_us": inside * 1e6, "steps": len(steps)}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ A token at position ``p`` lies in place ``p % R`` of its sequence's ring.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -214,22 +215,24 @@ class Step:
             sinks.append(
                 (0, 0, 0, 0) if slot is None or slots is None else (slot, 0, slots.sink, 0)
             )
+        firsts = [self.runs[number].start for number in numbers]
+        # Made at once: a tensor takes longer to make than to fill.
+        made = torch.tensor([*firsts, *limits, *chain(*held, *new, *sinks)], dtype=torch.int32)
+        count = len(numbers)
+        first, limit_of, *rows = made.split([count, count, *[4 * count] * 3])
+        every = count == len(self.runs)
         return Sequences(
             queries=queries,
             block=self._keeping.block,
-            first=_int32([self.runs[number].start for number in numbers]),
-            table=self._table[numbers],
-            limits=_int32(limits),
-            held=_int32(held),
-            new=_int32(new),
+            first=first,
+            table=self._table if every else self._table[numbers],
+            limits=limit_of,
+            held=rows[0].view(-1, 4),
+            new=rows[1].view(-1, 4),
             most_held=max(count for _, _, count, _ in held),
-            sinks=None if slots is None else _int32(sinks),
+            sinks=None if slots is None else rows[2].view(-1, 4),
             sink=0 if slots is None else slots.sink,
         )
-
-
-def _int32(numbers: list[Any]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
 
 
 @dataclass(eq=False)
