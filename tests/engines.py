@@ -16,7 +16,10 @@ os.environ.update(
 )
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from xquant import Calibration, KVCache, parse_method
+from xquant.calibrators.run import calibrate_on
 
 VOCABULARY = 256
 SHAPE: dict[str, Any] = {
@@ -32,6 +35,11 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": None,
 }
+
+
+_SHORT = 5, 17, 64, 96, 127, 128, 129, 160, 200, 255
+LENGTHS = [*_SHORT, 256, 257, 300, 335, 383, 400, 512, 555, 640, 700]
+"""Of prompts: shorter and longer than a block, and as long as some."""
 
 
 def save_tiny(folder: Path, **other: Any) -> Path:
@@ -78,3 +86,52 @@ def answers(llm: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
 
 def cache_config(llm: Any) -> Any:
     return llm.llm_engine.vllm_config.cache_config
+
+
+def random_prompts(
+    lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY
+) -> list[list[int]]:
+    """Prompts of these lengths, of words below ``vocabulary``."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def library(
+    folder: Path,
+    spec: str,
+    prompts: list[list[int]],
+    new: int,
+    kernel: str = "reference",
+    made: Calibration | None = None,
+    cuts: tuple[int, ...] = (),
+) -> list[list[int]]:
+    """What `KVCache` answers, prompts cut here, each part in one forward pass."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        cache = KVCache(model, spec, calibration=made, kernel=kernel)
+        for start, stop in zip((0, *cuts), cuts, strict=False):
+            model(input_ids=ids[:, start:stop], past_key_values=cache)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=model.config.vocab_size,  # never generated
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def calibrated(
+    model: Path, spec: str, samples: torch.Tensor, folder: Path
+) -> tuple[Calibration, str]:
+    """A calibration on these samples, and the file that it is in."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found = calibrate_on(loaded, samples, parse_method(spec))
+    file = folder / "calibration.safetensors"
+    found.save(file)
+    return found, str(file)

@@ -111,7 +111,7 @@ def _run(llm: Any, asked: list[Asked], chance: random.Random, reference: Referen
                 running.discard(number)
 
 
-@pytest.mark.parametrize("spec", ["kivi-4bit", "int4:group=128,rope=post"])
+@pytest.mark.parametrize("spec", ["kivi-4bit", "kivi-2bit"])
 def test_random_requests_answer_as_the_library_does(tmp_path: Path, spec: str) -> None:
     folder, chance = save_tiny(tmp_path), random.Random(spec)
     reference, asked = Reference(folder, spec), _asked(chance)

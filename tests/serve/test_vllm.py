@@ -6,45 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("vllm")
 
-from engines import VOCABULARY, answers, cache_config, engine, save_tiny
-from xquant import Calibration, KVCache, load_model, parse_method
-from xquant.calibrators.run import calibrate_on
+from engines import (
+    LENGTHS,
+    VOCABULARY,
+    answers,
+    cache_config,
+    calibrated,
+    engine,
+    library,
+    random_prompts,
+    save_tiny,
+)
+from xquant import Calibration
 from xquant.serve.build import Model
 from xquant.serve.capacity import room_in, stock_room
 from xquant.serve.fit import wanted
 from xquant.serve.vllm import guard
-
-LENGTHS = [
-    5,
-    17,
-    64,
-    96,
-    127,
-    128,
-    129,
-    160,
-    200,
-    255,
-    256,
-    257,
-    300,
-    335,
-    383,
-    400,
-    512,
-    555,
-    640,
-    700,
-]
-
-
-def _prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -53,65 +34,26 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("smollm2")
-    model, tokenizer = load_model("smollm2")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def stock(tiny: Path) -> list[list[int]]:
     """What vLLM answers without xquant."""
     with engine(tiny) as llm:
-        return answers(llm, _prompts(LENGTHS), 32)
-
-
-def _library(
-    folder: Path,
-    spec: str,
-    prompts: list[list[int]],
-    new: int,
-    kernel: str = "reference",
-    made: Calibration | None = None,
-    cuts: tuple[int, ...] = (),
-) -> list[list[int]]:
-    """What `KVCache` answers, prompts cut here, each part in one forward pass."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        cache = KVCache(model, spec, calibration=made, kernel=kernel)
-        for start, stop in zip((0, *cuts), cuts, strict=False):
-            model(input_ids=ids[:, start:stop], past_key_values=cache)
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=new,
-            do_sample=False,
-            eos_token_id=model.config.vocab_size,  # never generated
-            pad_token_id=0,
-        )
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+        return answers(llm, random_prompts(LENGTHS), 32)
 
 
 def test_16_bits_answer_as_vllm_does(tiny: Path, stock: list[list[int]]) -> None:
     with engine(tiny, "full") as llm:
-        assert answers(llm, _prompts(LENGTHS), 32) == stock
+        assert answers(llm, random_prompts(LENGTHS), 32) == stock
 
 
 def test_chunks_that_cut_blocks_change_nothing(tiny: Path, stock: list[list[int]]) -> None:
     options = {"max_num_batched_tokens": 83, "max_num_seqs": 4}
     with engine(tiny, "full", **options) as llm:
-        assert answers(llm, _prompts(LENGTHS), 32) == stock
+        assert answers(llm, random_prompts(LENGTHS), 32) == stock
 
 
 def test_a_common_past_is_read_again(tiny: Path, stock: list[list[int]]) -> None:
     with engine(tiny, "full", disable_log_stats=False) as llm:
-        long = _prompts(LENGTHS)[-1]
+        long = random_prompts(LENGTHS)[-1]
         before = answers(llm, [long], 32)
         assert before == stock[-1:]
         assert answers(llm, [long], 32) == before
@@ -122,7 +64,7 @@ def test_a_common_past_is_read_again(tiny: Path, stock: list[list[int]]) -> None
 def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> None:
     # 14 blocks of 128 tokens, for requests that want up to 6 and a ring of each layer.
     with engine(tiny, "full", kv_cache_memory_bytes=5 << 20, disable_log_stats=False) as llm:
-        assert answers(llm, _prompts(LENGTHS), 32) == stock
+        assert answers(llm, random_prompts(LENGTHS), 32) == stock
         counters = {metric.name: metric for metric in llm.get_metrics()}
         assert counters["vllm:num_preemptions"].value > 0
 
@@ -139,14 +81,14 @@ def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> Non
 )
 def test_answers_are_the_librarys(tiny: Path, spec: str) -> None:
     """In torch: kernels round otherwise, and a random model shows it. They have their test on SmolLM2."""
-    prompts = _prompts([40, 140, 300, 385], seed=1)
+    prompts = random_prompts([40, 140, 300, 385], seed=1)
     with engine(tiny, spec, xquant_kernel="reference") as llm:
         found = answers(llm, prompts, 256)
-    assert found == _library(tiny, spec, prompts, 256)
+    assert found == library(tiny, spec, prompts, 256)
 
 
 def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
-    prompts = _prompts([17, 128, 300, 385, 555], seed=4)
+    prompts = random_prompts([17, 128, 300, 385, 555], seed=4)
     own = {"xquant_kernel": "reference", "xquant_attend": "store"}
     found = []
     for options in ({}, {"max_num_batched_tokens": 201, "max_num_seqs": 4}):
@@ -157,37 +99,32 @@ def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
 
 
 def _kept(model: Path, spec: str, folder: Path) -> tuple[Calibration, str]:
-    """A calibration, and the file that it is in."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     # Enough that other tokens have no more outliers than a page has room for.
-    found = calibrate_on(loaded, torch.tensor(_prompts([128] * 16, seed=11)), parse_method(spec))
-    file = folder / "calibration.safetensors"
-    found.save(file)
-    return found, str(file)
+    return calibrated(model, spec, torch.tensor(random_prompts([128] * 16, seed=11)), folder)
 
 
 def test_a_calibration_is_served(tiny: Path, tmp_path: Path) -> None:
     made = _kept(tiny, "kvquant-3bit-1%", tmp_path)
     own = {"xquant_kernel": "reference", "xquant_calibration": made[1]}
-    prompts = _prompts([40, 300], seed=5)
+    prompts = random_prompts([40, 300], seed=5)
     with engine(tiny, "kvquant-3bit-1%", **own) as llm:
         served = answers(llm, prompts, 130)
-    assert served == _library(tiny, "kvquant-3bit-1%", prompts, 130, made=made[0])
+    assert served == library(tiny, "kvquant-3bit-1%", prompts, 130, made=made[0])
 
 
 def test_sinks_are_found_again_with_their_page(tiny: Path, tmp_path: Path) -> None:
     """A request that finds a prefix has a ring of its own, and the sinks of another."""
     made = _kept(tiny, "tc-2bit", tmp_path)
-    stem, ends = _prompts([300], seed=7)[0], _prompts([40, 90], seed=8)
+    stem, ends = random_prompts([300], seed=7)[0], random_prompts([40, 90], seed=8)
     prompts = [stem[:256] + end for end in ends]
     with engine(tiny, "tc-2bit", xquant_kernel="reference", xquant_calibration=made[1]) as llm:
         first, second = (answers(llm, [prompt], 130)[0] for prompt in prompts)
-    assert first == _library(tiny, "tc-2bit", prompts[:1], 130, made=made[0])[0]
-    assert second == _library(tiny, "tc-2bit", prompts[1:], 130, made=made[0], cuts=(256,))[0]
+    assert first == library(tiny, "tc-2bit", prompts[:1], 130, made=made[0])[0]
+    assert second == library(tiny, "tc-2bit", prompts[1:], 130, made=made[0], cuts=(256,))[0]
 
 
 def test_two_shards_answer_as_vllm_does(tmp_path: Path) -> None:
-    folder, prompts = save_tiny(tmp_path, num_key_value_heads=4), _prompts(LENGTHS[::4])
+    folder, prompts = save_tiny(tmp_path, num_key_value_heads=4), random_prompts(LENGTHS[::4])
     with engine(folder) as llm:
         stock = answers(llm, prompts, 16)
     with engine(folder, "full", tensor_parallel_size=2) as llm:
@@ -197,7 +134,7 @@ def test_two_shards_answer_as_vllm_does(tmp_path: Path) -> None:
 def test_two_shards_answer_as_one_process(tiny: Path) -> None:
     """With ranges of a token that end at heads. The sums of two processes round otherwise, which a random
     model shows after some hundred tokens."""
-    prompts, own = _prompts([40, 300], seed=6), {"xquant_ranges": "heads"}
+    prompts, own = random_prompts([40, 300], seed=6), {"xquant_ranges": "heads"}
     found = []
     for shards in (1, 2):
         with engine(tiny, "kivi-4bit", tensor_parallel_size=shards, **own) as llm:
@@ -253,6 +190,15 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     _refused("GPT2LMHeadModel is not supported", tmp_path, "kivi-4bit")
 
 
+def test_keys_that_cannot_be_turned_back_are_refused(tmp_path: Path) -> None:
+    """vLLM's embedding of two sets of frequencies has no table of positions."""
+    factors = [1.0] * 16  # a pair of channels each
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors}
+    rope |= {"long_factor": factors, "original_max_position_embeddings": 1024}
+    folder = save_tiny(tmp_path, rope_parameters=rope)
+    _refused("keys before Phi3LongRoPEScaledRotaryEmbedding cannot be had", folder, "kivi-4bit")
+
+
 def test_another_version_of_vllm_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
@@ -269,57 +215,12 @@ def _refused(why: str, folder: Path, spec: str, **options: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.smollm2
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "full",
-        "kivi-4bit",
-        "kivi-4bit:rope=post",
-        "kivi-3bit",
-        "kivi-3bit:rope=post",
-        "kivi-2bit",
-        "kivi-2bit:rope=post",
-        "kvquant-3bit-1%",
-        "tc-2bit",
-    ],
-)
-def test_smollm2_answers_as_the_library_does(smollm2: Path, spec: str, tmp_path: Path) -> None:
-    prompts = _prompts([300], seed=2, vocabulary=40000)  # blocks are sealed four times
-    made, own = None, {}
-    if parse_method(spec).needs_calibration:
-        made, own["xquant_calibration"] = _kept(smollm2, spec, tmp_path)
-    with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20, **own) as llm:
-        found = answers(llm, prompts, 256)
-    assert found == _library(smollm2, spec, prompts, 256, "auto", made)
-
-
-@pytest.mark.smollm2
-def test_three_shards_of_smollm2_answer_as_vllm_does(smollm2: Path) -> None:
-    prompts, options = _prompts([40, 300], seed=9, vocabulary=40000), {"max_num_seqs": 2}
-    with engine(smollm2, kv_cache_memory_bytes=64 << 20, **options) as llm:
-        stock = answers(llm, prompts, 16)
-    memory = {"kv_cache_memory_bytes": 64 << 20, "tensor_parallel_size": 3}
-    with engine(smollm2, "full", **memory, **options) as llm:
-        assert answers(llm, prompts, 16) == stock
-
-
-@pytest.mark.smollm2
-def test_smollm2_at_16_bits_answers_as_vllm_does(smollm2: Path) -> None:
-    prompts = _prompts(LENGTHS, seed=3, vocabulary=40000)
-    found = []
-    for spec in (None, "full"):
-        with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20) as llm:
-            found.append(answers(llm, prompts, 16))
-    assert found[0] == found[1]
-
-
 def test_drafts_change_no_answer(tiny: Path) -> None:
     """N-grams of the prompt are guessed, a few right: blocks are sealed anew with what was accepted.
 
     The last test: once numba has compiled vLLM's n-grams, no other engine starts in this process.
     """
-    prompts = [(prompt * 40)[:250] for prompt in _prompts([7, 5, 9])]
+    prompts = [(prompt * 40)[:250] for prompt in random_prompts([7, 5, 9])]
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
     own = {"xquant_kernel": "reference"}
     with engine(tiny, "kivi-4bit", **own) as llm:
