@@ -1,0 +1,36 @@
+"""Tables of serving in vLLM: how much fits, and how fast it is."""
+
+from .common import code, markdown, rows, table
+
+
+def contender(spec: str) -> str:
+    return "vLLM as it is" if spec == "stock" else code(spec)
+
+
+@table
+def serving_capacity() -> str:
+    """Tokens that the same memory has room for."""
+    return markdown(
+        ["cache", "tokens", "times as many"],
+        (
+            [contender(row["spec"]), f"{row['tokens']:,}", f"{row['times']:.2f}"]
+            for row in rows("serving-capacity")
+        ),
+    )
+
+
+@table
+def serving_speed() -> str:
+    """Requests answered at once; tokens a second, and in brackets over those of vLLM as it is."""
+    at_once = {row["spec"]: row for row in rows("serving-concurrency")}
+    body = []
+    for row in rows("serving-speed"):
+        own = at_once[row["spec"]]
+        speeds = (
+            f"{row[of]:.1f} ({row['times'][of]:.2f})" for of in ("prefill", "decode", "whole")
+        )
+        body.append(
+            [contender(row["spec"]), str(own["at_once"]), f"{own['preemptions']:.0f}", *speeds]
+        )
+    head = ["cache", "requests at once", "preemptions", "prompts", "answers", "whole load"]
+    return markdown(head, body)
