@@ -140,18 +140,14 @@ def transform_options() -> str:
     return texts(**{"WikiText-2": "tc-options-smollm2"})
 
 
-def passkeys(file: str) -> str:
-    """Numbers found, of those asked for, and the depths at which some were not."""
-    found = rows(file)
+def passkeys(found: list[Row], cell: Callable[[list[Row]], str]) -> str:
+    """A line a method, a column a context, in which ``cell`` says what was found."""
     contexts = sorted({row["context"] for row in found})
     body = []
     for method in dict.fromkeys(row["method"] for row in found):
-        cells = [code(method)]
-        for context in contexts:
-            own = [r for r in found if r["method"] == method and r["context"] == context]
-            lost = ", ".join(f"{r['depth']:g}" for r in own if r["found"] < r["samples"])
-            cells.append(counted(own) + (f" (lost at {lost})" if lost else ""))
-        body.append(cells)
+        own = [row for row in found if row["method"] == method]
+        cells = (cell([row for row in own if row["context"] == context]) for context in contexts)
+        body.append([code(method), *cells])
     return markdown(["method", *(f"{context:,}" for context in contexts)], body)
 
 
@@ -160,9 +156,26 @@ def counted(own: list[Row]) -> str:
     return f"{sum(row['found'] for row in own)} of {sum(row['samples'] for row in own)}"
 
 
+def counted_and_lost(own: list[Row]) -> str:
+    """Numbers found, and the depths at which some were not."""
+    lost = ", ".join(f"{row['depth']:g}" for row in own if row["found"] < row["samples"])
+    return counted(own) + (f" (lost at {lost})" if lost else "")
+
+
+def counted_and_likely(own: list[Row]) -> str:
+    """Numbers found, and the mean logarithm of the probability of the right ones' digits."""
+    return f"{counted(own)} ({fmean(row['likelihood'] for row in own):.2f})"
+
+
 @table
 def evaluation_passkey() -> str:
-    return passkeys("passkey-smollm2")
+    return passkeys(rows("passkey-smollm2"), counted_and_lost)
+
+
+@table
+def evaluation_passkey_exact() -> str:
+    found = rows("passkey-exact-smollm2") + rows("passkey-exact-8k-smollm2")
+    return passkeys(found, counted_and_likely)
 
 
 @table
@@ -182,8 +195,7 @@ def passkey_errors() -> str:
     for (method, text), ways in asked.items():
         cells = [code(method), text if parse_method(method).needs_calibration else ""]
         for attend in ("chunk", "store"):
-            likelihood = fmean(row["likelihood"] for row in ways[attend])
-            cells.append(f"{counted(ways[attend])} ({likelihood:.2f})")
+            cells.append(counted_and_likely(ways[attend]))
         own = errors.pop(method, {})
         for states in ("keys", "values"):
             for of in ("digits", "median"):
@@ -215,13 +227,13 @@ def pyramid() -> str:
 
 @table
 def transform_passkey() -> str:
-    return passkeys("passkey-tc-smollm2")
+    return passkeys(rows("passkey-tc-smollm2"), counted_and_lost)
 
 
-def tasks(file: str) -> str:
-    """Scores of a results file of `xquant eval`: a line a method, a column a task and metric; then how many
+def tasks(*files: str) -> str:
+    """Scores of results files of `xquant eval`: a line a method, a column a task and metric; then how many
     rows were answered as with the full cache. Of the metrics of TruthfulQA those of BLEU."""
-    found = rows(file)
+    found = [row for file in files for row in rows(file)]
     columns: dict[str, dict[str, str]] = {}
     same: dict[str, dict[str, str]] = {}
     for row in found:
@@ -256,7 +268,7 @@ def evaluation_gsm8k() -> str:
 
 @table
 def evaluation_ruler() -> str:
-    return tasks("ruler-smollm2")
+    return tasks("ruler-smollm2", "ruler-2048-smollm2", "ruler-4096-smollm2")
 
 
 @table
