@@ -144,6 +144,7 @@ def plan(
         raise ValueError("give either --gpu NAME or --engine vllm and --memory GB")
     if engine is None and (shards > 1 or drafts or artifacts):
         raise ValueError("--shards, --drafts and --calibration are for --engine")
+    known = None if gpu is None else find_gpu(gpu)
     from transformers.utils import logging
 
     from .. import parse_method
@@ -170,8 +171,8 @@ def plan(
         if json_file != STDOUT:
             _print_served(found)
         return
-    assert gpu is not None
-    gpu, card = find_gpu(gpu)
+    assert known is not None
+    gpu, card = known
     rows = make_plan(skeleton, unique, card, context, batch, chunk, past_positions)
     name = str(model or shape)
     finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))
