@@ -206,10 +206,11 @@ class ServedLayer:
         """What is packed of blocks ``[m, n, W]`` that begin at positions ``starts`` ``[m]``."""
         if not self.codec.rotated:
             assert self._angles is not None
-            key, value = blocks.split(self.codec.view.kv_width, -1)
-            places = (starts[:, None] + torch.arange(self.block)).flatten()
-            turned = self._angles.turn_back(self._heads(key), places)
-            blocks = torch.cat([turned.flatten(1).view_as(key), value], -1)
+            view = self.codec.view
+            key, value = blocks.split(view.kv_width, -1)
+            heads = key.unflatten(-1, (view.kv_heads, view.head_size))
+            turned = self._angles.turn_back(heads, starts)
+            blocks = torch.cat([turned.flatten(2), value], -1)
         return self.codec.encode(blocks[None], None)[0]
 
     def _read(self, chunk: Chunk, new: Tensor) -> tuple[Tensor, Tensor]:

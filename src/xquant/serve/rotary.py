@@ -7,7 +7,7 @@ from .. import compat
 from ..kernels.paged import PagedAngles
 from ..kernels.rope import Within
 from ..models import AttentionView
-from ..models.base import rotate, unrotate
+from ..models.base import inverse, rotate
 from ..models.rope import Pair
 
 
@@ -21,14 +21,20 @@ class Angles:
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self._cos, self._sin = cos.float(), sin.float()
         self._blocks: dict[int, PagedAngles] = {}
+        self._back: tuple[Tensor, Pair] | None = None
 
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys ``[T, G, D]`` at ``positions`` ``[T]``, rotated."""
         return rotate(keys[None], *self._at(positions, keys))[0]
 
-    def turn_back(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """The inverse of `turn`."""
-        return unrotate(keys[None], *self._at(positions, keys))[0]
+    def turn_back(self, blocks: Tensor, starts: Tensor) -> Tensor:
+        """The inverse of `turn`, in fp32: keys ``[m, n, G, D]`` of blocks beginning at ``starts`` ``[m]``."""
+        if self._back is None or self._back[0] is not starts:  # all layers turn the same blocks
+            positions = (starts[:, None] + torch.arange(blocks.shape[1])).flatten()
+            cos, sin = self._at(positions, blocks)
+            self._back = starts, inverse(cos.float(), sin.float())
+        keys = blocks.flatten(0, 1)[None].float()
+        return rotate(keys, *self._back[1])[0].view_as(blocks).to(blocks.dtype)
 
     def paged(self, block: int) -> PagedAngles:
         """As kernels take them that read pages of ``block`` tokens."""
