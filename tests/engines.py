@@ -135,3 +135,54 @@ def calibrated(
     file = folder / "calibration.safetensors"
     found.save(file)
     return found, str(file)
+
+
+class Library:
+    """`KVCache`, beside an engine that is asked the same."""
+
+    def __init__(
+        self, folder: Path, spec: str, kernel: str = "reference", made: Calibration | None = None
+    ) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._options = {"method": spec, "kernel": kernel, "calibration": made}
+
+    def gives(self, prompt: list[int], answer: list[int], cuts: tuple[int, ...] = ()) -> bool:
+        """Whether every token of an answer is the likeliest one here too."""
+        return self._logits(prompt, answer, cuts).argmax(-1).tolist() == answer
+
+    def almost_gives(
+        self, prompt: list[int], answer: list[int], cuts: tuple[int, ...] = ()
+    ) -> bool:
+        """Whether a token that is not the likeliest one is so by no more than roundings move logits.
+
+        Sums in another order round otherwise. Where that takes a code over a border, all later layers have
+        other states. What it may come to is found out by embeddings that differ in their last digits.
+        """
+        expected, weight = (
+            self._logits(prompt, answer, cuts),
+            self._model.get_input_embeddings().weight,
+        )
+        behind = expected.amax(-1) - expected[range(len(answer)), answer]
+        original, moved = weight.data, torch.zeros(len(answer))
+        for seed in range(8):
+            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+            weight.data = original * (1 + 1e-6 * noise)
+            other = self._logits(prompt, answer, cuts)
+            moved = torch.maximum(moved, (other - expected).abs().amax(-1))
+        weight.data = original
+        return bool((behind <= moved).all())
+
+    @torch.no_grad()
+    def _logits(
+        self, prompt: list[int], answer: list[int], cuts: tuple[int, ...] = ()
+    ) -> torch.Tensor:
+        """Of each token of an answer, after the prompt and the tokens before; a prompt is read in parts."""
+        cache = KVCache(self._model, **self._options)
+        *parts, last = torch.tensor([prompt]).tensor_split(cuts, 1)
+        for part in parts:
+            self._model(input_ids=part, past_key_values=cache)
+        found = []
+        for tokens in (last, *(torch.tensor([[token]]) for token in answer[:-1])):
+            out = self._model(input_ids=tokens, past_key_values=cache, logits_to_keep=1)
+            found.append(out.logits[0, -1])
+        return torch.stack(found)

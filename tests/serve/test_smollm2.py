@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engines import LENGTHS, answers, calibrated, engine, library, random_prompts
+from engines import LENGTHS, Library, answers, calibrated, engine, random_prompts
 from xquant import load_model, parse_method
 from xquant.load import packaged_folder
 from xquant.text import read_text
@@ -46,13 +46,14 @@ def text() -> list[int]:
 def test_answers_are_the_librarys(
     smollm2: Path, text: list[int], spec: str, tmp_path: Path
 ) -> None:
-    prompts, made, own = [text[20000:20300]], None, {}  # blocks are sealed four times
+    prompt, made, own = text[20000:20300], None, {}  # blocks are sealed four times
     if parse_method(spec).needs_calibration:
         samples = torch.tensor(text[: 16 * 512]).view(16, 512)
         made, own["xquant_calibration"] = calibrated(smollm2, spec, samples, tmp_path)
     with engine(smollm2, spec, kv_cache_memory_bytes=256 << 20, **own) as llm:
-        found = answers(llm, prompts, 256)
-    assert found == library(smollm2, spec, prompts, 256, "auto", made)
+        (found,) = answers(llm, [prompt], 256)
+    known = Library(smollm2, spec, "auto", made)
+    assert known.gives(prompt, found) or known.almost_gives(prompt, found)
 
 
 def test_three_shards_answer_as_vllm_does(smollm2: Path) -> None:
