@@ -16,7 +16,13 @@ os.environ.update(
 )
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from xquant import Calibration, KVCache, parse_method
 from xquant.calibrators.run import calibrate_on
@@ -46,6 +52,17 @@ def save_tiny(folder: Path, **other: Any) -> Path:
     """A random Llama, with heads that vLLM's own kernels take. ``other``: of its configuration."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**{**SHAPE, **other})).save_pretrained(folder)
+    return folder
+
+
+def save_mixed(folder: Path) -> Path:
+    """A random Gemma 3: two layers of nine attend to all tokens, the others to windows of 100."""
+    torch.manual_seed(0)
+    sliding, full = "sliding_attention", "full_attention"
+    kinds = [*[sliding] * 5, full, sliding, sliding, full]
+    own = {"num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": 100}
+    own |= {"query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+    Gemma3ForCausalLM(Gemma3TextConfig(**{**SHAPE, **own})).save_pretrained(folder)
     return folder
 
 

@@ -11,7 +11,7 @@ from xquant.analysis.shapes import shape_config
 from xquant.methods import LayerCodec
 from xquant.quant.ranked import Ranked
 from xquant.serve.build import Model, codecs_of
-from xquant.serve.capacity import Room, room_of, stock_room
+from xquant.serve.capacity import Room, StockRoom, Windows, room_of, stock_room
 from xquant.serve.fit import wanted
 from xquant.store.pages import PageLayout
 
@@ -33,7 +33,7 @@ def _codecs(spec: str) -> list[LayerCodec]:
 
 
 def _room(spec: str) -> Room:
-    return room_of(_codecs(spec), wanted({"xquant": spec}).keeping(), MODEL.dtype)
+    return room_of(_codecs(spec), wanted({"xquant": spec}).keeping(), MODEL.dtype, {})
 
 
 def _rows(bits: int, channels: int) -> int:
@@ -73,6 +73,22 @@ def test_as_many_tokens_fit_as_is_asked(spec: str, times: float) -> None:
     """At 8,192 positions in bf16, rings included."""
     own = stock_room(MODEL).tokens(2**29, 8192)
     assert _room(spec).tokens(2**29, 8192) >= times * own
+
+
+def test_windows_take_blocks_beside_pages() -> None:
+    """A block has the pages of both layers, or states of two of the five layers with windows, and these have
+    no more tokens than a window and a step."""
+    room = Room(128, [4096, 4096], 8192, [Windows(5, 4000, 100)])
+    assert (room.page, room.nbytes, room.blocks_of_rings) == (4096, 8192, 2)
+    blocks = 8 + 2 + 3 * (ceil((99 + 256) / 128) + 1)
+    assert room.tokens(100 * 8192, 1024, batched=256) == int(100 / blocks * 1024)
+    # vLLM parts layers with pages, were all of one size.
+    assert Room(128, [4096, 4096], 4096, [Windows(5, 4096, 100)]).page == 4096 + 128
+
+
+def test_stock_shares_blocks_by_the_rarest_kind() -> None:
+    assert StockRoom(128, [4096] * 2, 0, [Windows(5, 4096, 100)]).nbytes == 2 * 4096
+    assert StockRoom(128, [4096] * 4, 0, [Windows(5, 4096, 100)]).nbytes == 5 * 4096
 
 
 def test_a_ring_larger_than_a_block_takes_one_of_its_own() -> None:

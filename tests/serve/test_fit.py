@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CohereConfig, GPT2Config, StableLmConfig
+from transformers import (
+    CohereConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    StableLmConfig,
+)
 
 from models import tiny
 from xquant.methods import Method
@@ -25,7 +31,7 @@ SERVED = [
 @pytest.mark.parametrize("spec", SERVED)
 def test_methods_that_keep_states_are_served(spec: str) -> None:
     method = fit.parse(spec)
-    for family in ("llama", "llama-mha", "qwen2", "qwen3", "phi3"):
+    for family in ("llama", "llama-mha", "qwen2", "qwen3", "phi3", "gemma2", "gemma3"):
         fit.check_model(fit.Wanted(method), Model(tiny(family).config, torch.float32))
 
 
@@ -58,7 +64,15 @@ def test_methods_are_refused_for_a_model(spec: str, why: str) -> None:
 
 def test_models_are_refused() -> None:
     method = fit.parse("kivi-4bit")
-    _one_line("sliding window", _check, method, tiny("gemma3").config)
+    alone = tiny("gemma3", layer_types=["sliding_attention"] * 5).config
+    _one_line("no full-attention layer to compress", _check, method, alone)
+    shape = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    shape |= {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"vocab_size": 64, "intermediate_size": 64, "pad_token_id": 0}
+    learned = GptOssConfig(**shape, num_local_experts=2)
+    _one_line("sinks that are learned", _check, method, learned)
+    unequal = Gemma4TextConfig(**shape, global_head_dim=32, num_kv_shared_layers=0)
+    _one_line("layers of unequal width", _check, method, unequal)
     _one_line("GPT2", _check, method, GPT2Config(n_layer=1, n_embd=32))
 
 

@@ -201,14 +201,15 @@ def _served(
 ) -> list[dict[str, Any]]:
     """What an engine holds in so many bytes of each shard: as it is, and with each method."""
     from ..calibration import Calibration
-    from ..serve.capacity import room_in, stock_room
+    from ..serve.capacity import USUAL_BATCH, room_in, stock_room
     from ..serve.fit import wanted
 
     files = {Calibration.load(file).method: file for file in artifacts}
 
     def row_of(method: str, room: "Room") -> dict[str, Any]:
         sizes = {"block_bytes": room.nbytes, "ring_blocks": room.blocks_of_rings}
-        return {"method": method, **sizes, "tokens": room.tokens(nbytes, context)}
+        tokens = room.tokens(nbytes, context, USUAL_BATCH * model.shards)
+        return {"method": method, **sizes, "tokens": tokens}
 
     rows = [row_of("vLLM's own", stock_room(model))]
     for method in methods:

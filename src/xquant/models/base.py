@@ -244,13 +244,14 @@ class ModelView:
     """A causal language model seen as a list of attention layers.
 
     ``layers`` holds every attention layer in order; ``skipped`` says, by ``layer_idx``, why a layer is left
-    to transformers' own cache.
+    to transformers' own cache, and ``windows`` the tokens of its window where that is the reason.
     """
 
     model: nn.Module
     decoder: nn.Module  # the module that has ``layers``
     layers: list[AttentionView]
     skipped: dict[int, str]
+    windows: dict[int, int]
     rope: Rope
 
     @property

@@ -56,12 +56,16 @@ def _view(model: nn.Module) -> ModelView:
     own = compat.default_layers(config)
     views: list[AttentionView] = []
     skipped: dict[int, str] = {}
+    windows: dict[int, int] = {}
+    kinds = getattr(config, "layer_types", None) or ()
     for layer, cache_layer in zip(_layers(decoder), own, strict=False):
         view = _view_attention(layer, len(views))
         views.append(view)
         if getattr(cache_layer, "is_sliding", False):
-            window = getattr(cache_layer, "sliding_window", None)
+            window = getattr(cache_layer, "sliding_window", 0)
             skipped[view.index] = f"sliding window of {window} tokens"
+            if "chunked_attention" not in kinds:  # whose cache says that it slides, too
+                windows[view.index] = window
         elif type(cache_layer).__name__ != "DynamicLayer":
             skipped[view.index] = f"{type(cache_layer).__name__} is not plain full attention"
         elif getattr(view.module, "use_rope", True) in (False, 0):
@@ -78,7 +82,7 @@ def _view(model: nn.Module) -> ModelView:
         raise _Unsupported("its full-attention layers have no rotary position embedding") from None
     for view in views:
         view.rotary_size = turned.shape[-1]
-    return ModelView(model, decoder, views, skipped, rope)
+    return ModelView(model, decoder, views, skipped, windows, rope)
 
 
 # -- the decoder -----------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ An engine may have packed a model's weights for its own products. So what is com
 `xquant`), or told by them (whose calibration it is), is read from the checkpoint's files.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,12 +42,27 @@ class Model:
 
     @cached_property
     def layers(self) -> Sequence[AttentionView]:
-        """Without weights.
+        """Those that a method compresses, without weights.
 
         Raises:
-            ValueError: some layers are none that a method compresses.
+            ValueError: others are left, beside those with sliding windows.
         """
-        return _all_layers(Skeleton(self.config, self.dtype))
+        return _compressed(self._skeleton)
+
+    @cached_property
+    def windows(self) -> Mapping[int, int]:
+        """How many layers have sliding windows, by the tokens of a window: an engine keeps these itself."""
+        return Counter(self._skeleton.view.windows.values())
+
+    def rope(self, view: AttentionView) -> Any:
+        """The parameters of a layer's RoPE, which a configuration may have by kind of layer."""
+        found = getattr(self.config, "rope_parameters", None)
+        kinds = getattr(self.config, "layer_types", None)
+        return found.get(kinds[view.index], found) if found and kinds else found
+
+    @cached_property
+    def _skeleton(self) -> Skeleton:
+        return Skeleton(self.config, self.dtype)
 
     @cached_property
     def weighted(self) -> Sequence[AttentionView]:
@@ -58,7 +74,7 @@ class Model:
         if not self.folder:
             raise ValueError("it depends on a model's weights, and a shape has none")
         skeleton = Skeleton(self.config, self.dtype)
-        layers = _all_layers(skeleton)
+        layers = _compressed(skeleton)
         modules = [(v.key_module, v.value_module, v.key_norm) for v in layers]
         read = {id(p) for each in modules for m in each if m is not None for p in m.parameters()}
         wanted = {name for name, p in skeleton.model.named_parameters() if id(p) in read}
@@ -73,11 +89,14 @@ class Model:
         return layers
 
 
-def _all_layers(skeleton: Skeleton) -> Sequence[AttentionView]:
-    if skeleton.view.skipped:
-        index, why = next(iter(skeleton.view.skipped.items()))
-        raise ValueError(f"layer {index}: {why}")
-    return skeleton.view.compressed
+def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:
+    view = skeleton.view
+    for index, why in view.skipped.items():
+        if index not in view.windows:
+            raise ValueError(f"layer {index}: {why}")
+    if view.windows and len({layer.kv_width for layer in view.layers}) > 1:
+        raise ValueError("layers of unequal width, some with sliding windows, are not served yet")
+    return view.compressed
 
 
 def calibration_for(method: Method, model: Model, file: str | None) -> Calibration | None:

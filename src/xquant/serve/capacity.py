@@ -1,9 +1,10 @@
 """How many tokens fit into an engine's memory.
 
-An engine's pool is made of blocks. A block has one page of every layer, or some of the rings of a request.
+An engine's pool is made of blocks. A block has one page of every compressed layer, some of the rings of a
+request, or states of some of the layers with sliding windows, as the engine itself keeps them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,24 @@ from .step import Keeping
 
 _STOCK = 128
 """Tokens of a block of vLLM's own, on a CPU."""
+USUAL_BATCH = 2048
+"""Tokens of a step, where ``vllm serve`` is not told how many (`max_num_batched_tokens`), on a CPU."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Layers with sliding windows of one size."""
+
+    layers: int
+    page: int
+    """Bytes of a layer in a block."""
+    window: int
+    """Tokens that are attended to."""
+
+    def blocks(self, block: int, context: int, batched: int) -> int:
+        """That a request has at most of one layer, in steps of so many tokens: a window begins where it
+        likes in a block."""
+        return -(-min(self.window - 1 + batched, context) // block) + 1
 
 
 @dataclass(frozen=True)
@@ -28,12 +47,16 @@ class Room:
     """Bytes of a page of each layer."""
     ring: int
     """Bytes of a ring, the same in all layers; 0: there is none."""
+    windows: Sequence[Windows] = ()
 
     @property
     def share(self) -> int:
         """Bytes a token that every layer is given of a block. An engine wants one number for all: layers
         whose pages differ in size take them out of the sum, after each other."""
-        return -(-sum(self.pages) // (len(self.pages) * self.block))
+        share = -(-sum(self.pages) // (len(self.pages) * self.block))
+        # Were all pages of one size, vLLM would pack them by another rule, and part layers with pages.
+        same = {share * self.block, self.ring, *(each.page for each in self.windows)}
+        return share + 1 if self.windows and len(same) == 1 else share
 
     @property
     def page(self) -> int:
@@ -49,33 +72,53 @@ class Room:
     def nbytes(self) -> int:
         """Of a block of the pool."""
         pages = len(self.pages) * self.page
-        return max(pages, self._rings_beside * self.ring)
+        return max(pages, self.ring, *(each.page for each in self.windows))
 
     @property
     def blocks_of_rings(self) -> int:
         """That a request takes for its rings, however long it is."""
-        return -(-len(self.pages) // self._rings_beside) if self.ring else 0
+        return self._groups(len(self.pages), self.ring) if self.ring else 0
+
+    def _groups(self, layers: int, page: int) -> int:
+        """Blocks for so many layers of this size, at the same tokens."""
+        return -(-layers // (self.nbytes // page))
+
+    def tokens(self, nbytes: int, context: int, batched: int = USUAL_BATCH) -> int:
+        """That fit into a pool of so many bytes, in requests of ``context`` tokens, and steps of
+        ``batched``."""
+        blocks = self._groups(len(self.pages), self.page) * -(-context // self.block)
+        for each in self.windows:
+            groups = self._groups(each.layers, each.page)
+            blocks += groups * each.blocks(self.block, context, batched)
+        return int(nbytes // self.nbytes / (blocks + self.blocks_of_rings) * context)
+
+
+class StockRoom(Room):
+    """What vLLM's own cache asks for. All layers have pages of one size, if some have sliding windows."""
 
     @property
-    def _rings_beside(self) -> int:
-        """Rings in a block."""
-        if not self.ring:
-            return 0
-        most = max(len(self.pages) * self.page // self.ring, 1)
-        groups = -(-len(self.pages) // most)
-        return -(-len(self.pages) // groups)
-
-    def tokens(self, nbytes: int, context: int) -> int:
-        """That fit into a pool of so many bytes, in requests of ``context`` tokens."""
-        blocks = -(-context // self.block) + self.blocks_of_rings
-        return int(nbytes // self.nbytes / blocks * context)
+    def nbytes(self) -> int:
+        if not self.windows:
+            return super().nbytes
+        # vLLM's rule: as many layers in a block as there are of the rarest kind, or of the commonest where
+        # that is not many more.
+        counts = [len(self.pages), *(each.layers for each in self.windows)]
+        least, most = min(counts), max(counts)
+        return self.page * (most if most < 1.5 * least else least)
 
 
-def room_of(codecs: Sequence[LayerCodec], keeping: Keeping, dtype: torch.dtype) -> Room:
-    """What these layers ask of a pool; ``dtype`` of their states."""
+def room_of(
+    codecs: Sequence[LayerCodec], keeping: Keeping, dtype: torch.dtype, windows: Mapping[int, int]
+) -> Room:
+    """What these layers ask of a pool; ``dtype`` of their states. ``windows``: see `Model`."""
     pages = [PageLayout(codec.segments, keeping.block).nbytes for codec in codecs]
-    row = 2 * max(codec.view.kv_width for codec in codecs)
-    return Room(keeping.block, pages, keeping.capacity * row * dtype.itemsize)
+    token = 2 * max(codec.view.kv_width for codec in codecs) * dtype.itemsize
+    sliding = _windows(windows, keeping.block * token)
+    return Room(keeping.block, pages, keeping.capacity * token, sliding)
+
+
+def _windows(windows: Mapping[int, int], page: int) -> list[Windows]:
+    return [Windows(layers, page, window) for window, layers in windows.items()]
 
 
 def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
@@ -88,7 +131,7 @@ def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
         ValueError: it cannot be served; the message says why.
     """
     codecs = codecs_for(asked, model, None, 0, weighted=False)
-    return room_of(codecs, asked.keeping(drafts), model.dtype)
+    return room_of(codecs, asked.keeping(drafts), model.dtype, model.windows)
 
 
 def stock_room(model: Model) -> Room:
@@ -98,4 +141,5 @@ def stock_room(model: Model) -> Room:
         ValueError: heads cannot be divided among so many.
     """
     widths = [view.kv_width for view in shard_of(model.layers, 0, model.shards)]
-    return Room(_STOCK, [_STOCK * 2 * width * model.dtype.itemsize for width in widths], 0)
+    pages = [_STOCK * 2 * width * model.dtype.itemsize for width in widths]
+    return StockRoom(_STOCK, pages, 0, _windows(model.windows, pages[0]))

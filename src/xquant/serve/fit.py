@@ -1,14 +1,17 @@
 """What can be served, and why the rest cannot: asked before an engine loads a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..kernels.choose import packer_of, reader_of_pages
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
-from .rotary import turns_halves
+from .exact import ExactAttention, torch_attention
+from .layer import ServedLayer
+from .rotary import Angles, turns_halves
 from .sinks import Slots
 from .step import Keeping
 
@@ -58,6 +61,28 @@ class Wanted:
                 f" {given}"
             )
         return block
+
+    def layer(
+        self,
+        codec: LayerCodec,
+        scaling: float,
+        softcap: float,
+        angles: Callable[[], Angles],
+        exact: Callable[[AttentionView], ExactAttention],
+    ) -> ServedLayer:
+        """A layer of an engine, which has these ``angles`` and, for kernels, this attention of its own."""
+        native, block = self.kernel == "auto", self.method.group
+        return ServedLayer(
+            codec,
+            block,
+            scaling,
+            None if codec.rotated else angles(),
+            softcap,
+            reader_of_pages(codec, block) if native else None,
+            packer_of(self.kernel),
+            exact(codec.view) if native else torch_attention,
+            self.method.sink,
+        )
 
     def keeping(self, drafts: int = 0) -> Keeping:
         """What of a past is kept where; ``drafts``: tokens that are guessed at a time."""
@@ -136,6 +161,8 @@ def codecs_for(
     """
     method, shards = wanted.method, model.shards
     try:
+        if layers is not None and [v.index for v in layers] != [v.index for v in model.layers]:
+            raise ValueError("other layers have a sliding window here than in transformers")
         calibration = calibration_for(method, model, wanted.calibration)
         if calibration is not None and shards > 1:
             calibration = cut_by_head(calibration, method, model, rank)
@@ -172,6 +199,8 @@ def _unfit_options(method: Method) -> str:
 def _unfit_layer(codec: LayerCodec) -> str:
     if codec.kept is not None:
         return "it drops tokens, and pages keep all of them"
+    if getattr(codec.view.module, "sinks", None) is not None:
+        return "its attention has sinks that are learned"
     if not codec.keeps_states:
         return "it keeps layer inputs, which an engine does not give to a cache"
     if any(segment.shared for segment in codec.segments):

@@ -30,7 +30,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
 
-from ...kernels.choose import packer_of, reader_of_pages
 from ...models import AttentionView
 from .. import fit
 from ..build import Model
@@ -62,9 +61,9 @@ def install() -> None:
     chosen = platform.get_attn_backend_cls
 
     def choose(cls: Any, selected: Any, attn_selector_config: Any, **more: Any) -> Any:
-        if _wanted(get_current_vllm_config()) is None or not _is_ours(attn_selector_config):
-            return chosen(selected, attn_selector_config=attn_selector_config, **more)
-        return AttentionBackendEnum.CUSTOM.get_path()
+        if found := _wanted(get_current_vllm_config()) and _backend(attn_selector_config):
+            return f"{__name__}.{found.__name__}"
+        return chosen(selected, attn_selector_config=attn_selector_config, **more)
 
     platform.get_attn_backend_cls = classmethod(choose)
 
@@ -74,10 +73,11 @@ def _wanted(config: Any) -> fit.Wanted | None:
     return None if asked_for(found) is None else fit.wanted(found)
 
 
-def _is_ours(wanted: Any) -> bool:
-    return wanted.attn_type == AttentionType.DECODER and not (
-        wanted.use_mla or wanted.has_sliding_window or wanted.has_sink
-    )
+def _backend(layer: Any) -> type[AttentionBackend] | None:
+    if layer.has_sliding_window:
+        return WindowBackend
+    plain = layer.attn_type == AttentionType.DECODER and not (layer.use_mla or layer.has_sink)
+    return PagedBackend if plain else None
 
 
 @refusing
@@ -89,10 +89,11 @@ def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any
         return original(*more, **options)
     args.block_size, args.enforce_eager = wanted.block_of(args.block_size), True
     config = original(*more, **options)
-    if why := _unfit(config, wanted):
+    known = _model(config)
+    codecs = fit.check_model(wanted, known)
+    if why := _unfit(config, wanted, known):
         raise ValueError(f"xquant: {why} is not served yet")
-    codecs = fit.check_model(wanted, _model(config))
-    _check_angles(config, {(c.view.head_size, c.view.rotary_size) for c in codecs if not c.rotated})
+    _check_angles(config, known, [codec.view for codec in codecs if not codec.rotated])
     return config
 
 
@@ -101,17 +102,19 @@ def _model(config: VllmConfig) -> Model:
     return Model(model.hf_text_config, model.dtype, model.model, parallel.tensor_parallel_size)
 
 
-def _unfit(config: VllmConfig, wanted: fit.Wanted) -> str:
+def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
     """What of an engine's configuration cannot be served; empty where all can."""
-    parallel, drafts = config.parallel_config, config.speculative_config
-    store = wanted.through_store
-    few = config.scheduler_config.max_num_batched_tokens < wanted.method.group
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    drafts, store = config.speculative_config, wanted.through_store
+    few = scheduler.max_num_batched_tokens < wanted.method.group
     refused = {
         "a device that is no CPU": not current_platform.is_cpu(),
         "a KV cache dtype of its own": config.cache_config.cache_dtype != "auto",
         "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
         "xquant_attend=store with speculative decoding": store and drafts is not None,
         "xquant_attend=store with fewer tokens in a step than a block": store and few,
+        "a sliding window with disable_hybrid_kv_cache_manager": bool(known.windows)
+        and scheduler.disable_hybrid_kv_cache_manager,
         "a KV connector": config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
@@ -120,13 +123,13 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted) -> str:
     return next((name for name, here in refused.items() if here), "")
 
 
-def _check_angles(config: VllmConfig, sizes: set[tuple[int, int]]) -> None:
-    """Ask for the angles by which heads are turned, of these sizes and turned channels."""
-    text, dtype = config.model_config.hf_text_config, config.model_config.dtype
-    parameters = getattr(text, "rope_parameters", None)
+def _check_angles(config: VllmConfig, known: Model, views: list[AttentionView]) -> None:
+    """Ask for the angles by which heads of these layers are turned."""
+    angles, most = functools.cache(_angles), known.config.max_position_embeddings
     with set_current_vllm_config(config):
-        for head, turned in sizes:
-            _angles(get_rope(head, text.max_position_embeddings, True, parameters, dtype), turned)
+        for view in views:
+            rotary = get_rope(view.head_size, most, True, known.rope(view), known.dtype)
+            angles(rotary, view.rotary_size)
 
 
 def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **options: Any) -> None:
@@ -154,29 +157,20 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
     if wanted is None:
         return original()
     found = [module for module in model.modules() if isinstance(_attention(module), Attention)]
+    found = [module for module in found if _attention(module).sliding_window is None]
     if not found:
         raise ValueError(f"xquant: no attention layer found in {type(model).__name__}")
     dtype = config.model_config.dtype
     views = [_view(module, dtype) for module in found]
-    block, angles = wanted.method.group, functools.cache(_angles)
-    codecs = fit.codecs_for(wanted, _model(config), views, get_tensor_model_parallel_rank())
-    native = wanted.kernel == "auto"
+    known, angles = _model(config), functools.cache(_angles)
+    codecs = fit.codecs_for(wanted, known, views, get_tensor_model_parallel_rank())
     keeping = wanted.keeping(getattr(config.speculative_config, "num_speculative_tokens", 0))
-    room = room_of(codecs, keeping, dtype)
+    room = room_of(codecs, keeping, dtype, known.windows)
     for place, (parent, codec) in enumerate(zip(found, codecs, strict=True)):
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
-        served = ServedLayer(
-            codec,
-            block,
-            layer.impl.scale,
-            None if codec.rotated else angles(rotary, codec.view.rotary_size),
-            layer.impl.logits_soft_cap,
-            reader_of_pages(codec, block) if native else None,
-            packer_of(wanted.kernel),
-            _exact(codec.view) if native else torch_attention,
-            wanted.method.sink,
-        )
+        turned = functools.partial(angles, rotary, codec.view.rotary_size)
+        served = wanted.layer(codec, layer.impl.scale, layer.impl.logits_soft_cap, turned, _exact)
         ring = Ring(f"{layer.layer_name}.{_RING}", served.row, keeping, dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
         layer.impl.served, layer.impl.ring = served, ring
@@ -298,6 +292,12 @@ class PagedBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         # Pages of all layers beside each other: rings then fit the room of a block's pages.
         return (KVCacheLayout.BLHNC,)
+
+
+class WindowBackend(cpu_attn.CPUAttentionBackend):
+    """vLLM's own, for layers with sliding windows. It reads a block wherever that lies."""
+
+    supported_kv_cache_layouts = PagedBackend.supported_kv_cache_layouts
 
 
 class BatchBuilder(AttentionMetadataBuilder):
