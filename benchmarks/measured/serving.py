@@ -1,4 +1,4 @@
-"""Tables of serving in vLLM: how much fits, and how fast it is."""
+"""Tables of serving in vLLM: how much fits, how fast it is, and what it costs."""
 
 from .common import code, markdown, rows, table
 
@@ -34,3 +34,15 @@ def serving_speed() -> str:
         )
     head = ["cache", "requests at once", "preemptions", "prompts", "answers", "whole load"]
     return markdown(head, body)
+
+
+@table
+def serving_quality() -> str:
+    """Perplexity by vLLM and by the library, with what each gives from reading to reading."""
+    body = []
+    for row in rows("serving-quality"):
+        sides = (("perplexity", "spread"), ("library", "library_spread"))
+        read = (f"{row[value]:.2f} ± {100 * row[spread]:.1f}%" for value, spread in sides)
+        ratio = f"{row['ratio']:.3f} ± {row['ratio_error']:.3f}"
+        body.append([contender(row["method"]), *read, ratio])
+    return markdown(["cache", "in vLLM", "in the library", "ratio"], body)
