@@ -101,6 +101,30 @@ def answers(llm: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     return [list(one.outputs[0].token_ids) for one in out]
 
 
+def logprobs(llm: Any, prompts: list[list[int]], new: int) -> list[list[dict[int, float]]]:
+    """Of the likeliest four at every token that it goes on with."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(
+        temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=4
+    )
+    out = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+    return [
+        [{word: found.logprob for word, found in each.items()} for each in one.outputs[0].logprobs]
+        for one in out
+    ]
+
+
+def read_from_store(folder: Path, spec: str) -> list[list[list[dict[int, float]]]]:
+    """What prompts give with ``attend=store``: read at once, as hits, in chunks, and as hits again."""
+    prompts, found = random_prompts([17, 128, 300, 385, 555], seed=4), []
+    for options in ({}, {"max_num_batched_tokens": 201, "max_num_seqs": 4}):
+        with engine(folder, spec, xquant_attend="store", **options) as llm:
+            found.append(logprobs(llm, prompts, 12))
+            found.append([logprobs(llm, [prompt], 12)[0] for prompt in prompts])
+    return found
+
+
 def cache_config(llm: Any) -> Any:
     return llm.llm_engine.vllm_config.cache_config
 

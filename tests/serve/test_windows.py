@@ -17,6 +17,7 @@ from engines import (
     engine,
     library,
     random_prompts,
+    read_from_store,
     save_mixed,
 )
 from xquant.serve.build import Model
@@ -78,6 +79,11 @@ def test_answers_are_the_librarys(mixed: Path, planned: Model, spec: str) -> Non
         tokens = cache_config(llm).kv_cache_size_tokens
     assert found == library(mixed, spec, prompts, 130)
     assert tokens == room_in(wanted({"xquant": spec}), planned).tokens(MEMORY, 1024, 1024)
+
+
+def test_chunks_and_hits_read_alike_from_the_store(mixed: Path) -> None:
+    found = read_from_store(mixed, "kivi-2bit")
+    assert all(each == found[0] for each in found)
 
 
 def test_windows_alone_are_refused(mixed: Path, tmp_path: Path) -> None:
