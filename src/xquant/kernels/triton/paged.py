@@ -18,7 +18,7 @@ from .jit.append import append
 from .jit.attend import attend
 from .jit.combine import combine
 from .jit.softmax import NONE
-from .launch import program_rows, splits_of
+from .launch import program_rows, row_strides, splits_of
 from .support import power
 
 
@@ -131,8 +131,8 @@ class TritonPages(PagedAttention):
         )
 
     def _exact(self, rows: Tensor, capacity: int | None) -> ExactRows:
-        nothing = self._packed.nothing
-        return ExactRows(rows, *rows.stride()[:2], nothing, nothing, nothing, capacity)
+        no_angles = [self._packed.nothing] * 3  # nor columns
+        return ExactRows(rows, *row_strides(rows), *no_angles, capacity)
 
 
 def _rows_of(states: Tensor) -> Heads:
