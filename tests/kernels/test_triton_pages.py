@@ -21,6 +21,7 @@ from calibrated import calibration
 from models import tiny
 from waits import Silent, Unlaunched
 from xquant import parse_method
+from xquant.bench.clocks import capture
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.choose import reader_of_pages
 from xquant.kernels.paged import PagedAttention, Sequences
@@ -324,6 +325,36 @@ def test_the_device_is_asked_for_nothing(spec: str, monkeypatch: pytest.MonkeyPa
         with Silent():
             reader.attend(*states, of, out)
     assert grids[:3] == grids[3:] and len(grids) == 6
+    with pytest.raises(AssertionError, match="waits for the device"), Silent():
+        assert of.columns  # what kernels on a CPU are told would be seen
+
+
+def test_a_graph_holds_for_other_steps() -> None:
+    """The same call, after other numbers were written to the same memory; on a GPU, a CUDA graph of it."""
+    torch.manual_seed(4)
+    codec = codec_of(SPECS[0], 32, 2, 2)
+    memory = Memory(codec, 40, 1)
+    states = new_states(codec.view, 7)
+    out = torch.empty_like(states[0])
+    reader = memory.reader()
+    of = memory.sequences([One(0, 0, 0, 0)] * 3, 1, columns=8)
+
+    def attend() -> None:
+        reader.attend(*states, of, out)
+
+    again = capture(attend, DEVICE).replay if DEVICE.type == "cuda" else attend
+    for ones in (
+        [One(64, 5, 36, 1), One(0, 40 - 1, 3, 0), One(0, 0, 0, 0, idle=True)],
+        [One(32, 0, 9, 1), One(250, 7, 0, 1), One(0, 0, 0, 0)],
+    ):
+        new = memory.sequences(ones, 1, columns=8)
+        for name in ("first", "table", "limits", "held", "new", "sinks"):
+            getattr(of, name).copy_(getattr(new, name))
+        wanted = [memory.expected(b, one, states, of, 0.0) for b, one in enumerate(ones)]
+        again()
+        for b, (one, want) in enumerate(zip(ones, wanted, strict=True)):
+            found = out[int(of.first[b])].double()
+            assert (found - want[0] * (not one.idle)).norm() < TOLERANCE * want.norm()
 
 
 def test_what_rebuilds_its_states_has_no_pages_here() -> None:
