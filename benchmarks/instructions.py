@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import triton
 
-from compiled import ACCUMULATING, REBUILDING, SUMMING, build, decoding, layout
+from compiled import ACCUMULATING, NO_SINKS, PAGED, REBUILDING, SUMMING, build, decoding, layout
 from xquant.cli.common import print_table
 from xquant.kernels.triton.arguments import Matrix
 from xquant.kernels.triton.jit.accumulate import accumulate
@@ -41,12 +41,15 @@ def kivi(bits: int, rotate: bool) -> dict[str, Any]:
     return decoding(128, 128, ROTATE=rotate, KEY=keys, VALUE=values)
 
 
+IN_PAGES = {"PAGED": True, **NO_SINKS}
 BLOCK = {"N": 128, "NP": 128}
 LATENTS = {**REBUILDING[0], "BIAS": False, "NORM": False, "SINKS": 0}
 SUMS = {**REBUILDING[2], "BIAS": False, "NORM": False, "SINKS": 0, "MASK": 0}
 KERNELS: dict[str, tuple[Any, dict[str, Any], int, dict[str, Any]]] = {
     "attend, kivi-4bit": (attend, kivi(4, True), 8, {}),
     "attend, kivi-4bit:rope=post": (attend, kivi(4, False), 4, {}),
+    "attend, kivi-4bit, pages": (attend, {**kivi(4, True), **IN_PAGES}, 8, PAGED),
+    "attend, kivi-4bit:rope=post, pages": (attend, {**kivi(4, False), **IN_PAGES}, 4, PAGED),
     "attend, kivi-2bit": (attend, kivi(2, True), 8, {}),
     "attend, kivi-2bit:rope=post": (attend, kivi(2, False), 4, {}),
     "rebuild, xquant-4bit": (rebuild, LATENTS, 8, {}),

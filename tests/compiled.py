@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for a Hopper GPU, which need not be there; fails where one does not compile."""
+"""Compiles the Triton kernels for a Hopper GPU, which need not be there; fails where one does not compile.
+Those that an engine needs are compiled for the GPUs before and after it too."""
 
 from typing import Any
 
@@ -13,10 +14,12 @@ from xquant.kernels.triton.arguments import (
     ExactRows,
     Heads,
     Matrix,
+    Pages,
     Rows,
     Shape,
 )
 from xquant.kernels.triton.jit.accumulate import accumulate
+from xquant.kernels.triton.jit.append import append
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.attend_exact import attend_exact
 from xquant.kernels.triton.jit.combine import combine
@@ -28,11 +31,19 @@ from xquant.kernels.triton.operand import Layout
 
 HEADS = Heads("*bf16", "i32", "i32", "i32")
 ROWS = Rows("*bf16", "i32", "i32")
-EXACT_ROWS = ExactRows(*ROWS, "*fp32", "*fp32", "*i32")
+EXACT_ROWS = ExactRows(*ROWS, "*fp32", "*fp32", "*i32", "constexpr")
+RINGS = EXACT_ROWS._replace(capacity="i32")
 MATRIX = Matrix("*fp16", "*fp32")
 TYPES: dict[str, Any] = {
     **dict.fromkeys(("query", "key", "value", "out"), HEADS),
-    **{"tail": EXACT_ROWS, "sinks": EXACT_ROWS, "rows_in": ROWS, "sums": ROWS, "matrix": MATRIX},
+    **{
+        "tail": EXACT_ROWS,
+        "sinks": EXACT_ROWS,
+        "rings": RINGS,
+        "rows_in": ROWS,
+        "sums": ROWS,
+        "matrix": MATRIX,
+    },
     "blocks": Blocks("*i64", "*i32", "*i32"),
     "rope": BlockRope("*fp32", "*fp32", "*fp32", "*fp32"),
     "shape": Shape("i32", "i32", "i32"),
@@ -47,7 +58,7 @@ TYPES: dict[str, Any] = {
 
 
 def decoding(head: int, block: int, **given: Any) -> dict[str, Any]:
-    common = {"OFFSET": False, "MASK": 0, "SOFTCAP": False, "SINKS": 0, "ROWS": 8}
+    common = {"PAGED": False, "OFFSET": False, "MASK": 0, "SOFTCAP": False, "SINKS": 0, "ROWS": 8}
     return {"D": head, "DP": padded(head), "N": block, "NP": padded(block), **common, **given}
 
 
@@ -96,6 +107,10 @@ DECODING = [
         VALUE=layout(3, TOKEN, 1024, per_token=True, codebook=True, count_bytes=2),
     ),
 ]
+SEQUENCES = dict.fromkeys(("limits", "new_runs", "tail_runs", "sink_runs", "held_runs"), "*i32")
+PAGED = {**SEQUENCES, "tail": RINGS, "blocks": Pages("*i64", "*i32", "i32")}
+"""Types of what an engine's sequences have in memory."""
+NO_SINKS = {"sinks": None, "sink_runs": None}
 SEALING = [
     {"PER_TOKEN": False, "GROUP": 64, "BY_TOKEN": True, "HIDDEN": True, "ETA": True},
     {"PER_TOKEN": True, "GROUP": 128, "BY_TOKEN": False, "HIDDEN": False, "ETA": False},
@@ -145,7 +160,9 @@ ACCUMULATING = {
 }
 
 
-def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: Any) -> Any:
+def build(
+    kernel: Any, constants: dict[str, Any], warps: int = 8, target: int = 90, **types: Any
+) -> Any:
     """A kernel as Triton has compiled it; ``types``: of arguments that are not as in `TYPES`."""
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
@@ -153,7 +170,9 @@ def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: Any) 
         kind = {**TYPES, **types}.get(name, "i32")
         if name not in constants:
             signature[name] = kind
-        elif name in TYPES:  # a group of constants
+            if isinstance(kind, tuple):
+                known |= {(i, j): None for j, each in enumerate(kind) if each == "constexpr"}
+        elif name in TYPES and constants[name] is not None:  # a group of constants
             signature[name] = type(kind)(*["constexpr"] * len(kind))
             known |= {(i, j): value for j, value in enumerate(constants[name])}
         else:
@@ -169,7 +188,7 @@ def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: Any) 
     paths = find_paths_if(list(signature.values()), aligned)
     attributes = {path: [["tt.divisibility", 16]] for path in paths}
     source = ASTSource(kernel, signature, known, attributes)
-    built = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
+    built = triton.compile(source, GPUTarget("cuda", target, 32), {"num_warps": warps})
     assert built.asm["cubin"]
     return built
 
@@ -177,8 +196,18 @@ def build(kernel: Any, constants: dict[str, Any], warps: int = 8, **types: Any) 
 if __name__ == "__main__":
     for given in DECODING:
         build(attend, given)
-    build(combine, {"D": 96, "DP": 128, "PARTIAL": False}, sums="*fp32")
-    build(combine, {"D": 1024, "DP": 256, "PARTIAL": True}, sums="*fp32")
+    of_a_cache = {"limits": None, "new_runs": None, "N": None}
+    build(combine, {"D": 96, "DP": 128, "PARTIAL": False, **of_a_cache}, sums="*fp32")
+    build(combine, {"D": 1024, "DP": 256, "PARTIAL": True, **of_a_cache}, sums="*fp32")
+    head = {"D": 128, "DP": 128}
+    for target in (80, 90, 100):
+        given = {**DECODING[0], "MASK": 0, "PAGED": True}
+        build(attend, given, target=target, **PAGED)
+        given = {**DECODING[2], "SOFTCAP": True, "PAGED": True, **NO_SINKS}
+        build(attend, given, target=target, **PAGED)
+        pages = {**head, "N": 128, "PARTIAL": False}
+        build(combine, pages, target=target, sums="*fp32", **SEQUENCES)
+        build(append, {"W": 1024, "WP": 1024, "D": 128}, target=target, **SEQUENCES)
     build(attend_exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
     for given in REBUILDING:
         build(rebuild, given, matrix=MATRIX if given["PACKED"] else Matrix("*bf16", "*fp32"))

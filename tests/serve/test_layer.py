@@ -11,7 +11,7 @@ from torch import Tensor
 from calibrated import calibration
 from models import tiny
 from xquant import parse_method
-from xquant.kernels import cpu
+from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
 from xquant.methods import LayerCodec
 from xquant.models import view_model
@@ -208,6 +208,21 @@ def test_kernels_read_unequal_sequences(
     few = {0: 3, 1: 2, 2: 1, 3: 2}  # several new tokens, as many or not
     for step in [*STEPS[:20], few, {0: 5, 2: 5, 3: 5}, few]:
         assert engine.step(step, softcap=4.0) < tolerance
+
+
+@pytest.mark.parametrize("keeping", KEPT[1::2])
+@pytest.mark.parametrize("spec", KERNEL_SPECS[:6:2])
+def test_triton_reads_unequal_sequences(wide: Any, spec: str, keeping: Keeping) -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton", minversion="3.5")
+    import interpreted
+
+    interpreted.allow_bounds()
+    torch.manual_seed(2)
+    engine = Engine(_codec(wide, spec), softcap=4.0, keeping=keeping, backend=triton.BACKEND)
+    assert engine.layer.in_place
+    for step in [*STEPS[:3], {0: 3, 1: 2, 2: 1}, *STEPS[3:7]]:
+        assert engine.step(step, softcap=4.0) < 1e-3
 
 
 @pytest.mark.parametrize("backend", [None, *NATIVE[:1]])

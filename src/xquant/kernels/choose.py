@@ -56,9 +56,9 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
 
 def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:
     """The backend that may read the pages of a layer in an engine; None where none can."""
-    native = cpu.best()
-    why = unread(codec, block) or native.unfit(codec, block) or native.missing(codec)
-    return None if why else native
+    backend = triton.BACKEND if codec.view.device.type == "cuda" else cpu.best()
+    why = unread(codec, block) or backend.unfit(codec, block) or backend.missing(codec)
+    return None if why else backend
 
 
 def packer_of(wanted: str) -> Packer:

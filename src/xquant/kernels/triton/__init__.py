@@ -2,6 +2,7 @@
 
 In a decode step `attention` (keys and values) or `rebuild` (the rows that they are rebuilt from) launches the
 kernels of one layer, with arguments that `launch` makes of the call and `block_table` of the packed blocks.
+`paged` launches those of `attention` over an engine's pages.
 `accumulate` adds up sums over layers, `sealing` packs blocks.
 
 Triton comes with torch's builds for CUDA. It is imported only where one of these kernels is used; `support`
@@ -15,8 +16,10 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...quant import Packed, Quantizer
 from ...store.packer import Packer
+from ...store.pages import PageLayout
 from ...store.past import Accumulator
 from ..backend import Backend, LayerAttention, Shared
+from ..paged import PagedAngles, PagedAttention
 from . import support
 
 if TYPE_CHECKING:
@@ -59,6 +62,20 @@ class Triton(Backend):
         rebuilt = layer.codec.rematerialized is not None
         kind = TritonRebuilding if rebuilt else TritonAttention
         return kind(layer, shared.rope, shared.workspace)
+
+    def paged(
+        self,
+        codec: LayerCodec,
+        layout: PageLayout,
+        scaling: float,
+        softcap: float,
+        angles: PagedAngles | None,
+    ) -> PagedAttention | None:
+        if codec.rematerialized is not None:
+            return None
+        from .paged import TritonPages
+
+        return TritonPages(codec, layout, scaling, softcap, angles)
 
     def accumulator(self, layer: "CompressedLayer") -> Accumulator | None:
         from .accumulate import TritonAccumulator

@@ -35,7 +35,8 @@ class Rows(NamedTuple):
 
 class ExactRows(NamedTuple):
     """Keys and values that are kept as they are, of the tail or of the sinks: rows ``[B, t, 2 G D]``, the
-    keys of all heads before the values."""
+    keys of all heads before the values. Of an engine, the tail is rings ``[M, R, 2 G D]``, and sinks lie in
+    slots."""
 
     data: Any
     batch_stride: int
@@ -45,6 +46,8 @@ class ExactRows(NamedTuple):
     sin: Any
     columns: Any
     """int32 ``[B, t]``, of sinks: where each stands among the tokens, -1 where it is not sealed yet."""
+    capacity: int | None = None
+    """Of a ring, ``R``; None for rows that have an end."""
 
 
 class Blocks(NamedTuple):
@@ -57,11 +60,21 @@ class Blocks(NamedTuple):
     lengths: Any
 
 
+class Pages(NamedTuple):
+    """The pages of an engine's sequences."""
+
+    addresses: Any
+    """int64 ``[fields, 2]``: where the field lies in page 0, and how far pages lie apart."""
+    table: Any
+    """int32 ``[B, .]``: the page of every block."""
+    table_stride: int
+
+
 class BlockRope(NamedTuple):
     """The rotation ``R(p) R(r)`` of place ``r`` of a block that starts at position ``p``: see `RopeTable`."""
 
     start_cos: Any
-    """fp32 ``[B, columns, D/2]``: ``R(p)``."""
+    """fp32 ``[B, columns, D/2]``: ``R(p)``; of an engine's pages ``[columns, D/2]`` for all sequences."""
     start_sin: Any
     within_cos: Any
     """fp32 ``[n, D/2]``: ``R(r)``."""

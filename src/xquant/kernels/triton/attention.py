@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...methods import LayerCodec
 from ..backend import LayerAttention
 from ..call import AttentionCall
 from ..rope import RopeTable
@@ -17,7 +18,7 @@ from .arguments import Heads
 from .block_table import BlockTable
 from .jit.attend import attend
 from .jit.combine import combine
-from .launch import Launch, blocks_per_split, launch_of, sink_columns
+from .launch import Launch, launch_of, sink_columns, splits_of
 from .operand import KernelOperand
 from .support import power
 
@@ -29,47 +30,57 @@ WIDE = 1 << 14
 registers would spill."""
 
 
+class PackedHeads:
+    """How a layer's keys and values are packed, as the kernel takes it.
+
+    Args:
+        block: tokens of a block.
+    """
+
+    def __init__(self, codec: LayerCodec, block: int) -> None:
+        view = codec.view
+        self.operands = [
+            KernelOperand.of(segment, block, view.head_size, view.device)
+            for segment in codec.segments
+        ]
+        keys, values = self.operands
+        self.nothing = torch.zeros(1, device=view.device)
+        """In place of what a layer has not."""
+        offset = None if codec.offset is None else codec.offset.float().contiguous()
+        self.tables = [
+            self.nothing if t is None else t for t in (keys.levels, values.levels, offset)
+        ]
+        elements = power(view.head_size) * power(block)
+        self.constants = {
+            "D": view.head_size,
+            "DP": power(view.head_size),
+            "N": block,
+            "NP": power(block),
+            "ROTATE": not codec.rotated,
+            "OFFSET": offset is not None,
+            "KEY": keys.layout,
+            "VALUE": values.layout,
+            "num_warps": 8 if elements >= WIDE and not codec.rotated else 4,
+        }
+
+
 class TritonAttention(LayerAttention):
     """Attends over one layer."""
 
     def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
         self._layer, self._rope, self._workspace = layer, rope, workspace
-        view, block = layer.codec.view, layer.stream.block
-        keys, values = (
-            KernelOperand.of(segment, block, view.head_size, view.device)
-            for segment in layer.codec.segments
-        )
-        self._table = BlockTable(layer.stream, [keys, values], view.device)
-        self._nothing = torch.zeros(1, device=view.device)  # in place of what a layer has not
-        offset = layer.codec.offset
-        offset = None if offset is None else offset.float().contiguous()
-        self._tables = [
-            self._nothing if t is None else t for t in (keys.levels, values.levels, offset)
-        ]
-        elements = power(view.head_size) * power(block)
-        self._constants = {
-            "D": view.head_size,
-            "DP": power(view.head_size),
-            "N": block,
-            "NP": power(block),
-            "ROTATE": not layer.codec.rotated,
-            "OFFSET": offset is not None,
-            "KEY": keys.layout,
-            "VALUE": values.layout,
-            "num_warps": 8 if elements >= WIDE and not layer.codec.rotated else 4,
-        }
+        self._packed = PackedHeads(layer.codec, layer.stream.block)
+        self._table = BlockTable(layer.stream, self._packed.operands, layer.codec.view.device)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
         launch = launch_of(self._layer, call, self._rope)
         if launch is None:
             return None
-        table, layer, nothing = self._table, self._layer, self._nothing
+        table, layer, nothing = self._table, self._layer, self._packed.nothing
         table.refresh()
         device, heads = launch.query.device, launch.batch * launch.groups
-        per_split = blocks_per_split(table.columns, heads * launch.row_programs, device)
-        # The first split has what is kept exactly, the others blocks.
-        splits = 1 + -(-table.columns // per_split)
+        splits = splits_of(table.columns, heads * launch.row_programs, device)
         rows = heads * splits * launch.rows
         sums, maxima = self._workspace.take(device, rows * launch.size, rows * 2)
         tail = nothing if layer.tail is None else layer.tail
@@ -82,11 +93,10 @@ class TritonAttention(LayerAttention):
             *launch.mask_arguments(nothing),
             table.blocks,
             launch.rope,
-            *self._tables,
+            *self._packed.tables,
             sums,
             maxima,
             table.columns,
-            per_split,
             launch.limit,
             launch.past,
             launch.before,
@@ -96,8 +106,9 @@ class TritonAttention(LayerAttention):
             launch.softcap,
             ROWS=launch.program_rows,
             SINKS=sink_count and power(sink_count),
+            PAGED=False,
             **launch.constants,
-            **self._constants,
+            **self._packed.constants,
         )
         combine_splits(sums, maxima, splits, launch, out)
         return out
@@ -111,8 +122,11 @@ def combine_splits(sums: Tensor, maxima: Tensor, splits: int, launch: Launch, ou
         Heads.of(out.transpose(1, 2)),
         maxima,
         splits,
+        None,
+        None,
         launch.shape,
         D=launch.size,
         DP=power(launch.size),
+        N=None,
         PARTIAL=False,
     )

@@ -39,6 +39,21 @@ def blocks_per_split(columns: int, programs: int, device: torch.device) -> int:
     return max(-(-columns // max(wanted, 1)), 1)
 
 
+def splits_of(columns: int, programs: int, device: torch.device) -> int:
+    """How many splits `attend` has: the first for what is kept exactly, the others for the blocks."""
+    return 1 + -(-columns // blocks_per_split(columns, programs, device))
+
+
+def padded_rows(rows: int) -> int:
+    """Of a program that keeps no sums, where a key/value head has so many."""
+    return min(max(power(rows), 8), MOST_ROWS)
+
+
+def program_rows(rows: int, size: int) -> int:
+    """Of a program that keeps sums of values, in heads of ``size`` channels."""
+    return min(padded_rows(rows), MOST_SUMS // power(size))
+
+
 class Launch(NamedTuple):
     """The newest tokens, and how many there are before them."""
 
@@ -89,12 +104,12 @@ class Launch(NamedTuple):
     @property
     def padded_rows(self) -> int:
         """Rows of a program that keeps no sums."""
-        return min(max(power(self.rows), 8), MOST_ROWS)
+        return padded_rows(self.rows)
 
     @property
     def program_rows(self) -> int:
         """Rows of a program that keeps sums of values."""
-        return min(self.padded_rows, MOST_SUMS // power(self.size))
+        return program_rows(self.rows, self.size)
 
     @property
     def row_programs(self) -> int:

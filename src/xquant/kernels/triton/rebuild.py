@@ -244,9 +244,12 @@ class TritonRebuilding(LayerAttention):
             Heads(combined, rows * channels, channels, 0),
             maxima_out,
             splits,
+            None,
+            None,
             Shape(1, rows, 1),
             D=channels,
             DP=min(COMBINED, power(channels)),
+            N=None,
             PARTIAL=True,
         )
         values = combined @ weight.unflatten(0, (launch.groups, -1)).mT

@@ -7,7 +7,7 @@ from .exact import Channels, Queries, add_exact, load_rows, store_split
 from .products import to_halves
 from .softmax import LOWEST, Mask, mask_rows
 
-VARYING = ("past", "limit", "tail_count", "sink_count", "mask_batch_stride", "mask_query_stride")
+VARYING = ("limit", "new_runs", "tail_runs", "sink_runs", "mask_batch_stride", "mask_query_stride")
 """What changes from step to step: nothing is compiled anew for it."""
 
 
@@ -25,9 +25,9 @@ def attend_exact(
     sums_out,
     maxima_out,
     limit,
-    past,
-    tail_count,
-    sink_count,
+    new_runs,
+    tail_runs,
+    sink_runs,
     shape,
     scaling,
     softcap,
@@ -60,11 +60,11 @@ def attend_exact(
     high, unit = to_halves(states)
     maximum, total, sums = add_exact(
         Queries(high, unit, place), key, value, tail, sinks, mask, mask_row,
-        b, head, limit, past, tail_count, sink_count, shape,
+        b, head, limit, new_runs, tail_runs, sink_runs, shape,
         Channels(channel, partner_channel, channel), softcap,
         tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32),
         tl.zeros([DP, ROWS], tl.float32),
-        D, True, MASK, SOFTCAP,
+        D, True, False, MASK, SOFTCAP,
     )  # fmt: skip
     rows = shape.group_heads * shape.queries
     to = tl.program_id(0).to(tl.int64) * rows + row

@@ -3,21 +3,24 @@
 import triton
 import triton.language as tl
 
-from .softmax import LOWEST
+from .softmax import LOWEST, blocks_of_split
 
 STEP = tl.constexpr(16)  # splits that are read at a time
 
 
-@triton.jit(do_not_specialize=("splits",))
+@triton.jit(do_not_specialize=("splits", "limits", "new_runs"))
 def combine(
     sums,
     maxima,
     out,
     maxima_out,
     splits,
+    limits,
+    new_runs,
     shape,
     D: tl.constexpr,
     DP: tl.constexpr,
+    N: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     """Combine the splits of every row. Of a split ``i`` with running maximum ``m_i``, total ``l_i`` and sums
@@ -36,13 +39,20 @@ def combine(
     Args:
         sums: fp32 ``[splits, B G, rows, D]``, ``o_i``.
         maxima: fp32 ``[splits, B G, rows, 2]``, ``m_i`` and ``l_i``.
-        out: `Heads` ``[B, H, t, D]``, to write.
+        out: `Heads` ``[B, H, t, D]``, to write; of an engine's sequences ``[T, H, 1, D]``.
         maxima_out: fp32 ``[B G, rows, 2]``, to write where ``PARTIAL``. The result is then itself a split
             of a longer softmax, already divided: its maximum is ``m + log(l)`` and its total 1.
+        limits, new_runs: of an engine's sequences, as in `attend`, in blocks of ``N`` tokens. A sequence has
+            splits for its own blocks; nothing was written of the others. None for a cache.
         shape: `Shape`.
     """
     row, rows, head_of_all = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * DP + tl.arange(0, DP)
+    own, b = head_of_all // shape.kv_heads, head_of_all // shape.kv_heads
+    if limits is not None:
+        own = tl.load(new_runs + b * 4).to(tl.int64)
+        columns = tl.cdiv(tl.load(limits + b), N)
+        splits = 1 + tl.cdiv(columns, blocks_of_split(columns, splits))
     maximum = tl.full([1], LOWEST, tl.float32)
     total = tl.zeros([1], tl.float32)
     combined = tl.zeros([DP], tl.float32)
@@ -64,8 +74,7 @@ def combine(
         to = maxima_out + (head_of_all * rows + row) * 2 + tl.arange(0, 1)
         tl.store(to, maximum + tl.log(divisor))
         tl.store(to + 1, (total > 0).to(tl.float32))
-    b = head_of_all // shape.kv_heads
     head = head_of_all % shape.kv_heads * shape.group_heads + row // shape.queries
-    to = out.data + b * out.batch_stride + row % shape.queries * out.token_stride
+    to = out.data + own * out.batch_stride + row % shape.queries * out.token_stride
     to += head * out.head_stride
     tl.store(to + channel, combined.to(out.data.dtype.element_ty), channel < D)

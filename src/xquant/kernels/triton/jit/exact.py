@@ -37,6 +37,18 @@ class Channels(NamedTuple):
 
 
 @triton.jit
+def run_of(runs, b, count, start, PAGED: tl.constexpr):
+    """Where exact tokens of a sequence lie: in which row, and from which place of it on; how many they are;
+    where the first stands in the sequence. All sequences have ``count`` of them, from ``start`` on, in rows
+    of their own; where ``PAGED``, each has what int32 ``[B, 4]`` at ``runs`` says."""
+    if PAGED:
+        at = runs + b * 4
+        return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    else:
+        return b, 0, count, start
+
+
+@triton.jit
 def row_pointers(query, b, head, row, shape):
     """Of rows ``[R]`` of a key/value head: the number of each one's query among the newest tokens, and a
     pointer to it."""
@@ -77,7 +89,9 @@ def add_rows(
     value,
     key_stride,
     value_stride,
+    first,
     count,
+    capacity,
     cos,
     sin,
     columns,
@@ -97,7 +111,8 @@ def add_rows(
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Add ``count`` tokens to an online softmax, with a head's keys at ``key`` and its values at ``value``.
+    """Add ``count`` tokens to an online softmax, with a head's keys at ``key`` and its values at ``value``,
+    from place ``first`` on. The place behind ``capacity - 1`` is 0, where there is a capacity.
 
     Where ``LISTED``, their columns are at ``columns``, and those from ``limit`` on are not seen; otherwise
     they start at ``start``. ``CAUSAL``: the i-th token is seen by queries from the i-th on. ``ROTATE``:
@@ -109,7 +124,10 @@ def add_rows(
         token = at + tl.arange(0, STEP)
         there = token < count
         whole = there[:, None] & (channel >= 0)[None, :]
-        row = key + token.to(tl.int64)[:, None] * key_stride
+        place = first + token
+        if capacity is not None:
+            place = tl.where(place < capacity, place, place - capacity)
+        row = key + place.to(tl.int64)[:, None] * key_stride
         keys = tl.load(row + channel[None, :], whole, 0).to(tl.float32)
         if ROTATE:
             partner = tl.load(row + channels.partner[None, :], whole, 0).to(tl.float32)
@@ -129,7 +147,7 @@ def add_rows(
             seen = seen & (queries.place[None, :] >= token[:, None])
         scores = masked(scores, mask, mask_row, column, seen, MASK)
         weights, maximum, total, sums = softmax_step(scores, maximum, total, sums)
-        row = value + token.to(tl.int64)[None, :] * value_stride
+        row = value + place.to(tl.int64)[None, :] * value_stride
         whole = (token < count)[None, :] & (value_channel >= 0)[:, None]
         values = tl.load(row + value_channel[:, None], whole, 0).to(tl.float32)
         sums += tl.dot(quarter(values), weights.to(tl.float16)) / QUARTER
@@ -148,9 +166,9 @@ def add_exact(
     b,
     head,
     limit,
-    past,
-    tail_count,
-    sink_count,
+    new_runs,
+    tail_runs,
+    sink_runs,
     shape,
     channels,
     softcap,
@@ -159,34 +177,43 @@ def add_exact(
     sums,
     D: tl.constexpr,
     ROTATE: tl.constexpr,
+    PAGED: tl.constexpr,
     MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
     """Add the exact tokens of a head and sequence to an online softmax: tail, sinks and the newest.
 
-    The newest keys come rotated; those of tail and sinks are rotated where ``ROTATE``.
+    The newest keys come rotated; those of tail and sinks are rotated where ``ROTATE``. The tail is that of
+    the cache behind ``limit``; where ``PAGED``, a ring.
     """
     half: tl.constexpr = D // 2
-    width, at, b = shape.kv_heads * D, head * D, b.to(tl.int64)
-    tail_rows = tail.data + b * tail.batch_stride + at
-    sink_rows = sinks.data + b * sinks.batch_stride + at
+    width, at = shape.kv_heads * D, head * D
+    row, first, count, start = run_of(tail_runs, b, tail_runs, limit, PAGED)
+    tail_rows = tail.data + row.to(tl.int64) * tail.batch_stride + at
+    angle = b.to(tl.int64) * count * half
     maximum, total, sums = add_rows(
-        queries, tail_rows, tail_rows + width, tail.token_stride, tail.token_stride, tail_count,
-        tail.cos + b * tail_count * half, tail.sin + b * tail_count * half,
-        tail.columns, limit, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+        queries, tail_rows, tail_rows + width, tail.token_stride, tail.token_stride,
+        first, count, tail.capacity, tail.cos + angle, tail.sin + angle,
+        tail.columns, start, limit, channels, mask, mask_row, softcap, maximum, total, sums,
         D, ROTATE, False, False, MASK, SOFTCAP,
     )  # fmt: skip
-    maximum, total, sums = add_rows(
-        queries, sink_rows, sink_rows + width, sinks.token_stride, sinks.token_stride, sink_count,
-        sinks.cos + b * sink_count * half, sinks.sin + b * sink_count * half,
-        sinks.columns + b * sink_count, 0, limit, channels, mask, mask_row, softcap, maximum, total, sums,
-        D, ROTATE, True, False, MASK, SOFTCAP,
-    )  # fmt: skip
+    if sink_runs is not None:
+        row, first, count, start = run_of(sink_runs, b, sink_runs, 0, PAGED)
+        sink_rows = sinks.data + row.to(tl.int64) * sinks.batch_stride + at
+        angle = b.to(tl.int64) * count * half
+        maximum, total, sums = add_rows(
+            queries, sink_rows, sink_rows + width, sinks.token_stride, sinks.token_stride,
+            first, count, sinks.capacity, sinks.cos + angle, sinks.sin + angle,
+            sinks.columns + b * count, start, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+            D, ROTATE, not PAGED, False, MASK, SOFTCAP,
+        )  # fmt: skip
+    row, first, count, start = run_of(new_runs, b, shape.queries, new_runs, PAGED)
+    row = row.to(tl.int64)
     return add_rows(
         queries,
-        key.data + b * key.batch_stride + head * key.head_stride,
-        value.data + b * value.batch_stride + head * value.head_stride,
-        key.token_stride, value.token_stride, shape.queries, tail.cos, tail.sin,
-        tail.columns, past, limit, channels, mask, mask_row, softcap, maximum, total, sums,
+        key.data + row * key.batch_stride + head * key.head_stride,
+        value.data + row * value.batch_stride + head * value.head_stride,
+        key.token_stride, value.token_stride, first, count, None, tail.cos, tail.sin,
+        tail.columns, start, limit, channels, mask, mask_row, softcap, maximum, total, sums,
         D, False, False, MASK == NONE, MASK, SOFTCAP,
     )  # fmt: skip

@@ -37,6 +37,13 @@ class Mask(NamedTuple):
 
 
 @triton.jit
+def blocks_of_split(columns, splits):
+    """How many of a sequence's ``columns`` blocks a split has. There are ``splits``, the first of which has
+    the exact tokens; the last ones have nothing where blocks do not suffice."""
+    return tl.maximum(tl.cdiv(columns, tl.maximum(splits - 1, 1)), 1)
+
+
+@triton.jit
 def soft_capped(scores, cap):
     """``cap * tanh(scores / cap)``."""
     return cap * (1 - 2 / (1 + tl.exp(2 * scores / cap)))

@@ -49,12 +49,18 @@ class Block(NamedTuple):
     field_stride: Any
     place: Any
     """Which block."""
+    page: Any = None
+    """Of an engine, where blocks lie in pages: its number. In `arguments.Pages` each field has the address in
+    page 0 at ``place``, and behind it how far pages lie apart."""
 
 
 @triton.jit
 def field(block, number: tl.constexpr, dtype: tl.constexpr):
     """A pointer to a field of a block."""
-    address = tl.load(block.addresses + number * block.field_stride + block.place)
+    found = block.addresses + number * block.field_stride + block.place
+    address = tl.load(found)
+    if block.page is not None:
+        address += block.page * tl.load(found + 1)
     return tl.multiple_of(address, 16).to(tl.pointer_type(dtype))
 
 
