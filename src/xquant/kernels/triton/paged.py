@@ -131,8 +131,8 @@ class TritonPages(PagedAttention):
         )
 
     def _exact(self, rows: Tensor, capacity: int | None) -> ExactRows:
-        no_angles = [self._packed.nothing] * 3  # nor columns
-        return ExactRows(rows, *row_strides(rows), *no_angles, capacity)
+        nothing = self._packed.nothing  # no angles, and no columns
+        return ExactRows(rows, *row_strides(rows), nothing, nothing, nothing, capacity)
 
 
 def _rows_of(states: Tensor) -> Heads:
