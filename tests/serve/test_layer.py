@@ -92,7 +92,7 @@ class Engine:
             past.append(torch.cat([key[own].flatten(1), value[own].flatten(1)], -1))
             start += tokens
         out = torch.full_like(query, torch.nan)
-        self.layer.bind(self.memory, self.rings)
+        self.layer.bind(self.memory, self.rings, self.rings.shape[1])
         rings = torch.tensor([number % 8 for number in new])
         step = Step(runs, torch.tensor(tables), rings, self.keeping)
         self.layer.attend(query, key, value, step, out)

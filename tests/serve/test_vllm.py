@@ -58,8 +58,22 @@ def test_a_common_past_is_read_again(tiny: Path, stock: list[list[int]]) -> None
         before = answers(llm, [long], 32)
         assert before == stock[-1:]
         assert answers(llm, [long], 32) == before
-        hits = next(m for m in llm.get_metrics() if m.name == "vllm:prefix_cache_hits")
-        assert hits.value == 640  # five blocks of the 700 tokens
+        assert _hits(llm) == 640  # five blocks of the 700 tokens
+
+
+def test_a_common_past_is_found_beside_recent_tokens(tiny: Path) -> None:
+    """Rings are longer than pages then, and vLLM looks where both end."""
+    with engine(tiny, "kivi-4bit:tail=32", disable_log_stats=False) as llm:
+        prompt = random_prompts(LENGTHS)[-1]
+        answers(llm, [prompt], 4)
+        answers(llm, [prompt], 4)
+        assert _hits(llm) == 640
+
+
+def _hits(llm: Any) -> float:
+    """Tokens that were found."""
+    (found,) = (m for m in llm.get_metrics() if m.name == "vllm:prefix_cache_hits")
+    return found.value
 
 
 def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> None:

@@ -112,9 +112,10 @@ def room_of(
 ) -> Room:
     """What these layers ask of a pool; ``dtype`` of their states. ``windows``: see `Model`."""
     pages = [PageLayout(codec.segments, keeping.block).nbytes for codec in codecs]
-    token = 2 * max(codec.view.kv_width for codec in codecs) * dtype.itemsize
-    sliding = _windows(windows, keeping.block * token)
-    return Room(keeping.block, pages, keeping.capacity * token, sliding)
+    row = 2 * max(codec.view.kv_width for codec in codecs)
+    sliding = _windows(windows, keeping.block * row * dtype.itemsize)
+    ring = keeping.block * keeping.width(row) * dtype.itemsize
+    return Room(keeping.block, pages, ring, sliding)
 
 
 def _windows(windows: Mapping[int, int], page: int) -> list[Windows]:

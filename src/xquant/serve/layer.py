@@ -121,17 +121,18 @@ class ServedLayer:
         """Whether a kernel reads its pages, where a sequence has few new tokens."""
         return self._paged is not None
 
-    def bind(self, pool: Tensor, rings: Tensor, moved: int = 0) -> None:
+    def bind(self, pool: Tensor, rings: Tensor, capacity: int, moved: int = 0) -> None:
         """Keep the past in this memory of the engine: ``pool`` uint8 ``[N, ...]``, in which the page of each
-        block begins ``moved`` bytes after its row, ``rings`` ``[M, ..., R, W]`` in the dtype of the model.
-        Does nothing where it is bound to it already."""
+        block begins ``moved`` bytes after its row, ``rings`` ``[M, ...]`` in the dtype of the model, each
+        with ``capacity`` rows, ``R``. Does nothing where it is bound to it already."""
         memory = pool.data_ptr() + moved, rings.data_ptr()
         if memory == self._memory:
             return
         shape, strides = (len(pool), self.layout.nbytes), (pool.stride(0), 1)
         pages = pool.as_strided(shape, strides, pool.storage_offset() + moved)
         self._pages = Pages(self.layout, pages, self._packer)
-        self._rings, self._memory = rings.view(-1, *rings.shape[-2:]), memory
+        rows = rings.view(len(rings), -1)[:, : capacity * self.row]
+        self._rings, self._memory = rows.unflatten(1, (capacity, self.row)), memory
         self._sinks = rings.new_zeros(0, self._sink, self.row)
         """``[slots, S, W]``, as in rings"""
         self._given = pages

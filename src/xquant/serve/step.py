@@ -49,6 +49,11 @@ class Keeping:
     slots: Slots | None = None
     """Of sinks; None where the method has none."""
 
+    def width(self, row: int) -> int:
+        """Of a ring, in an engine that gives it as many rows as a page has tokens: so much that ``R`` rows of
+        ``row`` numbers fit. Were rings longer than pages, prefixes would be found only where both end."""
+        return -(-self.capacity * row // self.block)
+
     def sealed(self, run: Run) -> int:
         """How many tokens the new ones read from pages."""
         if self.through_store:

@@ -231,9 +231,9 @@ class Ring(nn.Module, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
         return CircularBufferSpec(
-            block_size=self.keeping.capacity,
+            block_size=self.keeping.block,
             num_kv_heads=1,
-            head_size=self.row,
+            head_size=self.keeping.width(self.row),
             head_size_v=0,
             dtype=self.dtype,
             dcp_sharded=False,
@@ -393,7 +393,7 @@ class PagedImpl(AttentionImpl):
         if attn_metadata is None:  # vLLM tries the model out
             return output.zero_()
         assert self.served is not None and self.ring is not None
-        self.served.bind(kv_cache, self.ring.kv_cache, self.moved)
+        self.served.bind(kv_cache, self.ring.kv_cache, self.ring.keeping.capacity, self.moved)
         found: Any = get_forward_context().attn_metadata
         step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _begun)
         self.served.attend(query, key, value, step, output)
