@@ -73,6 +73,7 @@ import os, signal, sys
 from xquant.cli import main
 from xquant.runs import Runs
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs behind
 save = Runs.save
 
 def save_and_stop(*part):
