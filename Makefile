@@ -23,6 +23,7 @@ CXX ?= g++
 SERVE_BIN := .venv-serve/bin
 SERVE_STAMP := .venv-serve/.installed
 SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
+SERVE_TESTS = tests/serve tests/store/test_pages.py $(STRESS:%=--ignore=%)
 STRESS := tests/serve/test_random_requests.py tests/serve/test_server.py
 
 CHECK := $(BIN)/check-jsonschema --builtin-schema vendor.github
@@ -85,7 +86,7 @@ serve-env: $(SERVE_STAMP)
 
 # One thread for vLLM's products: two that wait for each other on busy cores are slower.
 serve-test: serve-env
-	OMP_NUM_THREADS=1 $(SERVE_BIN)/python -m pytest tests/serve tests/store/test_pages.py $(STRESS:%=--ignore=%)
+	OMP_NUM_THREADS=1 $(SERVE_BIN)/python -m pytest $(SERVE_TESTS)
 
 # An OpenAI server with its clients, and 2,000 random requests.
 serve-stress: serve-env

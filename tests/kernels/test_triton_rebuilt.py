@@ -122,8 +122,14 @@ def test_it_follows_what_happens_to_the_batch(spec: str) -> None:
     assert error(one, cache) < TOLERANCE
 
 
-@pytest.mark.parametrize("spec", ["xquant-4bit:group=32,sink=1", "xquant-cl-4bit:group=32,sink=1"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama-mha"])
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        ("qwen2", "xquant-4bit:group=32,sink=1"),
+        ("qwen3", "xquant-cl-4bit:group=32,sink=1"),
+        ("llama-mha", "xquant-cl-4bit:group=32,sink=1"),
+    ],
+)
 def test_models_decode_as_with_the_reference(family: str, spec: str) -> None:
     options = {"num_hidden_layers": 4, "initializer_range": 0.05}
     model = tiny(family, head_dim=32, hidden_size=128, **options)
