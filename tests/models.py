@@ -4,20 +4,38 @@ from typing import Any
 
 import torch
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 VOCABULARY = 131
@@ -66,10 +84,68 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "phi3": (Phi3ForCausalLM, Phi3Config, {"sliding_window": None, "num_key_value_heads": 4}),
 }
 
+OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    # channels turn with their neighbours, in some layers none; norm and attention side by side with the MLP
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config, {"layer_types": MIXED, "sliding_window": 16}),
+    # neighbours, in a half of a head
+    "glm4": (Glm4ForCausalLM, Glm4Config, {"head_dim": 16}),
+    # tables with every angle once, and a learned logit beside the scores
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"head_dim": 16, "layer_types": MIXED, "sliding_window": 16, "num_local_experts": 4},
+    ),
+    # learned positions, one projection of another kind
+    "gpt2": (GPT2LMHeadModel, GPT2Config, {}),
+    # a part of a head, projections fused by head
+    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
+    # attends by itself; one head of keys and values
+    "falcon": (FalconForCausalLM, FalconConfig, {}),
+    # a norm over all heads, none before attention
+    "olmo3": (
+        Olmo3ForCausalLM,
+        Olmo3Config,
+        {"layer_types": MIXED, "sliding_window": 16},
+    ),
+    # linear attention between, an output gate
+    "qwen3_next": (
+        Qwen3NextForCausalLM,
+        Qwen3NextConfig,
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    # Mamba between
+    "granitemoehybrid": (
+        GraniteMoeHybridForCausalLM,
+        GraniteMoeHybridConfig,
+        {
+            "layer_types": ["mamba", "attention"] * 2 + ["attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 24,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+            "num_local_experts": 2,
+            "shared_intermediate_size": 32,
+            "position_embedding_type": "rope",
+        },
+    ),
+}
+"""Families that differ in how keys are made and turned, or in what stands between attention layers."""
+
 
 def tiny(family: str, **changes: Any) -> Any:
     """A model of ``family`` with the same random weights every time."""
-    model_class, config_class, own = FAMILIES[family]
+    model_class, config_class, own = {**FAMILIES, **OTHERS}[family]
     torch.manual_seed(0)
     model = model_class(config_class(**{**COMMON, **own, **changes})).eval()
     for name, parameter in model.named_parameters():

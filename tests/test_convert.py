@@ -13,7 +13,7 @@ from matrix import IDENTITY, LOW
 from models import FAMILIES, left_padded, prompt, tiny
 from operations import generate, remove
 from xquant import KVCache, parse_method
-from xquant.models.base import rotate, unrotate
+from xquant.models.rotation import rotate, unrotate
 
 BATCH = left_padded([43, 17, 30])
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -9,13 +9,15 @@ from transformers import DynamicCache
 
 from calibrated import make_cache
 from matrix import DROPPING, IDENTITY, KEEPING_ALL, LOW
-from models import FAMILIES, tiny
+from models import FAMILIES, OTHERS, tiny
 from operations import OPERATIONS, Operation, greedy, reset
 from sizes import block_nbytes
 from xquant import KVCache, compat
 from xquant.quant.quantizer import OUTLIER_NBYTES
 
-WINDOWED = ("gemma2", "gemma3")
+WINDOWED = ("gemma2", "gemma3", "cohere2", "gpt_oss", "olmo3")
+CHANGING = ("crop_and_continue", "assisted", "prompt_lookup", "select", "repeat")
+RECURRENT = ("qwen3_next", "granitemoehybrid")
 
 
 @memoize
@@ -39,6 +41,8 @@ def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
         rolls_back += ["assisted", "prompt_lookup"]
     if family in WINDOWED and operation.__name__ in rolls_back:
         pytest.skip("transformers cannot crop a sliding window that has passed")
+    if family in RECURRENT and operation.__name__ in CHANGING:
+        pytest.skip("a recurrent state cannot go back, nor have its sequences chosen")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
@@ -51,6 +55,17 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
     model = family_model(family)
     got = operation(model, lambda: make_cache(model, spec))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("spec", ["kivi-16bit:group=8,sink=2", "xquant-16bit:group=8,form=gqa"])
+@pytest.mark.parametrize("family", OTHERS)
+@torch.inference_mode()
+def test_other_families_too(family: str, spec: str, operation: Operation) -> None:
+    skip_what_transformers_cannot(family, operation)
+    model = family_model(family)
+    got = operation(model, lambda: make_cache(model, spec))
+    assert torch.equal(got, expected(family, operation))
 
 
 def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor, KVCache]:

@@ -107,6 +107,9 @@ class KVCache(ChangingCache, ObservingCache):
                 f" {self.method.spec} keeps before RoPE would lose them: use a method that keeps keys after,"
                 " such as kivi-4bit:rope=post"
             )
+        for codec in codecs:
+            of_states = codec.keeps_states
+            codec.view.require(not codec.rotated or not of_states, not of_states)
         self.stack = LayerStack(codecs, self.method, view.rope, self._through_store, self._kernel)
         for layer in self.stack.layers:
             self.layers[layer.codec.view.index] = layer
@@ -175,8 +178,9 @@ class KVCache(ChangingCache, ObservingCache):
         self.index.append(*places(self._family, given, self.index))
         # A decode step on a GPU asks the device nothing.
         asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"
+        view_rope = self.attachment.view.rope
         if given.rope is not None and not self.stack.keeps_rotated and asked:
-            check_rope(self._family, given.rope, self.index)
+            check_rope(self._family, view_rope.halves(given.rope), self.index)
 
     @torch.no_grad()
     def _append(self, layer: CompressedLayer, inputs: AttentionInputs) -> None:
@@ -211,8 +215,10 @@ class KVCache(ChangingCache, ObservingCache):
                 f" {self.method.spec if layer.evicts else 'attend=store with recent tokens in full'} needs"
             )
         with torch.no_grad():
-            key, value, _ = layer.read(key_states, value_states, None)
-        if key is not key_states:
+            view = layer.codec.view
+            key, value, _ = layer.read(view.as_in_cache(key_states), value_states, None)
+            key = view.as_in_model(key)
+        if layer.get_seq_length() > key_states.shape[2] or self._through_store:
             key, value = (
                 past_is_constant(whole, new)
                 for whole, new in ((key, key_states), (value, value_states))

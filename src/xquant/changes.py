@@ -116,5 +116,5 @@ class ChangingCache(Cache):
     def _select(self, indices: Tensor) -> None:
         with self._changing():
             for layer in self.layers:
-                layer.batch_select_indices(indices)
+                getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)
             self.index.select(indices)

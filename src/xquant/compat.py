@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 VERSION = Version(transformers.__version__)
@@ -30,6 +31,19 @@ def text_config(model: nn.Module) -> PreTrainedConfig:
 def default_layers(config: PreTrainedConfig) -> list[Any]:
     """The cache layers that transformers itself would use, one per decoder layer."""
     return list(DynamicCache(config=config).layers)
+
+
+def keeps_tokens(layer: Any) -> bool:
+    """Whether a cache layer of transformers holds states of every token, rather than one of all."""
+    return isinstance(layer, DynamicLayer)
+
+
+def asks_interface(attention: nn.Module) -> bool:
+    """Whether an attention layer calls the attention function that its configuration names, rather than
+    attend by itself."""
+    methods = (m for kind in type(attention).__mro__ for m in vars(kind).values() if callable(m))
+    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods)
+    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes if code is not None)
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -69,11 +83,13 @@ def rotation(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | Non
 
 
 def angles(
-    rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of ``positions`` ``[B, T]`` of text, ``[B, T, R]`` each, in the dtype of ``like``."""
+    rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor, kind: str = ""
+) -> Any:
+    """What a rotary embedding gives for ``positions`` ``[B, T]`` of text, in the dtype of ``like``: most give
+    cos and sin. ``kind``: of the layer, where it is not one of full attention."""
+    if kind and form.more:
+        form = form._replace(more={"layer_type": kind})
     if form.axes:  # of text, all three are the same
         cos, sin = rotary(like, positions.expand(3, -1, -1), **form.more)
         return cos[0], sin[0]
-    cos, sin = rotary(like, positions, **form.more)
-    return cos, sin
+    return rotary(like, positions, **form.more)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .methods import LayerCodec
-from .models.base import rotate, unrotate
+from .models.rotation import rotate, unrotate
 from .store.layer import CompressedLayer
 from .store.tokens import TokenIndex
 

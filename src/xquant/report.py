@@ -139,6 +139,8 @@ def report_of(cache: "KVCache") -> Report:
 
 
 def _held(layer: Any) -> list[Tensor]:
-    """The keys and values of a layer that is not ours."""
-    held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    """The keys and values of a layer that is not ours, or its states."""
+    kinds = (getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states"))
+    states = [state for kind in kinds for state in kind.values()]
+    held = (getattr(layer, "keys", None), getattr(layer, "values", None), *states)
     return [tensor for tensor in held if isinstance(tensor, Tensor)]

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from . import compat
 from .store.layer import CompressedLayer
 from .store.past import State as LayerState
 from .store.tokens import State as IndexState
@@ -30,7 +31,7 @@ class Snapshot:
             if isinstance(layer, CompressedLayer):
                 layers.append((layer, layer.snapshot()))
             else:
-                others[number] = copy.copy(layer)
+                others[number] = _copied(layer)
         return cls(cache.index, cache.index.snapshot(), layers, others)
 
     @property
@@ -41,7 +42,8 @@ class Snapshot:
     def length(self, layer: int) -> int:
         """Tokens that layer number ``layer`` held."""
         if layer in self.others:
-            return int(self.others[layer].get_seq_length())
+            other = self.others[layer]
+            return int(other.get_seq_length()) if compat.keeps_tokens(other) else self.tokens
         return self.tokens
 
     def bring_back(self, cache: "KVCache") -> None:
@@ -52,4 +54,9 @@ class Snapshot:
         else:  # its layers were made anew since, so they were empty
             cache.stack.reset()
         for number, other in self.others.items():
-            cache.layers[number] = copy.copy(other)
+            cache.layers[number] = _copied(other)
+
+
+def _copied(layer: Any) -> Any:
+    """A layer that is not ours. States of linear attention are written in place, so they are copied."""
+    return copy.copy(layer) if compat.keeps_tokens(layer) else copy.deepcopy(layer)

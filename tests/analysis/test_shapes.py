@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, T5Config
+from transformers import LlamaConfig, MambaConfig, T5Config
 
 from models import COMMON, FAMILIES, tiny
 from xquant.analysis.shapes import SHAPES, Skeleton, load_config, shape_config
@@ -77,5 +77,5 @@ def test_what_cannot_be_planned_for_is_refused(tmp_path) -> None:
         load_config(str(tmp_path))
     with pytest.raises(ValueError, match="no causal language model is made of a T5Config"):
         Skeleton(T5Config(), torch.float32)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel is not supported"):
-        Skeleton(GPT2Config(n_layer=1), torch.float32)
+    with pytest.raises(ValueError, match="MambaForCausalLM is not supported"):
+        Skeleton(MambaConfig(num_hidden_layers=1), torch.float32)

@@ -175,7 +175,7 @@ def test_gradients_predict_how_the_loss_moves(family: str) -> None:
 
     def loss(nudge: torch.Tensor) -> float:
         def hook(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-            where = view.value_slice
+            where = view.value_channels
             return torch.cat(
                 [output[..., : where.start], output[..., where] + nudge, output[..., where.stop :]],
                 -1,

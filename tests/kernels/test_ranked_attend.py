@@ -13,7 +13,7 @@ from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.ranked import RankedKeys, RankedSum, zipped
 from xquant.kernels.cpu.rebuild import FollowedBlocks
 from xquant.methods.transform_codec import TransformCodec
-from xquant.models.base import rotate
+from xquant.models.rotation import rotate
 from xquant.quant import Ragged
 from xquant.quant.ranked import Ranked
 

@@ -26,6 +26,7 @@ _NAMES: dict[int, str] = {
     " num_encoder_attention_heads num_decoder_attention_heads num_experts num_local_experts"
     " n_routed_experts moe_num_experts index_n_heads linear_num_key_heads linear_num_value_heads",
     12: "v_head_dim",
+    8: "rotary_dim",
     16: "head_dim qk_rope_head_dim qk_nope_head_dim index_head_dim linear_key_head_dim"
     " linear_value_head_dim d_kv attention_head_dim kv_channels global_head_dim",
     32: "kv_lora_rank q_lora_rank o_lora_rank moe_intermediate_size expert_ffn_hidden_size sliding_window",
@@ -44,6 +45,9 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 _FULL_AND_SLIDING = ["full_attention", "sliding_attention"] * (LAYERS // 2)
 EXTRAS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * (LAYERS // 2)},
+    "ministral": {"layer_types": _FULL_AND_SLIDING},
     "chameleon": {"vocabulary_map": {"<image>": 3}},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _SECTIONS}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] * LAYERS},

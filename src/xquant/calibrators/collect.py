@@ -18,7 +18,7 @@ from .. import compat
 from ..methods import LayerCodec
 from ..methods.key_value import flat_heads
 from ..models import AttentionView
-from ..models.base import rotate
+from ..models.rotation import rotate
 from ..seam.hooks import Attachment, attach
 from ..seam.passes import Given, ObservingCache
 from .calibrator import Rows, Stage

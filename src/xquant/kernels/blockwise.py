@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..models.base import rotate
+from ..models.rotation import rotate
 from .backend import LayerAttention
 from .call import AttentionCall
 

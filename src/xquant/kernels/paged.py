@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..models.rope import Pair
+from ..models.rotation import Pair
 from .rope import Within
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.rope import Pair
+from ..models.rotation import Pair
 from ..store.tokens import TokenIndex
 
 

@@ -79,6 +79,8 @@ class LayerCodec(ABC):
 
     def __init__(self, view: AttentionView) -> None:
         self.view = view
+        # Where nothing turns, keys before and after RoPE are the same.
+        self.rotated = type(self).rotated or not view.rotary_size
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
 
     @property

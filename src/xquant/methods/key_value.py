@@ -58,7 +58,7 @@ class KeyValueCodec(StateCodec):
         shared: tuple[bool, bool] = (False, False),
     ) -> None:
         super().__init__(view)
-        self.rotated = rope == "post"
+        self.rotated = self.rotated or rope == "post"
         self.segments = (
             Segment(view.kv_width, keys.tiled(view.head_size, "tokens"), shared[0]),
             Segment(view.kv_width, values.tiled(view.head_size, "channels"), shared[1]),

@@ -1,11 +1,11 @@
 """What a method may ask of a model: its attention layers, projections, norms and rotary embedding.
 
 `find.py` makes one `ModelView` of a model, when its first cache is made; methods, the store and kernels
-read it. One view serves every family whose layers name their attention ``self_attn``, with ``k_proj`` and
-``v_proj`` (or a fused ``qkv_proj``), perhaps a norm of each key head, and RoPE of halves. What differs
-between families is found in the modules, not in a table of names. Whether the view is right is not assumed
-but checked: on the first tokens of every new batch of sequences, `seam/check.py` compares the keys and
-values that the view gives with the model's own, and an error names the model if they differ.
+read it. What differs between families is found by asking the modules, not in a table of families: `names.py`
+says where attention layers are, `probe.py` what they give to a cache and where it comes from, `rotation.py`
+how heads are turned. Whether the view is right is not assumed but checked: on the first tokens of every new
+batch of sequences, `seam/check.py` compares the keys and values that the view gives with the model's own,
+and an error names the model if they differ.
 
 Letters: ``B`` sequences, ``T`` tokens, ``G`` key/value heads of ``D`` channels, ``d`` hidden size.
 """
@@ -19,38 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .names import attentions
 from .rope import Rope
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of ``x`` ``[B, T, G, D]`` by ``cos``, ``sin`` ``[B, T, R]``, ``R <= D``.
-
-    Channel ``i`` turns with channel ``i + R / 2``. Channels past ``R`` (partial rotary embeddings) pass
-    unchanged.
-    """
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
-    width = cos.shape[-1]
-    turned, passed = x[..., :width], x[..., width:]
-    sin1, sin2 = sin.chunk(2, -1)
-    # Over whole heads and in place: halves, and memory for each product, take torch several times as long.
-    partners = turned.roll(width // 2, -1).mul_(torch.cat([-sin1, sin2], -1))
-    turned = (turned * cos).add_(partners)
-    return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
-
-
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotate`, also where ``cos`` and ``sin`` carry a scale (YaRN). Computed in fp32 at
-    least, returned in the dtype of ``x``."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return rotate(x.to(dtype), *inverse(cos.to(dtype), sin.to(dtype))).to(x.dtype)
-
-
-def inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[..., R]`` of turning back, as `rotate` takes them."""
-    (cos1, cos2), (sin1, sin2) = (t.chunk(2, -1) for t in (cos, sin))
-    determinant = (cos1 * cos2 + sin1 * sin2).repeat(*[1] * (cos.ndim - 1), 2)
-    return torch.cat([cos2, cos1], -1) / determinant, torch.cat([-sin1, -sin2], -1) / determinant
-
 
 LARGE_PRODUCT = 1 << 22
 """From this many multiplications on, oneDNN was faster than MKL in fp32 on an AMD CPU."""
@@ -88,12 +58,17 @@ class AttentionView:
     kv_heads: int
     query_heads: int
     head_size: int
-    key_module: nn.Module  # its output, sliced, is the key [B, T, G*D] before norm and RoPE
-    key_slice: slice
+    key_module: nn.Module  # of its output [B, T, .] these channels are the key before norm and RoPE
+    key_channels: slice | Tensor
     value_module: nn.Module  # with a fused projection the same as key_module
-    value_slice: slice
+    value_channels: slice | Tensor
     key_norm: nn.Module | None
     rotary_size: int = 0  # channels of a head that RoPE turns; 0 without RoPE
+    order: Tensor | None = (
+        None  # of a head's channels in the cache, see `rotation.py`; None as in the model
+    )
+    unknown_keys: str = ""  # why keys before RoPE cannot be had; empty where they can
+    unknown_values: str = ""  # why values cannot be computed from X
     _offline: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,6 +76,7 @@ class AttentionView:
         named = self.module.named_children()
         # What `outdated` compares. The norm before attention is called where it is needed, and kept nowhere.
         self._watched = [(name, child) for name, child in named if any(child is r for r in read)]
+        self._back = None if self.order is None else self.order.argsort()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without offline results. A model that is pickled or copied takes its view along."""
@@ -147,12 +123,36 @@ class AttentionView:
     @property
     def key_weight(self) -> Tensor:
         """``W_k^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
-        return self._dense(self.key_module)[self.key_slice]
+        self.require(keys=True, values=False)
+        return self._part(self.key_module, self.key_channels)
 
     @property
     def value_weight(self) -> Tensor:
         """``W_v^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
-        return self._dense(self.value_module)[self.value_slice]
+        self.require(keys=False, values=True)
+        return self._part(self.value_module, self.value_channels)
+
+    def require(self, keys: bool, values: bool) -> None:
+        """Refuse a method that needs keys before RoPE, or values computed from X, where they are not known.
+
+        Raises:
+            ValueError: the message says why.
+        """
+        if keys and self.unknown_keys:
+            raise ValueError(
+                f"{self.unknown_keys}: use a method that keeps keys after RoPE, such as kivi-4bit:rope=post"
+            )
+        if values and self.unknown_values:
+            raise ValueError(
+                f"{self.unknown_values}: use a method that keeps values, such as kivi-4bit"
+            )
+
+    def _part(self, module: nn.Module, channels: slice | Tensor) -> Tensor:
+        if isinstance(channels, slice):
+            return self._dense(module)[channels]
+        name = f"channels {id(channels)} of {id(module)}"
+        gathered: Tensor = self.offline(name, lambda: self._dense(module)[channels])
+        return gathered
 
     def _dense(self, module: nn.Module) -> Tensor:
         if is_plain(module):
@@ -196,11 +196,11 @@ class AttentionView:
 
     @property
     def key_bias(self) -> Tensor | None:
-        return _bias(self.key_module, self.key_slice)
+        return _bias(self.key_module, self.key_channels)
 
     @property
     def value_bias(self) -> Tensor | None:
-        return _bias(self.value_module, self.value_slice)
+        return _bias(self.value_module, self.value_channels)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys before RoPE and values of post-norm inputs ``x`` ``[B, T, d]``: two ``[B, T, G*D]``."""
@@ -209,16 +209,37 @@ class AttentionView:
         return self.finish_keys(key), value
 
     def finish_keys(self, raw: Tensor) -> Tensor:
-        """Apply the family's key norm (Qwen3, Gemma 3) to raw keys ``[B, T, G*D]``."""
+        """Apply the family's key norm to raw keys ``[B, T, G*D]``: of each head (Qwen3, Gemma 3), or of all
+        of them (OLMo 2)."""
         if self.key_norm is None:
             return raw
-        heads: Tensor = self.key_norm(raw.unflatten(-1, (self.kv_heads, self.head_size)))
-        return heads.flatten(-2)
+        heads = self.as_in_model(raw.unflatten(-1, (self.kv_heads, self.head_size)))
+        if self.norms_all_heads:
+            heads = self.key_norm(heads.flatten(-2)).view_as(heads)
+        else:
+            heads = self.key_norm(heads)
+        return self.as_in_cache(heads).flatten(-2)
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the key norm is one of all heads together."""
+        weight = getattr(self.key_norm, "weight", None)
+        return weight is not None and self.kv_heads > 1 and weight.shape == (self.kv_width,)
+
+    def as_in_cache(self, heads: Tensor) -> Tensor:
+        """Heads ``[..., D]`` of keys or queries with their channels in the order of the cache."""
+        return heads if self.order is None else heads[..., self.order]
+
+    def as_in_model(self, heads: Tensor) -> Tensor:
+        """The inverse of `as_in_cache`."""
+        return heads if self._back is None else heads[..., self._back]
 
     def key_gain(self) -> tuple[Tensor, float] | None:
-        """The gain, fp32 ``[D]``, and the epsilon of a key norm that divides by the root mean square. None
-        where there is no key norm or another one."""
+        """The gain, fp32 ``[D]``, and the epsilon of a key norm that divides by the root mean square of a
+        head. None where there is no key norm or another one."""
         norm: Any = self.key_norm
+        if self.norms_all_heads:
+            return None
         names = [
             n for n in ("variance_epsilon", "eps") if isinstance(getattr(norm, n, None), float)
         ]
@@ -229,7 +250,9 @@ class AttentionView:
         with torch.no_grad():  # the norm divides ones by (1 + epsilon) ** 0.5
             gain, found = norm(torch.ones_like(probe)) * (1 + epsilon) ** 0.5, norm(probe)
         expected = probe * (probe.square().mean() + epsilon).rsqrt() * gain
-        return (gain, epsilon) if torch.allclose(found, expected, rtol=1e-4) else None
+        if gain.shape != probe.shape or not torch.allclose(found, expected, rtol=1e-4):
+            return None
+        return self.as_in_cache(gain), epsilon
 
     def normalize(self, residual: Tensor) -> Tensor:
         """The layer's input norm: residual stream ``[B, T, d]`` to post-norm X."""
@@ -248,7 +271,7 @@ class ModelView:
     """
 
     model: nn.Module
-    decoder: nn.Module  # the module that has ``layers``
+    decoder: nn.Module  # the module that has the layers
     layers: list[AttentionView]
     skipped: dict[int, str]
     windows: dict[int, int]
@@ -262,8 +285,7 @@ class ModelView:
     @property
     def outdated(self) -> bool:
         """Whether layers, or their projections, have been replaced since this view was made."""
-        layers: Any = self.decoder.layers
-        now = {id(getattr(layer, "self_attn", None)) for layer in layers}
+        now = {id(attention) for _, attention in attentions(self.decoder)}
         return any(id(view.module) not in now or view.outdated for view in self.layers)
 
 
@@ -336,6 +358,6 @@ def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
         ) from error
 
 
-def _bias(module: nn.Module, part: slice) -> Tensor | None:
+def _bias(module: nn.Module, part: slice | Tensor) -> Tensor | None:
     bias = getattr(module, "bias", None)
     return None if bias is None else bias.detach()[part]

@@ -7,23 +7,33 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
+from .rotation import HALVES, Pair, as_halves, form_of
 
 FAR = 4
 """Times the longest position of a configuration: past every switch of frequencies."""
 
-Pair = tuple[Tensor, Tensor]
-
 
 class Rope:
-    """The angles of positions.
+    """The angles of positions, as `rotate` takes them; of a model without a rotary embedding none.
 
     Some embeddings have other frequencies for long inputs: LongRoPE two sets of them, of which the longest
     position of a forward pass decides (`switches`), dynamic NTK another set for every length (`drifts`). The
     keys that a model gave to its cache keep theirs.
     """
 
-    def __init__(self, rotary: nn.Module, config: Any) -> None:
-        self._rotary, self._form = rotary, compat.rotary_form(rotary)
+    def __init__(self, rotary: nn.Module | None, config: Any) -> None:
+        self._rotary, self._table_form = rotary, HALVES
+        self.drifts = self.switches = False
+        self.width = 0
+        """``R``: channels of a head that turn, in layers that turn any."""
+        if rotary is None:
+            return
+        self._form = compat.rotary_form(rotary)
+        like = self._like()
+        ones = torch.ones(1, 2, dtype=torch.int32, device=like.device)
+        table = compat.angles(self._copy(), self._form, like, ones)
+        self._table_form = form_of(table)
+        self.width = as_halves(table, self._table_form)[0].shape[-1]
         far = FAR * int(getattr(config, "max_position_embeddings", 0) or 0)
         near, *others = (self._angle(at) for at in (0, far, 2 * far))
         self.drifts = not torch.equal(*others)
@@ -32,16 +42,40 @@ class Rope:
 
     def _angle(self, longest: int) -> Tensor:
         """Of position 1 where ``longest`` is in use; the model's own module is left as it is."""
-        tensors = [*self._rotary.parameters(), *self._rotary.buffers()]
-        device = tensors[0].device if tensors else None
-        if device is not None and device.type == "meta":
+        like = self._like()
+        if like.device.type == "meta":
             return torch.zeros(0)
-        positions = torch.tensor([[1, longest]], dtype=torch.int32, device=device)
-        cos, _ = compat.angles(self._copy(), self._form, torch.empty(0, device=device), positions)
-        return cos[:, 0]
+        positions = torch.tensor([[1, longest]], dtype=torch.int32, device=like.device)
+        return self._halves(like, positions)[0][:, 0]
+
+    def _like(self) -> Tensor:
+        assert self._rotary is not None
+        tensors = [*self._rotary.parameters(), *self._rotary.buffers()]
+        return torch.empty(0, device=tensors[0].device if tensors else None)
+
+    def _halves(self, like: Tensor, positions: Tensor) -> Pair:
+        return self.halves(compat.angles(self._copy(), self._form, like, positions), like.dtype)
+
+    def halves(self, table: Any, dtype: torch.dtype | None = None) -> Pair:
+        """cos and sin ``[B, T, R]`` as `rotate` takes them, of a table that the model gives to a layer."""
+        cos, sin = as_halves(table, self._table_form)
+        return cos.to(dtype), sin.to(dtype)
+
+    def table(self, like: Tensor, count: int, kind: str = "") -> Any:
+        """What the model gives to a layer, of a ``kind``, for tokens at positions 1 to ``count``, in the
+        dtype and on the device of ``like``; None without a rotary embedding."""
+        if self._rotary is None:
+            return None
+        own = self._like().to(like.dtype)
+        positions = torch.arange(1, 1 + count, dtype=torch.int32, device=own.device)[None]
+        table = compat.angles(self._copy(), self._form, own, positions, kind)
+        if isinstance(table, Tensor):
+            return table.to(like.device)
+        return tuple(t.to(like.device) for t in table)
 
     def _copy(self) -> nn.Module:
         """A module that may change its frequencies without the model's own, which others may be using."""
+        assert self._rotary is not None
         config = getattr(self._rotary, "config", None)
         return copy.deepcopy(self._rotary, {id(config): config})
 
@@ -50,12 +84,15 @@ class Rope:
 
         As in a forward pass of these positions; ``long``: as in one of a long input.
         """
+        if self._rotary is None:
+            none = like.new_empty(*positions.shape, 0)
+            return none, none
         if not (self.switches or self.drifts):
-            return compat.angles(self._rotary, self._form, like, positions)
+            return self.halves(compat.angles(self._rotary, self._form, like, positions), like.dtype)
         count = positions.shape[1]
         if long:
             positions = torch.nn.functional.pad(positions, (0, 1), value=self._far)
-        cos, sin = compat.angles(self._copy(), self._form, like, positions)
+        cos, sin = self._halves(like, positions)
         return cos[:, :count], sin[:, :count]
 
     def is_long(self, positions: Tensor) -> bool:
@@ -63,7 +100,5 @@ class Rope:
         if not self.switches or positions.shape[1] == 0:
             return False
         probe = torch.cat([torch.ones_like(positions[:1, :1]), positions.max().view(1, 1)], 1)
-        cos, _ = compat.angles(
-            self._copy(), self._form, torch.empty(0, device=positions.device), probe
-        )
+        cos, _ = self._halves(torch.empty(0, device=positions.device), probe)
         return not torch.equal(cos[:, 0], self._angle(0).to(cos.device))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..models import AttentionView
-from ..models.base import rotate
+from ..models.rotation import rotate
 from ..seam.hooks import attach
 from .pictures import by_layer
 from .printed import Rows

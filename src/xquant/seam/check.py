@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..methods import AttentionInputs, LayerCodec
-from ..models.base import is_plain, rotate
-from ..models.rope import Pair
+from ..models.base import is_plain
+from ..models.rotation import Pair, rotate
 from ..store.tokens import TokenIndex
 from .passes import Given
 

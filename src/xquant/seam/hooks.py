@@ -30,7 +30,7 @@ from ..codecs import Codecs
 from ..kernels.call import AttentionCall
 from ..methods import AttentionInputs
 from ..models import AttentionView, ModelView, find_decoder, view_model
-from ..models.rope import Pair
+from ..models.rotation import Pair
 from .gradients import past_is_constant
 from .passes import ForwardPass, Given, Handed, ObservingCache
 from .watched import Watched, plain, watch
@@ -124,7 +124,7 @@ class Attachment:
         for hooks in self.hooks.values():
             config = hooks.config
             if id(config) not in names:
-                if config._attn_implementation in _WRAPPED:
+                if config._attn_implementation in _WRAPPED and hooks.asks_interface:
                     config._attn_implementation = _PREFIX + config._attn_implementation
                 names[id(config)] = config._attn_implementation or ""
             hooks.implementation = names[id(config)]
@@ -186,7 +186,10 @@ class Attachment:
         self.wrap()
         batch, length = inputs.shape[:2]
         cache.begin(batch, length, kwargs.get("attention_mask"))
-        self._local.current, self._local.last = ForwardPass(cache), ref(cache)
+        positions = kwargs.get("position_ids")
+        one_axis = isinstance(positions, Tensor) and positions.dim() == 2
+        self._local.current = ForwardPass(cache, positions if one_axis else None)
+        self._local.last = ref(cache)
 
     # -- a cache asks at a layer ---------------------------------------------------------------
 
@@ -204,6 +207,7 @@ class Attachment:
                 "keys and values alone cannot be stored: this cache is filled by forward passes of"
                 f" the model it was made for ({type(self.view.model).__name__})"
             )
+        key = self.hooks[index].view.as_in_cache(key)
         return AttentionInputs(inputs.x, inputs.residual, inputs.raw_key, key, value)
 
     def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
@@ -253,7 +257,8 @@ class LayerHooks:
 
     def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
         self.attachment, self.view, self.index = attachment, view, view.index
-        self.config: Any = view.module.config
+        self.config: Any = getattr(view.module, "config", attachment.view.model.config)
+        self.asks_interface = compat.asks_interface(view.module)
         self.implementation = ""  # of attention, as the forward pass found it when it began
         self._hands_over: dict[str, bool] = {}
         """By attention implementation: whether the layer passes on what a cache returns, and does nothing
@@ -286,7 +291,7 @@ class LayerHooks:
     def see_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         current = self.attachment.current
         if current is not None:
-            current.at(self.index).raw_key = output[..., self.view.key_slice]
+            current.at(self.index).raw_key = output[..., self.view.key_channels]
 
     def see_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -305,6 +310,7 @@ class LayerHooks:
         if inputs.residual is None:
             inputs.residual = x
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        positions = current.positions if positions is None else positions
         rope = _pair(kwargs.get("position_embeddings"))
         current.cache.observe(self.view, Given(x, positions, mask, rope))
 
@@ -366,6 +372,7 @@ def _attention(like: str) -> Callable[..., Any]:
         if handed.whole:
             return own(module, query, key, value, attention_mask, **kwargs)
 
+        query, key = (hooks.view.as_in_cache(heads) for heads in (query, key))
         cache, index, exact = current.cache, hooks.index, (query, key, value)
         out = None
         with torch.no_grad():

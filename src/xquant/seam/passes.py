@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..kernels.call import AttentionCall
 from ..models import AttentionView
-from ..models.rope import Pair
+from ..models.rotation import Pair
 from .watched import Watched
 
 if TYPE_CHECKING:
@@ -111,8 +111,10 @@ class Handed:
 class ForwardPass:
     """What one forward pass with a compressed cache knows, in its thread."""
 
-    def __init__(self, cache: ObservingCache) -> None:
+    def __init__(self, cache: ObservingCache, positions: Tensor | None = None) -> None:
         self.cache = cache
+        self.positions = positions
+        """As the decoder was given them, for layers that are given none."""
         self.inputs: dict[int, LayerPass] = {}
         self.handed: dict[int, Handed] = {}
 

@@ -94,6 +94,10 @@ def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:
     for index, why in view.skipped.items():
         if index not in view.windows:
             raise ValueError(f"layer {index}: {why}")
+    if not view.rope.width:
+        raise ValueError("a model without rotary embedding is not served yet")
+    if any(layer.norms_all_heads for layer in view.compressed):
+        raise ValueError("a key norm over all heads is not served yet")
     if view.windows and len({layer.kv_width for layer in view.layers}) > 1:
         raise ValueError("layers of unequal width, some with sliding windows, are not served yet")
     return view.compressed
@@ -196,7 +200,8 @@ def shard_of(layers: Sequence[AttentionView], rank: int, shards: int) -> list[At
 def _part(view: AttentionView, rank: int, shards: int) -> AttentionView:
     width = view.kv_width // shards
 
-    def own(rows: slice) -> slice:
+    def own(rows: slice | Tensor) -> slice:
+        assert isinstance(rows, slice)  # shapes alone are asked, see `find.py`
         start = (rows.start or 0) + rank * width
         return slice(start, start + width)
 
@@ -204,7 +209,7 @@ def _part(view: AttentionView, rank: int, shards: int) -> AttentionView:
         view,
         kv_heads=view.kv_heads // shards,
         query_heads=view.query_heads // shards,
-        key_slice=own(view.key_slice),
-        value_slice=own(view.value_slice),
+        key_channels=own(view.key_channels),
+        value_channels=own(view.value_channels),
         _offline={},
     )

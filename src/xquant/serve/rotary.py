@@ -7,8 +7,7 @@ from .. import compat
 from ..kernels.paged import PagedAngles
 from ..kernels.rope import Within
 from ..models import AttentionView
-from ..models.base import inverse, rotate
-from ..models.rope import Pair
+from ..models.rotation import Pair, inverse, rotate
 
 
 class Angles:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..models.base import rotate
+from ..models.rotation import rotate
 from .past import Past
 
 States = tuple[Tensor, Tensor]

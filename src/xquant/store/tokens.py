@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..models.rope import Pair, Rope
+from ..models.rope import Rope
+from ..models.rotation import Pair
 
 Runs = tuple[tuple[int, bool], ...]
 """Of tokens with the frequencies of one set: where each ends, and whether they are those of long inputs."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...models.rope import Pair
+from ...models.rotation import Pair
 from ...store.pages import PageLayout
 from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
-from ...models.rope import Pair
+from ...models.rotation import Pair
 from ...quant.operand import RankedOperand
 from ...quant.ranked import WIDEST, normal_levels, size_table
 from ...store.tokens import TokenIndex

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
-from ...models.rope import Pair
+from ...models.rotation import Pair
 from ...quant.operand import Operand
 from ...quant.pack import Tile
 from ...store.tokens import TokenIndex

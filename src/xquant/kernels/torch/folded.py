@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...models.base import rotate
+from ...models.rotation import rotate
 from ..blockwise import BlockwiseAttention, Run, split_bias
 from .products import PackedProduct
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...models.base import rotate
+from ...models.rotation import rotate
 from ..blockwise import Run, split_bias
 from ..rebuilding import TOKENS, RebuildingAttention, at_columns, recalled_rows
 

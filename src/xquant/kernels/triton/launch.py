@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.rope import Pair
+from ...models.rotation import Pair
 from ..call import AttentionCall
 from ..rope import RopeTable
 from .arguments import BlockRope, ExactRows, Heads, Shape

@@ -1,0 +1,61 @@
+"""What transformers calls the parts of a decoder, where a name is all that tells."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+LISTS = ("layers", "h", "blocks", "layer")
+ATTENTIONS = (
+    "self_attn",
+    "attn",
+    "attention",
+    "self_attention",
+    "mixer",
+    "multi_head_attention",
+    "temporal_block",
+    "self",
+)
+NORMS = ("input_layernorm", "ln_1", "self_attn_layer_norm", "norm_1", "norm", "temporal_pre_norm")
+"""Of what attention is given. What is not found is taken for no norm, which is right but says less."""
+ROTARY = ("rotary_emb", "pos_emb", "rotary_pos_emb", "rotary_embedding")
+
+
+def layers_of(module: nn.Module) -> Iterator[Any]:
+    """The layers of a decoder; of any other module perhaps none."""
+    lists = (getattr(module, name, None) for name in LISTS)
+    yield from next((found for found in lists if isinstance(found, nn.ModuleList)), ())
+
+
+def attentions(decoder: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Each layer of ``decoder`` that may attend, with its attention, which knows its place in a cache."""
+    for layer in layers_of(decoder):
+        attention = first(layer, ATTENTIONS)
+        inner = first(attention, ATTENTIONS)  # BERT and GPT-Neo have it one deeper
+        for found in (attention, inner):
+            if hasattr(found, "layer_idx") or hasattr(found, "layer_id"):
+                yield layer, found
+                break
+
+
+def place_of(attention: Any) -> int:
+    """Which layer of a cache is an attention's; -1 where it does not know."""
+    place = first(attention, ("layer_idx", "layer_id"))
+    return place if isinstance(place, int) else -1
+
+
+def rotary_of(decoder: nn.Module) -> nn.Module | None:
+    """The rotary embedding of a decoder, where it has one."""
+    found = first(decoder, ROTARY)
+    return found if isinstance(found, nn.Module) else None
+
+
+def norm_before(layer: Any) -> nn.Module | None:
+    """The norm whose output attention is given, where there is one."""
+    found = first(layer, NORMS)
+    return found if isinstance(found, nn.Module) else None
+
+
+def first(module: Any, names: tuple[str, ...]) -> Any:
+    found = (getattr(module, name, None) for name in names)
+    return next((each for each in found if each is not None), None)

@@ -1,0 +1,98 @@
+"""How a rotary embedding turns a head: pairs of channels, and the order in which they are pairs of halves.
+
+Families differ in which channels of a head form a pair (channel ``i`` with ``i + R / 2``, or neighbours), in
+which way they turn, and in which part of a head. After a permutation of the head's channels all of them are
+the same: channel ``i`` turns with ``i + R / 2``, forwards, and channels past ``R`` pass. The cache holds keys
+in that order, and queries are brought into it before they meet keys, which changes no score. So kernels and
+methods know one rotation, `rotate`.
+
+Letters: ``R`` channels that turn, of the ``D`` of a head.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of ``x`` ``[B, T, G, D]`` by ``cos``, ``sin`` ``[B, T, R]``, ``R <= D``.
+
+    Channel ``i`` turns with channel ``i + R / 2``. Channels past ``R`` (partial rotary embeddings) pass
+    unchanged.
+    """
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    width = cos.shape[-1]
+    turned, passed = x[..., :width], x[..., width:]
+    sin1, sin2 = sin.chunk(2, -1)
+    # Over whole heads and in place: halves, and memory for each product, take torch several times as long.
+    partners = turned.roll(width // 2, -1).mul_(torch.cat([-sin1, sin2], -1))
+    turned = (turned * cos).add_(partners)
+    return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `rotate`, also where ``cos`` and ``sin`` carry a scale (YaRN). Computed in fp32 at
+    least, returned in the dtype of ``x``."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return rotate(x.to(dtype), *inverse(cos.to(dtype), sin.to(dtype))).to(x.dtype)
+
+
+def inverse(cos: Tensor, sin: Tensor) -> Pair:
+    """cos and sin ``[..., R]`` of turning back, as `rotate` takes them."""
+    (cos1, cos2), (sin1, sin2) = (t.chunk(2, -1) for t in (cos, sin))
+    determinant = (cos1 * cos2 + sin1 * sin2).repeat(*[1] * (cos.ndim - 1), 2)
+    return torch.cat([cos2, cos1], -1) / determinant, torch.cat([-sin1, -sin2], -1) / determinant
+
+
+def orders(size: int, turned: int) -> Iterator[Tensor]:
+    """The orders in which families may have the channels of heads of ``size`` of which ``turned`` turn.
+
+    Each, int64 ``[D]``, says which of a model's channels stand in the places that `rotate` wants. The first
+    changes nothing. Turning backwards is turning forwards with the two of each pair exchanged.
+    """
+    channels = torch.arange(size)
+    for start in dict.fromkeys((0, size - turned)):
+        part = channels[start : start + turned]
+        passed = torch.cat([channels[:start], channels[start + turned :]])
+        for halves in (part, part.view(-1, 2).T.flatten()):
+            for pairs in (halves, halves.roll(turned // 2)):
+                yield torch.cat([pairs, passed])
+
+
+HALVES, NEIGHBOURS, ONCE, COMPLEX = "halves", "neighbours", "once", "complex"
+"""How a table has the angles of ``R / 2`` pairs: twice, one half behind the other; twice, side by side; once;
+or once, as complex numbers."""
+
+
+def form_of(table: Any) -> str:
+    """In which of the forms a rotary embedding gives its table.
+
+    Args:
+        table: of positions other than 0, two ``[B, T, .]`` or a complex one.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if isinstance(table, Tensor) and table.is_complex():
+        return COMPLEX
+    if not isinstance(table, tuple) or len(table) != 2:
+        raise TypeError(f"a rotary embedding that gives a {type(table).__name__}")
+    sin: Tensor = table[1]
+    if sin.device.type == "meta" or torch.equal(*sin.chunk(2, -1)):
+        return HALVES
+    return NEIGHBOURS if torch.equal(sin[..., ::2], sin[..., 1::2]) else ONCE
+
+
+def as_halves(table: Any, form: str) -> Pair:
+    """cos and sin ``[B, T, R]`` as `rotate` takes them, of a table that a model's rotary embedding gives."""
+    if form == HALVES:
+        return table[0], table[1]
+    pair = (table.real, table.imag) if form == COMPLEX else table
+    if form == NEIGHBOURS:
+        pair = tuple(t[..., ::2] for t in pair)
+    cos, sin = (torch.cat([t, t], -1) for t in pair)
+    return cos, sin
