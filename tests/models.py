@@ -6,12 +6,18 @@ import torch
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GPT2Config,
@@ -106,6 +112,51 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Olmo3ForCausalLM,
         Olmo3Config,
         {"layer_types": MIXED, "sliding_window": 16},
+    ),
+    # heads of two sizes, values that are normed keys, layers that attend to those below
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "layer_types": MIXED,
+            "sliding_window": 16,
+            "num_kv_shared_layers": 1,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+    ),
+    # latents instead of keys and values
+    "deepseek_v3": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "num_key_value_heads": 4,
+        },
+    ),
+    # attention and Mamba in the same layer
+    "falcon_h1": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        {
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 1,
+        },
     ),
     # linear attention between, an output gate
     "qwen3_next": (

@@ -15,9 +15,10 @@ from sizes import block_nbytes
 from xquant import KVCache, compat
 from xquant.quant.quantizer import OUTLIER_NBYTES
 
-WINDOWED = ("gemma2", "gemma3", "cohere2", "gpt_oss", "olmo3")
+FROM_X = ("cohere2", "glm4", "gpt2", "olmo3", "qwen3_next")
+WINDOWED = ("gemma2", "gemma3", "cohere2", "gpt_oss", "olmo3", "gemma4")
 CHANGING = ("crop_and_continue", "assisted", "prompt_lookup", "select", "repeat")
-RECURRENT = ("qwen3_next", "granitemoehybrid")
+RECURRENT = ("qwen3_next", "granitemoehybrid", "falcon_h1")
 
 
 @memoize
@@ -58,8 +59,13 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
-@pytest.mark.parametrize("spec", ["kivi-16bit:group=8,sink=2", "xquant-16bit:group=8,form=gqa"])
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        *((family, "kivi-16bit:group=8,sink=2") for family in OTHERS),
+        *((family, "xquant-16bit:group=8,form=gqa") for family in FROM_X),
+    ],
+)
 @torch.inference_mode()
 def test_other_families_too(family: str, spec: str, operation: Operation) -> None:
     skip_what_transformers_cannot(family, operation)

@@ -76,7 +76,7 @@ def test_channels_are_found_wherever_they_are() -> None:
     assert by_token(torch.zeros(1, 2, 11, 3)).shape == by_token(torch.zeros(1, 11, 2, 3)).shape
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *OTHERS} - {"deepseek_v3", "gemma4"}))
 def test_the_view_gives_what_the_model_does(family: str) -> None:
     """Keys and values computed from X, in every layer that is compressed."""
     model = tiny(family)

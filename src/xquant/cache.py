@@ -87,6 +87,7 @@ class KVCache(ChangingCache, ObservingCache):
         self._calibration, self._kernel = calibration, kernel
         self.attachment = attach(model)
         super().__init__(layers=compat.default_layers(self._config))
+        self._forget_states(self.layers)
         self._build(self.attachment.codecs.of(self.method, calibration))
         self._begun: Snapshot | None = None
         self.note: str = ""
@@ -205,7 +206,12 @@ class KVCache(ChangingCache, ObservingCache):
             own: States = layer.update(key_states, value_states, *args, **kwargs)
             return own
         self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))
-        hands_over = self.attachment.hooks[layer_idx].hands_over
+        hooks = self.attachment.hooks[layer_idx]
+        hands_over = hooks.hands_over
+        if hooks.absorbs and not torch.is_grad_enabled():
+            past = layer.get_seq_length() - key_states.shape[2]
+            if past and key_states.shape[2] <= MOST_QUERIES:
+                return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
         banded = layer.evicts or (self._through_store and self.method.tail > 0)
         if hands_over or (hands_over is None and banded):
             return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
@@ -239,6 +245,10 @@ class KVCache(ChangingCache, ObservingCache):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         layer: CompressedLayer = self.layers[index]
         return layer.read(key, value, mask)
+
+    def latents(self, index: int) -> States:
+        layer: CompressedLayer = self.layers[index]
+        return layer.states()
 
     def pass_over(self, batch: int, length: int) -> None:
         known = self.index.length

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from . import compat
+from .beside import StatesBesideCache
 from .stack import LayerStack
 from .store.layer import CompressedLayer
 from .store.tokens import TokenIndex
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .snapshot import Snapshot
 
 
-class ChangingCache(Cache):
+class ChangingCache(StatesBesideCache):
     """What transformers asks of a cache between forward passes: to be emptied, cut short, and to have its
     sequences chosen, repeated and reordered."""
 
@@ -64,6 +64,7 @@ class ChangingCache(Cache):
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, CompressedLayer):
                 self.layers[i] = own[i]
+        self._forget_states(own)
         self.stack.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -74,7 +75,7 @@ class ChangingCache(Cache):
             if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
                 keep = length
             keep = min(max(keep, 0), length)
-            for layer in self.layers:
+            for layer in (*self.layers, *self.beside.values()):
                 own = isinstance(layer, CompressedLayer)
                 layer.crop(keep - length if own else tokens_to_remove)
             self.index.crop(keep) if keep else self.index.reset()
@@ -115,6 +116,6 @@ class ChangingCache(Cache):
 
     def _select(self, indices: Tensor) -> None:
         with self._changing():
-            for layer in self.layers:
+            for layer in (*self.layers, *self.beside.values()):
                 getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)
             self.index.select(indices)

@@ -38,6 +38,30 @@ def keeps_tokens(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer)
 
 
+def has_both(layer: Any) -> bool:
+    """Whether a cache layer of transformers holds a state of linear attention beside keys and values."""
+    return type(layer).__name__ == "LinearAttentionAndFullAttentionLayer"
+
+
+def state_of(layer: Any) -> Any:
+    """An empty cache layer for the state alone of one that `has_both`."""
+    from transformers.cache_utils import LinearAttentionLayer  # 5.8 has no such models
+
+    return LinearAttentionLayer(number_of_states=layer.number_of_states)
+
+
+def is_empty(layer: Any) -> bool:
+    """Whether a cache layer stands for a layer that caches nothing."""
+    return type(layer).__name__ == "DummyLayer"
+
+
+def without_tokens(layer: Any) -> str:
+    """What a cache layer is that does not keep tokens."""
+    if is_empty(layer):
+        return "no keys and values of its own"
+    return "a state of one size, not keys and values"
+
+
 def asks_interface(attention: nn.Module) -> bool:
     """Whether an attention layer calls the attention function that its configuration names, rather than
     attend by itself."""

@@ -96,7 +96,7 @@ def report_of(cache: "KVCache") -> Report:
     sealed: Counter[str] = Counter()
     values = sealed_values = code_bytes = 0
     for layer in cache.compressed:
-        per_token = 2 * layer.codec.view.kv_width
+        per_token = layer.codec.view.state_width
         values += per_token * cache.index.batch * layer.get_seq_length()
         sealed_values += per_token * cache.index.batch * layer.stream.tokens
         for packed in layer.stream.pool:
@@ -108,6 +108,7 @@ def report_of(cache: "KVCache") -> Report:
     index = cache.index.nbytes + sum(layer.stream.table_nbytes for layer in cache.compressed)
     codebooks = sum(layer.stream.shared_nbytes for layer in cache.compressed)
     others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
+    others += cache.beside.values()
     skipped = sum(tensor.nbytes for layer in others for tensor in _held(layer))
     resident = sealed.total() + codebooks + sinks + tail + index
 

@@ -23,6 +23,8 @@ class Snapshot:
     layers: list[tuple[CompressedLayer, LayerState]]
     others: dict[int, Any]
     """Layers that are not ours, by number: they cannot be cropped past their window, so they are put back."""
+    beside: dict[int, Any]
+    """States beside ours."""
 
     @classmethod
     def of(cls, cache: "KVCache") -> "Snapshot":
@@ -32,7 +34,8 @@ class Snapshot:
                 layers.append((layer, layer.snapshot()))
             else:
                 others[number] = _copied(layer)
-        return cls(cache.index, cache.index.snapshot(), layers, others)
+        beside = {index: _copied(layer) for index, layer in cache.beside.items()}
+        return cls(cache.index, cache.index.snapshot(), layers, others, beside)
 
     @property
     def tokens(self) -> int:
@@ -55,6 +58,7 @@ class Snapshot:
             cache.stack.reset()
         for number, other in self.others.items():
             cache.layers[number] = _copied(other)
+        cache.beside = {number: _copied(state) for number, state in self.beside.items()}
 
 
 def _copied(layer: Any) -> Any:

@@ -81,7 +81,7 @@ class CacheLayout:
     @property
     def code_bits(self) -> float:
         """Bits of codes for every key and value element of a block."""
-        values = 2 * self.method.group * sum(codec.view.kv_width for codec in self.codecs)
+        values = self.method.group * sum(codec.view.state_width for codec in self.codecs)
         return 8 * self.block["codes"] / values
 
     @property
@@ -132,7 +132,7 @@ class CacheLayout:
 
     def full_nbytes(self, context: int, batch: int) -> int:
         """Bytes of the fp16 cache of the same tokens."""
-        values = 2 * context * sum(codec.view.kv_width for codec in self.codecs)
+        values = context * sum(codec.view.state_width for codec in self.codecs)
         others = self.skeleton.skipped_nbytes(context) // self.codecs[0].view.dtype.itemsize
         return 2 * batch * (values + others)
 

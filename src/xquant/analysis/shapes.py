@@ -167,9 +167,14 @@ class Skeleton:
         total = 0
         for view in self.view.layers:
             if view.index in self.view.skipped:
-                shape = 1, view.kv_heads, context, view.head_size
-                states = torch.empty(shape, dtype=view.dtype, device="meta")
                 layer = own[view.index]
-                layer.update(states, states)
+                layer.update(
+                    *(
+                        torch.empty(
+                            1, view.kv_heads, context, size, dtype=view.dtype, device="meta"
+                        )
+                        for size in (view.head_size, view.value_size)
+                    )
+                )
                 total += layer.keys.nbytes + layer.values.nbytes
         return total

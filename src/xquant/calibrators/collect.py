@@ -49,8 +49,10 @@ class _Recorder(DynamicCache, ObservingCache):
         if self.gradients and not key_states.requires_grad:  # the lowest layer
             key_states = key_states.detach().requires_grad_()
             value_states = value_states.detach().requires_grad_()
-        self.seen[layer_idx] = self.attachment.inputs(layer_idx, key_states, value_states)
-        return key_states, value_states
+        inputs = self.attachment.inputs(layer_idx, key_states, value_states)
+        self.seen[layer_idx] = inputs
+        # What the model goes on with comes from what is seen: gradients are of that.
+        return self.attachment.hooks[layer_idx].view.as_in_model(inputs.key), value_states
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
@@ -122,7 +124,7 @@ def _rows(
     codec: LayerCodec, states: Any, gradients: tuple[Tensor, Tensor] | None, attachment: Attachment
 ) -> Rows:
     rows = codec.encode(codec.features(states).unsqueeze(1), None)[0, 0].detach()
-    key, value = rows.split(codec.view.kv_width, -1)
+    key, value = rows.tensor_split([codec.view.kv_width], -1)
     if gradients is None:
         return Rows(key, value, None, None)
     key_gradient = _before_rope(codec, gradients[0], attachment)

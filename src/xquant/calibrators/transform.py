@@ -131,7 +131,8 @@ class StatisticsStage:
 
 def same_head(view: AttentionView) -> Tensor:
     """1 where two numbers of a row belong to the same head, else 0: ``[W, W]``."""
-    head = torch.arange(view.kv_heads).repeat_interleave(view.head_size).repeat(2)
+    heads = torch.arange(view.kv_heads)
+    head = torch.cat([heads.repeat_interleave(size) for size in (view.head_size, view.value_size)])
     return (head[:, None] == head).double()
 
 

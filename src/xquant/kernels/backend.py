@@ -86,6 +86,10 @@ class Backend(ABC):
 
 def unread(codec: LayerCodec, block: int) -> str:
     """Why no kernel can read a layer, only the reference; empty where one may."""
+    if codec.view.latents is not None:
+        return "latents (MLA) are decoded, and attended to as they are"
+    if codec.view.value_size != codec.view.head_size:
+        return "value heads of another size than key heads"
     if codec.rematerialized is not None:
         return ""
     if all(isinstance(segment.quantizer, Plain) for segment in codec.segments):

@@ -98,7 +98,7 @@ class LayerCodec(ABC):
         """The weights that the codec adds to the model's own (bases, fused projections)."""
         tensors = [*vars(self).values(), *(t for ts in self.prepared.values() for t in ts)]
         own = {id(t): t for t in tensors if isinstance(t, Tensor)}
-        model = [t.untyped_storage() for t in (self.view.key_weight, self.view.value_weight)]
+        model = [t.untyped_storage() for t in self.view.weights]
         # Not by address: on the meta device all are 0.
         return [t for t in own.values() if all(t.untyped_storage() is not s for s in model)]
 

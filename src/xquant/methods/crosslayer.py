@@ -190,7 +190,7 @@ class CrossLayer(Method):
                 for i, view in enumerate(views[first : first + self.span], first)
             ]
             if keys or values:
-                if len({view.kv_width for view in views[first : first + self.span]}) > 1:
+                if len({view.state_width for view in views[first : first + self.span]}) > 1:
                     raise ValueError(
                         f"crosslayer: layers {first} to {first + self.span - 1} of this model differ in"
                         " their key/value heads: they cannot share codes"

@@ -22,15 +22,14 @@ class StateCodec(LayerCodec):
 
     def __init__(self, view: AttentionView) -> None:
         super().__init__(view)
-        self.width = 2 * view.kv_width
+        self.width = view.state_width
 
     def features(self, inputs: AttentionInputs) -> Tensor:
         key = flat_heads(inputs.key) if self.rotated else self.view.finish_keys(inputs.raw_key)
         return torch.cat([key, flat_heads(inputs.value)], -1)
 
     def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = features.split(self.view.kv_width, -1)
-        return key, value
+        return features[..., : self.view.kv_width], features[..., self.view.kv_width :]
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return self.exact(recalled)
@@ -61,7 +60,11 @@ class KeyValueCodec(StateCodec):
         self.rotated = self.rotated or rope == "post"
         self.segments = (
             Segment(view.kv_width, keys.tiled(view.head_size, "tokens"), shared[0]),
-            Segment(view.kv_width, values.tiled(view.head_size, "channels"), shared[1]),
+            Segment(
+                view.state_width - view.kv_width,
+                values.tiled(view.value_size, "channels"),
+                shared[1],
+            ),
         )
         centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
         self.offset = view.key_bias if centred else None
@@ -69,7 +72,7 @@ class KeyValueCodec(StateCodec):
     def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
         if self.offset is None:
             return features
-        key, value = features.split(self.view.kv_width, -1)
+        key, value = self.exact(features)
         return torch.cat([key - self.offset, value], -1)
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ class Transform(Method):
         """
         from ..quant.ranked import allot, side_nbytes
 
-        values = sum(2 * view.kv_width for view in views)
+        values = sum(view.state_width for view in views)
         sides = sum(side_nbytes(len(profile), self.group) for profile in profiles)
         scales = -(-8 * sides // self.group)  # bits a token
         budget = int(self.bits * values) - scales
@@ -108,7 +108,7 @@ class Transform(Method):
 
         wanted: dict[str, Expected] = {}
         for i, view in enumerate(views):
-            width, count = 2 * view.kv_width, channels(view)
+            width, count = view.state_width, channels(view)
             layer = {
                 "mean": Expected((width,), torch.float32, -FP16_MAX, FP16_MAX),
                 "analysis": Expected((count, width), torch.float16),
@@ -117,7 +117,7 @@ class Transform(Method):
                 "profile": Expected((count,), torch.float32, least=0),
             }
             if below := views[max(i - self.layers_below, 0) : i]:
-                known = sum(2 * other.kv_width for other in below)
+                known = sum(other.state_width for other in below)
                 layer["predictor"] = Expected((width, known), torch.float16)
             wanted |= {f"{i}.{name}": each for name, each in layer.items()}
         return wanted

@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 
 def channels(view: AttentionView) -> int:
     """``C``: keys and values that come from X alone have no more dimensions than X."""
-    width = 2 * view.kv_width
+    width = view.state_width
     return width if view.key_norm is not None else min(width, view.hidden)
 
 
@@ -56,7 +56,7 @@ class TransformCodec(Rematerialized, _ChannelCodec):
         self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
     ) -> None:
         super().__init__(view, found, block, counts)
-        self.key_weight, self.value_weight = self.synthesis.split(view.kv_width)
+        self.key_weight, self.value_weight = self.synthesis.tensor_split([view.kv_width])
 
     @property
     def key_bias(self) -> Tensor:

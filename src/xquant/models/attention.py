@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import names, probe
+from . import latent, names, probe
 from .base import AttentionView
 from .rope import Rope
 from .rotation import orders, rotate
@@ -38,21 +38,18 @@ def view_attention(
     weight = next(attention.parameters())
     table = rope.table(weight.new_empty(0, dtype=dtype), probe.TOKENS, kind)
     try:
-        given = probe.ask(attention, hidden, dtype, still(table), 0)
+        given = probe.ask(attention, config, hidden, dtype, still(table), 0)
     except ValueError as error:
         place = names.place_of(attention)
         raise Unsupported(f"the attention of layer {place} is of another kind ({error})") from None
     key, value = given.key, given.value
     if key.dim() != 4 or key.shape[:3] != value.shape[:3]:
         raise Unsupported("its cache holds other states than keys and values of heads")
-    if key.shape != value.shape:
-        sizes = f"{value.shape[-1]} channels to {key.shape[-1]}"
-        raise Unsupported(f"its value heads have another size than its key heads ({sizes})")
     heads, size = key.shape[1], key.shape[3]
     order, turned, why = None, rope.width, ""
     if weight.device.type != "meta":
         try:
-            moved = probe.ask(attention, hidden, dtype, table, 1).key
+            moved = probe.ask(attention, config, hidden, dtype, table, 1).key
             order, turned = order_of(key, moved, rope, dtype)
         except ValueError as error:
             why, turned = str(error), size
@@ -61,6 +58,8 @@ def view_attention(
         "" if sources.key else "its keys are not what a projection and a norm give"
     )
     unknown_values = "" if sources.value else "its values are not what a projection gives"
+    if getattr(attention, latent.NAME, None) is not None:
+        unknown_values = "its cache keeps latents (MLA), which are layer inputs compressed already"
     groups = int(getattr(attention, "num_key_value_groups", None) or 0)
     nothing = next(iter(given.modules), attention), slice(0, 0)
     key_module, key_channels = sources.key or nothing
@@ -78,6 +77,9 @@ def view_attention(
         value_module=value_module,
         value_channels=value_channels,
         key_norm=sources.norm,
+        value_size=value.shape[3],
+        lends=bool(getattr(attention, names.LENDS, False)),
+        latents=latent.latents_of(attention, key),
         rotary_size=turned,
         order=order,
         unknown_keys=unknown_keys and f"{family}: {unknown_keys}",

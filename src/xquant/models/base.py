@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .latent import Latents
 from .names import attentions
 from .rope import Rope
 
@@ -63,6 +64,9 @@ class AttentionView:
     value_module: nn.Module  # with a fused projection the same as key_module
     value_channels: slice | Tensor
     key_norm: nn.Module | None
+    value_size: int = 0  # of a head; 0 where it is head_size
+    lends: bool = False  # whether layers above attend to what its cache returns, too
+    latents: Latents | None = None  # where keys are latents (MLA) and values their rotated parts
     rotary_size: int = 0  # channels of a head that RoPE turns; 0 without RoPE
     order: Tensor | None = (
         None  # of a head's channels in the cache, see `rotation.py`; None as in the model
@@ -76,6 +80,7 @@ class AttentionView:
         named = self.module.named_children()
         # What `outdated` compares. The norm before attention is called where it is needed, and kept nowhere.
         self._watched = [(name, child) for name, child in named if any(child is r for r in read)]
+        self.value_size = self.value_size or self.head_size
         self._back = None if self.order is None else self.order.argsort()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,8 +102,18 @@ class AttentionView:
 
     @property
     def kv_width(self) -> int:
-        """Channels of the keys (and of the values) of a token: ``G * D``."""
+        """Channels of the keys of a token, and in most models of its values: ``G * D``."""
         return self.kv_heads * self.head_size
+
+    @property
+    def state_width(self) -> int:
+        """Channels of the keys and values of a token."""
+        return self.kv_width + self.kv_heads * self.value_size
+
+    def by_head(self, states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[..., channels]`` as heads ``[..., G, D]``."""
+        key, value = states
+        return key.unflatten(-1, (self.kv_heads, -1)), value.unflatten(-1, (self.kv_heads, -1))
 
     @property
     def multi_head(self) -> bool:
@@ -131,6 +146,12 @@ class AttentionView:
         """``W_v^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
         self.require(keys=False, values=True)
         return self._part(self.value_module, self.value_channels)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The layer's parameters, and what quantized ones were decoded to."""
+        decoded = [t for name, t in self._offline.items() if name.startswith("decoded")]
+        return [*self.module.parameters(), *decoded]
 
     def require(self, keys: bool, values: bool) -> None:
         """Refuse a method that needs keys before RoPE, or values computed from X, where they are not known.

@@ -43,8 +43,6 @@ def find_decoder(model: nn.Module) -> nn.Module | None:
 def _view(model: nn.Module) -> ModelView:
     decoder, family = _decoder(model), type(model).__name__
     config = compat.text_config(model)
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise Unsupported("its upper layers attend to keys and values of layers below")
     own = compat.default_layers(config)
     rope = _rope(decoder, config)
     views: list[AttentionView] = []
@@ -57,13 +55,13 @@ def _view(model: nn.Module) -> ModelView:
     places = {at: parts for at, parts in found.items() if compat.keeps_tokens(own[at])}
     for index, cache_layer in enumerate(own):
         if not compat.keeps_tokens(cache_layer):
-            skipped[index] = "a state of one size, not keys and values"
+            skipped[index] = compat.without_tokens(cache_layer)
         elif getattr(cache_layer, "is_sliding", False):
             window = getattr(cache_layer, "sliding_window", 0)
             skipped[index] = f"sliding window of {window} tokens"
             if "chunked_attention" not in kinds:  # whose cache says that it slides, too
                 windows[index] = window
-        elif type(cache_layer).__name__ != "DynamicLayer":
+        elif type(cache_layer).__name__ != "DynamicLayer" and not compat.has_both(cache_layer):
             skipped[index] = f"{type(cache_layer).__name__} is not plain full attention"
     if not places:
         raise Unsupported("no decoder layers that attend were found")
@@ -90,10 +88,6 @@ def _decoder(model: Any) -> nn.Module:
     found = {name: module for name, module in root.named_modules() if _attends(module, text)}
     if len(found) > 1:
         raise Unsupported(f"it has several decoders ({', '.join(found)})")
-    if any(hasattr(module, "kv_b_proj") for module in root.modules()):
-        raise Unsupported(
-            "multi-head latent attention (MLA) keeps other states than keys and values"
-        )
     if not found:
         raise Unsupported("no decoder layers that attend were found")
     return next(iter(found.values()))

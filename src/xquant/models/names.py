@@ -18,6 +18,8 @@ ATTENTIONS = (
 )
 NORMS = ("input_layernorm", "ln_1", "self_attn_layer_norm", "norm_1", "norm", "temporal_pre_norm")
 """Of what attention is given. What is not found is taken for no norm, which is right but says less."""
+LENDS = "store_full_length_kv"
+"""True of a layer whose keys and values layers above attend to (Gemma 3n and 4)."""
 ROTARY = ("rotary_emb", "pos_emb", "rotary_pos_emb", "rotary_embedding")
 
 

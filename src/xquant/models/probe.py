@@ -42,10 +42,13 @@ class _Recorder(DynamicCache):
 
 
 @torch.no_grad()
-def ask(attention: nn.Module, hidden: int, dtype: torch.dtype, table: Any, first: int) -> Given:
+def ask(
+    attention: nn.Module, config: Any, hidden: int, dtype: torch.dtype, table: Any, first: int
+) -> Given:
     """Run ``attention`` on random inputs of ``hidden`` channels.
 
     Args:
+        config: of its decoder.
         table: of its rotary embedding, for `TOKENS` tokens; None where it is given none.
         first: position of the first token; where it is 0, that of all tokens.
 
@@ -70,7 +73,7 @@ def ask(attention: nn.Module, hidden: int, dtype: torch.dtype, table: Any, first
         for child in attention.children():
             stack.callback(child.register_forward_hook(see).remove)
         try:
-            attention(x, **_arguments(attention, table, positions))
+            attention(x, **_arguments(attention, _Recorder(config=config), table, positions))
         except _Enough as enough:
             key, value = enough.args
             return Given(key, value, seen)
@@ -80,9 +83,10 @@ def ask(attention: nn.Module, hidden: int, dtype: torch.dtype, table: Any, first
     raise ValueError("it keeps no keys and values")
 
 
-def _arguments(attention: nn.Module, table: Any, positions: Tensor) -> dict[str, Any]:
+def _arguments(
+    attention: nn.Module, cache: DynamicCache, table: Any, positions: Tensor
+) -> dict[str, Any]:
     """Arguments by the names that transformers has for them; of what else is required, None."""
-    cache = _Recorder()
     caches = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
     known = {
         **dict.fromkeys(caches, cache),

@@ -260,14 +260,17 @@ def _fill_other(layer: Any, view: AttentionView, reader: _Reader) -> None:
     most = tokens
     if sliding and not recording:
         most = min(tokens, layer.sliding_window - 1)
-    shape = (header.batch, view.kv_heads, None, view.head_size)
     keys, values = (
-        reader.take(f"{view.index}.{name}", FLOATS, shape).to(view.device, copy=True)
-        for name in ("keys", "values")
+        reader.take(f"{view.index}.{name}", FLOATS, (header.batch, view.kv_heads, None, size)).to(
+            view.device, copy=True
+        )
+        for name, size in (("keys", view.head_size), ("values", view.value_size))
     )
     least = min(tokens, layer.sliding_window - 1) if sliding else tokens
     fits = (
-        least <= keys.shape[2] <= most and keys.shape == values.shape and keys.dtype == values.dtype
+        least <= keys.shape[2] <= most
+        and keys.shape[:3] == values.shape[:3]
+        and keys.dtype == values.dtype
     )
     reader.check(fits, f"layer {view.index} holds more or fewer tokens than it must")
     known = not recording or hasattr(layer, "activate_past_recording")
@@ -287,5 +290,5 @@ def _expect_attention(cache: "KVCache", saved: Saved) -> None:
     for hooks in cache.attachment.hooks.values():
         known = saved.header.attention == hooks.implementation
         same = saved.header.transformers == transformers.__version__
-        if known and same and hooks.hands_over is None:
+        if known and same and hooks.hands_over is None and hooks.view.latents is None:
             hooks.learn(True)

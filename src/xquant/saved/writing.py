@@ -3,7 +3,7 @@
 import hashlib
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .. import compat
 from ..codecs import fingerprint
 from ..files import replacing
 from ..store.layer import CompressedLayer
@@ -132,8 +133,9 @@ def _blocks(cache: "KVCache") -> dict[str, Tensor]:
 def _others(cache: "KVCache") -> dict[str, Tensor]:
     """Keys and values of the layers that transformers keeps itself."""
     held: dict[str, Tensor] = {}
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, CompressedLayer) or not cache.index.length:
+    others = {i: layer for i, layer in enumerate(cache.layers) if not _is_ours(layer)}
+    for number, layer in {**others, **cache.beside}.items():
+        if not cache.index.length or compat.is_empty(layer):
             continue
         if type(layer).__name__ not in (WINDOWS, PLAIN):
             raise ValueError(
@@ -142,6 +144,10 @@ def _others(cache: "KVCache") -> dict[str, Tensor]:
             )
         held[f"{number}.keys"], held[f"{number}.values"] = layer.keys.clone(), layer.values.clone()
     return held
+
+
+def _is_ours(layer: Any) -> bool:
+    return isinstance(layer, CompressedLayer)
 
 
 def _ids(cache: "KVCache", tokens: Tensor) -> Tensor:

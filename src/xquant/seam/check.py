@@ -81,7 +81,7 @@ def check_states(
     newest = inputs.last(count)
     states = codec.exact(codec.features(newest))
     view = codec.view
-    key, value = (s.unflatten(-1, (view.kv_heads, view.head_size)) for s in states)
+    key, value = view.by_head(states)
     if not codec.rotated:
         cos, sin = index.rope(key)
         key = rotate(key, cos[:, start:], sin[:, start:])

@@ -69,6 +69,10 @@ class ObservingCache:
         own implementation on what `answer` gives."""
         return None
 
+    def latents(self, index: int) -> tuple[Tensor, Tensor]:
+        """All latents ``[B, 1, T, r]`` of layer ``index`` and their rotated parts ``[B, 1, T, R]``."""
+        raise NotImplementedError
+
     def pass_over(self, batch: int, length: int) -> None:
         """The model ran without this cache, the last that it was given, on ``length`` tokens of ``batch``
         sequences."""

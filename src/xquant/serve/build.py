@@ -96,6 +96,8 @@ def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:
             raise ValueError(f"layer {index}: {why}")
     if not view.rope.width:
         raise ValueError("a model without rotary embedding is not served yet")
+    if any(layer.latents or layer.value_size != layer.head_size for layer in view.layers):
+        raise ValueError("latents (MLA), or values of another size than keys, are not served yet")
     if any(layer.norms_all_heads for layer in view.compressed):
         raise ValueError("a key norm over all heads is not served yet")
     if view.windows and len({layer.kv_width for layer in view.layers}) > 1:

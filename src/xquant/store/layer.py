@@ -76,7 +76,7 @@ class CompressedLayer(Past, CacheLayerMixin):
     def heads(self, states: States, start: int) -> States:
         """States ``[B, t, G*D]`` of the tokens from ``start`` on to rotated heads ``[B, t, G, D]``."""
         view = self.codec.view
-        key, value = (s.unflatten(-1, (view.kv_heads, view.head_size)) for s in states)
+        key, value = view.by_head(states)
         if not self.codec.rotated:
             cos, sin = self.index.rope(key)
             stop = start + key.shape[1]

@@ -1,0 +1,48 @@
+"""States of linear attention beside compressed keys and values: layers that have both (Falcon-H1)."""
+
+from typing import Any
+
+from transformers import Cache
+
+from . import compat
+
+
+class StatesBesideCache(Cache):
+    """A cache in which a layer of keys and values may have a state of linear attention, too. Layers that have
+    such a state alone are transformers' own.
+
+    What a model asks of states is answered as transformers' own cache does.
+    """
+
+    beside: dict[int, Any]
+    """By number of the layer: transformers' layer of that state."""
+
+    def _forget_states(self, own: list[Any]) -> None:
+        """Begin with empty states, beside those of transformers' ``own`` layers that have both."""
+        both = {index: layer for index, layer in enumerate(own) if compat.has_both(layer)}
+        self.beside = {index: compat.state_of(layer) for index, layer in both.items()}
+
+    @property
+    def _states(self) -> Any:
+        """The states alone, as a cache."""
+        return Cache(layers=[self.beside.get(i, layer) for i, layer in enumerate(self.layers)])
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._states.get_conv_state(*args, **kwargs)
+
+    def get_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._states.get_recurrent_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._states.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._states.update_recurrent_state(*args, **kwargs)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self._states.has_previous_state(*args, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:
+        states = self.beside.values()
+        return bool(super().is_croppable) and all(state.is_croppable for state in states)
