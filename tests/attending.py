@@ -53,6 +53,8 @@ class Case:
     mask: str = "none"
     seed: int = 0
     layers: int = 4
+    sink_logits: bool = False
+    """Whether each query head has a learned score that has no value."""
     turned: float = 1.0
     """The part of a head that RoPE turns."""
 
@@ -112,7 +114,12 @@ def mask_for(case: Case, cache: KVCache) -> Tensor | None:
 
 
 def exact(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attention in fp64: ``[B, t, H, D]``."""
     repeats, queries, tokens = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
@@ -126,6 +133,10 @@ def exact(
     if mask.dtype != torch.bool:
         mask = mask == 0
     scores = scores.masked_fill(~mask, -torch.inf)
+    if sink_logits is not None:
+        learned = sink_logits.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, learned], -1)
+        return (scores.softmax(-1)[..., :-1] @ value).transpose(1, 2)
     return (scores.softmax(-1).nan_to_num(0) @ value).transpose(1, 2)
 
 
@@ -141,14 +152,17 @@ def error(case: Case, cache: KVCache) -> float:
     )
     key, value = new.to(DEVICE, case.dtype).transpose(2, 3)
     mask, worst = mask_for(case, cache), 0.0
+    learned = None
+    if case.sink_logits:  # some above all scores, some below
+        learned = torch.linspace(-3, 6, query.shape[1], device=DEVICE, dtype=case.dtype)
     scaling = case.head_size**-0.5
     for layer in cache.compressed:
         index = layer.codec.view.index
-        newest = AttentionCall(query, key, value, mask, scaling, case.softcap)
+        newest = AttentionCall(query, key, value, mask, scaling, case.softcap, learned)
         found = cache.attend(index, newest)
         assert found is not None and found.dtype == case.dtype
         keys, values, seen = cache.answer(index, key, value, mask)
-        want = exact(query, keys, values, seen, case.softcap)
+        want = exact(query, keys, values, seen, case.softcap, learned)
         worst = max(worst, float((found.double() - want).norm() / want.norm()))
     cache.finish()
     return worst

@@ -48,7 +48,7 @@ TYPES: dict[str, Any] = {
     "rope": BlockRope("*fp32", "*fp32", "*fp32", "*fp32"),
     "shape": Shape("i32", "i32", "i32"),
     "mask": "*bf16",
-    **dict.fromkeys(("sums_out", "maxima_out", "maxima", "offset"), "*fp32"),
+    **dict.fromkeys(("sums_out", "maxima_out", "maxima", "offset", "sink_logits"), "*fp32"),
     **dict.fromkeys(("scores", "scores_out", "bias", "gain"), "*fp32"),
     **dict.fromkeys(("key_codebook", "value_codebook", "scale", "zero"), "*fp16"),
     **dict.fromkeys(("sink_columns", "codes", "found_nan"), "*i32"),
@@ -198,14 +198,15 @@ if __name__ == "__main__":
         build(attend, given)
     of_a_cache = {"limits": None, "new_runs": None, "N": None}
     build(combine, {"D": 96, "DP": 128, "PARTIAL": False, **of_a_cache}, sums="*fp32")
-    build(combine, {"D": 1024, "DP": 256, "PARTIAL": True, **of_a_cache}, sums="*fp32")
+    alone = {**of_a_cache, "sink_logits": None}
+    build(combine, {"D": 1024, "DP": 256, "PARTIAL": True, **alone}, sums="*fp32")
     head = {"D": 128, "DP": 128}
     for target in (80, 90, 100):
         given = {**DECODING[0], "MASK": 0, "PAGED": True}
         build(attend, given, target=target, **PAGED)
         given = {**DECODING[2], "SOFTCAP": True, "PAGED": True, **NO_SINKS}
         build(attend, given, target=target, **PAGED)
-        pages = {**head, "N": 128, "PARTIAL": False}
+        pages = {**head, "N": 128, "PARTIAL": False, "sink_logits": None}
         build(combine, pages, target=target, sums="*fp32", **SEQUENCES)
         build(append, {"W": 1024, "WP": 1024, "D": 128}, target=target, **SEQUENCES)
     build(attend_exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})

@@ -8,7 +8,7 @@ import torch
 
 from .. import compat
 from ..hub import PACKAGED, check_model, hub_answers
-from ..models import view_model
+from ..models import layers_of, view_model
 from ..positions import positions_of
 
 _SMOLLM2: dict[str, Any] = {
@@ -157,7 +157,7 @@ class Skeleton:
 
     def layer_nbytes(self, index: int) -> int:
         """Bytes of the weights of one decoder layer."""
-        layers: Any = self.view.decoder.layers
+        layers = list(layers_of(self.view.decoder))
         return sum(p.nbytes for p in layers[index].parameters())
 
     def _skipped_nbytes(self, context: int) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..models import find_decoder, layers_of
 from ..quant.affine import FP16_MAX
-from ..seam.hooks import attach
 
 SENSITIVE = 0.0005
 """The share of a matrix that is kept because a change of it changes the loss most."""
@@ -33,8 +33,10 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
     Raises:
         ValueError: there are none, or none that can be quantized.
     """
-    layers: Any = attach(model).view.decoder.layers
-    inside = {id(module.weight) for module in layers.modules() if isinstance(module, nn.Linear)}
+    decoder = find_decoder(model)
+    layers = () if decoder is None else layers_of(decoder)
+    modules = (module for layer in layers for module in layer.modules())
+    inside = {id(module.weight) for module in modules if isinstance(module, nn.Linear)}
     found = {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
     if not found or not all(weight.is_floating_point() for weight in found.values()):
         raise ValueError(

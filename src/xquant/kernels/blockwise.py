@@ -58,6 +58,12 @@ class OnlineSoftmax:
         self.total = self.total * shrink + other.total * grow
         self.sums = self.sums * shrink + other.sums * grow
 
+    def add_to_total(self, score: Tensor) -> None:
+        """Count a score ``[G, R * t, 1]`` that has no value."""
+        shrink = self._raise(score.expand_as(self.maximum))
+        self.total = self.total * shrink + torch.exp(score - self.maximum)
+        self.sums = self.sums * shrink
+
     def _raise(self, maximum: Tensor) -> Tensor:
         """Keep the higher of both maxima. Returns what the sums are to be multiplied with for it."""
         before, self.maximum = self.maximum, torch.maximum(self.maximum, maximum)
@@ -74,7 +80,7 @@ class BlockwiseAttention(LayerAttention):
     def attend(self, call: AttentionCall) -> Tensor | None:
         if not call.masked_plainly:
             return None
-        query, key, value, mask, scaling, softcap = call
+        query, key, value, mask, scaling, softcap, sink_logits = call
         if self._layer.stream.version != self._version:
             self._refresh()
         groups, queries = key.shape[1], query.shape[2]
@@ -93,6 +99,9 @@ class BlockwiseAttention(LayerAttention):
             seen.combine(coded)
         if self._layer.below is not None:
             self._layer.below.release()
+        if sink_logits is not None:
+            per_row = sink_logits.float().view(groups, -1).repeat_interleave(queries, 1)
+            seen.add_to_total(per_row[..., None])
         out = seen.sums / seen.total.clamp(min=torch.finfo(seen.total.dtype).tiny)
         heads = out.squeeze(1).unflatten(2, (-1, queries)).flatten(1, 2)
         return heads.transpose(1, 2).to(query.dtype)

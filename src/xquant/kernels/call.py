@@ -20,6 +20,8 @@ class AttentionCall(NamedTuple):
     """Over all tokens, bool or added to scores, ``[B, 1, t, T]``; None for causal."""
     scaling: float
     softcap: float | None
+    sink_logits: Tensor | None = None
+    """Learned, ``[H]``: one more term of each query head's softmax, which has no value (gpt-oss)."""
 
     @property
     def masked_plainly(self) -> bool:

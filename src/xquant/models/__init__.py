@@ -2,5 +2,6 @@
 
 from .base import AttentionView, ModelView
 from .find import find_decoder, view_model
+from .names import layers_of
 
-__all__ = ["AttentionView", "ModelView", "find_decoder", "view_model"]
+__all__ = ["AttentionView", "ModelView", "find_decoder", "layers_of", "view_model"]

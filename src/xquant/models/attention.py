@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from . import latent, names, probe
 from .base import AttentionView
 from .rope import Rope
-from .rotation import orders, rotate
+from .rotation import Pair, orders, rotate
 
 EXACT = {torch.float32: 1e-4, torch.float64: 1e-4}
 ROUNDED = 3e-2
@@ -50,7 +50,7 @@ def view_attention(
     if weight.device.type != "meta":
         try:
             moved = probe.ask(attention, config, hidden, dtype, table, 1).key
-            order, turned = order_of(key, moved, rope, dtype)
+            order, turned = order_of(key, moved, None if table is None else rope.halves(table))
         except ValueError as error:
             why, turned = str(error), size
     sources = sources_of(given, order, attention)
@@ -91,12 +91,14 @@ def _input_of(attention: nn.Module, config: Any) -> tuple[int, torch.dtype]:
     """How many channels a layer is given, and in which dtype."""
     if any(hasattr(parameter, "to_local") for parameter in attention.parameters()):
         raise Unsupported("its linear layers are sharded over devices")
-    first: Any = next(attention.children(), None)
-    if first is None:
+    parts: list[Any] = list(attention.children())
+    if not parts:
         raise Unsupported(f"its attention has no projections ({type(attention).__name__})")
-    hidden = getattr(first, "in_features", None) or getattr(first, "nx", None) or config.hidden_size
+    widths = [getattr(part, "in_features", None) or getattr(part, "nx", None) for part in parts]
+    known = config.hidden_size in widths
+    hidden = config.hidden_size if known else next(filter(None, widths), config.hidden_size)
     floating = (p.dtype for p in attention.parameters() if p.is_floating_point())
-    computed = getattr(first, "compute_dtype", None)  # of quantized weights
+    computed = getattr(parts[0], "compute_dtype", None)  # of quantized weights
     return int(hidden), computed or next(floating, torch.float32)
 
 
@@ -107,24 +109,22 @@ def still(table: Any) -> Any:
     return None if table is None else (torch.ones_like(table[0]), torch.zeros_like(table[1]))
 
 
-def order_of(
-    before: Tensor, after: Tensor, rope: Rope, dtype: torch.dtype
-) -> tuple[Tensor | None, int]:
+def order_of(before: Tensor, after: Tensor, angles: Pair | None) -> tuple[Tensor | None, int]:
     """The order in which a layer's heads are turned as pairs of halves (None where they are), and how many
-    channels turn, of keys ``[1, G, T, D]`` before and after.
+    channels turn, of keys ``[1, G, T, D]`` before and after. ``angles``: cos and sin ``[1, T, R]``.
 
     Raises:
         ValueError: no order gives these keys.
     """
     if torch.equal(before, after):
         return None, 0
-    positions = torch.arange(1, 1 + probe.TOKENS, device=before.device)[None]
-    cos, sin = (t.double() for t in rope(before.new_empty(0), positions))
     source, wanted = (t.transpose(1, 2).double() for t in (before, after))
-    size, turned = before.shape[-1], cos.shape[-1]
+    size, turned = before.shape[-1], 0 if angles is None else angles[0].shape[-1]
     for at, order in enumerate(orders(size, turned) if 0 < turned <= size else ()):
-        error = (rotate(source[..., order], cos, sin) - wanted[..., order]).norm() / wanted.norm()
-        if error < EXACT.get(dtype, ROUNDED):
+        assert angles is not None
+        found = rotate(source[..., order], *(t.double() for t in angles))
+        error = (found - wanted[..., order]).norm() / wanted.norm()
+        if error < EXACT.get(before.dtype, ROUNDED):
             return (order.to(before.device) if at else None), turned
     raise ValueError("its keys are turned in a way of their own")
 

@@ -379,7 +379,7 @@ def _pair(rope: Any) -> Pair | None:
 def _unusual(options: dict[str, Any]) -> bool:
     """Whether the attention function is asked for more than scores, a mask and a softmax."""
     return bool(options.get("dropout") or options.get("output_attentions")) or any(
-        options.get(name) is not None for name in ("s_aux", "position_bias", "head_mask")
+        options.get(name) is not None for name in ("position_bias", "head_mask")
     )
 
 
@@ -418,7 +418,7 @@ def _attention(like: str) -> Callable[..., Any]:
         with torch.no_grad():
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             softcap = kwargs.get("softcap") if like == "eager" else None
-            call = AttentionCall(*exact, attention_mask, scaling, softcap)
+            call = AttentionCall(*exact, attention_mask, scaling, softcap, kwargs.get("s_aux"))
             cache.see(index, call)
             if not _unusual(kwargs):
                 out = cache.attend(index, call)

@@ -127,7 +127,7 @@ class NativeAttention(LayerAttention):
         if not call.masked_plainly:
             return None
         layer, to = self._layer, self._call
-        query, key, value, mask, scaling, softcap = call
+        query, key, value, mask, scaling, softcap, sink_logits = call
         batch, heads, queries, size = query.shape
         stream = layer.stream
         past = layer.tokens - queries
@@ -153,6 +153,10 @@ class NativeAttention(LayerAttention):
         to.query_batch, to.query_head, to.query_token = query.stride()[:3]
         to.out_batch, to.out_token, to.out_head = out.stride()[:3]
         to.scaling, to.softcap = scaling, softcap or 0.0
+        to.sink_logits = None
+        if sink_logits is not None:
+            sink_logits = sink_logits.float().contiguous()
+            to.sink_logits = native.address(sink_logits, torch.float32, heads)
         to.mask = None
         if mask is not None:
             to.mask = mask.data_ptr()

@@ -58,7 +58,7 @@ class Attend(Structure):
         *((name, c_int32) for name in ("kv_heads", "head_size", "group_heads", "queries")),
         *((name, c_void_p) for name in ("rope_table", "start_cos", "start_sin")),
         ("start_batch", c_int64),
-        *((name, c_void_p) for name in ("query", "out", "query_batches")),
+        *((name, c_void_p) for name in ("query", "out", "query_batches", "sink_logits")),
         *((f"query_{name}", c_int64) for name in ("batch", "head", "token")),
         *((f"out_{name}", c_int64) for name in ("batch", "token", "head")),
         *((name, c_int32) for name in ("dtype", "mask_dtype")),

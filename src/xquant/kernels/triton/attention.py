@@ -121,6 +121,7 @@ def combine_splits(sums: Tensor, maxima: Tensor, splits: int, launch: Launch, ou
         maxima,
         Heads.of(out.transpose(1, 2)),
         maxima,
+        launch.sink_logits,
         splits,
         None,
         None,

@@ -65,6 +65,7 @@ class Launch(NamedTuple):
     mask: Tensor | None
     scaling: float
     softcap: float
+    sink_logits: Tensor | None  # fp32 [H]
     past: int
     """Tokens before the newest."""
     limit: int
@@ -175,7 +176,7 @@ def sink_columns(layer: "CompressedLayer", nowhere: Tensor) -> tuple[Tensor, int
 
 def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) -> Launch | None:
     """What the launches for ``call`` share; None where no kernel can answer it."""
-    query, key, value, mask, scaling, softcap = call
+    query, key, value, mask, scaling, softcap, sink_logits = call
     if not call.masked_plainly:
         return None
     stream, device = layer.stream, layer.codec.view.device
@@ -195,4 +196,7 @@ def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) ->
         rotations = angles.start, angles.within.angles, angles.tail, angles.sinks
         pairs = [(cos.to(device), sin.to(device)) for cos, sin in rotations]
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    return Launch(query, key, value, mask, scaling, softcap or 0.0, past, limit, before, *pairs)
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().contiguous()
+    cap = softcap or 0.0
+    return Launch(query, key, value, mask, scaling, cap, sink_logits, past, limit, before, *pairs)

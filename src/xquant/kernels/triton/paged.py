@@ -109,6 +109,7 @@ class TritonPages(PagedAttention):
             maxima,
             _rows_of(out),
             maxima,
+            None,
             splits,
             limits,
             sequences.new,

@@ -243,6 +243,7 @@ class TritonRebuilding(LayerAttention):
             *coded,
             Heads(combined, rows * channels, channels, 0),
             maxima_out,
+            None,
             splits,
             None,
             None,

@@ -296,7 +296,9 @@ inline int attend(const xq_attend& call) {
         for (int r = 0; r < rows; r++) {
             const int h = g * call.group_heads + r / call.queries;
             const int64_t at = batch * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
-            const float inverse = all.running_sum[r] > 0 ? 1 / all.running_sum[r] : 0;
+            float total = all.running_sum[r];
+            if (call.sink_logits && total > 0) total += std::exp(call.sink_logits[h] - all.running_max[r]);
+            const float inverse = total > 0 ? 1 / total : 0;
             for (int c = 0; c < D; c++)
                 store_element(call.out, call.dtype, at + c, all.sums[(size_t)r * D + c] * inverse);
         }

@@ -73,6 +73,7 @@ typedef struct {
     const void *query;            // [B, H, queries, D], contiguous in D
     void *out;                    // [B, queries, H, D], contiguous in D
     const int32_t *query_batches; // [B] where a sequence is in query and out; null: b
+    const float *sink_logits;     // [H] one more term of a query head's softmax, without a value; null: none
     int64_t query_batch, query_head, query_token;  // strides
     int64_t out_batch, out_token, out_head;
     int32_t dtype, mask_dtype;  // of query and out; of the mask

@@ -14,6 +14,7 @@ def combine(
     maxima,
     out,
     maxima_out,
+    sink_logits,
     splits,
     limits,
     new_runs,
@@ -30,7 +31,7 @@ def combine(
         l   = sum exp(m_i - m) l_i
         out = sum exp(m_i - m) o_i / l
 
-    and 0 where no token was seen.
+    and 0 where no token was seen. A sink logit ``s`` adds ``exp(s - m)`` to ``l``.
 
     The reference is `blockwise.OnlineSoftmax.combine` over all splits, and the division after it.
 
@@ -42,6 +43,7 @@ def combine(
         out: `Heads` ``[B, H, t, D]``, to write; of an engine's sequences ``[T, H, 1, D]``.
         maxima_out: fp32 ``[B G, rows, 2]``, to write where ``PARTIAL``. The result is then itself a split
             of a longer softmax, already divided: its maximum is ``m + log(l)`` and its total 1.
+        sink_logits: fp32 ``[H]``, or None.
         limits, new_runs: of an engine's sequences, as in `attend`, in blocks of ``N`` tokens. A sequence has
             splits for its own blocks; nothing was written of the others. None for a cache.
         shape: `Shape`.
@@ -68,13 +70,15 @@ def combine(
         there = (split < splits)[:, None] & (channel < D)[None, :]
         split_sums = tl.load(sums + at[:, None] * D + channel[None, :], there, 0)
         combined = combined * shrink + tl.sum(grow[:, None] * split_sums, 0)
+    head = head_of_all % shape.kv_heads * shape.group_heads + row // shape.queries
+    if sink_logits is not None:
+        total = tl.where(total > 0, total + tl.exp(tl.load(sink_logits + head) - maximum), total)
     divisor = tl.where(total > 0, total, 1)
     combined = tl.where(total > 0, combined / divisor, 0)
     if PARTIAL:
         to = maxima_out + (head_of_all * rows + row) * 2 + tl.arange(0, 1)
         tl.store(to, maximum + tl.log(divisor))
         tl.store(to + 1, (total > 0).to(tl.float32))
-    head = head_of_all % shape.kv_heads * shape.group_heads + row // shape.queries
     to = out.data + own * out.batch_stride + row % shape.queries * out.token_stride
     to += head * out.head_stride
     tl.store(to + channel, combined.to(out.data.dtype.element_ty), channel < D)
