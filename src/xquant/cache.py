@@ -179,9 +179,8 @@ class KVCache(ChangingCache, ObservingCache):
         self.index.append(*places(self._family, given, self.index))
         # A decode step on a GPU asks the device nothing.
         asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"
-        view_rope = self.attachment.view.rope
         if given.rope is not None and not self.stack.keeps_rotated and asked:
-            check_rope(self._family, view_rope.halves(given.rope), self.index)
+            check_rope(self._family, self.attachment.view.rope.halves(given.rope), self.index)
 
     @torch.no_grad()
     def _append(self, layer: CompressedLayer, inputs: AttentionInputs) -> None:

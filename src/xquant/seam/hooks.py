@@ -13,11 +13,10 @@ with a cache each. In the order in which a forward pass meets them:
 1. `Attachment.model_begins` and `decoder_begins`: `cache.begin`.
 2. In each compressed layer, `LayerHooks.see_norm`, `see_attention` (`cache.observe`) and `see_key`; then the
    layer calls ``cache.update``, which takes `Attachment.inputs` and gives back `Attachment.hand`.
-3. `_attention`: `cache.attend`, or the model's implementation on `cache.answer`.
+3. The function of `attention.py`: `cache.attend`, or the model's implementation on `cache.answer`.
 4. `Attachment.decoder_ends` (`cache.finish`) and `model_ends`.
 """
 
-from collections.abc import Callable
 from threading import RLock, local
 from typing import Any
 from weakref import ref
@@ -25,23 +24,16 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from .. import compat
 from ..codecs import Codecs
-from ..kernels.call import AttentionCall
 from ..methods import AttentionInputs
-from ..models import AttentionView, ModelView, find_decoder, view_model
-from ..models.rotation import Pair
-from .gradients import past_is_constant
-from .passes import ForwardPass, Given, Handed, ObservingCache
-from .watched import Watched, plain, watch
+from ..models import ModelView, find_decoder, view_model
+from .attention import WRAPPED
+from .layer import NAME, PREFIX, LayerHooks
+from .passes import ForwardPass, Handed, ObservingCache
+from .watched import Watched, watch
 
 _ATTACHMENT = "_xquant_attachment"
-_HOOKS = "_xquant_hooks"
-_PREFIX = "xquant_"
-_WRAPPED = ("eager", "sdpa")
 _ATTACHING = RLock()
-NEWEST = 8
-"""Tokens whose keys and values are compared with those that latents give."""
 
 
 def attach(model: nn.Module) -> "Attachment":
@@ -101,7 +93,7 @@ class Attachment:
         setattr(view.decoder, _ATTACHMENT, self)
         for hooks in self.hooks.values():
             layer = hooks.view
-            setattr(layer.module, _HOOKS, hooks)
+            setattr(layer.module, NAME, hooks)
             if layer.norm is not None:
                 self._handles.append(layer.norm.register_forward_pre_hook(hooks.see_norm))
             self._handles.append(layer.key_module.register_forward_hook(hooks.see_key))
@@ -126,8 +118,8 @@ class Attachment:
         for hooks in self.hooks.values():
             config = hooks.config
             if id(config) not in names:
-                if config._attn_implementation in _WRAPPED and hooks.asks_interface:
-                    config._attn_implementation = _PREFIX + config._attn_implementation
+                if config._attn_implementation in WRAPPED and hooks.asks_interface:
+                    config._attn_implementation = PREFIX + config._attn_implementation
                 names[id(config)] = config._attn_implementation or ""
             hooks.implementation = names[id(config)]
 
@@ -136,8 +128,8 @@ class Attachment:
             handle.remove()
         for hooks in self.hooks.values():
             if hooks.config._attn_implementation == hooks.implementation:
-                hooks.config._attn_implementation = hooks.implementation.removeprefix(_PREFIX)
-            delattr(hooks.view.module, _HOOKS)
+                hooks.config._attn_implementation = hooks.implementation.removeprefix(PREFIX)
+            delattr(hooks.view.module, NAME)
         delattr(self.view.decoder, _ATTACHMENT)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -254,104 +246,6 @@ class Attachment:
         )
 
 
-class LayerHooks:
-    """The hooks of one attention layer."""
-
-    def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
-        self.attachment, self.view, self.index = attachment, view, view.index
-        self.config: Any = getattr(view.module, "config", attachment.view.model.config)
-        self.absorbs: bool | None = None
-        """Whether attention over latents replaces that over keys and values; None where that was not seen."""
-        self.asks_interface = compat.asks_interface(view.module)
-        self.implementation = ""  # of attention, as the forward pass found it when it began
-        self._hands_over: dict[str, bool] = {}
-        """By attention implementation: whether the layer passes on what a cache returns, and does nothing
-        else with it."""
-
-    def see_expanded(self, handed: Handed, key: Tensor, value: Tensor) -> None:
-        """Learn whether the layer makes these keys and values ``[B, H, T, .]`` of the latents that it was
-        handed, and nothing else: then a step can do without them."""
-        latents = self.view.latents
-        if latents is None or self.absorbs is not None:
-            return
-        newest = (plain(t)[:, :, -NEWEST:] for t in (handed.key, handed.value))
-        with torch.no_grad():
-            ours = latents.expand(*newest)
-        close = 1e-3 if key.dtype == torch.float32 else 5e-2
-        self.absorbs = all(
-            own.shape == given[:, :, -NEWEST:].shape
-            and float((own - given[:, :, -NEWEST:]).norm() / given.norm().clamp_min(1e-6)) < close
-            for own, given in zip(ours, (key, value), strict=True)
-        )
-
-    def attend_to_latents(
-        self, own: Callable[..., Any], query: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> Any:
-        """Attention over the latents of the cache in use; by the model's ``own`` implementation where more is
-        asked than that."""
-        current, latents = self.attachment.current, self.view.latents
-        assert current is not None and latents is not None
-        states = current.cache.latents(self.index)
-        if _unusual(options):
-            return own(self.view.module, query, *latents.expand(*states), mask, **options)
-        scaling = options.get("scaling") or query.shape[-1] ** -0.5
-        return latents.attend(query, *states, mask, scaling), None
-
-    @property
-    def hands_over(self) -> bool | None:
-        """None where that was not seen yet."""
-        if self.view.lends:
-            return False
-        if self.implementation.startswith(_PREFIX):
-            return self._hands_over.get(self.implementation)
-        return False
-
-    @property
-    def why_whole(self) -> str:
-        """What attends, and why, where the layer does not hand over its states."""
-        name = self.implementation
-        if not name.startswith(_PREFIX):
-            return f"{name} (attention that is given whole keys and values)"
-        family = type(self.attachment.view.model).__name__
-        if self.absorbs:
-            return "absorbed (attends to latents as they are)"
-        return f"reference ({family} works with the states that a cache returns)"
-
-    def learn(self, hands_over: bool) -> None:
-        self._hands_over[self.implementation] = hands_over
-
-    def see_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        current = self.attachment.current
-        if current is not None and args:
-            current.at(self.index).residual = args[0]
-
-    def see_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        current = self.attachment.current
-        if current is not None:
-            current.at(self.index).raw_key = output[..., self.view.key_channels]
-
-    def see_attention(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        current = self.attachment.current
-        if current is None:
-            return
-        if self.view.outdated:
-            raise ValueError(
-                f"a projection of layer {self.index} was replaced after this cache was made, perhaps when"
-                " adapters were added or merged: make a new one"
-            )
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        inputs = current.at(self.index)
-        inputs.x = x
-        if inputs.residual is None:
-            inputs.residual = x
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-        positions = current.positions if positions is None else positions
-        rope = _pair(kwargs.get("position_embeddings"))
-        current.cache.observe(self.view, Given(x, positions, mask, rope))
-
-
 @torch.compiler.disable  # an error that is raised while compiling would only break the graph
 def _refuse_compiled() -> None:
     raise ValueError("a compressed cache cannot be used in a compiled forward pass")
@@ -367,73 +261,3 @@ def _tokens_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | Non
     named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     inputs = (*named, *args, *kwargs.values())
     return next((t for t in inputs if isinstance(t, Tensor) and t.dim() > 1), None)
-
-
-def _pair(rope: Any) -> Pair | None:
-    """cos and sin, where a layer was given them."""
-    if isinstance(rope, tuple) and len(rope) == 2 and all(isinstance(t, Tensor) for t in rope):
-        return rope
-    return None
-
-
-def _unusual(options: dict[str, Any]) -> bool:
-    """Whether the attention function is asked for more than scores, a mask and a softmax."""
-    return bool(options.get("dropout") or options.get("output_attentions")) or any(
-        options.get(name) is not None for name in ("position_bias", "head_mask")
-    )
-
-
-def _attention(like: str) -> Callable[..., Any]:
-    def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> Any:
-        own = compat.attention_function(like, module)
-        hooks: LayerHooks | None = getattr(module, _HOOKS, None)
-        current = None if hooks is None else hooks.attachment.current
-        handed = None
-        if current is not None and hooks is not None:
-            handed = current.handed.pop(hooks.index, None)
-        if hooks is None or current is None or handed is None:
-            return own(module, query, plain(key), plain(value), attention_mask, **kwargs)
-        reached = handed.reached(key, value)
-        if isinstance(handed.key, Watched):
-            hooks.learn(reached)
-        if not reached and not handed.whole and not hooks.absorbs:
-            raise hooks.attachment.unserved(hooks.index)
-        key, value = plain(key), plain(value)
-        if hooks.absorbs and not handed.whole:
-            return hooks.attend_to_latents(own, query, attention_mask, kwargs)
-        if handed.whole:
-            hooks.see_expanded(handed, key, value)
-            return own(module, query, key, value, attention_mask, **kwargs)
-
-        query, key = (hooks.view.as_in_cache(heads) for heads in (query, key))
-        cache, index, exact = current.cache, hooks.index, (query, key, value)
-        out = None
-        with torch.no_grad():
-            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            softcap = kwargs.get("softcap") if like == "eager" else None
-            call = AttentionCall(*exact, attention_mask, scaling, softcap, kwargs.get("s_aux"))
-            cache.see(index, call)
-            if not _unusual(kwargs):
-                out = cache.attend(index, call)
-            if out is None:
-                keys, values, mask = cache.answer(index, key, value, attention_mask)
-        if out is not None:
-            return past_is_constant(out, *exact), None
-        if keys is key:  # nothing came before
-            return own(module, query, key, value, mask, **kwargs)
-        with torch.no_grad():
-            out, weights = own(module, query, keys, values, mask, **kwargs)
-        return past_is_constant(out, *exact), weights
-
-    return attend
-
-
-for _name in _WRAPPED:
-    compat.register_attention(_PREFIX + _name, _name, _attention(_name))

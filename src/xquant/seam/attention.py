@@ -1,0 +1,72 @@
+"""The attention functions by which layers ask the cache in use what to attend to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..kernels.call import AttentionCall
+from .gradients import past_is_constant
+from .layer import NAME, PREFIX, LayerHooks, unusual
+from .watched import Watched, plain
+
+WRAPPED = ("eager", "sdpa")
+"""Implementations of transformers that ours stand before."""
+
+
+def _attention(like: str) -> Callable[..., Any]:
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> Any:
+        own = compat.attention_function(like, module)
+        hooks: LayerHooks | None = getattr(module, NAME, None)
+        current = None if hooks is None else hooks.attachment.current
+        handed = None
+        if current is not None and hooks is not None:
+            handed = current.handed.pop(hooks.index, None)
+        if hooks is None or current is None or handed is None:
+            return own(module, query, plain(key), plain(value), attention_mask, **kwargs)
+        reached = handed.reached(key, value)
+        if isinstance(handed.key, Watched):
+            hooks.learn(reached)
+        if not reached and not handed.whole and not hooks.absorbs:
+            raise hooks.attachment.unserved(hooks.index)
+        key, value = plain(key), plain(value)
+        if hooks.absorbs and not handed.whole:
+            return hooks.attend_to_latents(own, query, attention_mask, kwargs)
+        if handed.whole:
+            hooks.see_expanded(handed, key, value)
+            return own(module, query, key, value, attention_mask, **kwargs)
+
+        query, key = (hooks.view.as_in_cache(heads) for heads in (query, key))
+        cache, index, exact = current.cache, hooks.index, (query, key, value)
+        out = None
+        with torch.no_grad():
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            softcap = kwargs.get("softcap") if like == "eager" else None
+            call = AttentionCall(*exact, attention_mask, scaling, softcap, kwargs.get("s_aux"))
+            cache.see(index, call)
+            if not unusual(kwargs):
+                out = cache.attend(index, call)
+            if out is None:
+                keys, values, mask = cache.answer(index, key, value, attention_mask)
+        if out is not None:
+            return past_is_constant(out, *exact), None
+        if keys is key:  # nothing came before
+            return own(module, query, key, value, mask, **kwargs)
+        with torch.no_grad():
+            out, weights = own(module, query, keys, values, mask, **kwargs)
+        return past_is_constant(out, *exact), weights
+
+    return attend
+
+
+for _name in WRAPPED:
+    compat.register_attention(PREFIX + _name, _name, _attention(_name))

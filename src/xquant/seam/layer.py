@@ -1,0 +1,135 @@
+"""LayerHooks: what is seen at one attention layer, and what is known of how it attends."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..models import AttentionView
+from ..models.rotation import Pair
+from .passes import Given, Handed
+from .watched import plain
+
+if TYPE_CHECKING:
+    from .hooks import Attachment
+
+NAME = "_xquant_hooks"
+"""Of the attribute of an attention layer that has its hooks."""
+PREFIX = "xquant_"
+"""Of the names of our attention functions."""
+NEWEST = 8
+"""Tokens whose keys and values are compared with those that latents give."""
+
+
+class LayerHooks:
+    """The hooks of one attention layer."""
+
+    def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
+        self.attachment, self.view, self.index = attachment, view, view.index
+        self.config: Any = getattr(view.module, "config", attachment.view.model.config)
+        self.absorbs: bool | None = None
+        """Whether attention over latents replaces that over keys and values; None where that was not seen."""
+        self.asks_interface = compat.asks_interface(view.module)
+        self.implementation = ""  # of attention, as the forward pass found it when it began
+        self._hands_over: dict[str, bool] = {}
+        """By attention implementation: whether the layer passes on what a cache returns, and does nothing
+        else with it."""
+
+    def see_expanded(self, handed: Handed, key: Tensor, value: Tensor) -> None:
+        """Learn whether the layer makes these keys and values ``[B, H, T, .]`` of the latents that it was
+        handed, and nothing else: then a step can do without them."""
+        latents = self.view.latents
+        if latents is None or self.absorbs is not None:
+            return
+        newest = (plain(t)[:, :, -NEWEST:] for t in (handed.key, handed.value))
+        with torch.no_grad():
+            ours = latents.expand(*newest)
+        close = 1e-3 if key.dtype == torch.float32 else 5e-2
+        self.absorbs = all(
+            own.shape == given[:, :, -NEWEST:].shape
+            and float((own - given[:, :, -NEWEST:]).norm() / given.norm().clamp_min(1e-6)) < close
+            for own, given in zip(ours, (key, value), strict=True)
+        )
+
+    def attend_to_latents(
+        self, own: Callable[..., Any], query: Tensor, mask: Tensor | None, options: dict[str, Any]
+    ) -> Any:
+        """Attention over the latents of the cache in use; by the model's ``own`` implementation where more is
+        asked than that."""
+        current, latents = self.attachment.current, self.view.latents
+        assert current is not None and latents is not None
+        states = current.cache.latents(self.index)
+        if unusual(options):
+            return own(self.view.module, query, *latents.expand(*states), mask, **options)
+        scaling = options.get("scaling") or query.shape[-1] ** -0.5
+        return latents.attend(query, *states, mask, scaling), None
+
+    @property
+    def hands_over(self) -> bool | None:
+        """None where that was not seen yet."""
+        if self.view.lends:
+            return False
+        if self.implementation.startswith(PREFIX):
+            return self._hands_over.get(self.implementation)
+        return False
+
+    @property
+    def why_whole(self) -> str:
+        """What attends, and why, where the layer does not hand over its states."""
+        name = self.implementation
+        if not name.startswith(PREFIX):
+            return f"{name} (attention that is given whole keys and values)"
+        family = type(self.attachment.view.model).__name__
+        if self.absorbs:
+            return "absorbed (attends to latents as they are)"
+        return f"reference ({family} works with the states that a cache returns)"
+
+    def learn(self, hands_over: bool) -> None:
+        self._hands_over[self.implementation] = hands_over
+
+    def see_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        current = self.attachment.current
+        if current is not None and args:
+            current.at(self.index).residual = args[0]
+
+    def see_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        current = self.attachment.current
+        if current is not None:
+            current.at(self.index).raw_key = output[..., self.view.key_channels]
+
+    def see_attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        current = self.attachment.current
+        if current is None:
+            return
+        if self.view.outdated:
+            raise ValueError(
+                f"a projection of layer {self.index} was replaced after this cache was made, perhaps when"
+                " adapters were added or merged: make a new one"
+            )
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        inputs = current.at(self.index)
+        inputs.x = x
+        if inputs.residual is None:
+            inputs.residual = x
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        positions = current.positions if positions is None else positions
+        rope = _pair(kwargs.get("position_embeddings"))
+        current.cache.observe(self.view, Given(x, positions, mask, rope))
+
+
+def _pair(rope: Any) -> Pair | None:
+    """cos and sin, where a layer was given them."""
+    if isinstance(rope, tuple) and len(rope) == 2 and all(isinstance(t, Tensor) for t in rope):
+        return rope
+    return None
+
+
+def unusual(options: dict[str, Any]) -> bool:
+    """Whether the attention function is asked for more than scores, a mask and a softmax."""
+    return bool(options.get("dropout") or options.get("output_attentions")) or any(
+        options.get(name) is not None for name in ("position_bias", "head_mask")
+    )
