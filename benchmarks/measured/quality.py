@@ -300,6 +300,51 @@ def transform_families() -> str:
 
 
 @table
+def classes() -> str:
+    """Every class of transformers that writes text: what three kinds of methods do for it."""
+    (row,) = rows("classes")
+    specs = ("kivi-16bit:group=8,rope=post", "kivi-16bit:group=8", "xquant-16bit:group=8")
+    head = ("class", "keys after RoPE", "keys before RoPE", "layer inputs", "why not")
+    body = []
+    for name, outcomes in sorted(row["classes"].items()):
+        found = [outcomes[spec] for spec in specs]
+        marks = ["yes" if each == "right" else "" for each in found]
+        reasons = dict.fromkeys(each for each in found if each != "right")
+        body.append([name, *marks, "; ".join(_reason(name, each) for each in reasons)])
+    return markdown(head, body)
+
+
+@table
+def classes_counted() -> str:
+    """Of all these classes, how many are served in which way."""
+    (row,) = rows("classes")
+    counts: Counter[str] = Counter()
+    for outcomes in row["classes"].values():
+        right = sum(each == "right" for each in outcomes.values())
+        kinds = {each.split(" ", 1)[0].rstrip(":,") for each in outcomes.values()}
+        if right == len(outcomes):
+            counts["served by every method"] += 1
+        elif right:
+            counts["served by methods that keep keys and values"] += 1
+        elif kinds == {"refused"}:
+            counts["refused, with the reason"] += 1
+        elif kinds <= {"accepted", "not"}:
+            counts["not run: no tiny model could be built, or it wants more than text"] += 1
+        else:
+            counts["wrong, or an error without a reason"] += 1
+    return markdown(("classes", "number"), ([kind, str(n)] for kind, n in counts.most_common()))
+
+
+def _reason(name: str, outcome: str) -> str:
+    """What a run says of a class, for a cell."""
+    kind, _, rest = outcome.partition(" ")
+    if kind != "refused:":
+        return "not run: " + rest.partition("(")[2].rstrip(")")[:90].replace("|", " ")
+    rest = rest.removeprefix(f"{name} is not supported: ").removeprefix(f"{name}: ")
+    return rest.partition(": use a method")[0].replace("|", " ")
+
+
+@table
 def upstream() -> str:
     """Of transformers' own generation tests, by family: passed of all in which the cache was used."""
     found = rows("upstream")

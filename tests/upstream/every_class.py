@@ -3,12 +3,14 @@ the others.
 
     python tests/upstream/every_class.py            # all, a few minutes
     python tests/upstream/every_class.py Gemma Glm  # those whose names hold one of these
+    python tests/upstream/every_class.py --json benchmarks/results/classes.json
 
 Each class is built tiny. A prefill and four tokens go through caches that keep everything exactly, and
 must give the logits that DynamicCache gives, or be refused by one line that names the class. A class that
 cannot be built tiny is built without weights from its own defaults, which shows whether it is refused.
 """
 
+import argparse
 import sys
 from collections import Counter
 from pathlib import Path
@@ -24,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from upstream.tiny import build, configs, outline
 from xquant import KVCache, detach
 from xquant.models import view_model
+from xquant.results.rows import stamp, write_json
 
-SPECS = ("full:group=8", "kivi-16bit:group=8", "xquant-16bit:group=8")
+SPECS = ("kivi-16bit:group=8,rope=post", "kivi-16bit:group=8", "xquant-16bit:group=8")
 PREFILL, STEPS = 20, 4
 TOLERANCE = 1e-3
 RIGHT = "right"
@@ -122,16 +125,22 @@ def outcomes(name: str) -> dict[str, str]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="parts of names; by default all classes")
+    parser.add_argument("--json", help="a results file to write")
+    arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
+    classes: dict[str, dict[str, str]] = {}
     for name in class_names():
-        if sys.argv[1:] and not any(part in name for part in sys.argv[1:]):
+        if arguments.names and not any(part in name for part in arguments.names):
             continue
         found = outcomes(name)
+        classes[name] = found
         counts.update(outcome.split(" ", 1)[0].rstrip(":") for outcome in found.values())
         for outcome in dict.fromkeys(found.values()):
-            which = [spec.partition(":")[0] for spec in SPECS if found[spec] == outcome]
+            which = [spec for spec in SPECS if found[spec] == outcome]
             print(
                 f"{name:48}",
                 "all" if len(which) == len(SPECS) else ", ".join(which),
@@ -139,6 +148,8 @@ def main() -> None:
                 sep="  ",
             )
     print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()))
+    if arguments.json:
+        write_json(arguments.json, stamp([{"classes": classes}]))
 
 
 if __name__ == "__main__":

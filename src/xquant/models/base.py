@@ -312,7 +312,7 @@ class ModelView:
 
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that hold their own values. torchao's hold codes: they are subclasses."""
-REFUSALS = (RuntimeError, AssertionError, TypeError)
+REFUSALS = (RuntimeError, AssertionError, TypeError, IndexError)
 """What libraries raise where a quantized layer cannot do what it is asked."""
 
 

@@ -48,7 +48,7 @@ def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor
     """The positions of the new tokens, and which of them are not padding, both ``[B, t]``.
 
     Raises:
-        ValueError: positions of several axes; the message names ``family``.
+        ValueError: positions of several axes, or states that are no tokens; the message names ``family``.
     """
     (batch, length), device = given.x.shape[:2], given.x.device
     positions = given.positions
@@ -59,6 +59,9 @@ def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor
             f"{family} is not supported: its layers are given positions of several axes"
             " (multimodal RoPE)"
         )
+    mask = given.mask
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] < length:
+        raise ValueError(f"{family} is not supported: its layers are given more states than tokens")
     real = real_tokens(given.mask, batch, length, device)
     positions = positions.expand(batch, length)
     if length > 1 and index.length:
