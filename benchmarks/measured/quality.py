@@ -1,5 +1,6 @@
 """Tables of quality: perplexity, passkeys, tasks, families of models, transformers' own tests."""
 
+from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
 

@@ -60,6 +60,8 @@ def view_attention(
     unknown_values = "" if sources.value else "its values are not what a projection gives"
     if getattr(attention, latent.NAME, None) is not None:
         unknown_values = "its cache keeps latents (MLA), which are layer inputs compressed already"
+    if sources.key and any(p.dim() > 2 for p in sources.key[0].parameters()):
+        unknown_values = "its keys are convolved, and not what layer inputs alone give"
     groups = int(getattr(attention, "num_key_value_groups", None) or 0)
     nothing = next(iter(given.modules), attention), slice(0, 0)
     key_module, key_channels = sources.key or nothing
