@@ -60,8 +60,8 @@ def view_attention(
     unknown_values = "" if sources.value else "its values are not what a projection gives"
     if getattr(attention, latent.NAME, None) is not None:
         unknown_values = "its cache keeps latents (MLA), which are layer inputs compressed already"
-    if sources.key and any(p.dim() > 2 for p in sources.key[0].parameters()):
-        unknown_values = "its keys are convolved, and not what layer inputs alone give"
+    if any(found and not _reads(found[0], given) for found in (sources.key, sources.value)):
+        unknown_values = "its keys and values are not products of its input alone"
     groups = int(getattr(attention, "num_key_value_groups", None) or 0)
     nothing = next(iter(given.modules), attention), slice(0, 0)
     key_module, key_channels = sources.key or nothing
@@ -155,6 +155,12 @@ def sources_of(given: probe.Given, order: Tensor | None, attention: nn.Module) -
     if key is not None and order is not None:
         key = key[0], key[1].view(-1, size)[:, order.cpu()].flatten()
     return Sources(_placed(key, device), norm, _placed(value, device))
+
+
+def _reads(module: nn.Module, given: probe.Given) -> bool:
+    """Whether a module was given the layer's input itself."""
+    read, x = given.modules[module][0], given.x
+    return x.device.type == "meta" or (read.shape == x.shape and torch.equal(read, x))
 
 
 def _is_norm(module: nn.Module) -> bool:

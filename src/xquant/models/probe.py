@@ -23,6 +23,7 @@ TOKENS = 11
 class Given:
     """What a layer gave to its cache of `TOKENS` tokens, and its modules on the way."""
 
+    x: Tensor  # [1, T, d], its input
     key: Tensor  # [1, G, T, D]
     value: Tensor  # [1, G', T, D']
     modules: dict[
@@ -76,7 +77,7 @@ def ask(
             attention(x, **_arguments(attention, _Recorder(config=config), table, positions))
         except _Enough as enough:
             key, value = enough.args
-            return Given(key, value, seen)
+            return Given(x, key, value, seen)
         except Exception as error:  # whatever a layer says that was called in another way
             said = next(iter(str(error).splitlines()), "")
             raise ValueError(f"{type(error).__name__}: {said}"[:120]) from None
