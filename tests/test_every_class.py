@@ -27,15 +27,17 @@ SERVED = [
     "MllamaForCausalLM",  # cross-attention between
     "ModernBertDecoderForCausalLM",  # what it calls a decoder is another part
 ]
+IN_PART = {
+    "DeepseekV3ForCausalLM": r"its cache keeps latents \(MLA\)",
+    "MiMoV2FlashForCausalLM": r"its values are not what a projection gives",
+    "Gemma3nForCausalLM": r"its values are not what a projection gives",
+}
+"""Served by methods that keep keys and values, and why not by those that keep layer inputs."""
 REFUSED = {
-    "DeepseekV3ForCausalLM": r"multi-head latent attention \(MLA\)",
-    "Mistral4ForCausalLM": r"multi-head latent attention \(MLA\)",
-    "LongcatFlashForCausalLM": r"multi-head latent attention \(MLA\)",
-    "MiMoV2FlashForCausalLM": r"value heads have another size than its key heads \(12 channels to 16\)",
+    "LongcatFlashForCausalLM": r"no decoder layers that attend were found",
     "RecurrentGemmaForCausalLM": r"no full-attention layer to compress \(sliding window of 2048",
     "ReformerModelWithLMHead": r"of another kind \(it keeps no keys and values\)",
     "MambaForCausalLM": r"no decoder layers that attend were found",
-    "Gemma3nForCausalLM": r"its upper layers attend to keys and values of layers below",
     "HrmTextForCausalLM": r"several decoders \(L_module, H_module\)",
     "T5GemmaForConditionalGeneration": r"an encoder-decoder model",
 }
@@ -49,6 +51,13 @@ def known(names: Iterable[str]) -> list[str]:
 @pytest.mark.parametrize("name", known(SERVED))
 def test_the_text_decoder_is_found_and_served(name: str) -> None:
     assert set(outcomes(name).values()) == {RIGHT}
+
+
+@pytest.mark.parametrize("name", known(IN_PART))
+def test_keys_and_values_are_enough(name: str) -> None:
+    *states, of_inputs = outcomes(name).values()
+    assert set(states) == {RIGHT}
+    assert re.fullmatch(rf"refused: {name}: {IN_PART[name]}: use a method .*", of_inputs)
 
 
 @pytest.mark.parametrize("name", known(REFUSED))

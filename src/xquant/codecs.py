@@ -6,6 +6,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import kept
 from .calibration import Calibration
@@ -14,15 +15,19 @@ from .models import AttentionView
 
 
 def fingerprint(views: Sequence[AttentionView]) -> str:
-    """SHA-256 over the key and value projections and key norms of the layers, as bfloat16 holds them.
+    """SHA-256 over the key and value projections and key norms of the layers, as bfloat16 holds them; where
+    these are not known, over all of the attention.
 
     So a model is the same one whether loaded in fp32 or in bf16.
     """
     digest = hashlib.sha256()
     for view in views:
-        projections = (view.key_weight, view.key_bias, view.value_weight, view.value_bias)
-        norm = () if view.key_norm is None else view.key_norm.parameters()
-        for tensor in (*projections, *norm):
+        if view.unknown_keys or view.unknown_values:
+            read: list[Tensor | None] = [*view.module.parameters()]
+        else:
+            norm = [] if view.key_norm is None else [*view.key_norm.parameters()]
+            read = [view.key_weight, view.key_bias, view.value_weight, view.value_bias, *norm]
+        for tensor in read:
             if tensor is not None:
                 rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()
                 digest.update(rounded.view(torch.int16).numpy().tobytes())

@@ -138,7 +138,7 @@ class AttentionView:
     @property
     def key_weight(self) -> Tensor:
         """``W_k^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
-        self.require(keys=True, values=False)
+        self.require(keys=True, values=True)
         return self._part(self.key_module, self.key_channels)
 
     @property
