@@ -28,7 +28,7 @@ SERVED = [
     "ModernBertDecoderForCausalLM",  # what it calls a decoder is another part
 ]
 IN_PART = {
-    "DeepseekV3ForCausalLM": r"its cache keeps latents \(MLA\)",
+    "DeepseekV3ForCausalLM": r"its cache keeps latents \(MLA\), which are .*",
     "MiMoV2FlashForCausalLM": r"its values are not what a projection gives",
     "Gemma3nForCausalLM": r"its values are not what a projection gives",
 }

@@ -110,3 +110,22 @@ def folded() -> str:
             times = (one[method]["attention_ms_per_layer"] for one in (found, reference))
             body.append([code(method), row["dtype"], *(f"{ms:.0f} ms" for ms in times)])
     return markdown(["method", "dtype", "`folded`", "`reference`"], body)
+
+
+@table
+def latent() -> str:
+    """A decoding step over latents at the shape of DeepSeek-V3."""
+    found = rows("latent")
+    (own,) = (row for row in found if row["method"] == "transformers")
+    head = ("cache", "ms a step", "times faster", "MB", "of its bytes")
+    body = (
+        [
+            "transformers' own" if row is own else code(row["method"]),
+            f"{row['ms_per_step']:,.0f}",
+            f"{own['ms_per_step'] / row['ms_per_step']:.1f}",
+            f"{row['cache_bytes'] / 1e6:.1f}",
+            f"{row['cache_bytes'] / own['cache_bytes']:.3f}",
+        ]
+        for row in found
+    )
+    return markdown(head, body)
