@@ -329,7 +329,7 @@ def classes_counted() -> str:
             counts["served by methods that keep keys and values"] += 1
         elif kinds == {"refused"}:
             counts["refused, with the reason"] += 1
-        elif kinds <= {"accepted", "not"}:
+        elif kinds <= {"accepted", "not", "refused"}:
             counts["not run: no tiny model could be built, or it wants more than text"] += 1
         else:
             counts["wrong, or an error without a reason"] += 1
