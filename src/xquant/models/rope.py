@@ -80,12 +80,13 @@ class Rope:
         return copy.deepcopy(self._rotary, {id(config): config})
 
     def __call__(self, like: Tensor, positions: Tensor, long: bool = False) -> Pair:
-        """cos and sin of integer ``positions`` ``[B, T]``, ``[B, T, R]`` each, in the dtype of ``like``.
+        """cos and sin ``[B, T, R]`` of integer ``positions`` ``[B, T]``, or of several axes ``[3, B, T]``, in
+        the dtype of ``like``.
 
         As in a forward pass of these positions; ``long``: as in one of a long input.
         """
         if self._rotary is None:
-            none = like.new_empty(*positions.shape, 0)
+            none = like.new_empty(*positions.shape[-2:], 0)
             return none, none
         if not (self.switches or self.drifts):
             return self.halves(compat.angles(self._rotary, self._form, like, positions), like.dtype)
@@ -94,6 +95,11 @@ class Rope:
             positions = torch.nn.functional.pad(positions, (0, 1), value=self._far)
         cos, sin = self._halves(like, positions)
         return cos[:, :count], sin[:, :count]
+
+    @property
+    def takes_axes(self) -> bool:
+        """Whether it can be asked for angles of positions of several axes."""
+        return self._rotary is not None and not self._form.axes
 
     def is_long(self, positions: Tensor) -> bool:
         """Whether a forward pass of these ``positions`` ``[B, T]`` has the frequencies for long inputs."""

@@ -99,6 +99,8 @@ def _index(cache: "KVCache") -> dict[str, Tensor]:
     index, streams = cache.index, [layer.stream for layer in cache.compressed]
     if not index.length:
         return {}
+    if index.axes is not None:
+        raise ValueError("this cache cannot be saved: its tokens have positions of several axes")
     held = {"positions": index.positions, "real": index.real}
     tables = [stream.table for stream in streams if stream.table is not None]
     assert all(stream.lengths == streams[0].lengths for stream in streams)

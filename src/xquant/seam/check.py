@@ -44,21 +44,17 @@ def check_input(batch: int, length: int, mask: Tensor | None, index: TokenIndex)
         )
 
 
-def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor]:
-    """The positions of the new tokens, and which of them are not padding, both ``[B, t]``.
+def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The positions of the new tokens, and which of them are not padding, both ``[B, t]``; and positions
+    ``[3, B, t]`` where they are of several axes that differ from those.
 
     Raises:
-        ValueError: positions of several axes, or states that are no tokens; the message names ``family``.
+        ValueError: states that are no tokens; the message names ``family``.
     """
     (batch, length), device = given.x.shape[:2], given.x.device
     positions = given.positions
     if positions is None:
         positions = torch.arange(index.length, index.length + length, device=device)[None]
-    if positions.dim() != 2:
-        raise ValueError(
-            f"{family} is not supported: its layers are given positions of several axes"
-            " (multimodal RoPE)"
-        )
     mask = given.mask
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] < length:
         raise ValueError(f"{family} is not supported: its layers are given more states than tokens")
@@ -68,7 +64,10 @@ def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor
         lowest = int(torch.where(real, positions, index.length).min())
         if lowest < int(index.positions[:, -1].min()):
             warn_of_another_text(f"the new tokens begin at position {lowest}", index.length)
-    return positions, real
+    axes = given.axes if index.takes_axes else None
+    if axes is not None and index.axes is None and bool(((axes == positions) | ~real).all()):
+        axes = None  # as of text
+    return positions, real, axes
 
 
 def check_states(

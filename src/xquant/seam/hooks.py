@@ -180,9 +180,7 @@ class Attachment:
         self.wrap()
         batch, length = inputs.shape[:2]
         cache.begin(batch, length, kwargs.get("attention_mask"))
-        positions = kwargs.get("position_ids")
-        one_axis = isinstance(positions, Tensor) and positions.dim() == 2
-        self._local.current = ForwardPass(cache, positions if one_axis else None)
+        self._local.current = ForwardPass(cache, kwargs.get("position_ids"))
         self._local.last = ref(cache)
 
     # -- a cache asks at a layer ---------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..models import AttentionView
 from ..models.rotation import Pair
-from .passes import Given, Handed
+from .passes import Given, Handed, split_axes
 from .watched import plain
 
 if TYPE_CHECKING:
@@ -115,10 +115,11 @@ class LayerHooks:
         inputs.x = x
         if inputs.residual is None:
             inputs.residual = x
-        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        positions, axes = split_axes(kwargs.get("position_ids"))
         positions = current.positions if positions is None else positions
-        rope = _pair(kwargs.get("position_embeddings"))
-        current.cache.observe(self.view, Given(x, positions, mask, rope))
+        axes = current.axes if axes is None else axes
+        mask, rope = kwargs.get("attention_mask"), _pair(kwargs.get("position_embeddings"))
+        current.cache.observe(self.view, Given(x, positions, mask, rope, axes))
 
 
 def _pair(rope: Any) -> Pair | None:

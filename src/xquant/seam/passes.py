@@ -37,6 +37,8 @@ class Given(NamedTuple):
     """Over all tokens, bool or added to scores, ``[B, 1, T, .]``."""
     rope: Pair | None
     """cos and sin, ``[B, T, R]`` each."""
+    axes: Tensor | None = None
+    """Positions of several axes, ``[3, B, T]``, where they are."""
 
 
 class ObservingCache:
@@ -112,12 +114,22 @@ class Handed:
         return key is self.key and value is self.value and not any(touched)
 
 
+def split_axes(positions: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Positions ``[B, T]`` and those of several axes ``[3, B, T]`` in what a model is given: either, or both
+    in one ``[4, B, T]``."""
+    if not isinstance(positions, Tensor) or positions.dim() < 2:
+        return None, None
+    if positions.dim() == 2:
+        return positions, None
+    return (positions[0] if len(positions) == 4 else None), positions[-3:]
+
+
 class ForwardPass:
     """What one forward pass with a compressed cache knows, in its thread."""
 
-    def __init__(self, cache: ObservingCache, positions: Tensor | None = None) -> None:
+    def __init__(self, cache: ObservingCache, positions: Any = None) -> None:
         self.cache = cache
-        self.positions = positions
+        self.positions, self.axes = split_axes(positions)
         """As the decoder was given them, for layers that are given none."""
         self.inputs: dict[int, LayerPass] = {}
         self.handed: dict[int, Handed] = {}

@@ -10,7 +10,7 @@ from ..models.rotation import Pair
 
 Runs = tuple[tuple[int, bool], ...]
 """Of tokens with the frequencies of one set: where each ends, and whether they are those of long inputs."""
-State = tuple[Tensor, Tensor, Tensor, Runs]
+State = tuple[Tensor, Tensor, Tensor, Runs, Tensor | None]
 
 
 class TokenIndex:
@@ -27,12 +27,19 @@ class TokenIndex:
         self.epoch = 0
         self.reset()
 
+    @property
+    def takes_axes(self) -> bool:
+        """Whether positions of several axes can be told apart; where not, such tokens are refused."""
+        return self._rope.takes_axes
+
     def reset(self) -> None:
         self.epoch += 1  # changes when tokens do, other than at the end
         self.forget()
         self.positions = torch.empty(0, 0, dtype=torch.int32)
         self.real = torch.empty(0, 0, dtype=torch.bool)
         self.sink = torch.empty(0, 0, dtype=torch.bool)
+        self.axes: Tensor | None = None
+        """Where some tokens have positions of several axes (images): those of all, int32 ``[3, B, T]``."""
         self.runs: Runs = ()
         """Of a model with two sets of frequencies, see `Rope`; none of any other."""
 
@@ -52,10 +59,16 @@ class TokenIndex:
 
     @property
     def nbytes(self) -> int:
-        return self.positions.nbytes + self.real.nbytes + self.sink.nbytes
+        axes = 0 if self.axes is None else self.axes.nbytes
+        return self.positions.nbytes + self.real.nbytes + self.sink.nbytes + axes
 
-    def append(self, positions: Tensor, real: Tensor) -> None:
-        """Add tokens: positions ``[B, t]`` of any integer dtype, ``real`` bool ``[B, t]``."""
+    def append(self, positions: Tensor, real: Tensor, axes: Tensor | None = None) -> None:
+        """Add tokens: positions ``[B, t]`` of any integer dtype, ``real`` bool ``[B, t]``, and positions
+        ``[3, B, t]`` where they are of several axes."""
+        if axes is not None or self.axes is not None:
+            new = positions.expand(3, -1, -1) if axes is None else axes
+            held = self.positions.expand(3, -1, -1) if self.axes is None else self.axes
+            self.axes = torch.cat([held, new], 2).int() if self.length else new.int()
         if self.batch == 0:
             empty = positions[:, :0]
             self.positions, self.real, self.sink = empty.int(), empty.bool(), empty.bool()
@@ -72,6 +85,7 @@ class TokenIndex:
     def take(self, other: "TokenIndex") -> None:
         """Have the tokens of another index of the same model, with sinks of its own."""
         self.give(other.positions, other.real, other.runs)
+        self.axes = other.axes
 
     def give(self, positions: Tensor, real: Tensor, runs: Runs) -> None:
         """`append` tokens to none, where the `runs` of their frequencies are known."""
@@ -90,8 +104,9 @@ class TokenIndex:
 
     @property
     def uniform(self) -> bool:
-        """Whether all tokens have the frequencies of one set; see `Rope`."""
-        return len({long for _, long in self.runs}) < 2
+        """Whether angles follow from positions alone: all tokens have the frequencies of one set, see `Rope`,
+        and positions of one axis."""
+        return self.axes is None and len({long for _, long in self.runs}) < 2
 
     @property
     def _long(self) -> bool:
@@ -104,8 +119,9 @@ class TokenIndex:
         Computed once per forward pass and shared by the layers; nothing of it stays resident.
         """
         if self._angles is None:
-            if self.uniform:
-                self._angles = self._rope(like, self.positions, self._long)
+            if self.uniform or self.axes is not None:
+                at = self.positions if self.axes is None else self.axes
+                self._angles = self._rope(like, at, self._long)
             else:
                 starts = (0, *(stop for stop, _ in self.runs))
                 parts = [
@@ -119,7 +135,8 @@ class TokenIndex:
 
     def rope_of_newest(self, like: Tensor, count: int) -> Pair:
         """cos and sin of the newest ``count`` tokens, ``[B, count, R]`` in the dtype of ``like``."""
-        return self._rope(like, self.positions[:, self.length - count :], self._long)
+        at = self.positions if self.axes is None else self.axes
+        return self._rope(like, at[..., self.length - count :], self._long)
 
     def rope_by_channel(self) -> tuple[Tensor, ...]:
         """The same for kernels: ``[B, R/2, T]`` in fp32, on the CPU."""
@@ -134,25 +151,26 @@ class TokenIndex:
         return self._rope(positions.new_empty(0, dtype=torch.float32), positions, self._long)
 
     def crop(self, length: int) -> None:
-        self._each(lambda t: t[:, :length].clone())
+        self._each(lambda t: t[..., :length].clone())
         kept = [(min(stop, length), long) for stop, long in self.runs]
         starts = (0, *(stop for stop, _ in kept))
         self.runs = tuple(run for start, run in zip(starts, kept, strict=False) if run[0] > start)
 
     def snapshot(self) -> State:
         """What `restore` needs to bring back what is known now."""
-        return self.positions, self.real, self.sink, self.runs
+        return self.positions, self.real, self.sink, self.runs, self.axes
 
     def restore(self, state: State) -> None:
         self.epoch += 1
-        self.positions, self.real, self.sink, self.runs = state
+        self.positions, self.real, self.sink, self.runs, self.axes = state
         self.forget()
 
     def select(self, indices: Tensor) -> None:
-        self._each(lambda t: t[indices.to(t.device)])
+        self._each(lambda t: t[..., indices.to(t.device), :])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.epoch += 1
         self.positions, self.real = change(self.positions), change(self.real)
         self.sink = change(self.sink)
+        self.axes = None if self.axes is None else change(self.axes)
         self.forget()
