@@ -53,8 +53,8 @@ class Case:
     mask: str = "none"
     seed: int = 0
     layers: int = 4
-    sink_logits: bool = False
-    """Whether each query head has a learned score that has no value."""
+    sink_logits: float | None = None
+    """Of the learned scores of query heads, which have no values, the one in the middle."""
     turned: float = 1.0
     """The part of a head that RoPE turns."""
 
@@ -153,8 +153,8 @@ def error(case: Case, cache: KVCache) -> float:
     key, value = new.to(DEVICE, case.dtype).transpose(2, 3)
     mask, worst = mask_for(case, cache), 0.0
     learned = None
-    if case.sink_logits:  # some above all scores, some below
-        learned = torch.linspace(-3, 6, query.shape[1], device=DEVICE, dtype=case.dtype)
+    if case.sink_logits is not None:
+        learned = torch.linspace(-3, 3, query.shape[1], device=DEVICE) + case.sink_logits
     scaling = case.head_size**-0.5
     for layer in cache.compressed:
         index = layer.codec.view.index

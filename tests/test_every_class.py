@@ -34,9 +34,9 @@ IN_PART = {
 }
 """Served by methods that keep keys and values, and why not by those that keep layer inputs."""
 REFUSED = {
+    "MiniMaxForCausalLM": r"it takes caches of its own kind alone",
     "LongcatFlashForCausalLM": r"no decoder layers that attend were found",
     "RecurrentGemmaForCausalLM": r"no full-attention layer to compress \(sliding window of 2048",
-    "ReformerModelWithLMHead": r"of another kind \(it keeps no keys and values\)",
     "MambaForCausalLM": r"no decoder layers that attend were found",
     "HrmTextForCausalLM": r"several decoders \(L_module, H_module\)",
     "T5GemmaForConditionalGeneration": r"an encoder-decoder model",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
     from .calibration import Calibration
     from .calibrators.run import calibrate, own_calibration
+    from .implicit import compress, compressed, decompress
     from .load import load_model
     from .methods import (
         AsymKV,
@@ -52,6 +53,9 @@ __all__ = [
     "XQuantCL",
     "attach",
     "calibrate",
+    "compress",
+    "compressed",
+    "decompress",
     "detach",
     "load_model",
     "own_calibration",
@@ -68,6 +72,7 @@ _HOMES = {
     "Calibration": "calibration",
     "KVCache": "cache",
     "Report": "report",
+    **dict.fromkeys(("compress", "compressed", "decompress"), "implicit"),
     **dict.fromkeys(("calibrate", "own_calibration"), "calibrators.run"),
     "load_model": "load",
     "parse_method": "spec",

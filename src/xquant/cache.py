@@ -234,7 +234,7 @@ class KVCache(ChangingCache, ObservingCache):
 
     def see(self, index: int, call: AttentionCall) -> None:
         layer: CompressedLayer = self.layers[index]
-        layer.see(call.query, call.scaling, call.softcap)
+        layer.see(call.query, call.scaling, call.softcap, call.sink_logits)
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
         return self.stack.attend(index, call)

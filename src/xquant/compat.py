@@ -22,6 +22,12 @@ CROP_ZERO_EMPTIES = Version("5.18") > VERSION
 """Whether ``crop(0)`` means "down to nothing" (old) rather than "remove nothing"."""
 
 
+def takes_caches(model: nn.Module) -> bool:
+    """Whether a model takes transformers' usual caches; a few have one of their own."""
+    asked = getattr(model, "_supports_default_dynamic_cache", None)
+    return asked is None or bool(asked())
+
+
 def text_config(model: nn.Module) -> PreTrainedConfig:
     """The decoder's own configuration, also of a model with several modalities."""
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]

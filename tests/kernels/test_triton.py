@@ -60,7 +60,7 @@ def test_layers_may_differ_in_width_and_share_codes(spec: str) -> None:
     [
         {"queries": 3},  # causal among themselves
         {"group_heads": 9, "queries": 8, "kv_heads": 1},  # more rows than a program has
-        {"softcap": 5.0, "mask": "float", "batch": 3, "sink_logits": True},
+        {"softcap": 5.0, "mask": "float", "batch": 3, "sink_logits": 1.0},
         {"head_size": 96, "kv_heads": 1, "spec": "kivi-3bit:group=96,sink=1", "tokens": 210},
         {"head_size": 96, "kv_heads": 3, "spec": "kivi-2bit:group=128", "tokens": 130},
         {"head_size": 256, "kv_heads": 1, "spec": "kivi-4bit:group=32,rope=post"},

@@ -61,7 +61,7 @@ def test_sums_over_layers_are_read_right(spec: str) -> None:
             "kv_heads": 1,
             "head_size": 64,
         },  # more rows than a run has
-        {"softcap": 5.0, "mask": "float", "batch": 3, "sink_logits": True},
+        {"softcap": 5.0, "mask": "float", "batch": 3, "sink_logits": 1.0},
         {
             "head_size": 96,
             "kv_heads": 3,

@@ -78,7 +78,7 @@ class BlockwiseAttention(LayerAttention):
         self._version = -1
 
     def attend(self, call: AttentionCall) -> Tensor | None:
-        if not call.masked_plainly:
+        if not call.is_plain:
             return None
         query, key, value, mask, scaling, softcap, sink_logits = call
         if self._layer.stream.version != self._version:

@@ -24,7 +24,9 @@ class AttentionCall(NamedTuple):
     """Learned, ``[H]``: one more term of each query head's softmax, which has no value (gpt-oss)."""
 
     @property
-    def masked_plainly(self) -> bool:
-        """Whether the mask is one that kernels can read."""
-        mask = self.mask
+    def is_plain(self) -> bool:
+        """Whether mask and sink logits are such as kernels can read."""
+        mask, logits = self.mask, self.sink_logits
+        if logits is not None and logits.shape != self.query.shape[1:2]:
+            return False
         return mask is None or (mask.dtype in MASKED and mask.shape[1] == 1)

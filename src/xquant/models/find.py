@@ -81,6 +81,8 @@ def _decoder(model: Any) -> nn.Module:
     text configuration describes."""
     if model.config.is_encoder_decoder:
         raise Unsupported("it is an encoder-decoder model")
+    if not compat.takes_caches(model):
+        raise Unsupported("it takes caches of its own kind alone")
     root = model.get_decoder() if hasattr(model, "get_decoder") else model
     text = type(compat.text_config(model))
     if not any(_attends(module, text) for module in root.modules()):

@@ -50,8 +50,10 @@ def _attention(like: str) -> Callable[..., Any]:
         out = None
         with torch.no_grad():
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            softcap = kwargs.get("softcap") if like == "eager" else None
-            call = AttentionCall(*exact, attention_mask, scaling, softcap, kwargs.get("s_aux"))
+            # transformers' sdpa knows neither.
+            names = ("softcap", "s_aux")
+            softcap, logits = (kwargs.get(n) if like == "eager" else None for n in names)
+            call = AttentionCall(*exact, attention_mask, scaling, softcap, logits)
             cache.see(index, call)
             if not unusual(kwargs):
                 out = cache.attend(index, call)

@@ -74,7 +74,9 @@ class EvictingLayer(CompressedLayer):
         key, value = self.heads(self.codec.exact(self.tail), 0)
         return key.transpose(1, 2), value.transpose(1, 2)
 
-    def see(self, query: Tensor, scaling: float, softcap: float | None) -> None:
+    def see(
+        self, query: Tensor, scaling: float, softcap: float | None, sink_logits: Tensor | None
+    ) -> None:
         """Learn which tokens the newest queries ``[B, H, t, D]`` attend to, after their `append`."""
         assert self.columns is not None and self.weights is not None
         count = min(query.shape[2], self.method.tail)
@@ -87,7 +89,11 @@ class EvictingLayer(CompressedLayer):
         real = self.index.real.to(scores.device)
         seen = self.columns[:, None] <= at[:, None]
         seen &= real.gather(1, self.columns.long())[:, None]
-        weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        if sink_logits is not None:
+            learned = sink_logits.to(scores).view(*scores.shape[1:3], 1, 1)
+            scores = torch.cat([scores, learned.expand(*scores.shape[:-1], 1)], -1)
+        weights = scores.softmax(-1)[..., : self.columns.shape[1]]
         share = count / self.method.tail
         found = weights.nan_to_num(0).mean((1, 2, 3))  # NaN where padding asks
         self.weights = torch.lerp(self.weights, found, share)

@@ -57,8 +57,11 @@ class CompressedLayer(Past, CacheLayerMixin):
             self.below.release()
         return *states, mask
 
-    def see(self, query: Tensor, scaling: float, softcap: float | None) -> None:
-        """Be shown the newest queries ``[B, H, t, D]``, after their `append` and before `read`."""
+    def see(
+        self, query: Tensor, scaling: float, softcap: float | None, sink_logits: Tensor | None
+    ) -> None:
+        """Be shown the newest queries ``[B, H, t, D]`` and how scores are made, as in `AttentionCall`, after
+        their `append` and before `read`."""
 
     def thin(self) -> None:
         """Drop tokens, once a forward pass is over."""

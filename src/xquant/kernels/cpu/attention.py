@@ -124,7 +124,7 @@ class NativeAttention(LayerAttention):
         call.table_stride = addresses.columns
 
     def attend(self, call: AttentionCall) -> Tensor | None:
-        if not call.masked_plainly:
+        if not call.is_plain:
             return None
         layer, to = self._layer, self._call
         query, key, value, mask, scaling, softcap, sink_logits = call

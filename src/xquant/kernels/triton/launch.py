@@ -177,7 +177,7 @@ def sink_columns(layer: "CompressedLayer", nowhere: Tensor) -> tuple[Tensor, int
 def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) -> Launch | None:
     """What the launches for ``call`` share; None where no kernel can answer it."""
     query, key, value, mask, scaling, softcap, sink_logits = call
-    if not call.masked_plainly:
+    if not call.is_plain:
         return None
     stream, device = layer.stream, layer.codec.view.device
     if layer.source is not None and layer.source.codec.view.device != device:
