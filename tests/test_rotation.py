@@ -7,8 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attending import decoding_error
+from calibrated import make_cache
 from models import FAMILIES, OTHERS, prompt, tiny
 from xquant import KVCache, attach
+from xquant.kernels.cpu import library as native
 from xquant.models.probe import as_slice, by_token, find_channels
 from xquant.models.rotation import as_halves, form_of, orders, rotate
 
@@ -93,3 +96,24 @@ def test_asking_a_layer_leaves_no_trace() -> None:
     attach(model)
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        ("glm4", "kivi-4bit:group=32,sink=2"),
+        ("glm4", "xquant-4bit:group=32"),
+        ("gpt_neox", "kivi-2bit:group=32"),
+        ("gpt_neox", "tc-4bit:group=32"),
+        ("qwen3_next", "kivi-4bit:group=32"),
+    ],
+)
+def test_native_kernels_read_neighbours_and_parts_of_heads(family: str, spec: str) -> None:
+    sizes = {"head_dim": 32} if family != "gpt_neox" else {}
+    model = tiny(family, hidden_size=128, initializer_range=0.05, **sizes)
+    assert decoding_error(model, spec, "auto", [90, 61], steps=3) < 1e-3
+    cache = make_cache(model, spec)
+    with torch.no_grad():
+        for ids in prompt(1, 70).split([69, 1], 1):
+            model(ids, past_key_values=cache, use_cache=True)
+    assert cache.kernel == native.isas()[0]

@@ -1,5 +1,6 @@
 """What one attention layer is made of, found by asking it."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from . import latent, names, probe
 from .base import AttentionView
 from .rope import Rope
-from .rotation import Pair, orders, rotate
+from .rotation import Pair, orders, rotate, widened
 
 EXACT = {torch.float32: 1e-4, torch.float64: 1e-4}
 ROUNDED = 3e-2
@@ -129,6 +130,24 @@ def order_of(before: Tensor, after: Tensor, angles: Pair | None) -> tuple[Tensor
         if error < EXACT.get(before.dtype, ROUNDED):
             return (order.to(before.device) if at else None), turned
     raise ValueError("its keys are turned in a way of their own")
+
+
+def turn_whole_heads(views: Sequence[AttentionView], rope: Rope) -> None:
+    """Have heads of which a part turns turn as a whole, the rest by 0: kernels then need to know of one way.
+
+    Only where all layers that turn do so alike, as they share their angles.
+    """
+    turning = [view for view in views if view.rotary_size]
+    sizes = {(view.rotary_size, view.head_size) for view in turning}
+    if len(sizes) != 1 or any(view.unknown_keys for view in turning):
+        return
+    ((turned, size),) = sizes
+    if turned == size or (size - turned) % 2 or turning[0].device.type == "meta":
+        return
+    rope.width = size
+    for view in turning:
+        before = torch.arange(size, device=view.device) if view.order is None else view.order
+        view.turn_whole(widened(before, turned), before)
 
 
 class Sources(NamedTuple):

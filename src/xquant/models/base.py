@@ -83,6 +83,17 @@ class AttentionView:
         self.value_size = self.value_size or self.head_size
         self._back = None if self.order is None else self.order.argsort()
 
+    def turn_whole(self, order: Tensor, before: Tensor) -> None:
+        """Turn whole heads, in another ``order`` of channels than ``before``, int64 ``[D]`` each."""
+        moved = before.argsort()[order]  # places of the channels before in the order of now
+        first = torch.arange(self.kv_width, device=order.device).view(-1, self.head_size)
+        if isinstance(self.key_channels, slice):
+            self.key_channels = self.key_channels.start + first[:, moved].flatten()
+        else:
+            self.key_channels = self.key_channels[first[:, moved].flatten()]
+        self.order, self.rotary_size = order, self.head_size
+        self._back = order.argsort()
+
     def __getstate__(self) -> dict[str, Any]:
         """The state without offline results. A model that is pickled or copied takes its view along."""
         return {**self.__dict__, "_offline": {}}

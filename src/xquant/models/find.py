@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from .. import compat
 from . import names
-from .attention import Unsupported, view_attention
+from .attention import Unsupported, turn_whole_heads, view_attention
 from .base import AttentionView, ModelView
 from .rope import Rope
 
@@ -70,6 +70,7 @@ def _view(model: nn.Module) -> ModelView:
     for index, (layer, attention) in sorted(places.items()):
         kind = kinds[index] if index in skipped and index < len(kinds) else ""
         views.append(view_attention(family, layer, attention, config, rope, kind))
+    turn_whole_heads([view for view in views if view.index not in skipped], rope)
     return ModelView(model, decoder, views, skipped, windows, rope)
 
 

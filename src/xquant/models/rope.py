@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from .rotation import HALVES, Pair, as_halves, form_of
+from .rotation import HALVES, Pair, as_halves, form_of, widen
 
 FAR = 4
 """Times the longest position of a configuration: past every switch of frequencies."""
@@ -25,7 +25,7 @@ class Rope:
         self._rotary, self._table_form = rotary, HALVES
         self.drifts = self.switches = False
         self.width = 0
-        """``R``: channels of a head that turn, in layers that turn any."""
+        """``R``: channels of a head that turn, in layers that turn any; or more, where others turn by 0."""
         if rotary is None:
             return
         self._form = compat.rotary_form(rotary)
@@ -58,7 +58,7 @@ class Rope:
 
     def halves(self, table: Any, dtype: torch.dtype | None = None) -> Pair:
         """cos and sin ``[B, T, R]`` as `rotate` takes them, of a table that the model gives to a layer."""
-        cos, sin = as_halves(table, self._table_form)
+        cos, sin = widen(as_halves(table, self._table_form), self.width)
         return cos.to(dtype), sin.to(dtype)
 
     def table(self, like: Tensor, count: int, kind: str = "") -> Any:

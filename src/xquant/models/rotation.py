@@ -63,6 +63,27 @@ def orders(size: int, turned: int) -> Iterator[Tensor]:
                 yield torch.cat([pairs, passed])
 
 
+def widened(order: Tensor, turned: int) -> Tensor:
+    """The order ``[D]`` in which a head of which ``turned`` channels turn is one that turns as a whole, where
+    `widen` gives the angles: those that pass are pairs, too."""
+    pairs, passed = order[:turned].chunk(2), order[turned:].chunk(2)
+    return torch.cat([pairs[0], passed[0], pairs[1], passed[1]])
+
+
+def widen(pair: Pair, size: int) -> Pair:
+    """cos and sin ``[..., R]`` as those of heads of ``size`` whose other pairs are turned by 0."""
+    cos, sin = pair
+    more = (size - cos.shape[-1]) // 2
+    if not more:
+        return pair
+    halves = zip(cos.chunk(2, -1), sin.chunk(2, -1), strict=True)
+    one, zero = cos.new_ones(()), sin.new_zeros(())
+    rest = one.expand(*cos.shape[:-1], more), zero.expand(*sin.shape[:-1], more)
+    parts = [part for first, second in halves for part in ((first, second), rest)]
+    coses, sines = zip(*parts, strict=True)
+    return torch.cat(coses, -1), torch.cat(sines, -1)
+
+
 HALVES, NEIGHBOURS, ONCE, COMPLEX = "halves", "neighbours", "once", "complex"
 """How a table has the angles of ``R / 2`` pairs: twice, one half behind the other; twice, side by side; once;
 or once, as complex numbers."""
