@@ -2,6 +2,7 @@
 # make demo   the main job on a small packaged model: a table, an HTML page, a generated text
 # make test   the tests
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
+# make matrix   every method in every family and way to generate, which takes half an hour; make test runs a part
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make serve-stress   its server with many clients, and thousands of random requests
@@ -29,7 +30,7 @@ STRESS := tests/serve/test_random_requests.py tests/serve/test_server.py
 CHECK := $(BIN)/check-jsonschema --builtin-schema vendor.github
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize mutants serve-env serve-test serve-stress gpu lint schemas docs wheels clean
+.PHONY: env demo test sanitize matrix mutants serve-env serve-test serve-stress gpu lint schemas docs wheels clean
 
 env: $(EXTRAS)
 
@@ -64,6 +65,9 @@ sanitize: env
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/cpu/libxquant_kernels.so \
 		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*'
+
+matrix: env
+	XQUANT_MATRIX=all $(BIN)/pytest -n 2 tests/test_operations.py
 
 # What was found is kept in mutants/: given again, it goes on from there.
 mutants: env

@@ -38,6 +38,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3NextConfig,
@@ -173,6 +175,19 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 32,
+        },
+    ),
+    # the same, newer
+    "qwen3_5": (
+        Qwen3_5ForCausalLM,
+        Qwen3_5TextConfig,
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2 + ["full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
         },
     ),
     # Mamba between

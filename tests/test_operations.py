@@ -1,5 +1,6 @@
 """The operations matrix: methods x families x every way people generate."""
 
+import os
 from functools import cache as memoize
 from typing import Any
 
@@ -12,17 +13,26 @@ from matrix import DROPPING, IDENTITY, KEEPING_ALL, LOW
 from models import FAMILIES, OTHERS, tiny
 from operations import OPERATIONS, Operation, greedy, reset
 from sizes import block_nbytes
+from wild import with_images
 from xquant import KVCache, compat
 from xquant.quant.quantizer import OUTLIER_NBYTES
 
+MORE = [s for s in IDENTITY if not s.startswith("x")] if os.environ.get("XQUANT_MATRIX") else []
+"""`make matrix` runs all."""
 FROM_X = ("cohere2", "glm4", "gpt2", "olmo3", "qwen3_next")
 WINDOWED = ("gemma2", "gemma3", "cohere2", "gpt_oss", "olmo3", "gemma4")
 CHANGING = ("crop_and_continue", "assisted", "prompt_lookup", "select", "repeat")
-RECURRENT = ("qwen3_next", "granitemoehybrid", "falcon_h1")
+RECURRENT = ("qwen3_next", "qwen3_5", "granitemoehybrid", "falcon_h1")
+
+
+def family_model(family: str) -> Any:
+    if family == "qwen2_5_vl":  # it keeps what it saw of a batch for the next
+        return with_images("Qwen2_5_VL")
+    return _kept_model(family)
 
 
 @memoize
-def family_model(family: str) -> Any:
+def _kept_model(family: str) -> Any:
     with torch.inference_mode(False):  # a model made within it could not be calibrated
         return tiny(family)
 
@@ -62,8 +72,9 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
 @pytest.mark.parametrize(
     ("family", "spec"),
     [
-        *((family, "kivi-16bit:group=8,sink=2") for family in OTHERS),
+        *((family, "kivi-16bit:group=8,sink=2") for family in (*OTHERS, "qwen2_5_vl")),
         *((family, "xquant-16bit:group=8,form=gqa") for family in FROM_X),
+        *((family, spec) for family in (*OTHERS, "qwen2_5_vl") for spec in MORE),
     ],
 )
 @torch.inference_mode()
@@ -91,7 +102,7 @@ def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", LOW)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", *(FROM_X if MORE else ())])
 @torch.inference_mode()
 def test_low_bits_run_with_lengths_and_positions_right(
     family: str, spec: str, operation: Operation
