@@ -129,3 +129,20 @@ def latent() -> str:
         for row in found
     )
     return markdown(head, body)
+
+
+@table
+def rope() -> str:
+    """Attention over packed keys before RoPE, by how heads turn."""
+    head = ("heads turn", "method, tokens", "kernel", "ms a step of 8 layers", "of halves")
+    body = (
+        [
+            row["turns"],
+            f"{code(row['method'])}, {row['tokens']:,}",
+            row["kernel"],
+            f"{row['ms']:.2f}",
+            f"{row['of_halves']:.2f}",
+        ]
+        for row in rows("rope")
+    )
+    return markdown(head, body)
