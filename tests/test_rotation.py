@@ -90,6 +90,13 @@ def test_the_view_gives_what_the_model_does(family: str) -> None:
         assert layer.get_seq_length() == 20
 
 
+def test_a_view_made_in_inference_mode_can_be_used_outside() -> None:
+    model = tiny("glm4")
+    with torch.inference_mode():
+        cache = KVCache(model, "kivi-16bit:group=8")
+    assert model(prompt(1, 20), past_key_values=cache, use_cache=True).logits.requires_grad
+
+
 def test_asking_a_layer_leaves_no_trace() -> None:
     model = tiny("cohere2").train()
     state = torch.random.get_rng_state()

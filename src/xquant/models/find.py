@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -12,6 +13,9 @@ from .base import AttentionView, ModelView
 from .rope import Rope
 
 
+@torch.inference_mode(
+    False
+)  # what is made within it could not be used where gradients are recorded
 def view_model(model: nn.Module) -> ModelView:
     """Find the attention layers of ``model`` and the reasons to skip some.
 
