@@ -13,7 +13,7 @@ from xquant.methods import LayerCodec
 from xquant.methods.rotated import RotatedCodec, random_hadamard
 from xquant.models import view_model
 from xquant.quant import Quantizer
-from xquant.quant.ranked import distortion, normal_levels
+from xquant.quant.levels import distortion, normal_levels
 from xquant.quant.scaled import Balanced, Scaled, Sketched
 
 SPECS = ["quarot-4bit", "turboquant-4bit", "turboquant-4bit:qjl=true", "q8_0:rotate=true"]

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xquant.quant.levels import NORMAL, TAILED, Mixture, _levels, distortion, ranked_levels
 from xquant.quant.quantizer import dense
-from xquant.quant.ranked import Ranked, allot, distortion, normal_levels, steps_of
+from xquant.quant.ranked import Ranked, allot, steps_of
 
 # Mean squared errors of Max (1960), Table I, for 2, 4, 8, 16 and 32 levels.
 MAX_1960 = [0.3634, 0.1175, 0.03454, 0.009497, 0.002499]
@@ -42,16 +43,28 @@ def test_errors_of_the_levels_are_those_that_max_printed() -> None:
         assert distortion(bits) * 4**bits == pytest.approx(2.7207, rel=0.05)
 
 
+@pytest.mark.parametrize("mixture", [NORMAL, TAILED], ids=["normal", "tailed"])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_levels_are_symmetric_and_means_of_what_is_nearest(bits: int) -> None:
-    levels = normal_levels(bits)
+def test_levels_are_symmetric_and_means_of_what_is_nearest(bits: int, mixture: Mixture) -> None:
+    levels = _levels(bits, mixture)
     assert len(levels) == 2**bits and bool((levels.diff() > 0).all())
     torch.testing.assert_close(levels, -levels.flip(0))
-    x = torch.linspace(-9, 9, 2_000_001, dtype=torch.float64)
-    density = torch.exp(-x.square() / 2)
+    x = torch.linspace(-25, 25, 4_000_001, dtype=torch.float64)
+    density = torch.stack([w / size * torch.exp(-(x / size).square() / 2) for w, size in mixture])
     nearest = torch.bucketize(x, (levels[1:] + levels[:-1]).double() / 2)
-    mean = torch.bincount(nearest, density * x) / torch.bincount(nearest, density)
-    torch.testing.assert_close(mean.float(), levels, atol=2e-4, rtol=0)
+    share = torch.bincount(nearest, density.sum(0))
+    mean = torch.bincount(nearest, density.sum(0) * x) / share
+    torch.testing.assert_close(mean.float(), levels, atol=5e-4, rtol=0)
+
+
+def test_a_token_far_out_is_clipped_in_narrow_codes_only() -> None:
+    x = torch.randn(1, 128, 2, generator=torch.Generator().manual_seed(0))
+    x[0, 40, 0] = far = 7 * x[0, :, 0].std()
+    usual = steps_of(x.square().mean((0, 1))).to(torch.int16)
+    for bits, close in ((3, False), (8, True)):
+        counts = tuple(2 * (width == bits) for width in range(1, 9))
+        assert (abs(decoded(Ranked(usual, counts), x)[0, 40, 0] / far - 1) < 0.02) == close
+    assert float(ranked_levels(8).max()) > 7.5
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=4), st.integers(0, 12))

@@ -66,7 +66,7 @@ class TurboQuant(QuantizedMethod):
         )
 
     def _by_length(self, bits: int, size: int) -> "Quantizer":
-        from ..quant.ranked import normal_levels
+        from ..quant.levels import normal_levels
         from ..quant.scaled import Scaled
 
         return Scaled(bits, size, normal_levels(bits), "norm")

@@ -1,13 +1,12 @@
 """Transform codes: every channel of a block has a scale, every token a gain, and the channels with the
 largest scales get the widest codes.
 
-``x ~ level[code] * scale * gain``, levels those of a normal distribution. Scales and gains are powers of
+``x ~ level[code] * scale * gain``, with the levels of `levels.ranked_levels`. Scales and gains are powers of
 ``2 ** (1 / STEPS)``, kept as 4 bits: a channel's above its lowest, the nearest to its root mean square in the
 block; a token's around 1. Decoding finds the order of the scales as encoding did, so that no widths are
 stored, every block takes the same bytes, and none depends on another.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .affine import FP16_MAX
+from .levels import distortion, edges_of, ranked_levels
 from .operand import RankedOperand
 from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Packed, Quantizer, dense
@@ -28,42 +28,6 @@ ABOVE = 5
 EVEN = 8
 """The place of a gain of 1 among 16."""
 WIDEST = 8
-
-
-@cache
-def normal_levels(bits: int) -> Tensor:
-    """The ``2**bits`` levels of least squared error for a standard normal number (Lloyd and Max), fp32.
-
-    A level is the mean of the numbers that are nearest to it; found by turns, from levels that lie as densely
-    as the cube root of the normal density.
-    """
-    count = 2**bits
-    places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
-    levels = torch.special.ndtri(places) * math.sqrt(3)
-    for _ in range(40 * count):
-        edges = _borders(levels)
-        density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
-        moved = -density.diff() / torch.special.ndtr(edges).diff()
-        if (moved - levels).abs().max() < 1e-6:
-            break
-        levels = moved
-    return ((levels - levels.flip(0)) / 2).float()
-
-
-@cache
-def distortion(bits: int) -> float:
-    """The mean squared error of `normal_levels`, 1 for no bits."""
-    if bits == 0:
-        return 1.0
-    levels = normal_levels(bits).double()
-    # Levels are means: the error is what their own variance lacks of 1.
-    return 1 - float((torch.special.ndtr(_borders(levels)).diff() * levels.square()).sum())
-
-
-def _borders(levels: Tensor) -> Tensor:
-    """Where the numbers nearest to each level begin and end."""
-    far = levels.new_tensor([math.inf])
-    return torch.cat([-far, _edges_of(levels), far])
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +70,7 @@ class Ranked(Quantizer):
         runs, start = [scaled.new_empty(len(x), 0, dtype=torch.uint8)], 0
         for bits, count in self.widths:
             part = scaled[..., start : start + count].contiguous()
-            codes = torch.bucketize(part, _edges_of(normal_levels(bits)).to(x.device))
+            codes = torch.bucketize(part, edges_of(ranked_levels(bits)).to(x.device))
             runs.append(pack(codes.to(torch.uint8), bits).flatten(1))
             start += count
         packed["codes"] = torch.cat(runs, 1)
@@ -141,7 +105,7 @@ class Ranked(Quantizer):
         for (bits, count), run in zip(self.widths, runs, strict=True):
             codes = unpack(run.unflatten(1, (-1, count)), bits, tokens)
             at = order[:, None, start : start + count].expand_as(codes)
-            rows.scatter_(2, at, normal_levels(bits).to(out.device)[codes.int()])
+            rows.scatter_(2, at, ranked_levels(bits).to(out.device)[codes.int()])
             start += count
         out.copy_(rows.mul_(_size(power).unsqueeze(1)).mul_(gain))
 
@@ -209,18 +173,14 @@ def size_table() -> tuple[Tensor, int]:
 
 @cache
 def level_table() -> Tensor:
-    """`normal_levels` of 1 to 8 bits, one after the other."""
-    return torch.cat([normal_levels(bits) for bits in range(1, WIDEST + 1)])
+    """`ranked_levels` of 1 to 8 bits, one after the other."""
+    return torch.cat([ranked_levels(bits) for bits in range(1, WIDEST + 1)])
 
 
 @cache
 def edge_table() -> Tensor:
     """What lies between the levels of `level_table`, likewise."""
-    return torch.cat([_edges_of(normal_levels(bits)) for bits in range(1, WIDEST + 1)])
-
-
-def _edges_of(levels: Tensor) -> Tensor:
-    return (levels[1:] + levels[:-1]) / 2
+    return torch.cat([edges_of(ranked_levels(bits)) for bits in range(1, WIDEST + 1)])
 
 
 def _size(steps: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from .seal import UNSEALED, is_intact, sealed
 
 KIND = "xquant cache"
-VERSION = (1, 1)
+VERSION = (2, 0)
 """Of the format. A reader takes every minor version of its own major one, and passes over what it does not
 know in the header."""
 _LONGEST = 400
@@ -139,8 +139,6 @@ _CHECKS: dict[str, Check] = {
     "coded": _coded,
 }
 """What each field of a `Header` must be."""
-_LATER: dict[str, Any] = {"coded": {}}
-"""Fields that an earlier minor version did not have."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,6 @@ def read_header(path: Path) -> Saved:
     head = _head(path)
     if not is_intact(head):
         raise _damaged(path, "its header was altered")
-    told = {**_LATER, **told}
     for name, check in _CHECKS.items():
         if name not in told:
             raise _damaged(path, f"its header has no '{name}'")

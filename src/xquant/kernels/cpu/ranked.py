@@ -12,8 +12,9 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
 from ...models.rotation import Pair
+from ...quant.levels import ranked_levels
 from ...quant.operand import RankedOperand
-from ...quant.ranked import WIDEST, normal_levels, size_table
+from ...quant.ranked import WIDEST, size_table
 from ...store.tokens import TokenIndex
 from ..rebuilding import at_columns
 from . import library as native
@@ -37,9 +38,9 @@ def unfit(codec: LayerCodec, block: int) -> str:
 
 @cache
 def level_words() -> tuple[Tensor, Tensor]:
-    """`normal_levels` of 1 to 8 bits one after the other, as int16 of which 32767 is the highest of a width,
+    """`ranked_levels` of 1 to 8 bits one after the other, as int16 of which 32767 is the highest of a width,
     and what that is, fp32 ``[8]``."""
-    levels = [normal_levels(bits) for bits in range(1, WIDEST + 1)]
+    levels = [ranked_levels(bits) for bits in range(1, WIDEST + 1)]
     words = [(each / each.max() * 32767).round().short() for each in levels]
     return torch.cat(words), torch.stack([each.max() for each in levels])
 
