@@ -74,8 +74,8 @@ def _drawn(model: Any, spec: str, spectrum: Tensor) -> Calibration:
     basis = torch.linalg.qr(torch.randn(width, count)).Q
     tensors = {
         "0.mean": torch.zeros(width),
-        "0.analysis": (basis * variance.sqrt()).T.contiguous(),
-        "0.synthesis": basis / variance.sqrt(),
+        "0.analysis": (basis * variance.sqrt()).T.half().contiguous(),
+        "0.synthesis": (basis / variance.sqrt()).half(),
         "0.usual": steps_of(variance).to(torch.int16),
         "0.profile": profile,
     }

@@ -18,7 +18,7 @@ SOME = [
     "kvquant-2bit-5%:group=8,per=matrix,weighting=fisher",
     "xquant-2bit:group=8,form=gqa,outlier=true,tail=5",
     "xquant-cl-3bit:group=8,form=gqa",
-    "tc-cl-1.5bit:group=8,sink=2",
+    "tc-cl-1.5bit:group=16,sink=2",
 ]
 
 

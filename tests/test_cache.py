@@ -199,9 +199,9 @@ def test_reading_through_the_store_reads_what_a_later_token_would(spec: str) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompressedLayer, "read", record)
-        logits(model, prompt(), cache)
+        logits(model, prompt(2, 48), cache)
     for layer in cache.compressed:
-        assert layer.stream.tokens == 40
+        assert layer.stream.tokens == 48
         key, value = layer.states()
         assert torch.equal(seen[layer][0], key)
         assert torch.equal(seen[layer][1], value)
@@ -255,7 +255,7 @@ def tables(segment: Segment) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_report_counts_every_byte(family: str, name: str) -> None:
     model = tiny(family)
-    spec = METHODS[name].example + ":group=8,sink=1"
+    spec = METHODS[name].example + ":group=16,sink=1"
     cache = make_cache(model, spec)
     assert cache.report().bits_per_value == 0
     logits(model, prompt(2, 43), cache)
@@ -279,7 +279,7 @@ def test_the_report_counts_every_byte(family: str, name: str) -> None:
     sealed = sum(s.blocks * block_nbytes(s) + OUTLIER_NBYTES * s.outliers for s in streams)
     assert sum(report.sealed_bytes.values()) == sealed
     sealed += report.table_bytes
-    values = sum(2 * c.codec.view.kv_width * 2 * 40 for c in cache.compressed)
+    values = sum(2 * c.codec.view.kv_width * 2 * 32 for c in cache.compressed)
     assert report.bits_per_value == pytest.approx(8 * (sealed + report.sink_bytes) / values)
     assert str(report).splitlines()
     assert report.layers_skipped == ({} if family == "llama" else {

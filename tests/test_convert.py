@@ -69,7 +69,7 @@ def near(ours: list[States], theirs: list[States], error: float) -> bool:
     ("family", "spec"),
     [
         *(("llama", spec) for spec in (*LOW, *RIVALS) if not spec.startswith("xquant")),
-        *((f, s) for f in FAMILIES for s in ("kivi-3bit:group=8,sink=1", "tc-cl-2bit:group=8")),
+        *((f, s) for f in FAMILIES for s in ("kivi-3bit:group=8,sink=1", "tc-cl-2bit:group=16")),
     ],
 )
 def test_from_exact_states_it_is_what_one_prefill_stores(family: str, spec: str) -> None:
@@ -97,7 +97,7 @@ def test_decompressed_it_holds_what_the_source_reads(family: str, spec: str) -> 
     assert (got.get_seq_length(), source.get_seq_length()) == (44, 44)
 
 
-@pytest.mark.parametrize("spec", ["tc-cl-2bit:group=8,sink=2", "kivi-2bit:group=8,sink=1,tail=9"])
+@pytest.mark.parametrize("spec", ["tc-cl-2bit:group=16,sink=2", "kivi-2bit:group=8,sink=1,tail=9"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3"])
 def test_sinks_and_tails_stay_exact(family: str, spec: str) -> None:
     model = tiny(family)
@@ -123,8 +123,8 @@ def test_other_ropes_are_turned_back(rope: str) -> None:
     before = source.converted("kivi-16bit:group=8")
     assert near(states(before), states(source), 1e-6)
     assert near(states(before.converted("full")), states(source), 1e-6)
-    want = states(filled(model, "tc-4bit:group=8"))
-    assert near(states(converted(model, source, "tc-4bit:group=8")), want, 1e-2)
+    want = states(filled(model, "tc-4bit:group=16"))
+    assert near(states(converted(model, source, "tc-4bit:group=16")), want, 1e-2)
 
 
 @settings(max_examples=50, deadline=None)
@@ -140,10 +140,10 @@ def test_unrotate_is_the_inverse_of_rotate(half: int, passed: int, seed: int) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("target", ["kivi-2bit:group=8,sink=1", "tc-cl-2bit:group=8", "full"])
+@pytest.mark.parametrize("target", ["kivi-2bit:group=8,sink=1", "tc-cl-2bit:group=16", "full"])
 def test_the_source_is_left_as_it_was(family: str, target: str) -> None:
     model = tiny(family)
-    source = filled(model, "tc-cl-2bit:group=8,sink=1")
+    source = filled(model, "tc-cl-2bit:group=16,sink=1")
     before, kept, report = states(source), copy.deepcopy(source), source.report()
     got = converted(model, source, target)
     going_on(model, got)
@@ -153,7 +153,9 @@ def test_the_source_is_left_as_it_was(family: str, target: str) -> None:
     assert torch.equal(going_on(model, source), going_on(model, kept))
 
 
-@pytest.mark.parametrize("spec", ["tc-cl-3bit:group=8", "kivi-4bit:group=8", "xquant-4bit:group=8"])
+@pytest.mark.parametrize(
+    "spec", ["tc-cl-3bit:group=16", "kivi-4bit:group=8", "xquant-4bit:group=8"]
+)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
 @torch.inference_mode()
 def test_generation_goes_on(family: str, spec: str) -> None:
@@ -183,7 +185,7 @@ def test_tokens_that_were_cropped_do_not_come_back() -> None:
     assert same(states(got), states(source))
 
 
-@pytest.mark.parametrize("spec", ["tc-cl-2bit:group=8,sink=2", "kivi-2bit:group=8,tail=6"])
+@pytest.mark.parametrize("spec", ["tc-cl-2bit:group=16,sink=2", "kivi-2bit:group=8,tail=6"])
 def test_caches_that_read_the_store_alone_stay_so(spec: str) -> None:
     model = tiny("llama")
     target = "kivi-3bit:group=8"
@@ -222,7 +224,7 @@ def test_layer_inputs_cannot_be_had_from_keys_and_values(spec: str) -> None:
 
 def test_an_empty_cache_stays_empty() -> None:
     model = tiny("gemma3")
-    got = make_cache(model, "tc-2bit:group=8").converted("full:group=8")
+    got = make_cache(model, "tc-2bit:group=16").converted("full:group=8")
     assert got.get_seq_length() == 0
     with torch.inference_mode():
         model(**BATCH, past_key_values=got, use_cache=True)
@@ -230,7 +232,7 @@ def test_an_empty_cache_stays_empty() -> None:
 
 
 def test_a_kernel_can_be_asked_for() -> None:
-    source = filled(tiny("llama"), "tc-cl-2bit:group=8")
+    source = filled(tiny("llama"), "tc-cl-2bit:group=16")
     assert "reference" in source.converted("kivi-4bit:group=8", kernel="reference").report().kernel
     with pytest.raises(ValueError, match="kernel"):
         source.converted("kivi-4bit:group=8", kernel="abacus")

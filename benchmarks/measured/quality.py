@@ -1,5 +1,6 @@
 """Tables of quality: perplexity, passkeys, tasks, families of models, transformers' own tests."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from statistics import fmean
@@ -134,6 +135,28 @@ def transform_texts() -> str:
 @table
 def transform_long() -> str:
     return texts(**{"2,048": "tc-moby-2048-smollm2", "6,000": "tc-moby-6000-smollm2"})
+
+
+@table
+def trellis() -> str:
+    """Mean squared errors of codes for normal numbers."""
+    head = ["bits", "plain codes", "codes of `tc`", "least possible", "worth, bits"]
+    head += ["sealed, ns a number", "decoded, ns a number"]
+    body = []
+    for row in rows("trellis"):
+        plain = row["plain"]
+        body.append(
+            [
+                f"{row['bits']:g}",
+                f"{plain:.3g}" if plain else "",
+                f"{row['error']:.3g}",
+                f"{4 ** -row['bits']:.3g}",
+                f"{math.log(plain / row['error'], 4):.2f}" if plain else "",
+                f"{row['seal_ns']:.0f}",
+                f"{row['read_ns']:.1f}",
+            ]
+        )
+    return markdown(head, body)
 
 
 @table

@@ -23,7 +23,7 @@ from .spec import parse_method
 
 CHUNK = 128
 """Tokens of a chunk, or the next multiple of a method's blocks."""
-_FORMAT = 2
+_FORMAT = 3
 """Chunks of another format have other names."""
 
 

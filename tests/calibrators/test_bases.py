@@ -70,6 +70,6 @@ def test_heads_apart_do_not_mix() -> None:
         assert of_head.min() < 1e-3 * of_head.max()
 
 
-def test_samples_of_sinks_alone_are_refused() -> None:
-    with pytest.raises(ValueError, match="nothing but sinks"):
-        calibrate_on(tiny("llama"), prompt(2, SINKS), "tc-2bit")
+def test_samples_of_no_block_are_refused() -> None:
+    with pytest.raises(ValueError, match="fill no block"):
+        calibrate_on(tiny("llama"), prompt(2, 15), "tc-2bit")

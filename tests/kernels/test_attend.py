@@ -58,8 +58,8 @@ REBUILT = [
     "tc-2bit:group=32",
     "tc-0.5bit:group=128,sink=0",
     "tc-8bit:group=64,sink=3,tail=40",
-    "tc-3.5bit:group=40,basis=head",
-    "tc-1bit:group=8,metric=identity",
+    "tc-3.5bit:group=48,basis=head",
+    "tc-1bit:group=16,metric=identity",
 ]
 
 # Their keys are rebuilt by torch.

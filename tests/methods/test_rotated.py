@@ -13,7 +13,7 @@ from xquant.methods import LayerCodec
 from xquant.methods.rotated import RotatedCodec, random_hadamard
 from xquant.models import view_model
 from xquant.quant import Quantizer
-from xquant.quant.levels import distortion, normal_levels
+from xquant.quant.levels import normal_error, normal_levels
 from xquant.quant.scaled import Balanced, Scaled, Sketched
 
 SPECS = ["quarot-4bit", "turboquant-4bit", "turboquant-4bit:qjl=true", "q8_0:rotate=true"]
@@ -51,7 +51,7 @@ def test_levels_times_the_length_are_best_for_normal_numbers(bits: int) -> None:
     x = torch.randn(4, 64, 256) * torch.logspace(-2, 2, 64)[:, None]
     found = through(Scaled(bits, 128, normal_levels(bits), "norm"), x)
     by_token = ((found - x).square().mean(-1) / x.square().mean(-1)).mean()
-    assert abs(float(by_token) - distortion(bits)) < 0.1 * distortion(bits)
+    assert float(by_token) == pytest.approx(normal_error(normal_levels(bits)), rel=0.1)
 
 
 def test_q8_0_and_q4_0_are_llama_cpps() -> None:
@@ -82,7 +82,9 @@ def test_a_sketch_keeps_products_right_on_average() -> None:
     for quantizer in (base, Sketched(base, torch.randn(64, 64))):
         found, wanted = through(quantizer, x) @ queries, x @ queries
         slopes.append(float((found * wanted).mean() / wanted.square().mean()))
-    assert abs(slopes[0] - (1 - distortion(1))) < 0.03 and abs(slopes[1] - 1) < 0.03
+    assert (
+        abs(slopes[0] - (1 - normal_error(normal_levels(1)))) < 0.03 and abs(slopes[1] - 1) < 0.03
+    )
 
 
 def test_tokens_and_channels_of_any_size_are_balanced() -> None:

@@ -94,13 +94,13 @@ def test_one_artifact_serves_every_budget() -> None:
 
 def test_bits_that_do_not_pay_for_the_scales_are_refused() -> None:
     model = tiny("llama")
-    with pytest.raises(ValueError, match="scales of blocks of 8 tokens alone take"):
-        KVCache(model, "tc-0.3bit:group=8", calibration=calibration(model, "tc-2bit"))
+    with pytest.raises(ValueError, match="scales of blocks of 16 tokens alone take"):
+        KVCache(model, "tc-0.2bit:group=16", calibration=calibration(model, "tc-2bit"))
 
 
-def test_groups_that_are_not_whole_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="group=12 is not a multiple of 8"):
-        parse_method("tc-2bit:group=12")
+def test_groups_that_are_no_whole_circles_are_refused() -> None:
+    with pytest.raises(ValueError, match="group=24 is not a multiple of 16"):
+        parse_method("tc-2bit:group=24")
 
 
 class Words:
@@ -115,7 +115,7 @@ def test_a_calibration_of_its_own_is_made_once_and_found(
 ) -> None:
     monkeypatch.setenv(files.CACHE, str(tmp_path))
     monkeypatch.setattr("xquant.methods.Transform.calibration_size", (40, 2))
-    model, method = tiny("llama"), parse_method("tc-2bit:group=8")
+    model, method = tiny("llama"), parse_method("tc-2bit:group=16")
     with pytest.raises(ValueError, match="own_calibration"):
         KVCache(model, method)
     made = own_calibration(model, Words(), method)

@@ -18,6 +18,8 @@ from xquant.quant.codebook import (
 from xquant.quant.quantizer import OUTLIER_NBYTES, dense
 from xquant.quant.ranked import Ranked
 
+from ..widths import counts_of
+
 # The table that QLoRA prints (arXiv 2305.14314, appendix E).
 NF4 = [
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -211,11 +213,11 @@ def test_bounds_past_fp16_saturate() -> None:
 def test_blocks_in_the_models_dtype_are_packed_as_their_fp32_numbers(
     dtype: torch.dtype, per: Any
 ) -> None:
-    x = (torch.randn(2, 8, 20) * 3).to(dtype)
+    x = (torch.randn(2, 16, 20) * 3).to(dtype)
     for quantizer in (
         Affine(3, per, 8),
         Codebook(3, per, 0, uniform_levels(3), share=0.1),
-        Ranked(torch.zeros(20, dtype=torch.int16), (5, 5, 5, 5, 0, 0, 0, 0)),
+        Ranked(torch.zeros(20, dtype=torch.int16), counts_of({0.5: 5, 1.5: 5, 3: 5, 6: 5})),
     ):
         own, wide = quantizer.encode(x, None), quantizer.encode(x.float(), None)
         for name, field in own.items():
@@ -257,7 +259,7 @@ def test_a_segment_is_of_the_channels_that_its_tables_are_for() -> None:
     for quantizer in (
         Codebook(2, "channel", 0, LEVELS, span=bounds),
         Codebook(2, "channel", 0, LEVELS, threshold=bounds),
-        Ranked(torch.zeros(3, dtype=torch.int16), (0,) * 8),
+        Ranked(torch.zeros(3, dtype=torch.int16), counts_of({})),
     ):
         Segment(3, quantizer)
         with pytest.raises(ValueError, match="of 3 channels cannot store 4"):

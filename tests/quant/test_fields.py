@@ -13,8 +13,10 @@ from xquant.quant.pack import Tile
 from xquant.quant.quantizer import OUTLIER_NBYTES, Field
 from xquant.quant.ranked import Ranked
 
+from ..widths import counts_of
+
 BOUNDS = torch.tensor(-1.0), torch.tensor(1.0)
-COUNTS = (1, 0, 2, 0, 0, 0, 0, 1)
+COUNTS = counts_of({0.5: 1, 3: 2, 8: 1})
 
 
 def spans(channels: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,16 +85,18 @@ def test_fields_are_those_that_are_packed(case: tuple[Quantizer, int, int], bloc
             Codebook(2, "channel", 0, uniform_levels(2), threshold=BOUNDS, span=spans(8)),
             {"codes": 3 * 8, "outliers": 12},
         ),
-        (
-            Ranked(torch.zeros(8, dtype=torch.int16), COUNTS),
-            {"codes": 2 + 2 * (3 + 2) + 12, "ranges": 4 + 6},
-        ),
     ],
 )
 def test_parts_of_a_block_of_twelve_tokens_and_eight_channels(
     quantizer: Quantizer, parts: dict[str, int]
 ) -> None:
     assert +quantizer.parts(12, 8) == parts
+
+
+def test_parts_of_a_block_of_ranked_codes() -> None:
+    quantizer = Ranked(torch.zeros(8, dtype=torch.int16), COUNTS)
+    parts = {"codes": 1 + 2 * 6 + 16, "ranges": 4 + 8}
+    assert +quantizer.parts(16, 8) == +quantizer.parts(12, 8) == parts
 
 
 def test_segments_of_shared_codes_store_the_rest() -> None:

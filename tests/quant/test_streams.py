@@ -19,11 +19,11 @@ widths = st.lists(st.integers(1, 8), max_size=8, unique=True).map(lambda w: sort
     data=st.data(),
 )
 def test_runs_of_codes(widths: list[int], tokens: int, blocks: int, data: st.DataObject) -> None:
-    runs = tuple((bits, data.draw(st.integers(1, 5))) for bits in widths)
-    codes = [torch.randint(0, 2**bits, (blocks, tokens, n)).byte() for bits, n in runs]
-    packed = [pack(part, bits).flatten(1) for part, (bits, _) in zip(codes, runs, strict=True)]
+    runs = tuple((bits, tokens * (1 + bits % 2), data.draw(st.integers(1, 5))) for bits in widths)
+    codes = [torch.randint(0, 2**bits, (blocks, count, n)).byte() for bits, count, n in runs]
+    packed = [pack(part, bits).flatten(1) for part, (bits, *_) in zip(codes, runs, strict=True)]
     field = torch.cat([torch.empty(blocks, 0, dtype=torch.uint8), *packed], 1)
-    streams = RunStreams(runs, tokens)
+    streams = RunStreams(runs)
     joined = torch.cat([torch.empty(0, dtype=torch.uint8), *streams.apart(field)])
     back = streams.together(joined, torch.uint8, field.shape)
     assert torch.equal(back, field)

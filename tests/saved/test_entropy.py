@@ -13,7 +13,7 @@ from xquant import KVCache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("spec", [*SOME, "tc-3bit:group=24", "kivi-4bit:group=32", "full"])
+@pytest.mark.parametrize("spec", [*SOME, "tc-3bit:group=32", "kivi-4bit:group=32", "full"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_entropy_coding_loses_nothing(
     family: str, spec: str, dtype: torch.dtype, tmp_path: Path

@@ -18,7 +18,7 @@ RECURRENT = ["qwen3_next", "qwen3_5", "granitemoehybrid", "falcon_h1"]
 
 
 @pytest.mark.parametrize("pack", [None, "entropy"])
-@pytest.mark.parametrize("spec", ["kivi-2bit:group=8,sink=2", "tc-2bit:group=8"])
+@pytest.mark.parametrize("spec", ["kivi-2bit:group=8,sink=2", "tc-2bit:group=16"])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_of_linear_attention(
     family: str, spec: str, pack: str | None, tmp_path: Path

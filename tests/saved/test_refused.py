@@ -81,7 +81,7 @@ def test_a_cache_that_holds_tokens_while_the_model_changes_is_of_the_new_one(
     refused(tiny("llama", num_hidden_layers=2), tmp_path / "c", "saved from another model")
 
 
-@pytest.mark.parametrize("spec", ["tc-2bit:group=8", "kvquant-2bit-1%:group=8"])
+@pytest.mark.parametrize("spec", ["tc-2bit:group=16", "kvquant-2bit-1%:group=8"])
 def test_another_calibration_is_refused(model: Any, spec: str, tmp_path: Path) -> None:
     filled(model, spec).save(tmp_path / "c")
     made = calibration(model, spec)
@@ -101,7 +101,7 @@ def test_a_calibration_that_is_kept_is_found(
     from xquant import kept
 
     monkeypatch.setenv("XQUANT_CACHE", str(tmp_path))
-    other, spec = tiny("llama", num_hidden_layers=2), "tc-2bit:group=8"
+    other, spec = tiny("llama", num_hidden_layers=2), "tc-2bit:group=16"
     made = calibration(model, spec)
     assert made is not None
     filled(model, spec).save(tmp_path / "c")
@@ -153,7 +153,7 @@ def test_what_is_no_saved_cache_is_refused(model: Any, tmp_path: Path) -> None:
         refused(model, path, "is damaged or no saved cache")
     save_file({"a": torch.zeros(3)}, path)
     refused(model, path, "is a safetensors file, but not a saved cache of xquant")
-    made = calibration(model, "tc-2bit:group=8")
+    made = calibration(model, "tc-2bit:group=16")
     assert made is not None
     made.save(path)
     refused(model, path, "is a safetensors file, but not a saved cache of xquant")
@@ -161,9 +161,9 @@ def test_what_is_no_saved_cache_is_refused(model: Any, tmp_path: Path) -> None:
 
 def test_another_major_version_is_refused_and_a_minor_one_is_not(model: Any, file: Path) -> None:
     facts, tensors = read(file)
-    write(file, {**facts, "version": "1.1"}, tensors)
-    refused(model, file, r"of format 1\.1, and this xquant reads 2\.x")
-    write(file, {**facts, "version": "2.9", "more": [1]}, tensors)
+    write(file, {**facts, "version": "2.1"}, tensors)
+    refused(model, file, r"of format 2\.1, and this xquant reads 3\.x")
+    write(file, {**facts, "version": "3.9", "more": [1]}, tensors)
     assert KVCache.load(model, file).get_seq_length() == 38
 
 
@@ -291,7 +291,7 @@ def test_any_byte_that_is_another_is_found(kind: Any, tmp_path: Path) -> None:
 MAY_BE = re.compile(
     r"(xquant|transformers|family|attention|cache_bytes|full_cache_bytes) is |attend is store"
     r"|tokens removed"
-    r"|version is 2\.9|recording is \[|.*(codes|scale|zero|gain|tail|sinks|keys|values|excess).* of zeros"
+    r"|version is 3\.9|recording is \[|.*(codes|scale|zero|gain|tail|sinks|keys|values|excess).* of zeros"
     r"|.*(codes|scale|gain).* (of the|one more|turned)"
     r"|(positions|real|tokens|table|.*channel).* (of |one|not)"
 )

@@ -50,7 +50,7 @@ def test_a_cache_of_every_method_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("attend", ["chunk", "store"])
-@pytest.mark.parametrize("spec", ["kivi-2bit:group=8,sink=2,tail=5", "tc-2bit:group=8"])
+@pytest.mark.parametrize("spec", ["kivi-2bit:group=8,sink=2,tail=5", "tc-2bit:group=16"])
 def test_every_token_through_the_store(attend: str, spec: str, tmp_path: Path) -> None:
     model = model_of("llama")
     run = lived(model, make_cache(model, spec, attend))
@@ -133,7 +133,7 @@ def test_windows_that_record_what_left_them(recording: bool, tmp_path: Path) -> 
     assert run.same_with(other)
 
 
-@pytest.mark.parametrize("spec", ["kivi-2bit:group=8", "xquant-2bit:group=8", "tc-2bit:group=8"])
+@pytest.mark.parametrize("spec", ["kivi-2bit:group=8", "xquant-2bit:group=8", "tc-2bit:group=16"])
 def test_a_model_with_quantized_weights(spec: str, tmp_path: Path) -> None:
     model = tiny("qwen2", **SIZES)
     hqq(model, 4)
@@ -182,11 +182,11 @@ def test_packed_blocks_are_not_copied_to_be_saved(
 
 def test_a_converted_and_a_copied_cache(tmp_path: Path) -> None:
     model = model_of("llama")
-    run = lived(model, make_cache(model, "tc-cl-2bit:group=8"))
+    run = lived(model, make_cache(model, "tc-cl-2bit:group=16"))
     other = loaded(run.cache, tmp_path / "c")
     run.cache = run.cache.converted("kivi-4bit:group=8")
     assert run.same_with(loaded(run.cache, tmp_path / "c"))
-    run = lived(model, make_cache(model, "tc-cl-2bit:group=8"))
+    run = lived(model, make_cache(model, "tc-cl-2bit:group=16"))
     run.cache = run.cache.converted("kivi-4bit:group=8")
     assert run.same_with(other.converted("kivi-4bit:group=8"))
 

@@ -50,8 +50,8 @@ FORMULAS: dict[str, Any] = {
 
 
 def _ranked(quantizer: Ranked) -> int:
-    codes = sum(_rows(bits, count) for bits, count in enumerate(quantizer.counts, 1))
-    return codes + ceil(2 * WIDTH / 2) + ceil(TOKENS / 2)
+    codes = sum(TOKENS * width.bits * count / 8 for width, count in quantizer.runs)
+    return int(codes) + ceil(2 * WIDTH / 2) + ceil(TOKENS / 2)
 
 
 @pytest.mark.parametrize("spec", FORMULAS)

@@ -130,7 +130,7 @@ def test_copies_saves_and_conversions(device: None, model: Any, tmp_path: Path) 
 
 
 def test_a_failed_pass_leaves_all_as_it_was(device: None, model: Any) -> None:
-    plain, far = caches(model, "tc-cl-2bit:group=8")
+    plain, far = caches(model, "tc-cl-2bit:group=16")
     batch = left_padded([30, 12])
     for cache in (plain, far):
         with torch.inference_mode():

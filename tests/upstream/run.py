@@ -39,7 +39,7 @@ FAMILIES = [
     "smollm3",
     "starcoder2",
 ]
-METHODS = ("kivi-16bit:group=4", "xquant-16bit:group=4", "tc-8bit:group=8", "kivi-4bit:group=4")
+METHODS = ("kivi-16bit:group=4", "xquant-16bit:group=4", "tc-8bit:group=16", "kivi-4bit:group=4")
 Outcome = dict[str, Any]
 
 

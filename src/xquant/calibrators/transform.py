@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.choose import packer_of
 from ..methods.key_value import KeyValueCodec
 from ..methods.transform import Transform
 from ..methods.transform_codec import channels
@@ -20,6 +21,8 @@ from ..quant.ranked import Ranked, allot, side_nbytes, steps_of
 from ..threads import one_thread
 from .calibrator import Rows, Stage
 
+FEWEST = 16
+"""Tokens of the shortest block."""
 SINKS = 4
 """First tokens of a sample that are left out: their keys and values are far from all others."""
 BLOCK = 128
@@ -49,8 +52,8 @@ class TransformCalibrator:
         self.stage = StatisticsStage(len(views), method.metric == "fisher")
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
-        if length <= SINKS:
-            raise ValueError(f"samples of {length} tokens hold nothing but sinks: give longer ones")
+        if length < FEWEST:
+            raise ValueError(f"samples of {length} tokens fill no block: give {FEWEST} or more")
         yield self.stage
 
     def tensors(self) -> dict[str, Tensor]:
@@ -167,7 +170,7 @@ def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, 
 def blocks(states: Tensor) -> tuple[Tensor, Tensor]:
     """States ``[N, T, C]`` cut into blocks ``[M, n, C]``, and which of their tokens are sinks, ``[M, n]``."""
     length = states.shape[1]
-    size = min(BLOCK, length)
+    size = min(BLOCK, length // FEWEST * FEWEST)
     whole = length // size * size
     sinks = (torch.arange(whole) < SINKS).expand(len(states), -1)
     return states[:, :whole].unflatten(1, (-1, size)).flatten(0, 1), sinks.reshape(-1, size)
@@ -196,8 +199,8 @@ def as_read(rows: Tensor, found: dict[str, Tensor], below: list[Tensor]) -> Tens
     size = parts.shape[1]
     budget = int(LOOP_BITS * rows.shape[-1]) - 8 * side_nbytes(states.shape[-1], size) // size
     quantizer = Ranked(found["usual"], allot([found["profile"]], max(budget, 0))[0])
-    read = torch.empty_like(parts)
-    quantizer.decode(quantizer.encode(parts, sinks), read)
+    read, packer = torch.empty_like(parts), packer_of("auto")
+    packer.unpack(quantizer, packer.pack(quantizer, parts, sinks), read)
     loss = (parts - read).view(len(rows), -1, states.shape[-1]) @ found["synthesis"].float().T
     out = rows.clone()
     out[:, SINKS : loss.shape[1]] -= loss[:, SINKS:]

@@ -38,11 +38,14 @@ class Transform(Method):
     head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
     calibration_size: ClassVar[tuple[int, int]] = (512, 32)
     calibrates_itself: ClassVar[bool] = True
+    narrowest: ClassVar[float] = 1
+    """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and
+    from 2 bits a value on it gains nothing."""
 
     bits: float = field(metadata={"help": "bits a value", "least": 0.1, "most": 8})
     sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})
     group: int = field(
-        default=128, metadata={"step": 8, "help": "tokens of a sealed block, and of a scale"}
+        default=128, metadata={"step": 16, "help": "tokens of a sealed block, and of a scale"}
     )
     metric: str = field(
         default="fisher",
@@ -96,7 +99,7 @@ class Transform(Method):
                 f"{self.spec}: the scales of blocks of {self.group} tokens alone take"
                 f" {scales / values:.2f} bits a value: take more bits or a larger group"
             )
-        return allot(profiles, budget)
+        return allot(profiles, budget, self.narrowest)
 
     def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
         import torch
@@ -148,6 +151,7 @@ class PredictedTransform(Transform):
     name: ClassVar[str] = "tc-cl"
     summary: ClassVar[str] = "as tc, of what a prediction from the layer below leaves over"
     example: ClassVar[str] = "tc-cl-1bit"
+    narrowest: ClassVar[float] = 0.5
     reach: int = field(
         default=2, metadata={"least": 1, "help": "layers below that a layer is predicted from"}
     )

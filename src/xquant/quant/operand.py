@@ -35,4 +35,4 @@ class RankedOperand:
     usual: Tensor
     """int16 ``[C]``."""
     counts: tuple[int, ...]
-    """Channels of 1, 2, ... 8 bits."""
+    """Channels of each of `trellis.WIDTHS`."""

@@ -1,10 +1,10 @@
 """Transform codes: every channel of a block has a scale, every token a gain, and the channels with the
 largest scales get the widest codes.
 
-``x ~ level[code] * scale * gain``, with the levels of `levels.ranked_levels`. Scales and gains are powers of
-``2 ** (1 / STEPS)``, kept as 4 bits: a channel's above its lowest, the nearest to its root mean square in the
-block; a token's around 1. Decoding finds the order of the scales as encoding did, so that no widths are
-stored, every block takes the same bytes, and none depends on another.
+``x ~ level * scale * gain``, with the levels that codes of a `trellis.Width` select. Scales and gains are
+powers of ``2 ** (1 / STEPS)``, kept as 4 bits: a channel's above its lowest, the nearest to its root mean
+square in the block; a token's around 1. Decoding finds the order of the scales as encoding did, so that no
+widths are stored, every block takes the same bytes, and none depends on another.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from .affine import FP16_MAX
-from .levels import distortion, edges_of, ranked_levels
+from .levels import edges_of
 from .operand import RankedOperand
 from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Packed, Quantizer, dense
 from .streams import RunStreams, Streams
+from .trellis import CIRCLE, TRELLIS, WIDTHS, WINDOW, Width
 
 STEPS = 3
 """Scales to an octave."""
@@ -27,16 +28,16 @@ ABOVE = 5
 """The place among a channel's 16 scales, from the top, of the one that is usual."""
 EVEN = 8
 """The place of a gain of 1 among 16."""
-WIDEST = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Ranked(Quantizer):
-    """Codes of 0 to 8 bits, by the rank of a channel's scale.
+    """Codes of 0 to 8 bits a number, by the rank of a channel's scale. Blocks are filled up to a multiple of
+    `CIRCLE` tokens with hidden ones.
 
     Args:
         usual: the logarithm of every channel's usual scale, in steps, int16 ``[C]``.
-        counts: how many channels get 1, 2, ... 8 bits.
+        counts: how many channels get codes of each of `WIDTHS`.
 
     Raises:
         ValueError: ``usual`` is of another type or shape, or the counts are not those of so many channels.
@@ -49,8 +50,10 @@ class Ranked(Quantizer):
         usual, counts = self.usual, self.counts
         if usual.dtype != torch.int16 or usual.dim() != 1:
             raise ValueError(f"usual scales are int16 [C], not {usual.dtype} {list(usual.shape)}")
-        if len(counts) != WIDEST or min(counts) < 0 or sum(counts) > len(usual):
-            raise ValueError(f"{len(usual)} channels cannot have codes of 1 to 8 bits in {counts}")
+        if len(counts) != len(WIDTHS) or min(counts) < 0 or sum(counts) > len(usual):
+            raise ValueError(
+                f"{len(usual)} channels cannot have codes of {len(WIDTHS)} widths in {counts}"
+            )
         object.__setattr__(self, "usual", usual.contiguous())
 
     @property
@@ -59,19 +62,19 @@ class Ranked(Quantizer):
         return len(self.usual)
 
     @property
-    def widths(self) -> list[tuple[int, int]]:
-        """Bits and channels of each run of equal widths, the widest first."""
-        return [(b, n) for b, n in reversed(list(enumerate(self.counts, 1))) if n]
+    def runs(self) -> list[tuple[Width, int]]:
+        """Each width with its channels, the widest first."""
+        return [(w, n) for w, n in zip(WIDTHS[::-1], self.counts[::-1], strict=True) if n]
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
+        x, excluded = filled(x, excluded)
         packed, even, power = self._measured(x, excluded)
         order = self._order(power)
         scaled = (even / _size(power).unsqueeze(1)).gather(2, order[:, None].expand_as(even))
         runs, start = [scaled.new_empty(len(x), 0, dtype=torch.uint8)], 0
-        for bits, count in self.widths:
-            part = scaled[..., start : start + count].contiguous()
-            codes = torch.bucketize(part, edges_of(ranked_levels(bits)).to(x.device))
-            runs.append(pack(codes.to(torch.uint8), bits).flatten(1))
+        for width, count in self.runs:
+            codes = width.encode(scaled[..., start : start + count], excluded)
+            runs.append(pack(codes, width.code).flatten(1))
             start += count
         packed["codes"] = torch.cat(runs, 1)
         return packed
@@ -95,19 +98,19 @@ class Ranked(Quantizer):
         return packed, x, places + low
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        tokens, channels = out.shape[1:]
+        tokens, channels = whole(out.shape[1]), out.shape[2]
         power = _unpack_halves(dense(packed, "scale"), channels) + self._low(out.device)
         gain = _size(_unpack_halves(dense(packed, "gain"), tokens) - EVEN).unsqueeze(2)
         order = self._order(power)
-        rows = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
-        runs = dense(packed, "codes").split([packed_rows(tokens, b) * n for b, n in self.widths], 1)
+        rows = torch.zeros(len(out), tokens, channels, dtype=torch.float32, device=out.device)
+        runs = dense(packed, "codes").split([w.nbytes(tokens) * n for w, n in self.runs], 1)
         start = 0
-        for (bits, count), run in zip(self.widths, runs, strict=True):
-            codes = unpack(run.unflatten(1, (-1, count)), bits, tokens)
-            at = order[:, None, start : start + count].expand_as(codes)
-            rows.scatter_(2, at, ranked_levels(bits).to(out.device)[codes.int()])
+        for (width, count), run in zip(self.runs, runs, strict=True):
+            codes = unpack(run.unflatten(1, (-1, count)), width.code, tokens // width.tokens)
+            levels = width.decode(codes)
+            rows.scatter_(2, order[:, None, start : start + count].expand_as(levels), levels)
             start += count
-        out.copy_(rows.mul_(_size(power).unsqueeze(1)).mul_(gain))
+        out.copy_(rows.mul_(_size(power).unsqueeze(1)).mul_(gain)[:, : out.shape[1]])
 
     def _low(self, device: torch.device) -> Tensor:
         return self.usual.to(device, torch.int32) - (15 - ABOVE)
@@ -119,19 +122,21 @@ class Ranked(Quantizer):
 
     def code_nbytes(self, tokens: int) -> int:
         """Bytes of the codes of a block."""
-        return sum(packed_rows(tokens, bits) * count for bits, count in self.widths)
+        return sum(width.nbytes(whole(tokens)) * count for width, count in self.runs)
 
     def fields(self, tokens: int, channels: int) -> dict[str, Field]:
         """All uint8: ``scale`` of the channels and ``gain`` of the tokens, two in a byte, and ``codes``, the
-        runs of `widths` one after the other."""
+        runs of codes one after the other."""
         return {
             "scale": Field((packed_rows(channels, 4),), torch.uint8, "ranges"),
-            "gain": Field((packed_rows(tokens, 4),), torch.uint8, "ranges"),
+            "gain": Field((packed_rows(whole(tokens), 4),), torch.uint8, "ranges"),
             "codes": Field((self.code_nbytes(tokens),), torch.uint8, "codes"),
         }
 
     def streams(self, field: str, tokens: int) -> Streams:
-        return RunStreams(tuple(self.widths), tokens) if field == "codes" else Streams()
+        if field != "codes":
+            return Streams()
+        return RunStreams(tuple((w.code, whole(tokens) // w.tokens, n) for w, n in self.runs))
 
     def operand(self, tokens: int, channels: int) -> RankedOperand:
         return RankedOperand(self.usual, self.counts)
@@ -139,6 +144,22 @@ class Ranked(Quantizer):
     @property
     def tables(self) -> list[Tensor]:
         return [self.usual]
+
+
+def whole(tokens: int) -> int:
+    """The next multiple of `CIRCLE`."""
+    return -(-tokens // CIRCLE) * CIRCLE
+
+
+def filled(x: Tensor, excluded: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Blocks ``[N, n, C]`` of `whole` tokens, and which are hidden: as before, and those that are added."""
+    missing = whole(x.shape[1]) - x.shape[1]
+    if not missing:
+        return x, excluded
+    if excluded is None:
+        excluded = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+    pad = torch.nn.functional.pad
+    return pad(x, (0, 0, 0, missing)), pad(excluded, (0, missing), value=True)
 
 
 FARTHEST_STEP = 200
@@ -173,14 +194,23 @@ def size_table() -> tuple[Tensor, int]:
 
 @cache
 def level_table() -> Tensor:
-    """`ranked_levels` of 1 to 8 bits, one after the other."""
-    return torch.cat([ranked_levels(bits) for bits in range(1, WIDEST + 1)])
+    """The levels that windows of each width select, fp32 ``[widths, 2, 256]``."""
+    found = torch.zeros(len(WIDTHS), 2, 2**WINDOW, device="cpu")
+    for table, width in zip(found, WIDTHS, strict=True):
+        table[: width.tokens, : 2**width.window] = width.levels.T
+    return found
 
 
 @cache
-def edge_table() -> Tensor:
-    """What lies between the levels of `level_table`, likewise."""
-    return torch.cat([edges_of(ranked_levels(bits)) for bits in range(1, WIDEST + 1)])
+def search_tables() -> tuple[Tensor, Tensor, Tensor]:
+    """What codes are found with: what lies between the levels of widths without a trellis, fp32
+    ``[widths, 256]``; the levels of the others in units, int16 ``[TRELLIS, 2, 256]``; and the units, fp32."""
+    edges = torch.zeros(len(WIDTHS), 2**WINDOW, device="cpu")
+    for row, width in zip(edges[len(TRELLIS) :], WIDTHS[len(TRELLIS) :], strict=True):
+        row[: 2**width.code - 1] = edges_of(width.levels[:, 0])
+    units = torch.tensor([width.unit for width in TRELLIS], dtype=torch.float64, device="cpu")
+    whole = (level_table()[: len(TRELLIS)].double() * units[:, None, None]).round().short()
+    return edges, whole, units.float()
 
 
 def _size(steps: Tensor) -> Tensor:
@@ -221,27 +251,44 @@ def _unpack_halves(packed: Tensor, count: int) -> Tensor:
 
 def side_nbytes(channels: int, tokens: int) -> int:
     """Bytes of the scales and gains of a block."""
-    return packed_rows(channels, 4) + packed_rows(tokens, 4)
+    return packed_rows(channels, 4) + packed_rows(whole(tokens), 4)
 
 
-def allot(profiles: Sequence[Tensor], budget: int, widest: int = WIDEST) -> list[tuple[int, ...]]:
+def allot(profiles: Sequence[Tensor], budget: int, narrowest: float = 0.5) -> list[tuple[int, ...]]:
     """Bits for every rank of several layers, ``budget`` in all, so that the sum of errors is least.
 
-    A bit goes where it takes away most (reverse water-filling, one bit at a time; errors are convex in the
-    bits, so this is the best there is).
+    Half a bit goes where it takes away most (reverse water-filling; errors are convex in the bits, so nothing
+    with half a bit less costs less).
 
     Args:
         profiles: mean variance of each rank ``[C]``, falling, for each layer.
+        narrowest: bits of the narrowest width that is given to a rank.
 
     Returns:
         the counts of `Ranked` for each layer.
     """
-    gains = [distortion(b) - distortion(b + 1) for b in range(widest)]
-    every = torch.cat([p[:, None] * p.new_tensor(gains) for p in profiles])  # [all ranks, widest]
-    taken = every.new_zeros(every.numel(), dtype=torch.long)
-    taken[every.flatten().topk(min(budget, every.numel())).indices] = 1
-    bits = taken.view(every.shape).sum(1)
+    # What each half bit takes away of the error.
+    halves, gains, above = [0], [], 1.0
+    for width in (width for width in WIDTHS if width.bits >= narrowest):
+        halves.append(round(2 * width.bits))
+        step = halves[-1] - halves[-2]
+        gains += [(above - width.error) / step] * step
+        above = width.error
+    left_out = len(WIDTHS) + 1 - len(halves)
+    every = torch.cat([p[:, None] * p.new_tensor(gains) for p in profiles])
+    taken = torch.zeros_like(every, dtype=torch.long)
+    # Of equal gains those of one rank come first, so that what belongs to one code is taken together.
+    best = every.flatten().sort(descending=True, stable=True).indices[: 2 * budget]
+    taken.view(-1)[best] = 1
+    ends = torch.tensor(halves, device=taken.device)
+    widths = torch.bucketize(taken.sum(1), ends, right=True) - 1
+    # Where the last width is a bit above the one before, half a bit may be left: it goes where it is of use.
+    spent = ends[widths]
+    fits = ends[(widths + 1).clamp(max=len(halves) - 1)] - spent == 1
+    if int(spent.sum()) < 2 * budget and fits.any():
+        gain = every.gather(1, spent[:, None].clamp(max=len(gains) - 1)).squeeze(1)
+        widths[gain.where(fits, gain.new_tensor(-1)).argmax()] += 1
     return [
-        tuple(part.bincount(minlength=widest + 1)[1:].tolist())
-        for part in bits.split([len(p) for p in profiles])
+        (0,) * left_out + tuple(part.bincount(minlength=len(halves))[1:].tolist())
+        for part in widths.split([len(p) for p in profiles])
     ]

@@ -47,19 +47,18 @@ class RunStreams(Streams):
     one of any other width, take a byte.
 
     Args:
-        runs: bits and channels of each run, as they lie in a block.
-        tokens: of a block, a multiple of 8.
+        runs: bits of a code, codes of a channel (a multiple of 8) and channels of each run, as they lie in a
+            block.
     """
 
-    runs: tuple[tuple[int, int], ...]
-    tokens: int
+    runs: tuple[tuple[int, int, int], ...]
 
     def apart(self, tensor: Tensor) -> list[Tensor]:
-        sizes = [packed_rows(self.tokens, bits) * channels for bits, channels in self.runs]
+        sizes = [packed_rows(count, bits) * channels for bits, count, channels in self.runs]
         found = []
-        for (bits, channels), run in zip(self.runs, tensor.split(sizes, 1), strict=True):
+        for (bits, count, channels), run in zip(self.runs, tensor.split(sizes, 1), strict=True):
             if len(planes(bits)) > 1:
-                run = unpack(run.unflatten(1, (-1, channels)), bits, self.tokens)
+                run = unpack(run.unflatten(1, (-1, channels)), bits, count)
                 if bits == _PAIRED:
                     run = run[:, 0::2] | run[:, 1::2] << bits
             found.append(run.flatten())
@@ -67,11 +66,12 @@ class RunStreams(Streams):
 
     def together(self, data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         blocks = shape[0]
-        rows = [self._rows(bits) for bits, _ in self.runs]
-        sizes = [blocks * n * channels for n, (_, channels) in zip(rows, self.runs, strict=True)]
+        sizes = [
+            blocks * _stream_rows(bits, count) * channels for bits, count, channels in self.runs
+        ]
         check_length(data, sum(sizes))
         found = []
-        for (bits, channels), run in zip(self.runs, data.split(sizes), strict=True):
+        for (bits, _, channels), run in zip(self.runs, data.split(sizes), strict=True):
             run = run.view(blocks, -1, channels)
             if bits == _PAIRED:
                 run = torch.stack([run & (1 << bits) - 1, run >> bits], 2).flatten(1, 2)
@@ -80,11 +80,12 @@ class RunStreams(Streams):
             found.append(run.flatten(1))
         return torch.cat(found, 1) if found else data.view(tuple(shape))
 
-    def _rows(self, bits: int) -> int:
-        """Bytes of a channel in its stream."""
-        if len(planes(bits)) == 1:
-            return packed_rows(self.tokens, bits)
-        return self.tokens // 2 if bits == _PAIRED else self.tokens
+
+def _stream_rows(bits: int, count: int) -> int:
+    """Bytes of a channel in its stream."""
+    if len(planes(bits)) == 1:
+        return packed_rows(count, bits)
+    return count // 2 if bits == _PAIRED else count
 
 
 def check_length(data: Tensor, wanted: int) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from .seal import UNSEALED, is_intact, sealed
 
 KIND = "xquant cache"
-VERSION = (2, 0)
+VERSION = (3, 0)
 """Of the format. A reader takes every minor version of its own major one, and passes over what it does not
 know in the header."""
 _LONGEST = 400

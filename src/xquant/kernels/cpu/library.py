@@ -96,13 +96,13 @@ class RankedBlocks(Structure):
     __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("rows", "excluded", "scale", "gain", "codes", "usual")),
-        *((name, c_void_p) for name in ("sizes", "levels", "borders")),
-        *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
-        ("counts", c_int32 * 8),
         *(
-            (name, c_int32)
-            for name in ("blocks", "tokens", "channels", "dtype", "threads", "unused")
+            (name, c_void_p)
+            for name in ("sizes", "levels", "edges", "whole_levels", "units", "borders")
         ),
+        *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
+        ("counts", c_int32 * 11),
+        *((name, c_int32) for name in ("blocks", "tokens", "channels", "dtype", "threads")),
     ]
 
 
@@ -135,8 +135,8 @@ class RankedOperand(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("codes", "scale", "gain")),
         *((name, c_void_p) for name in ("usual", "sizes", "levels", "highest_level")),
-        ("counts", c_int32 * 8),
-        *((name, c_int32) for name in ("block", "channels")),
+        ("counts", c_int32 * 11),
+        *((name, c_int32) for name in ("block", "channels", "unused")),
     ]
 
 

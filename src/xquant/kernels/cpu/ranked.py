@@ -12,9 +12,8 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
 from ...models.rotation import Pair
-from ...quant.levels import ranked_levels
 from ...quant.operand import RankedOperand
-from ...quant.ranked import WIDEST, size_table
+from ...quant.ranked import level_table, size_table
 from ...store.tokens import TokenIndex
 from ..rebuilding import at_columns
 from . import library as native
@@ -31,18 +30,17 @@ RUN = 32
 
 def unfit(codec: LayerCodec, block: int) -> str:
     """Why the library cannot attend on the ranked codes of a layer; empty where it can."""
-    if codec.view.device.type != "cpu":
-        return f"the layer is on {codec.view.device.type}"
-    return f"blocks of {block}: no multiple of 8" if block % 8 else ""
+    device = codec.view.device.type
+    return "" if device == "cpu" else f"the layer is on {device}"
 
 
 @cache
 def level_words() -> tuple[Tensor, Tensor]:
-    """`ranked_levels` of 1 to 8 bits one after the other, as int16 of which 32767 is the highest of a width,
-    and what that is, fp32 ``[8]``."""
-    levels = [ranked_levels(bits) for bits in range(1, WIDEST + 1)]
-    words = [(each / each.max() * 32767).round().short() for each in levels]
-    return torch.cat(words), torch.stack([each.max() for each in levels])
+    """`level_table` as int16 of which 32767 is the highest of each width, and what that is, fp32
+    ``[widths]``."""
+    levels = level_table()
+    highest = levels.abs().amax((1, 2))
+    return (levels / highest[:, None, None] * 32767).round().short(), highest
 
 
 def zipped(weight: Tensor) -> Tensor:

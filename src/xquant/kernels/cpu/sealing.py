@@ -12,7 +12,15 @@ from torch import Tensor
 
 from ...quant import Affine, Packed, Quantizer
 from ...quant.quantizer import dense
-from ...quant.ranked import Ranked, border_table, edge_table, level_table, size_table
+from ...quant.ranked import (
+    Ranked,
+    border_table,
+    filled,
+    level_table,
+    search_tables,
+    size_table,
+    whole,
+)
 from ...store.packer import Packer
 from . import library as native
 
@@ -105,8 +113,11 @@ def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None)
     Raises:
         ValueError: NaN, or tensors that do not fit each other.
     """
+    x, excluded = filled(x, excluded)
     packed, rows = _empty(quantizer, x), x.float()
-    call = _ranked_call(quantizer, rows, packed, edge_table())
+    call = _ranked_call(quantizer, rows, packed)
+    edges, whole, units = search_tables()
+    call.edges, call.whole_levels, call.units = edges.data_ptr(), whole.data_ptr(), units.data_ptr()
     borders, _ = border_table()
     call.borders = borders.data_ptr()
     if excluded is not None:
@@ -121,19 +132,21 @@ def unpack_ranked(isa: str, quantizer: Ranked, packed: Packed, out: Tensor) -> N
     Raises:
         ValueError: tensors that do not fit each other.
     """
-    native.pack_or_unpack(
-        f"ranked_decode_{isa}", _ranked_call(quantizer, out, packed, level_table())
-    )
+    blocks, tokens, channels = out.shape
+    rows = out if tokens == whole(tokens) else out.new_empty(blocks, whole(tokens), channels)
+    call = _ranked_call(quantizer, rows, packed)
+    call.levels = level_table().data_ptr()
+    native.pack_or_unpack(f"ranked_decode_{isa}", call)
+    if rows is not out:
+        out.copy_(rows[:, :tokens])
 
 
-def _ranked_call(
-    quantizer: Ranked, rows: Tensor, packed: Packed, table: Tensor
-) -> native.RankedBlocks:
+def _ranked_call(quantizer: Ranked, rows: Tensor, packed: Packed) -> native.RankedBlocks:
     call = native.RankedBlocks()
     _point(call, quantizer, rows, packed)
     sizes, zero = size_table()
     call.usual = native.address(quantizer.usual, torch.int16, rows.shape[2])
-    call.levels, call.sizes = table.data_ptr(), sizes[zero:].data_ptr()
+    call.sizes = sizes[zero:].data_ptr()
     call.code_bytes = quantizer.code_nbytes(rows.shape[1])
     call.counts[:] = quantizer.counts
     return call

@@ -28,7 +28,7 @@ from .. import fit
 from ..recode import Recoder, Stored
 from .seam import RING, PagedImpl, kept_of, model_of
 
-_FORMAT = 1
+_FORMAT = 2
 """Blocks of another format have other names."""
 
 

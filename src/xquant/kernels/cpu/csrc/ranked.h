@@ -1,15 +1,15 @@
-// Attention over ranked codes of states x[t, c] = level[code] * scale_c * gain_t, of which keys are products:
+// Attention over ranked codes of states x[t, c] = level[t, c] * scale_c * gain_t, of which keys are products:
 //
-//     k[t] = gain_t sum_c (W_c scale_c) level[code[t, c]] + mean, rotated by RoPE;   score[t] = scaling q . k[t]
-//     sum_t w_t x[t, c] = scale_c sum_t (w_t gain_t) level[code[t, c]]
+//     k[t] = gain_t sum_c (W_c scale_c) level[t, c] + mean, rotated by RoPE;   score[t] = scaling q . k[t]
+//     sum_t w_t x[t, c] = scale_c sum_t (w_t gain_t) level[t, c]
 //
 // Channels that have no bits are left out of both. The product of keys is one of int16 states and int16 weights.
 // States are in the order of their scales, in groups of 64 columns. Columns of a group are of like size and share one
 // step, as fine as sums of 32 bits allow, so that small ones are not lost beside large ones. The sums over tokens are
 // in fp32. Both equal those of `quant.ranked.Ranked.decode`, times the weight of keys, to a relative error below 1e-3.
 #pragma once
-#include "packing.h"
 #include "ranking.h"
+#include "widths.h"
 
 namespace {
 
@@ -18,7 +18,7 @@ constexpr int GROUP_STRIDE = STRIP + 32;  // from token to token in a group; vec
 
 // Channels of a block that follow each other in order, have codes of one width and belong to one group.
 struct Run {
-    int first, count, bits;
+    int first, count, width;  // of WIDTHS
     const uint8_t* packed;
     int stride;  // bytes from row to row
 };
@@ -27,13 +27,13 @@ struct Run {
 template <class F>
 void for_each_run(const xq_ranked_operand& operand, const uint8_t* packed, F work) {
     int first = 0;
-    for (int bits = 8; bits >= 1; bits--) {
-        const int count = operand.counts[bits - 1];
+    for (int width = ALL_WIDTHS - 1; width >= 0; width--) {
+        const int count = operand.counts[width];
         for (int at = 0, next; at < count; at = next) {
             next = std::min(count, at + STRIP - (first + at) % STRIP);
-            work(Run{first + at, next - at, bits, packed + at, count});
+            work(Run{first + at, next - at, width, packed + at, count});
         }
-        packed += (size_t)operand.block * bits / 8 * count;
+        packed += packed_bytes(WIDTHS[width], operand.block) * count;
         first += count;
     }
 }
@@ -44,8 +44,8 @@ struct RankedReader {
     const int n, C;
     int coded = 0;
     Ranking ranks;
-    uint8_t* codes;  // [n + 8, 64] of a run
-    float* gains;    // [n]
+    uint8_t* windows;  // [n + 8, 64] of the codes of a run
+    float* gains;      // [n]
 
     static size_t bytes(const xq_ranked_operand& operand) {
         return Ranking::bytes(operand.channels) + (size_t)(operand.block + 8) * STRIP + sizeof(float) * operand.block +
@@ -53,7 +53,7 @@ struct RankedReader {
     }
     RankedReader(const xq_ranked_operand& operand, Workspace& workspace)
         : operand(operand), n(operand.block), C(operand.channels), ranks(C, workspace) {
-        codes = workspace.take<uint8_t>((size_t)(n + 8) * STRIP);
+        windows = workspace.take<uint8_t>((size_t)(n + 8) * STRIP);
         gains = workspace.take<float>(n);
         for (int count : operand.counts) coded += count;
     }
@@ -65,8 +65,20 @@ struct RankedReader {
         for (int t = 0; t < n; t++) gains[t] = size_of(operand.sizes, nibble_at(packed, n, t) - UNIT_GAIN_PLACE);
         return at_address<uint8_t>(operand.codes[id]);
     }
-    const int16_t* levels(int bits) const { return operand.levels + ((1 << bits) - 2); }
-    void unpack(const Run& run) const { pick_unpack_strip(run.bits)(run.packed, n, codes, run.stride, run.count); }
+    // Calls `work` with every token and 32 channels of a run, and with their levels.
+    template <class F>
+    void for_each_level(const Run& run, F work) const {
+        const Width& width = WIDTHS[run.width];
+        const int count = n / width.tokens;
+        pick_unpack_strip(width.code)(run.packed, count, windows, run.stride, run.count);
+        codes_to_windows(width, count, STRIP, windows);
+        for (int v = 0; v < width.tokens; v++) {
+            const LargeTable table = load_large_table(operand.levels + run.width * TABLE_SIZE + v * WINDOWS);
+            for (int i = 0; i < count; i++)
+                for (int c = 0; c < run.count; c += 32)
+                    work(i * width.tokens + v, c, look_up(table, windows + (size_t)i * STRIP + c));
+        }
+    }
 };
 
 // The keys of one block, head by head.
@@ -103,16 +115,15 @@ struct RankedKeys {
     // Chooses the step of every group, and what the highest level of a column is in steps.
     void set_column_ranges() const {
         const int* order = states.ranks.order;
-        int bits = 8, left = call.key.counts[7];
+        int width = ALL_WIDTHS - 1, left = call.key.counts[width];
         for (int group = 0; group < groups; group++) {
             float highest[STRIP], top = 0, total = 0;
             const int count = std::min(STRIP, states.coded - group * STRIP);
             for (int i = 0; i < count; i++) {
-                while (!left) left = call.key.counts[--bits - 1];
+                while (!left) left = call.key.counts[--width];
                 left--;
                 const int channel = order[group * STRIP + i];
-                highest[i] =
-                    call.key.highest_level[bits - 1] * states.ranks.sizes[channel] * call.weight_scale[channel];
+                highest[i] = call.key.highest_level[width] * states.ranks.sizes[channel] * call.weight_scale[channel];
                 top = std::max(top, highest[i]);
                 total += highest[i];
             }
@@ -125,24 +136,11 @@ struct RankedKeys {
     }
 
     void decode_run(const Run& run) const {
-        states.unpack(run);
-        const int16_t *levels = states.levels(run.bits), *step = column_max + run.first;
+        const int16_t* step = column_max + run.first;
         int16_t* out = states16 + (size_t)(run.first / STRIP) * n * GROUP_STRIDE + run.first % STRIP;
-        const Table table = load_table(levels);
-        for (int t = 0; t < n; t++, out += GROUP_STRIDE) {
-            const uint8_t* row = states.codes + (size_t)t * STRIP;
-            for (int i = 0; i < run.count; i += 32) {
-                Words level;
-                if (run.bits <= 4) {
-                    level = look_up(table, load_bytes16(row + i));
-                } else {
-                    alignas(64) int16_t each[32];
-                    for (int j = 0; j < 32; j++) each[j] = levels[row[i + j]];
-                    level = load(each);
-                }
-                store(out + i, multiply_q15(level, load(step + i)));
-            }
-        }
+        states.for_each_level(run, [&](int t, int c, Words level) {
+            store(out + (size_t)t * GROUP_STRIDE + c, multiply_q15(level, load(step + c)));
+        });
     }
 
     // Gathers a head's weights of the columns of a group, two columns beside each other. Returns the pairs.
@@ -295,7 +293,7 @@ struct RankedValues {
     const int n;
     float* weights;  // [rows, n] times the gains
     float* levels;   // [n, 64] of a run, times LEVEL_SCALE
-    static constexpr float LEVEL_SCALE = 65536.0f * 32767;
+    static constexpr float LEVEL_SCALE = 32767;
 
     static size_t bytes(const xq_ranked_sum& c) {
         return RankedReader::bytes(c.value) + sizeof(float) * c.value.block * ((size_t)c.rows + STRIP) + 2 * 64;
@@ -305,23 +303,12 @@ struct RankedValues {
         levels = workspace.take<float>((size_t)n * STRIP);
     }
 
-    void unpack(const Run& run) const {
-        states.unpack(run);
-        const int16_t* each = states.levels(run.bits);
-        const Table table = load_table(each);
-        for (int t = 0; t < n; t++)
-            for (int i = 0; i < run.count; i += 16) {
-                const uint8_t* codes = states.codes + (size_t)t * STRIP + i;
-                float* out = levels + (size_t)t * STRIP + i;
-                if (run.bits <= 4)  // moved to the upper half of a lane, which keeps the sign
-                    store_floats(out, to_floats(shift_left32<16>(look_up(table, load_bytes(codes)))));
-                else
-                    for (int j = 0; j < 16; j++) out[j] = 65536.0f * each[codes[j]];
-            }
-    }
-
     void add_run(const Run& run, float* out) const {
-        unpack(run);
+        states.for_each_level(run, [&](int t, int c, Words level) {
+            float* to = levels + (size_t)t * STRIP + c;
+            store_floats(to, to_floats(low_half(level)));
+            store_floats(to + 16, to_floats(high_half(level)));
+        });
         for (int r = 0; r < call.rows; r += MAX_ROWS) {
             const int rows = std::min(call.rows - r, MAX_ROWS);
             float found[MAX_ROWS * STRIP];
@@ -329,7 +316,7 @@ struct RankedValues {
                                                                                weights + (size_t)r * n, found);
             for (int i = 0; i < run.count; i++) {
                 const int channel = states.ranks.order[run.first + i];
-                const float size = states.ranks.sizes[channel] * (call.value.highest_level[run.bits - 1] / LEVEL_SCALE);
+                const float size = states.ranks.sizes[channel] * (call.value.highest_level[run.width] / LEVEL_SCALE);
                 for (int j = 0; j < rows; j++) out[(size_t)(r + j) * states.C + channel] += found[j * STRIP + i] * size;
             }
         }

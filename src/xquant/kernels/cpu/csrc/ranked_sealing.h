@@ -1,4 +1,4 @@
-// Rows to packed ranked codes and back: x[t, c] = level[code] * scale_c * gain_t. Scales and gains are powers of
+// Rows to packed ranked codes and back: x[t, c] = level[t, c] * scale_c * gain_t. Scales and gains are powers of
 // 2^(1/3), kept as 4 bits. A token's gain is the one nearest to the root mean square of its channels, each over its own
 // root mean square in the block; a channel's scale the one nearest to its root mean square after that. The channels
 // with the largest scales get the widest codes (ranking.h), those after the last width get none and decode to 0.
@@ -8,8 +8,8 @@
 #pragma once
 #include <cfloat>
 
-#include "packing.h"
 #include "ranking.h"
+#include "trellis.h"
 
 namespace {
 
@@ -17,26 +17,26 @@ namespace {
 class RankedDecoding {
   public:
     static size_t bytes(const xq_ranked_blocks& call) {
-        return Ranking::bytes(call.channels) + (size_t)call.tokens * call.channels + 64;
+        return Ranking::bytes(call.channels) + (size_t)call.tokens * row_of(call.channels) + 64;
     }
     RankedDecoding(const xq_ranked_blocks& call, Workspace& workspace) : call(call), ranks(call.channels, workspace) {
-        codes = workspace.take<uint8_t>((size_t)call.tokens * call.channels);
+        windows = workspace.take<uint8_t>((size_t)call.tokens * row_of(call.channels));
     }
 
     bool run(int number) {
         rank(number);
         const uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
         const uint8_t* gains = call.gain + (size_t)number * ((call.tokens + 1) / 2);
-        const float* levels = call.levels + 2;  // of 2 bits, after those of 1 bit
-        const float* tables[9] = {nullptr, call.levels};
-        for (int bits = 2; bits <= 8; levels += (size_t)1 << bits++) tables[bits] = levels;
         int first = 0;
-        for (int bits = 8; bits >= 1; bits--) {
-            const int count = call.counts[bits - 1];
+        for (int i = ALL_WIDTHS - 1; i >= 0; i--) {
+            const int count = call.counts[i];
             if (!count) continue;
-            packed = unpack(packed, bits, count);
+            const Width& width = WIDTHS[i];
+            packed = unpack(packed, width, count);
+            codes_to_windows(width, call.tokens / width.tokens, row_of(count), windows);
             for (int t = 0; t < call.tokens; t++)
-                write(number, t, first, count, tables[bits],
+                write(number, t, first, count, windows + (size_t)(t / width.tokens) * row_of(count),
+                      call.levels + i * TABLE_SIZE + t % width.tokens * WINDOWS,
                       size_of(call.sizes, nibble_at(gains, call.tokens, t) - UNIT_GAIN_PLACE));
             first += count;
         }
@@ -48,35 +48,37 @@ class RankedDecoding {
   private:
     const xq_ranked_blocks& call;
     Ranking ranks;
-    uint8_t* codes;  // [tokens, count] of one width
+    uint8_t* windows;  // [codes, row_of(count)] of one width
+
+    static int row_of(int channels) { return (channels + 63) / 64 * 64; }
 
     void rank(int number) {
         ranks.read(call.scale + (size_t)number * ((call.channels + 1) / 2), call.usual, call.sizes);
     }
 
-    // Unpacks the codes of `count` channels. Returns where the next width begins.
-    const uint8_t* unpack(const uint8_t* packed, int bits, int count) {
+    // Unpacks the codes of `count` channels into rows of windows. Returns where the next width begins.
+    const uint8_t* unpack(const uint8_t* packed, const Width& width, int count) {
+        const int codes = call.tokens / width.tokens, stride = row_of(count);
         int shift = 0;
-        for (int width = 8; width >= 1; width /= 2) {
-            if (!(bits & width)) continue;
-            const int rows = (call.tokens * width + 7) / 8, mask = (1 << width) - 1;
-            for (int run = 0; run < 8 / width; run++)
-                for (int i = 0; i < rows && i + run * rows < call.tokens; i++) {
+        for (int plane = 8; plane >= 1; plane /= 2) {
+            if (!(width.code & plane)) continue;
+            const int rows = codes * plane / 8, mask = (1 << plane) - 1;
+            for (int run = 0; run < 8 / plane; run++)
+                for (int i = 0; i < rows; i++) {
                     const uint8_t* from = packed + (size_t)i * count;
-                    uint8_t* to = codes + (size_t)(i + run * rows) * count;
+                    uint8_t* to = windows + (size_t)(i + run * rows) * stride;
                     for (int c = 0; c < count; c++) {
-                        const uint8_t code = (from[c] >> (run * width) & mask) << shift;
+                        const uint8_t code = (from[c] >> (run * plane) & mask) << shift;
                         to[c] = shift ? to[c] | code : code;
                     }
                 }
             packed += (size_t)rows * count;
-            shift += width;
+            shift += plane;
         }
         return packed;
     }
 
-    void write(int number, int t, int first, int count, const float* table, float gain) {
-        const uint8_t* row = codes + (size_t)t * count;
+    void write(int number, int t, int first, int count, const uint8_t* row, const float* table, float gain) {
         for (int i = 0; i < count; i++) {
             const int channel = ranks.order[first + i];
             put(number, t, channel, table[row[i]] * ranks.sizes[channel] * gain);
@@ -119,17 +121,19 @@ class RankedEncoding {
   public:
     static size_t bytes(const xq_ranked_blocks& call) {
         const size_t C = call.channels, n = call.tokens;
-        return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C + 16) + n * C +
-               std::max(n, C) + 7 * 64;
+        return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C) + n * C +
+               std::max(n, C) + 3 * n * LANES + TrellisSearch::bytes(call.tokens) + 9 * 64;
     }
     RankedEncoding(const xq_ranked_blocks& call, Workspace& workspace)
-        : call(call), C(call.channels), n(call.tokens), ranks(C, workspace) {
+        : call(call), C(call.channels), n(call.tokens), ranks(C, workspace), search(n, workspace) {
         scaled = workspace.take<float>((size_t)n * C);
         partial_sums = workspace.take<float>((size_t)(n + 1) / 2 * C);
         variance = workspace.take<float>(C);
-        row = workspace.take<float>(C + 16);
+        row = workspace.take<float>(C);
         places = workspace.take<uint8_t>(std::max(n, C));
         codes = workspace.take<uint8_t>((size_t)n * C);
+        numbers = workspace.take<int16_t>((size_t)n * LANES);
+        found = workspace.take<uint8_t>((size_t)n * LANES);
     }
 
     // False: there was NaN.
@@ -159,13 +163,16 @@ class RankedEncoding {
     const xq_ranked_blocks& call;
     const int C, n;
     Ranking ranks;
+    TrellisSearch search;
     const uint8_t* excluded;  // [n], null: none
     float* scaled;            // [n, C] the rows, divided by their gains once these are known
     float* partial_sums;      // [ceil(n / 2), C]
     float* variance;          // [C] mean squares
-    float* row;               // [C], with 16 elements more for whole vectors
+    float* row;               // [C]
     uint8_t* places;          // [max(n, C)] scales or gains before they are packed
     uint8_t* codes;           // [n, count] of one width
+    int16_t* numbers;         // [n, 16] channels in units
+    uint8_t* found;           // [n, 16] their codes
 
     static uint8_t place(int steps) { return (uint8_t)std::min(std::max(steps, 0), 15); }
 
@@ -219,59 +226,76 @@ class RankedEncoding {
             packed[i] = (uint8_t)(places[i] | (i + half < count ? places[i + half] << 4 : 0));
     }
 
-    void encode(uint8_t* packed) const {
+    void encode(uint8_t* packed) {
         int first = 0;
-        for (int bits = 8; bits >= 1; bits--) {
-            const int count = call.counts[bits - 1];
+        for (int i = ALL_WIDTHS - 1; i >= 0; i--) {
+            const int count = call.counts[i];
             if (!count) continue;
-            // Levels of b bits have 2^b - 1 edges between them, and 2^b - b - 1 edges of fewer bits come before.
-            const float* edges = call.levels + ((1 << bits) - bits - 1);
-            for (int t = 0; t < n; t++) {
-                const float* x = scaled + (size_t)t * C;
-                for (int i = 0; i < count; i++) {
-                    const int channel = ranks.order[first + i];
-                    row[i] = x[channel] / ranks.sizes[channel];
-                }
-                if (bits <= 4)
-                    count_below(edges, (1 << bits) - 1, row, count, codes + (size_t)t * count);
-                else
-                    for (int i = 0; i < count; i++) codes[(size_t)t * count + i] = search(edges, bits, row[i]);
-            }
-            packed = pack(packed, bits, count);
+            if (i < TRELLIS_WIDTHS)
+                search_codes(i, first, count);
+            else
+                find_nearest(i, first, count);
+            packed = pack(packed, WIDTHS[i], count);
             first += count;
         }
     }
 
-    // Counts the edges below each x. It reads up to 15 elements of x past `count`.
-    static void count_below(const float* edges, int edge_count, const float* x, int count, uint8_t* out) {
-        for (int i = 0; i < count; i += 16) {
-            alignas(64) int32_t found[16] = {};
-            for (int j = 0; j < edge_count; j++)
-                for (int k = 0; k < 16; k++) found[k] += edges[j] < x[i + k];
-            for (int k = 0; k < std::min(16, count - i); k++) out[i + k] = (uint8_t)found[k];
+    // The codes of channels first, first + 1, ... of the ranks, 16 rows at a time.
+    void search_codes(int i, int first, int count) {
+        const Width& width = WIDTHS[i];
+        for (int c = 0; c < count; c += LANES) {
+            const int lanes = std::min(LANES, count - c);
+            load_numbers(ranks.order + first + c, lanes, call.units[i]);
+            search.codes(width, call.whole_levels + i * TABLE_SIZE, numbers, excluded, found, LANES);
+            for (int t = 0; t < n / width.tokens; t++)
+                std::copy(found + t * LANES, found + t * LANES + lanes, codes + (size_t)t * count + c);
         }
     }
-    static uint8_t search(const float* edges, int bits, float x) {
+
+    // `lanes` channels, divided by their scales, in units. Channels that are missing are 0.
+    void load_numbers(const int* channels, int lanes, float unit) const {
+        alignas(64) float x[LANES] = {}, sizes[LANES];
+        alignas(64) int32_t whole[LANES];
+        for (int lane = 0; lane < LANES; lane++) sizes[lane] = lane < lanes ? ranks.sizes[channels[lane]] : 1;
+        const Floats size = load_floats(sizes), units = broadcast_float(unit);
+        const Floats lowest = broadcast_float(-32767), highest = broadcast_float(32767);
+        for (int t = 0; t < n; t++) {
+            const float* row = scaled + (size_t)t * C;
+            for (int lane = 0; lane < lanes; lane++) x[lane] = row[channels[lane]];
+            store(whole, to_nearest(minimum(maximum(load_floats(x) / size * units, lowest), highest)));
+            for (int lane = 0; lane < LANES; lane++) numbers[t * LANES + lane] = (int16_t)whole[lane];
+        }
+    }
+
+    void find_nearest(int i, int first, int count) const {
+        for (int t = 0; t < n; t++)
+            for (int c = 0; c < count; c++) {
+                const int channel = ranks.order[first + c];
+                const float x = scaled[(size_t)t * C + channel] / ranks.sizes[channel];
+                codes[(size_t)t * count + c] = nearest(call.edges + i * WINDOWS, WIDTHS[i].code, x);
+            }
+    }
+    static uint8_t nearest(const float* edges, int bits, float x) {
         int found = 0;
         for (int step = 1 << (bits - 1); step; step /= 2) found += edges[found + step - 1] < x ? step : 0;
         return (uint8_t)found;
     }
 
     // The inverse of RankedDecoding::unpack.
-    uint8_t* pack(uint8_t* packed, int bits, int count) const {
+    uint8_t* pack(uint8_t* packed, const Width& width, int count) const {
         int shift = 0;
-        for (int width = 8; width >= 1; width /= 2) {
-            if (!(bits & width)) continue;
-            const int rows = (n * width + 7) / 8, mask = (1 << width) - 1;
+        for (int plane = 8; plane >= 1; plane /= 2) {
+            if (!(width.code & plane)) continue;
+            const int rows = n / width.tokens * plane / 8, mask = (1 << plane) - 1;
             std::memset(packed, 0, (size_t)rows * count);
-            for (int run = 0; run < 8 / width; run++)
-                for (int i = 0; i < rows && i + run * rows < n; i++) {
+            for (int run = 0; run < 8 / plane; run++)
+                for (int i = 0; i < rows; i++) {
                     uint8_t* to = packed + (size_t)i * count;
                     const uint8_t* from = codes + (size_t)(i + run * rows) * count;
-                    for (int c = 0; c < count; c++) to[c] |= (from[c] >> shift & mask) << (run * width);
+                    for (int c = 0; c < count; c++) to[c] |= (from[c] >> shift & mask) << (run * plane);
                 }
             packed += (size_t)rows * count;
-            shift += width;
+            shift += plane;
         }
         return packed;
     }

@@ -60,6 +60,10 @@ template <int N>
 inline Words shift_left32(Words a) {
     return {_mm256_slli_epi32(a.lo, N), _mm256_slli_epi32(a.hi, N)};
 }
+inline Words shift_left16_by(Words a, int n) {
+    __m128i by = _mm_cvtsi32_si128(n);
+    return {_mm256_sll_epi16(a.lo, by), _mm256_sll_epi16(a.hi, by)};
+}
 inline Words add16(Words a, Words b) {
     return {_mm256_add_epi16(a.lo, b.lo), _mm256_add_epi16(a.hi, b.hi)};
 }
@@ -94,6 +98,16 @@ inline __m256i look_up_half(Table table, __m256i codes) {
 }
 inline Words look_up(Table table, Words codes) {
     return {look_up_half(table, codes.lo), look_up_half(table, codes.hi)};
+}
+
+struct LargeTable {
+    const int16_t* entries;
+};
+inline LargeTable load_large_table(const int16_t* entries) { return {entries}; }
+inline Words look_up(const LargeTable& table, const uint8_t* p) {
+    alignas(32) int16_t found[32];
+    for (int i = 0; i < 32; i++) found[i] = table.entries[p[i]];
+    return load(found);
 }
 
 inline Floats load_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -183,10 +197,11 @@ inline Words load_bytes(const uint8_t* p) {
     return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
 }
-inline Words load_bytes16(const uint8_t* p) {
-    auto q = (const __m128i*)p;
-    return {_mm256_cvtepu8_epi16(_mm_loadu_si128(q)), _mm256_cvtepu8_epi16(_mm_loadu_si128(q + 1))};
+inline Words widen(__m256i a) {
+    return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(a, 1))};
 }
+inline Words low_half(Words a) { return widen(a.lo); }
+inline Words high_half(Words a) { return widen(a.hi); }
 inline Words zip_low16(Words a, Words b) {
     return {_mm256_unpacklo_epi16(a.lo, b.lo), _mm256_unpacklo_epi16(a.hi, b.hi)};
 }

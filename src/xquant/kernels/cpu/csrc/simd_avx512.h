@@ -46,6 +46,7 @@ template <int N>
 inline Words shift_right32(Words a) { return {_mm512_srli_epi32(a.v, N)}; }
 template <int N>
 inline Words shift_left32(Words a) { return {_mm512_slli_epi32(a.v, N)}; }
+inline Words shift_left16_by(Words a, int n) { return {_mm512_sll_epi16(a.v, _mm_cvtsi32_si128(n))}; }
 inline Words add16(Words a, Words b) { return {_mm512_add_epi16(a.v, b.v)}; }
 inline Words sub16(Words a, Words b) { return {_mm512_sub_epi16(a.v, b.v)}; }
 // round(a * b / 2^15) of int16: the product of two numbers of which 2^15 is 1.
@@ -65,6 +66,25 @@ inline Table load_table(const int16_t* entries) {
 }
 inline Words look_up(Table table, Words codes) {
     return {_mm512_permutexvar_epi16(codes.v, table.v)};
+}
+
+// A table of 256 int16, to look up an entry for each of 32 bytes.
+struct LargeTable {
+    __m512i v[8];
+};
+inline LargeTable load_large_table(const int16_t* entries) {
+    LargeTable table;
+    for (int i = 0; i < 8; i++) table.v[i] = _mm512_loadu_si512(entries + 32 * i);
+    return table;
+}
+inline Words look_up(const LargeTable& table, const uint8_t* p) {
+    const __m512i at = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    __m512i of_64[4];
+    for (int i = 0; i < 4; i++) of_64[i] = _mm512_permutex2var_epi16(table.v[2 * i], at, table.v[2 * i + 1]);
+    const __mmask32 odd = _mm512_test_epi16_mask(at, _mm512_set1_epi16(64));
+    const __m512i low = _mm512_mask_mov_epi16(of_64[0], odd, of_64[1]);
+    const __m512i high = _mm512_mask_mov_epi16(of_64[2], odd, of_64[3]);
+    return {_mm512_mask_mov_epi16(low, _mm512_test_epi16_mask(at, _mm512_set1_epi16(128)), high)};
 }
 
 inline Floats load_floats(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -108,10 +128,9 @@ inline void store_bf16(uint16_t* p, Floats a) {
 inline Words load_bytes(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
 }
-// 32 bytes as 16-bit words.
-inline Words load_bytes16(const uint8_t* p) {
-    return {_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p))};
-}
+// The low and the high half of 32 int16, as numbers of 32 bits.
+inline Words low_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_castsi512_si256(a.v))}; }
+inline Words high_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(a.v, 1))}; }
 // 16-bit words of a and b alternately, from the low and from the high half of every 128 bits.
 inline Words zip_low16(Words a, Words b) { return {_mm512_unpacklo_epi16(a.v, b.v)}; }
 inline Words zip_high16(Words a, Words b) { return {_mm512_unpackhi_epi16(a.v, b.v)}; }

@@ -119,12 +119,15 @@ typedef struct {
     uint8_t *codes;           // [N, code_bytes]
     const int16_t *usual;     // [C] the logarithm of a channel's usual scale
     const float *sizes;       // 2^(i / 3) at i = -400 .. 400
-    const float *levels;      // of 1 bit, of 2 bits, ... of 8 bits; encoding: the edges between them
-    const float *borders;     // [400] between the variances of -200, -199, ... steps; only for encoding
+    const float *levels;      // [11, 2, 256] of every width's windows (widths.h); only for decoding
+    const float *edges;       // [11, 256] between the levels of widths without a trellis; this and what follows only
+    const int16_t *whole_levels;  // [7, 2, 256] of widths with a trellis, in units;                  for encoding
+    const float *units;       // [7] of 1
+    const float *borders;     // [400] between the variances of -200, -199, ... steps
     int64_t block_stride, token_stride;  // of rows, in elements
     int64_t code_bytes;
-    int32_t counts[8];        // channels with 1, 2, ... 8 bits
-    int32_t blocks, tokens, channels, dtype, threads, unused;
+    int32_t counts[11];       // channels of each width
+    int32_t blocks, tokens, channels, dtype, threads;
 } xq_ranked_blocks;
 
 // xq_rebuild_scores: scores of queries with keys that are rebuilt from packed states [T, C] (rebuild.h).
@@ -159,15 +162,15 @@ typedef struct {
     int32_t batch, columns, block, channels, rows, threads;
 } xq_rebuild_sum;
 
-// Ranked codes of one layer (docs/format.md): element = level[code] * scale * gain.
+// Ranked codes of one layer (docs/format.md): element = level * scale * gain.
 typedef struct {
     const uint64_t *codes, *scale, *gain;  // one address a block
     const int16_t *usual;         // as in xq_ranked_blocks
     const float *sizes;
-    const int16_t *levels;        // of 1 bit, of 2 bits, ... of 8 bits; 32767 is the highest of each width
-    const float *highest_level;   // [8] what that is
-    int32_t counts[8];            // channels with 1, 2, ... 8 bits
-    int32_t block, channels;
+    const int16_t *levels;        // [11, 2, 256] of every width's windows (widths.h); 32767 is the highest of each width
+    const float *highest_level;   // [11] what that is
+    int32_t counts[11];           // channels of each width
+    int32_t block, channels, unused;
 } xq_ranked_operand;
 
 // xq_ranked_scores: scores of queries with keys that are rebuilt from ranked states (ranked.h). A head has `width`

@@ -1,0 +1,148 @@
+// The search for the best codes of rows of numbers: `quant.trellis._Search`, bit for bit. Costs are 16-bit numbers
+// that end at 65535, and 16 rows are searched side by side.
+#pragma once
+#include "shorts.h"
+#include "widths.h"
+#include "workspace.h"
+
+namespace {
+
+class TrellisSearch {
+  public:
+    static size_t bytes(int tokens) {
+        return (2 * sizeof(uint16_t) + most_codes(tokens) / 2) * WINDOWS * LANES + sizeof(int16_t) * WINDOWS + 4 * 64;
+    }
+    TrellisSearch(int tokens, Workspace& workspace) : tokens(tokens) {
+        cost = workspace.take<uint16_t>(WINDOWS * LANES);
+        next = workspace.take<uint16_t>(WINDOWS * LANES);
+        choices = workspace.take<uint8_t>(most_codes(tokens) * WINDOWS / 2 * LANES);
+        nothing = workspace.take<int16_t>(WINDOWS);
+        std::fill(nothing, nothing + WINDOWS, (int16_t)0);
+    }
+
+    // The codes [tokens / width.tokens][stride] of 16 rows of numbers [tokens][16] in units, with these levels [2][256]
+    // in units. Tokens that are hidden (null: none) have any level.
+    void codes(const Width& width, const int16_t* levels, const int16_t* numbers, const uint8_t* hidden, uint8_t* out,
+               int stride) {
+        const Search search = pick(width);
+        this->levels = levels;
+        this->numbers = numbers;
+        this->hidden = hidden;
+        (this->*search)(out, stride);
+    }
+
+  private:
+    static constexpr int LEVELLED = 8, LEAD = 24;  // as in quant/trellis.py
+    using Search = void (TrellisSearch::*)(uint8_t*, int);
+    const int tokens;
+    uint16_t *cost, *next;  // [256][16] of the best ways to each window
+    uint8_t* choices;       // [codes][256 >> K][16] which of the windows that differ in their oldest bits was best
+    int16_t* nothing;       // [256] levels of a token that does not count
+    const int16_t *levels, *numbers;
+    const uint8_t* hidden;
+
+    static size_t most_codes(int tokens) { return std::max(tokens, 2 * LEAD); }
+    static Search pick(const Width& width) {
+        if (width.tokens == 2)
+            return width.code == 1 ? &TrellisSearch::search<1, 2>
+                                   : width.code == 3 ? &TrellisSearch::search<3, 2> : &TrellisSearch::search<5, 2>;
+        static constexpr Search each[] = {&TrellisSearch::search<1, 1>, &TrellisSearch::search<2, 1>,
+                                          &TrellisSearch::search<3, 1>, &TrellisSearch::search<4, 1>};
+        return each[width.code - 1];
+    }
+
+    template <int K, int V>
+    void search(uint8_t* out, int stride) {
+        constexpr int BRANCHES = 1 << K, SHARED = WINDOWS >> K;
+        const int count = tokens / V, lead = LEAD / K;
+        int window[LANES], start[LANES];
+        std::fill(cost, cost + WINDOWS * LANES, (uint16_t)0);
+        forward<K, V>(count - lead % count, 2 * lead);
+        find_cheapest(window);
+        for (int step = 2 * lead - 1; step > lead; step--) back<K>(step, window);
+        for (int lane = 0; lane < LANES; lane++) start[lane] = window[lane] >> K;
+
+        for (int s = 0; s < WINDOWS; s++)
+            for (int lane = 0; lane < LANES; lane++)
+                cost[s * LANES + lane] = s % SHARED == start[lane] ? 0 : UINT16_MAX;
+        forward<K, V>(0, count);
+        for (int lane = 0; lane < LANES; lane++) {
+            window[lane] = start[lane];
+            for (int s = start[lane] + SHARED; s < WINDOWS; s += SHARED)
+                if (cost[s * LANES + lane] < cost[window[lane] * LANES + lane]) window[lane] = s;
+        }
+        for (int step = count - 1; step >= 0; step--) {
+            for (int lane = 0; lane < LANES; lane++)
+                out[(size_t)step * stride + lane] = (uint8_t)(window[lane] % BRANCHES);
+            back<K>(step, window);
+        }
+    }
+
+    // The window of each row that costs least, the first of equal ones.
+    void find_cheapest(int* window) const {
+        Shorts best = load_shorts(cost), found = broadcast_short(0);
+        for (int s = 1; s < WINDOWS; s++) {
+            const Shorts lower = least(best, load_shorts(cost + s * LANES));
+            found = select(equal(lower, best), found, broadcast_short((int16_t)s));
+            best = lower;
+        }
+        int16_t each[LANES];
+        store_shorts(each, found);
+        std::copy(each, each + LANES, window);
+    }
+
+    template <int K>
+    void back(int step, int* window) const {
+        constexpr int SHARED = WINDOWS >> K;
+        const uint8_t* choice = choices + (size_t)step * SHARED * LANES;
+        for (int lane = 0; lane < LANES; lane++) {
+            const int known = window[lane] >> K;
+            window[lane] = known + choice[known * LANES + lane] * SHARED;
+        }
+    }
+
+    // Goes on over `count` codes from code `first` of the circle.
+    template <int K, int V>
+    void forward(int first, int count) {
+        constexpr int BRANCHES = 1 << K, SHARED = WINDOWS >> K;
+        uint8_t* choice_to = choices;
+        for (int step = 0; step < count; step++) {
+            if (step % LEVELLED == 0) level_off();
+            const int token = (first + step) * V % tokens;
+            Shorts number[V];
+            const int16_t* level[V];
+            for (int v = 0; v < V; v++) {
+                const bool counts = !(hidden && hidden[token + v]);
+                number[v] = counts ? load_shorts(numbers + (size_t)(token + v) * LANES) : broadcast_short(0);
+                level[v] = counts ? levels + v * WINDOWS : nothing;
+            }
+            for (int p = 0; p < SHARED; p++) {
+                Shorts best = load_shorts(cost + p * LANES), choice = broadcast_short(0);
+                for (int i = 1; i < BRANCHES; i++) {
+                    const Shorts lower = least(best, load_shorts(cost + (p + i * SHARED) * LANES));
+                    choice = select(equal(lower, best), choice, broadcast_short((int16_t)i));
+                    best = lower;
+                }
+                store_low_bytes(choice_to, choice);
+                choice_to += LANES;
+                for (int s = p * BRANCHES; s < (p + 1) * BRANCHES; s++) {
+                    Shorts total = best;
+                    for (int v = 0; v < V; v++)
+                        total = add_up_to_limit(total, scaled_square(number[v], broadcast_short(level[v][s])));
+                    store_shorts(next + s * LANES, total);
+                }
+            }
+            std::swap(cost, next);
+        }
+    }
+
+    // Takes the lowest cost of each row off all of its costs.
+    void level_off() {
+        Shorts lowest = load_shorts(cost);
+        for (int s = 1; s < WINDOWS; s++) lowest = least(lowest, load_shorts(cost + s * LANES));
+        for (int s = 0; s < WINDOWS; s++)
+            store_shorts(cost + s * LANES, subtract(load_shorts(cost + s * LANES), lowest));
+    }
+};
+
+}  // namespace

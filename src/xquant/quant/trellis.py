@@ -1,0 +1,217 @@
+"""Trellis codes: the level of a code depends on the codes before it.
+
+The last `WINDOW` bits of a row of codes select a level (a bit-shift trellis). So codes of one bit have 256
+levels, of which any two that may come next are far from each other. Their error is that of plain codes with a
+sixth to a third of a bit more. A row is a circle: before its first code comes its last. So it needs no bits
+but those of its codes, and a level is found by reading the codes around it.
+
+The best codes are found by dynamic programming (Viterbi), in whole numbers: whoever computes them finds the
+same.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .levels import TAILED, best_levels, edges_of, normal_error
+from .pack import packed_rows
+
+WINDOW = 8
+"""Bits that select a level."""
+CIRCLE = 16
+"""What the numbers of a row are a multiple of. So the codes of each width fill bytes, and a window."""
+MOST = 2**16 - 1
+"""The highest cost; what costs more costs this."""
+_ERROR = 1024
+"""Units of the root mean square of an error, where the highest level leaves room for so many."""
+_HIGHEST = 2**15 - 1
+"""Units of the highest level, or number, at most."""
+_LEVELLED = 8
+"""Codes after which the lowest cost is taken off all."""
+_LEAD = 24
+"""Bits before and after the first code that are searched to find where to begin."""
+_ROWS, _MORE_ROWS = 128, 8192
+"""Rows that are searched at a time, on a CPU and elsewhere. Each takes 17 KB at 1 bit and 128 tokens."""
+
+
+@dataclass(frozen=True)
+class Width:
+    """Codes of ``code`` bits, one for every ``tokens`` tokens. ``window`` bits select a level: those of the
+    code itself, and of codes before it."""
+
+    code: int
+    tokens: int = 1
+    window: int = WINDOW
+
+    @property
+    def bits(self) -> float:
+        """Bits a token."""
+        return self.code / self.tokens
+
+    @property
+    def trellis(self) -> bool:
+        """Whether a level depends on other codes."""
+        return self.window > self.code
+
+    @property
+    def levels(self) -> Tensor:
+        """The levels of every window, fp32 ``[2**window, tokens]``."""
+        return (
+            _trained()[name_of(self)] if self.trellis else best_levels(self.code, TAILED)[:, None]
+        )
+
+    @property
+    def error(self) -> float:
+        """The mean squared error for standard normal numbers."""
+        return (
+            float(_trained()["error"][WIDTHS.index(self)])
+            if self.trellis
+            else normal_error(self.levels[:, 0])
+        )
+
+    @property
+    def unit(self) -> float:
+        """Of a level, in which costs are computed."""
+        return unit_of(self.levels, self.error)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the packed codes of a channel."""
+        return packed_rows(tokens // self.tokens, self.code)
+
+    def encode(self, x: Tensor, hidden: Tensor | None) -> Tensor:
+        """The codes, uint8 ``[N, n / tokens, C]``, of numbers ``[N, n, C]``; of tokens that are ``hidden``
+        (bool ``[N, n]``) any level will do.
+
+        Raises:
+            ValueError: ``n`` is not a multiple of `CIRCLE`.
+        """
+        if x.shape[1] % CIRCLE:
+            raise ValueError(f"a circle has a multiple of {CIRCLE} tokens, not {x.shape[1]}")
+        if not self.trellis:
+            return torch.bucketize(x.contiguous(), edges_of(self.levels[:, 0]).to(x.device)).to(
+                torch.uint8
+            )
+        return _search(x, hidden, self, self.levels, self.unit)
+
+    def windows(self, codes: Tensor) -> Tensor:
+        """What selects the levels of codes ``[N, S, C]``, int32 ``[N, S, C]``."""
+        codes = codes.int()
+        found, shift = codes, self.code
+        while shift < self.window:
+            before = codes.roll(shift // self.code, 1)
+            found = found | before << shift
+            shift += self.code
+        return found & (2**self.window - 1)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The levels, fp32 ``[N, n, C]``, of codes ``[N, n / tokens, C]``."""
+        return self.levels.to(codes.device)[self.windows(codes)].movedim(-1, 2).flatten(1, 2)
+
+
+TRELLIS = (Width(1, 2), Width(1), Width(3, 2), Width(2), Width(5, 2), Width(3), Width(4))
+WIDTHS = (*TRELLIS, *(Width(bits, 1, bits) for bits in range(5, 9)))
+"""All widths, the narrowest first. Codes of 5 bits and more have one level each: a window of 8 bits would add
+little to them."""
+
+
+def name_of(width: Width) -> str:
+    """Under which the levels of a width are stored."""
+    return f"{width.code}-bits-for-{width.tokens}"
+
+
+def unit_of(levels: Tensor, error: float) -> float:
+    """The unit in which levels with this mean squared error are compared."""
+    return min(_ERROR / error**0.5, _HIGHEST / float(levels.abs().max()))
+
+
+@cache
+def _trained() -> dict[str, Tensor]:
+    """What `tools/trellis_levels.py` found."""
+    from safetensors.torch import load_file
+
+    return load_file(Path(__file__).with_name("trellis.safetensors"))
+
+
+def _search(x: Tensor, hidden: Tensor | None, width: Width, levels: Tensor, unit: float) -> Tensor:
+    """`Width.encode` for the given levels."""
+    blocks, tokens, channels = x.shape
+    search = _Search(width, (levels.double() * unit).round().int().to(x.device))
+    rows = x.transpose(1, 2).reshape(-1, tokens // width.tokens, width.tokens)
+    seen = torch.ones_like(rows, dtype=torch.bool)
+    if hidden is not None:
+        seen = (~hidden)[:, None].expand(-1, channels, -1).reshape(rows.shape)
+    size = _ROWS if x.device.type == "cpu" else _MORE_ROWS
+    found = []
+    for part, counted in zip(rows.split(size), seen.split(size), strict=True):
+        numbers = (part.float() * unit).round_().clamp_(-_HIGHEST, _HIGHEST).int()
+        found.append(search.codes(numbers, counted))
+    return torch.cat(found).view(blocks, channels, -1).transpose(1, 2)
+
+
+class _Search:
+    """Finds the codes of rows of numbers ``[R, S, tokens]`` in units, of which not all are ``seen``.
+
+    Args:
+        levels: in units, int32 ``[2**WINDOW, tokens]``.
+    """
+
+    def __init__(self, width: Width, levels: Tensor) -> None:
+        self.width, self.levels = width, levels
+        self.branches = 2**width.code
+        self.shared = 2 ** (WINDOW - width.code)  # windows without the code that is next
+
+    def codes(self, rows: Tensor, seen: Tensor) -> Tensor:
+        """uint8 ``[R, S]``. Where a circle begins is found by a search around its first code; then all of it
+        is searched from there to there."""
+        steps = rows.shape[1]
+        lead = _LEAD // self.width.code
+        around = torch.arange(-lead, lead, device=rows.device) % steps
+        free = rows.new_zeros(len(rows), 2**WINDOW)
+        cost, choices = self._forward(free, rows[:, around], seen[:, around])
+        start = self._back(cost.argmin(1), choices)[1][:, lead]
+        barred = torch.arange(2**WINDOW, device=rows.device) % self.shared != start[:, None]
+        cost, choices = self._forward(barred.int() * MOST, rows, seen)
+        last = (cost + barred * 2 * MOST).argmin(1)
+        return self._back(last, choices)[0].to(torch.uint8)
+
+    def _forward(self, cost: Tensor, rows: Tensor, seen: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The costs ``[R, windows]`` of the best ways to the windows after the last code, and for each code
+        which of the windows that differ in their oldest bits was best before it, ``[R, shared]``."""
+        choices = []
+        numbers, counted = rows.movedim(0, -1)[..., None], seen.movedim(0, -1)[..., None]
+        for step in range(rows.shape[1]):
+            if step % _LEVELLED == 0:
+                cost = cost - cost.amin(1, keepdim=True)
+            # The lowest cost of each window's past, with what past it is in the low bits.
+            past = (cost << self.width.code).view(-1, self.branches, self.shared)
+            best = past[:, 0]
+            for branch in range(1, self.branches):
+                best = torch.minimum(best, past[:, branch] | branch)
+            choices.append((best & self.branches - 1).to(torch.uint8))
+            loss = [
+                self._loss(*each)
+                for each in zip(numbers[step], counted[step], self.levels.T, strict=True)
+            ]
+            added = sum(loss[1:], loss[0]).view(-1, self.shared, self.branches)
+            cost = ((best >> self.width.code)[..., None] + added).clamp_(max=MOST).flatten(1)
+        return cost, choices
+
+    @staticmethod
+    def _loss(numbers: Tensor, counted: Tensor, levels: Tensor) -> Tensor:
+        """``[R, windows]``, of numbers ``[R, 1]``."""
+        off = (numbers - levels).clamp_(-(2**15), 2**15 - 1)
+        return (off.square_().add_(2**14) >> 15).mul_(counted)
+
+    def _back(self, last: Tensor, choices: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """The codes ``[R, S]`` on the way to the ``last`` windows ``[R]``, and the bits before each that are
+        shared with the window before it."""
+        codes, shared = [], []
+        for choice in reversed(choices):
+            codes.append(last & self.branches - 1)
+            known = last >> self.width.code
+            shared.append(known)
+            last = known + choice.gather(1, known[:, None]).squeeze(1).long() * self.shared
+        return torch.stack(codes[::-1], 1), torch.stack(shared[::-1], 1)
