@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xquant.quant.levels import NORMAL, TAILED, Mixture
-from xquant.quant.trellis import TRELLIS, WINDOW, Width, _search, name_of, unit_of
+from xquant.quant.trellis import TRELLIS, WINDOW, Width, name_of, search, unit_of
 
 TO = Path(__file__).parents[1] / "src/xquant/quant/trellis.safetensors"
 ROW = 128
@@ -39,7 +39,7 @@ def first_levels(width: Width, generator: torch.Generator) -> Tensor:
 
 def selected(x: Tensor, width: Width, levels: Tensor, error: float) -> tuple[Tensor, float]:
     """The windows of numbers ``[1, n, R]``, and the mean squared error of their levels."""
-    windows = width.windows(_search(x, None, width, levels, unit_of(levels, error)))
+    windows = width.windows(search(x, None, width, levels, unit_of(levels, error)))
     back = levels[windows].movedim(-1, 2).flatten(1, 2)
     return windows, float((back - x).square().mean())
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from xquant.quant.levels import normal_error, normal_levels
-from xquant.quant.trellis import TRELLIS, WIDTHS, Width, _search
+from xquant.quant.trellis import TRELLIS, WIDTHS, Width, search
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -96,5 +96,5 @@ def test_other_rows_and_other_sizes_of_rows_change_nothing() -> None:
 def test_the_cost_of_equal_ways_is_that_of_the_first() -> None:
     """Ties are broken by rule, so that kernels can give the same codes."""
     width, levels = Width(1), torch.zeros(256, 1)
-    codes = _search(normal(1, 32, 3), None, width, levels, 100.0)
+    codes = search(normal(1, 32, 3), None, width, levels, 100.0)
     assert not codes.any()

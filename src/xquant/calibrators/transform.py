@@ -18,11 +18,10 @@ from ..models import AttentionView
 from ..quant import Plain
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import Ranked, allot, side_nbytes, steps_of
+from ..quant.trellis import CIRCLE
 from ..threads import one_thread
 from .calibrator import Rows, Stage
 
-FEWEST = 16
-"""Tokens of the shortest block."""
 SINKS = 4
 """First tokens of a sample that are left out: their keys and values are far from all others."""
 BLOCK = 128
@@ -52,8 +51,8 @@ class TransformCalibrator:
         self.stage = StatisticsStage(len(views), method.metric == "fisher")
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
-        if length < FEWEST:
-            raise ValueError(f"samples of {length} tokens fill no block: give {FEWEST} or more")
+        if length < CIRCLE:
+            raise ValueError(f"samples of {length} tokens fill no block: give {CIRCLE} or more")
         yield self.stage
 
     def tensors(self) -> dict[str, Tensor]:
@@ -170,7 +169,7 @@ def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, 
 def blocks(states: Tensor) -> tuple[Tensor, Tensor]:
     """States ``[N, T, C]`` cut into blocks ``[M, n, C]``, and which of their tokens are sinks, ``[M, n]``."""
     length = states.shape[1]
-    size = min(BLOCK, length // FEWEST * FEWEST)
+    size = min(BLOCK, length // CIRCLE * CIRCLE)
     whole = length // size * size
     sinks = (torch.arange(whole) < SINKS).expand(len(states), -1)
     return states[:, :whole].unflatten(1, (-1, size)).flatten(0, 1), sinks.reshape(-1, size)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .affine import FP16_MAX, group_range
+from .levels import edges_of
 
 Bounds = tuple[Tensor, Tensor]
 
@@ -34,8 +35,7 @@ def normal_float_levels(bits: int) -> Tensor:
 
 def nearest(x: Tensor, levels: Tensor) -> Tensor:
     """Codes (uint8) of the levels (sorted, ``[2**b]``) nearest to ``x``; a tie takes the lower."""
-    middles = (levels[1:] + levels[:-1]) / 2
-    return torch.bucketize(x, middles).to(torch.uint8)
+    return torch.bucketize(x, edges_of(levels)).to(torch.uint8)
 
 
 def outlier_count(share: float, length: int) -> int:

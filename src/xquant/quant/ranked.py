@@ -209,8 +209,8 @@ def search_tables() -> tuple[Tensor, Tensor, Tensor]:
     for row, width in zip(edges[len(TRELLIS) :], WIDTHS[len(TRELLIS) :], strict=True):
         row[: 2**width.code - 1] = edges_of(width.levels[:, 0])
     units = torch.tensor([width.unit for width in TRELLIS], dtype=torch.float64, device="cpu")
-    whole = (level_table()[: len(TRELLIS)].double() * units[:, None, None]).round().short()
-    return edges, whole, units.float()
+    in_units = level_table()[: len(TRELLIS)].double() * units[:, None, None]
+    return edges, in_units.round().short(), units.float()
 
 
 def _size(steps: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Trellis codes: the level of a code depends on the codes before it.
 
-The last `WINDOW` bits of a row of codes select a level (a bit-shift trellis). So codes of one bit have 256
-levels, of which any two that may come next are far from each other. Their error is that of plain codes with a
-sixth to a third of a bit more. A row is a circle: before its first code comes its last. So it needs no bits
-but those of its codes, and a level is found by reading the codes around it.
+The last `WINDOW` bits of a row of codes select a level (the bit-shift trellis of QTIP, arXiv 2406.11235). So
+codes of one bit have 256 levels, of which any two that may come next are far from each other. Their error is
+that of plain codes with a sixth to a third of a bit more. A row is a circle: before its first code comes its
+last. So it needs no bits but those of its codes, and a level is found by reading the codes around it.
 
 The best codes are found by dynamic programming (Viterbi), in whole numbers: whoever computes them finds the
 same.
@@ -16,14 +16,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .levels import TAILED, best_levels, edges_of, normal_error
+from .codebook import nearest
+from .levels import TAILED, best_levels, normal_error
 from .pack import packed_rows
 
 WINDOW = 8
 """Bits that select a level."""
 CIRCLE = 16
 """What the numbers of a row are a multiple of. So the codes of each width fill bytes, and a window."""
-MOST = 2**16 - 1
+_MOST = 2**16 - 1
 """The highest cost; what costs more costs this."""
 _ERROR = 1024
 """Units of the root mean square of an error, where the highest level leaves room for so many."""
@@ -59,18 +60,16 @@ class Width:
     @property
     def levels(self) -> Tensor:
         """The levels of every window, fp32 ``[2**window, tokens]``."""
-        return (
-            _trained()[name_of(self)] if self.trellis else best_levels(self.code, TAILED)[:, None]
-        )
+        if self.trellis:
+            return _trained()[name_of(self)]
+        return best_levels(self.code, TAILED)[:, None]
 
     @property
     def error(self) -> float:
         """The mean squared error for standard normal numbers."""
-        return (
-            float(_trained()["error"][WIDTHS.index(self)])
-            if self.trellis
-            else normal_error(self.levels[:, 0])
-        )
+        if self.trellis:
+            return float(_trained()["error"][WIDTHS.index(self)])
+        return normal_error(self.levels[:, 0])
 
     @property
     def unit(self) -> float:
@@ -91,10 +90,8 @@ class Width:
         if x.shape[1] % CIRCLE:
             raise ValueError(f"a circle has a multiple of {CIRCLE} tokens, not {x.shape[1]}")
         if not self.trellis:
-            return torch.bucketize(x.contiguous(), edges_of(self.levels[:, 0]).to(x.device)).to(
-                torch.uint8
-            )
-        return _search(x, hidden, self, self.levels, self.unit)
+            return nearest(x.contiguous(), self.levels[:, 0].to(x.device))
+        return search(x, hidden, self, self.levels, self.unit)
 
     def windows(self, codes: Tensor) -> Tensor:
         """What selects the levels of codes ``[N, S, C]``, int32 ``[N, S, C]``."""
@@ -135,10 +132,10 @@ def _trained() -> dict[str, Tensor]:
     return load_file(Path(__file__).with_name("trellis.safetensors"))
 
 
-def _search(x: Tensor, hidden: Tensor | None, width: Width, levels: Tensor, unit: float) -> Tensor:
+def search(x: Tensor, hidden: Tensor | None, width: Width, levels: Tensor, unit: float) -> Tensor:
     """`Width.encode` for the given levels."""
     blocks, tokens, channels = x.shape
-    search = _Search(width, (levels.double() * unit).round().int().to(x.device))
+    way = _Search(width, (levels.double() * unit).round().int().to(x.device))
     rows = x.transpose(1, 2).reshape(-1, tokens // width.tokens, width.tokens)
     seen = torch.ones_like(rows, dtype=torch.bool)
     if hidden is not None:
@@ -147,7 +144,7 @@ def _search(x: Tensor, hidden: Tensor | None, width: Width, levels: Tensor, unit
     found = []
     for part, counted in zip(rows.split(size), seen.split(size), strict=True):
         numbers = (part.float() * unit).round_().clamp_(-_HIGHEST, _HIGHEST).int()
-        found.append(search.codes(numbers, counted))
+        found.append(way.codes(numbers, counted))
     return torch.cat(found).view(blocks, channels, -1).transpose(1, 2)
 
 
@@ -173,8 +170,8 @@ class _Search:
         cost, choices = self._forward(free, rows[:, around], seen[:, around])
         start = self._back(cost.argmin(1), choices)[1][:, lead]
         barred = torch.arange(2**WINDOW, device=rows.device) % self.shared != start[:, None]
-        cost, choices = self._forward(barred.int() * MOST, rows, seen)
-        last = (cost + barred * 2 * MOST).argmin(1)
+        cost, choices = self._forward(barred.int() * _MOST, rows, seen)
+        last = (cost + barred * 2 * _MOST).argmin(1)
         return self._back(last, choices)[0].to(torch.uint8)
 
     def _forward(self, cost: Tensor, rows: Tensor, seen: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -196,7 +193,7 @@ class _Search:
                 for each in zip(numbers[step], counted[step], self.levels.T, strict=True)
             ]
             added = sum(loss[1:], loss[0]).view(-1, self.shared, self.branches)
-            cost = ((best >> self.width.code)[..., None] + added).clamp_(max=MOST).flatten(1)
+            cost = ((best >> self.width.code)[..., None] + added).clamp_(max=_MOST).flatten(1)
         return cost, choices
 
     @staticmethod
