@@ -115,23 +115,35 @@ class LayerCodec(ABC):
         """The rows to keep, ``[B, T, W]``: copies or elementwise functions of ``inputs``, so that
         a token's row does not depend on which tokens came with it."""
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
-        """Rows to pack, ``[B, m, n, C]``, of ``m`` blocks of features ``[B, m, n, W]``."""
+    def predicted(self, below: Tensor | None) -> Tensor | None:
+        """What the features of tokens ``[B, T, W]`` are predicted to be, from what the layer below has
+        accumulated of them; None where there is none. It must not depend on which blocks come together."""
+        return below
+
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        """Rows to pack, ``[B, m, n, C]``, of ``m`` blocks of features ``[B, m, n, W]`` that were `predicted`
+        to be something, of the same shape."""
         return features
 
     def merge(self, packed: list[list[Packed]]) -> list[list[Packed]]:
         """What the layers of the span store, from what each packed of the same tokens by itself."""
         return packed
 
-    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
-        """What `rebuild` works on, from decoded rows ``[B, T, C]``; when ``sealing``, codes of the layer
-        above are made from it, and it must not depend on which blocks come together."""
+    def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
+        """What `rebuild` works on, from decoded rows ``[B, T, C]`` and what was `predicted`; when
+        ``sealing``, codes of the layer above are made from it, and it must not depend on which blocks come
+        together."""
         return rows
 
     def accumulate(self, recalled: Tensor) -> Tensor:
-        """What the layer above gets as ``below``, ``[B, T, .]``: ``W`` channels in the space of the features,
-        and perhaps more that came from further below."""
+        """What the layer itself accumulates, ``[B, T, W]``, in the space of the features."""
         return recalled
+
+    def carry(self, own: Tensor, below: Tensor | None) -> Tensor:
+        """What the layer above gets as ``below``, ``[B, T, carried]``: what this layer has accumulated, its
+        ``own``, beside the nearest of what it got itself."""
+        further = self.carried - self.width
+        return own if below is None or further <= 0 else torch.cat([own, below[..., :further]], -1)
 
     @abstractmethod
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:

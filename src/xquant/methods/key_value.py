@@ -69,7 +69,7 @@ class KeyValueCodec(StateCodec):
         centred = not self.rotated and view.key_norm is None and not isinstance(keys, Plain)
         self.offset = view.key_bias if centred else None
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         if self.offset is None:
             return features
         key, value = self.exact(features)

@@ -46,7 +46,7 @@ class RotatedCodec(KeyValueCodec):
         self.value_rotation = turn(view.value_size).to(view.device, torch.float32)
         self._block = block
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         key, value = self.exact(features.flatten(1, 2))
         turned = self._turned(key, self.key_rotation), self._turned(value, self.value_rotation)
         return torch.cat(turned, -1).unflatten(1, features.shape[1:3])

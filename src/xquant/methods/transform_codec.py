@@ -40,14 +40,10 @@ class _ChannelCodec(StateCodec):
         self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
         self.segments = (Segment(len(self.analysis), Ranked(found["usual"], counts)),)
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
-        rows = (features - self.expected(below)).float()
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        rows = (features - (self.mean if predicted is None else predicted)).float()
         flat = by_block(rows.flatten(1, 2), self.analysis, self.block)
         return flat.unflatten(1, rows.shape[1:3])
-
-    def expected(self, below: Tensor | None) -> Tensor:
-        """What is taken off the features before they are transformed."""
-        return self.mean
 
 
 class TransformCodec(Rematerialized, _ChannelCodec):
@@ -73,7 +69,7 @@ class TransformCodec(Rematerialized, _ChannelCodec):
 
 class PredictedCodec(_ChannelCodec):
     """Carries its own rows and those of the layers below that the layer above is predicted from, side by
-    side: ``[B, T, W + W' + ...]``. The lowest layer predicts from nothing."""
+    side: ``[B, T, W + W' + ...]``. The lowest layer is predicted from nothing."""
 
     feeds_above = True
     accumulated_width: int
@@ -92,24 +88,14 @@ class PredictedCodec(_ChannelCodec):
     def carried(self) -> int:
         return self.accumulated_width if self.feeds_above else 0
 
-    def expected(self, below: Tensor | None) -> Tensor:
-        if below is None:
-            return self.mean
-        assert self.predictor is not None
-        flat = below.flatten(1, -2)
-        return (
-            by_block(flat, self.predictor, self.block).unflatten(1, below.shape[1:-1]) + self.mean
-        )
+    def predicted(self, below: Tensor | None) -> Tensor | None:
+        if self.predictor is None or below is None:
+            return None
+        return by_block(below, self.predictor, self.block).add_(self.mean)
 
-    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
-        own = by_block(rows, self.synthesis, self.block).add_(self.expected(below))
-        if self.accumulated_width == self.width:
-            return own
-        assert below is not None
-        return torch.cat([own, below], -1)[..., : self.accumulated_width]
-
-    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        return self.exact(recalled[..., : self.width])
+    def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
+        own = by_block(rows, self.synthesis, self.block)
+        return own.add_(self.mean if predicted is None else predicted)
 
     @property
     def rebuild_cost(self) -> RebuildCost | None:

@@ -51,19 +51,19 @@ class DeltaCodec(Rematerialized):
     def features(self, inputs: AttentionInputs) -> Tensor:
         return inputs.residual if self.residual else inputs.x
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
-        delta = features if below is None else features - below
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        delta = features if predicted is None else features - predicted
         if self.basis is None:
             return delta
         return by_block(delta.flatten(1, 2), self.basis, self.block).unflatten(1, delta.shape[1:3])
 
-    def recall(self, rows: Tensor, below: Tensor | None, sealing: bool = True) -> Tensor:
+    def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
         if self.synthesis is None:
-            return rows if below is None else below + rows
+            return rows if predicted is None else predicted + rows
         delta = (
             by_block(rows, self.synthesis, self.block) if sealing else linear(rows, self.synthesis)
         )
-        return delta if below is None else delta.add_(below)
+        return delta if predicted is None else delta.add_(predicted)
 
     def accumulate(self, recalled: Tensor) -> Tensor:
         if self.accumulator == 16:

@@ -71,7 +71,7 @@ class InputCodec(_FromInput):
             self.key_weight = (self.key_weight @ self.rotation).contiguous()
             self.value_weight = (self.value_weight @ self.rotation).contiguous()
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         if self.rotation is None:
             return features
         flat = by_block(features.flatten(1, 2), self.rotation, self.block)
@@ -105,7 +105,7 @@ class LatentCodec(_FromInput):
         values = Segment(self.split[1], quantizer)
         self.segments = (*keys, values)
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         flat = by_block(features.flatten(1, 2), self.basis, self.block)
         return flat.unflatten(1, features.shape[1:3])
 

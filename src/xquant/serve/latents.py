@@ -33,7 +33,7 @@ class LatentsOfStates(Rematerialized, StateCodec):
         # On the meta device there are no numbers.
         self._inverses = [w.mT if w.is_meta else torch.linalg.pinv(w.float()) for w in weights]
 
-    def encode(self, features: Tensor, below: Tensor | None) -> Tensor:
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         states = features.flatten(1, 2).split(self.view.kv_width, -1)
         biases = self.key_bias, self.value_bias
         parts = [

@@ -161,12 +161,14 @@ class _Repacked(_Way):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         rows = self.layer.blocks(pages, starts, slots)
         features = self._features(rows, starts)
-        own = None if below is None else below[None]
+        predicted = self._predicted(below)
+        own = None if predicted is None else predicted.unflatten(1, features.shape[:2])
         encoded = self.codec.encode(features[None], own)[0]
         made = torch.zeros(len(rows), self.layout.nbytes, dtype=torch.uint8)
         numbers = torch.arange(len(rows))
         Pages(self.layout, made).write(numbers, encoded, self._sinks_of(starts))
-        _, above = self._recall(made, rows.dtype, below, features, starts)
+        recalled = self._recall(made, rows.dtype, predicted)
+        above = self._above(recalled, below, features, starts)
         return self.layout.compact(made), rows[:, : self.sink], above
 
     def unpack(
@@ -182,7 +184,7 @@ class _Repacked(_Way):
         exact = torch.nn.functional.pad(sinks, (0, 0, 0, self.block - self.sink))
         features = self._features(exact, starts)
         held = self.layout.spread(packed)
-        recalled, above = self._recall(held, sinks.dtype, below, features, starts)
+        recalled = self._recall(held, sinks.dtype, self._predicted(below))
         keys, values = (
             part[0].unflatten(0, (-1, self.block)) for part in self.codec.rebuild(recalled)
         )
@@ -195,30 +197,28 @@ class _Repacked(_Way):
         if hidden is not None:
             rows = torch.where(hidden[..., None], exact, rows)
         self.layer.keep(rows, pages, starts, slots)
-        return above
+        return self._above(recalled, below, features, starts)
 
-    def _recall(
-        self,
-        pages: Tensor,
-        dtype: torch.dtype,
-        below: Tensor | None,
-        exact: Tensor,
-        starts: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the codec recalls of its pages ``[1, m n, .]``, and what the layer above is predicted from, in
-        which sinks are ``exact`` ``[m, n, W]``."""
-        codec, count = self.codec, len(pages)
-        rows = Pages(self.layout, pages).read(torch.arange(count), dtype).flatten(0, 1)[None]
-        flat = None if below is None else below.flatten(0, 1)[None]
-        recalled = codec.recall(rows, flat, sealing=True)
-        if not codec.feeds_above:
-            return recalled, None
-        above = codec.accumulate(recalled)[0].unflatten(0, (count, -1))
+    def _predicted(self, below: Tensor | None) -> Tensor | None:
+        """What the codec predicts, ``[1, m n, W]``, from what the layer below has given of these blocks."""
+        return self.codec.predicted(None if below is None else below.flatten(0, 1)[None])
+
+    def _recall(self, pages: Tensor, dtype: torch.dtype, predicted: Tensor | None) -> Tensor:
+        """What the codec recalls of its pages, ``[1, m n, .]``."""
+        rows = Pages(self.layout, pages).read(torch.arange(len(pages)), dtype).flatten(0, 1)[None]
+        return self.codec.recall(rows, predicted, sealing=True)
+
+    def _above(
+        self, recalled: Tensor, below: Tensor | None, exact: Tensor, starts: Tensor
+    ) -> Tensor | None:
+        """What the layer above is predicted from, ``[m, n, .]``; sinks in it are ``exact`` ``[m, n, W]``."""
+        if not self.codec.feeds_above:
+            return None
+        own = self.codec.accumulate(recalled)[0].unflatten(0, (len(starts), -1))
         hidden = self._sinks_of(starts)
         if hidden is not None:
-            own = torch.where(hidden[..., None], exact, above[..., : codec.width])
-            above = torch.cat([own, above[..., codec.width :]], -1)
-        return recalled, above
+            own = torch.where(hidden[..., None], exact, own)
+        return self.codec.carry(own, below)
 
     def _features(self, rows: Tensor, starts: Tensor) -> Tensor:
         """``[m, n, W]`` with keys as the codec keeps them."""

@@ -68,7 +68,10 @@ class CompressedLayer(Past, CacheLayerMixin):
 
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""
-        return _join(self._rotated_parts(self.tokens))
+        states = _join(self._rotated_parts(self.tokens))
+        if self.below is not None:
+            self.below.release()
+        return states
 
     def held(self) -> States:
         """All that is known of all tokens: keys (before RoPE unless the codec is `rotated`) and values, two

@@ -97,6 +97,7 @@ class Past:
 
     def release(self) -> None:
         """Forget what is only needed within a forward pass."""
+        self.predicted: list[tuple[int, Tensor]] = []  # of what was encoded, from which token on
         self.recalled: Tensor | None = None  # kept only where the layer above needs it
         self.accumulated: Tensor | None = None
         self.fresh: Tensor | None = None
@@ -185,9 +186,12 @@ class Past:
     def encode(self, rows: Tensor, start: int) -> Tensor:
         """What is packed of the features ``[B, m, n, W]`` of tokens from ``start`` on: ``[B m, n, C]``."""
         shape = rows.shape[1:3]
-        below = self._below(start, start + shape.numel())
-        below = None if below is None else below.unflatten(1, shape)
-        return self.codec.encode(rows, below).flatten(0, 1)
+        predicted = self.codec.predicted(self._below(start, start + shape.numel()))
+        if predicted is not None:
+            if self.accumulator is None:  # what recalls these tokens next asks for it again
+                self.predicted.append((start, predicted))
+            predicted = predicted.unflatten(1, shape)
+        return self.codec.encode(rows, predicted).flatten(0, 1)
 
     def settle(self, packed: list[Packed]) -> None:
         """Keep ``packed`` in place of the blocks of the tail that are due, and their sinks as they are."""
@@ -219,7 +223,23 @@ class Past:
         if not parts:
             return None
         rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        return self.codec.recall(rows, self._below(0, rows.shape[1]), sealing)
+        return self.codec.recall(rows, self._predicted(rows.shape[1]), sealing)
+
+    def _predicted(self, tokens: int) -> Tensor | None:
+        """What the first ``tokens`` tokens are predicted to be."""
+        if not self.codec.reads_below:
+            return None
+        parts: list[Tensor | None] = []
+        at = 0
+        for start, part in [*self.predicted, (tokens, None)]:
+            if at < (stop := min(start, tokens)):
+                parts.append(self.codec.predicted(self._below(at, stop)))
+            if part is not None:
+                parts.append(part[:, : max(tokens - start, 0)])
+                at = start + part.shape[1]
+        self.predicted = []
+        found = [part for part in parts if part is not None]
+        return torch.cat(found, 1) if len(found) > 1 else found[0]
 
     def accumulate(self, sealing: bool = False) -> None:
         """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""
@@ -231,25 +251,26 @@ class Past:
         """What the layer above predicts from: sinks are exact there too."""
         if recalled is None:
             return None
-        accumulated = self.codec.accumulate(recalled)
-        if self.accumulator is not None and accumulated is recalled:
+        own = self.codec.accumulate(recalled)
+        if self.accumulator is not None and own is recalled:
             return recalled  # sinks are in it
-        width = self.codec.width
-        own, further = accumulated[..., :width], accumulated[..., width:]
         if self.sinks is not None:
             own = self.sinks.placed(own, self.sinks.rows)
         if self.through_store and self.tail is not None:
             own = self._with_tail_sinks(own, self.tail)
-        return torch.cat([own, further], -1) if further.shape[-1] else own
+        further = self.codec.carried > self.codec.width
+        return self.codec.carry(own, self._below(0, own.shape[1]) if further else None)
 
     def _below(self, start: int, stop: int) -> Tensor | None:
         """What the layer below has accumulated of these tokens, where this one predicts from it."""
         if not self.codec.reads_below:
             return None
         assert self.below is not None
+        if self.below.accumulated is None:  # asked for outside a forward pass
+            self.below.accumulate(sealing=True)
+            if self.below.below is not None:
+                self.below.below.release()
         accumulated = self.below.accumulated
-        if accumulated is None:  # asked for outside a forward pass
-            accumulated = self.below._accumulated(self.below.recall(sealing=True))
         assert accumulated is not None
         return accumulated[:, start:stop].to(self.codec.view.device)
 
