@@ -14,7 +14,7 @@ from ..runs import Runs
 
 GENERATED = "generated"
 """The name of such a text in an artifact."""
-TOKENS_AT_ONCE = 16384
+TOKENS_AT_ONCE = 20480
 LEAST = 1e-4
 """Probability below which no token is sampled: a small model that samples one does not return to sensible
 text. Sampling from the likeliest 95% (`top_p`) leaves out as much, but sorts the vocabulary for every
@@ -24,36 +24,45 @@ OPENINGS = (
     "In a study published last year, researchers",
     "def read_lines(path):\n    ",
     "Once upon a time there was a",
+    "import os\nimport sys\n\n\ndef main(",
     "How do I change the",
     "The company announced on Monday that",
     "= Early life =\n\n",
     "Question: What is the difference between",
+    'class Queue:\n    """',
     "In mathematics, a",
     "I bought this two weeks ago and",
     "According to the report,",
     "To make the dough, mix",
+    "#include <stdio.h>\n\nint main(",
     "The album was released in",
     "Dear Ms. Alvarez,",
     "It was late when the ship",
     "The species is found in",
+    "function render(items) {\n  ",
     "1. Introduction\n\n",
     "The match ended",
     "You will need the following:",
     "class Account:\n    ",
+    "public class Account {\n    private ",
     "His first novel,",
     "Many people believe that",
     "The river flows through",
     "During the war, the",
+    "SELECT name, COUNT(*)\nFROM ",
     '"Where have you been?" she asked.',
     "The court held that",
     "As the temperature rises,",
     "Today we are going to talk about",
+    "#!/bin/bash\nset -e\n",
     "The building was designed by",
     "Let x be a number such that",
     "Travellers who visit the island",
     "The patient was treated with",
+    "fn main() {\n    let ",
 )
-"""Beginnings of texts of many kinds. There are many, since long texts of a small model become nonsense."""
+"""Beginnings of texts of many kinds, a quarter of them source code. There are many, since long texts of a
+small model become nonsense."""
 
 
 class Counter(BaseStreamer):

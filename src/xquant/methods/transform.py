@@ -36,7 +36,7 @@ class Transform(Method):
     summary: ClassVar[str] = "keys and values in the basis where bits cost least, any bits a value"
     example: ClassVar[str] = "tc-2bit"
     head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
-    calibration_size: ClassVar[tuple[int, int]] = (512, 32)
+    calibration_size: ClassVar[tuple[int, int]] = (512, 40)
     calibrates_itself: ClassVar[bool] = True
     narrowest: ClassVar[float] = 1
     """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and
