@@ -129,7 +129,13 @@ def evaluation_texts() -> str:
 
 @table
 def transform_texts() -> str:
-    return texts(**{"WikiText-2": "tc-wikitext2-smollm2", "C4": "tc-c4-smollm2"})
+    return texts(
+        **{
+            "WikiText-2": "tc-wikitext2-smollm2",
+            "C4": "tc-c4-smollm2",
+            "Python source": "tc-code-smollm2",
+        }
+    )
 
 
 @table
