@@ -264,7 +264,8 @@ def test_the_report_counts_every_byte(family: str, name: str) -> None:
     total = 0
     layers = cache.compressed
     sinks = [layer.sinks for layer in layers if layer.sinks is not None]
-    for owner in [*layers, *sinks, cache.index, *(layer.stream for layer in layers)]:
+    parts = [layer.built for layer in layers] + [layer.stream for layer in layers]
+    for owner in [*layers, *sinks, cache.index, *parts]:
         tensors = [t for t in vars(owner).values() if isinstance(t, torch.Tensor)]
         tensors += [t for packed in getattr(owner, "pool", []) for t in flat(packed)]
         tensors += [t for s in getattr(owner, "segments", ()) for t in tables(s)]

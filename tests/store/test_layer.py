@@ -217,7 +217,7 @@ def test_bytes_follow_the_formula_of_the_page(spec: str, formula: Any) -> None:
         width = layer.codec.width * 4
         apart = OUTLIER_NBYTES * layer.stream.outliers
         assert layer.stream.nbytes == BATCH * columns * block_bytes + apart
-        assert layer.tail_nbytes == BATCH * rest * width
+        assert layer.tail_nbytes == BATCH * rest * 4 * layer.codec.tail_width
         assert layer.sink_nbytes == BATCH * 2 * (width + 4)
         assert layer.stream.table_nbytes == 8 * BATCH * columns
     assert index.nbytes == 6 * BATCH * TOKENS

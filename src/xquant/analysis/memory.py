@@ -64,7 +64,7 @@ class CacheLayout:
         self.block: Counter[Part] = Counter()
         for segment in segments:
             self.block.update(segment.parts(method.group))
-        self.row_nbytes = sum(codec.width * codec.view.dtype.itemsize for codec in self.codecs)
+        self.row_nbytes = sum(codec.tail_width * codec.view.dtype.itemsize for codec in self.codecs)
         self.sink_row_nbytes = sum(
             codec.width * (codec.sink_dtype or codec.view.dtype).itemsize for codec in self.codecs
         )

@@ -131,7 +131,7 @@ class BlockwiseAttention(LayerAttention):
         yield exact(left, key, value, own[..., -queries:])
         if past > limit:
             assert layer.tail is not None
-            states = layer.codec.exact(layer.tail[:, : past - limit])
+            states = layer.built.of(layer.tail[:, : past - limit])
             keys, values = (s.transpose(1, 2) for s in layer.heads(states, limit))
             yield exact(left, keys, values, None if bias is None else bias[..., limit:past])
         if layer.sinks is not None:

@@ -96,6 +96,12 @@ class LayerCodec(ABC):
         return self.width if self.feeds_above else 0
 
     @property
+    def tail_width(self) -> int:
+        """Numbers kept of a recent token: its features, and where they are something else its keys and
+        values, which a step would otherwise have to build."""
+        return self.width + (0 if self.keeps_states else self.view.state_width)
+
+    @property
     def added(self) -> list[Tensor]:
         """The weights that the codec adds to the model's own (bases, fused projections)."""
         tensors = [*vars(self).values(), *(t for ts in self.prepared.values() for t in ts)]

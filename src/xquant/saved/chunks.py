@@ -185,7 +185,7 @@ def _fill_layer(
         kept = Sinks.standing(sinks, layer.index.sink, count * block)
     tail = torch.empty(1, 0, layer.codec.width, dtype=dtype, device=device)
     table = torch.arange(count, device=device)[None]
-    layer.restore((tail, kept, (pool, table, [block] * count, count * block, count)))
+    layer.restore((tail, None, kept, (pool, table, [block] * count, count * block, count)))
 
 
 def _segment(

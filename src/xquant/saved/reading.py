@@ -246,7 +246,7 @@ def _fill_layer(
         for number, segment in enumerate(stream.segments):
             pool.append(_segment(reader, f"{name}.{number}", segment, stream.block, device))
     stream_state = pool, table, list(lengths), sealed, header.blocks
-    layer.restore((tail, sinks, stream_state))
+    layer.restore((tail, None, sinks, stream_state))
 
 
 def _segment(

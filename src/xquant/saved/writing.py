@@ -124,6 +124,7 @@ def _blocks(cache: "KVCache") -> dict[str, Tensor]:
         number = layer.codec.view.index
         if layer.tail is not None:
             held[f"{number}.tail"] = layer.tail
+            layer.built.forget()  # this cache and the saved one go on with the same bits
         if layer.sinks is not None:
             held[f"{number}.sinks"] = layer.sinks.rows
         pools = zip(layer.stream.segments, layer.stream.pool, strict=False)

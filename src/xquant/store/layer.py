@@ -95,23 +95,23 @@ class CompressedLayer(Past, CacheLayerMixin):
         the tail, exactly."""
         assert self.tail is not None
         sinks = self.tail[:, :0] if self.sinks is None else self.sinks.rows.to(self.tail.dtype)
-        count = sinks.shape[1]
         tail = self.tail
         if not through_store:
             tail = tail[:, : max(tokens - self.stream.tokens, 0)]
             tokens = min(tokens, self.stream.tokens)
-        exact = self.codec.exact(torch.cat([sinks, tail], 1))
-        exact_tail = exact[0][:, count:], exact[1][:, count:]
+        exact_tail = self.built.of(tail)
         if not tokens:
             return [exact_tail]
+        exact_sinks = self.codec.exact(sinks)
         recalled = self.recalled if self.recalled is not None else self.recall(tokens)
         assert recalled is not None
         coded = []
-        for rows, true in zip(self.codec.rebuild(recalled[:, :tokens]), exact, strict=True):
+        each = self.codec.rebuild(recalled[:, :tokens]), exact_sinks, exact_tail
+        for rows, of_sinks, of_tail in zip(*each, strict=True):
             if self.sinks is not None:
-                rows = self.sinks.placed(rows, true[:, :count])
+                rows = self.sinks.placed(rows, of_sinks)
             if through_store:
-                rows = self._with_tail_sinks(rows, true[:, count:])
+                rows = self._with_tail_sinks(rows, of_tail)
             coded.append(rows)
         parts = [(coded[0], coded[1])]
         if not through_store and tail.shape[1]:

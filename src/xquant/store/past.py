@@ -13,6 +13,7 @@ from torch import Tensor
 from ..methods import AttentionInputs, LayerCodec, Method
 from ..quant import Packed
 from . import finite
+from .built import BuiltTail
 from .packer import TORCH, Packer
 from .sealing import pack, seal
 from .sinks import Sinks
@@ -20,7 +21,7 @@ from .stream import State as StreamState
 from .stream import Stream
 from .tokens import TokenIndex
 
-State = tuple[Tensor | None, Sinks | None, StreamState]
+State = tuple[Tensor | None, Tensor | None, Sinks | None, StreamState]
 
 
 class Accumulator(Protocol):
@@ -62,6 +63,7 @@ class Past:
         self.span: Sequence[Past] = (self,)
         self.source: Past | None = None
         self.accumulator: Accumulator | None = None
+        self.built = BuiltTail(codec)
         self.reset()
 
     @staticmethod
@@ -82,16 +84,17 @@ class Past:
         """Forget all tokens."""
         self.stream.reset()
         self.tail: Tensor | None = None  # [B, t, W]
+        self.built.forget()
         self.sinks: Sinks | None = None  # once a block was sealed
         self.release()
 
     def snapshot(self) -> State:
         """What `restore` needs to bring back the tokens of now; copies nothing."""
-        return self.tail, self.sinks, self.stream.snapshot()
+        return self.tail, self.built.states, self.sinks, self.stream.snapshot()
 
     def restore(self, state: State) -> None:
         """Hold what it held at the time of a `snapshot`, to the bit."""
-        self.tail, self.sinks, stream = state
+        self.tail, self.built.states, self.sinks, stream = state
         self.stream.restore(stream)
         self.release()
 
@@ -121,7 +124,7 @@ class Past:
 
     @property
     def tail_nbytes(self) -> int:
-        return 0 if self.tail is None else self.tail.nbytes
+        return 0 if self.tail is None else self.tail.nbytes + self.built.nbytes
 
     # -- appending and sealing -----------------------------------------------------------------
 
@@ -134,6 +137,8 @@ class Past:
                 once, they may be those of earlier tokens; nothing was sealed.
         """
         self.append_rows(self.codec.features(inputs), hold)
+        assert self.tail is not None
+        self.built.see(inputs, self.tail.shape[1])
 
     def append_rows(self, rows: Tensor, hold: bool = False) -> None:
         """The same, given the features ``[B, t, W]`` of the tokens."""
@@ -204,6 +209,7 @@ class Past:
             self.sinks = sinks.kept(rows, start, self.index.sink)
         self.stream.seal(packed, self.tail.shape[0])
         self.tail = self.tail[:, count:].clone()
+        self.built.drop(count)
 
     # -- recalling -----------------------------------------------------------------------------
 
@@ -319,6 +325,7 @@ class Past:
         if keep == 0:
             return self.reset()
         self.tail = self.tail[:, : max(keep - self.stream.tokens, 0)].clone()
+        self.built.cut(self.tail.shape[1])
         self.stream.crop(keep)
         if self.sinks is not None:
             self.sinks = self.sinks.cropped(keep)
@@ -330,6 +337,7 @@ class Past:
             return
         self.stream.select(indices)
         self.tail = self.tail[indices.to(self.tail.device)]
+        self.built.select(indices)
         if self.sinks is not None:
             self.sinks = self.sinks.selected(indices)
         self.release()

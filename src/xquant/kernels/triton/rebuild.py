@@ -140,13 +140,10 @@ class TritonRebuilding(LayerAttention):
         """Attend to what is kept exactly; its keys and values are projected as the model does."""
         layer, tail, sinks = self._layer, self._nothing, self._nothing
         columns, sink_count = sink_columns(layer, self._table.blocks.begins)
-        kept = [] if layer.tail is None else [layer.tail[:, : launch.before]]
+        if layer.tail is not None and launch.before:
+            tail = torch.cat(layer.built.of(layer.tail[:, : launch.before]), -1)
         if layer.sinks is not None:
-            kept.insert(0, layer.sinks.rows)
-        if launch.before + sink_count:
-            rows = torch.cat(kept, 1) if len(kept) > 1 else kept[0]
-            states = torch.cat(self._codec.exact(rows), -1)
-            sinks, tail = states[:, :sink_count], states[:, sink_count:]
+            sinks = torch.cat(self._codec.exact(layer.sinks.rows), -1)
         attend_exact[(launch.batch * launch.groups, launch.row_programs)](
             *launch.heads,
             *launch.exact_rows(tail, sinks, columns),

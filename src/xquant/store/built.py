@@ -1,0 +1,74 @@
+"""BuiltTail: the keys and values of recent tokens, for layers that keep something else of them.
+
+A layer that keeps its input X would project the whole tail in every step. What the model itself computed of
+new tokens is kept instead, until they are sealed.
+"""
+
+import torch
+from torch import Tensor
+
+from ..methods import AttentionInputs, LayerCodec
+from ..methods.key_value import flat_heads
+
+States = tuple[Tensor, Tensor]
+
+
+class BuiltTail:
+    """Keys (before RoPE unless the codec is `rotated`) and values of the first tokens of a tail, which may be
+    fewer than it has."""
+
+    def __init__(self, codec: LayerCodec) -> None:
+        self._codec = codec
+        self.forget()
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.states is None else self.states.nbytes
+
+    def forget(self) -> None:
+        """Have them built from what the tail holds, when they are asked for."""
+        self.states: Tensor | None = None  # [B, t, G*D + G*D]
+
+    def see(self, inputs: AttentionInputs, length: int) -> None:
+        """A forward pass has given ``inputs`` for the newest tokens of a tail, which has ``length`` now."""
+        if self._codec.keeps_states:
+            return
+        missing = length - (0 if self.states is None else self.states.shape[1])
+        if 0 < missing <= inputs.x.shape[1]:
+            new = inputs.last(missing)
+            key = self._codec.view.finish_keys(new.raw_key)
+            self._add(torch.cat([key, flat_heads(new.value)], -1))
+
+    def of(self, tail: Tensor) -> States:
+        """Keys and values ``[B, t, G*D]`` of the first tokens ``[B, t, W]`` of the tail."""
+        if self._codec.keeps_states:
+            return self._codec.exact(tail)
+        known = 0 if self.states is None else self.states.shape[1]
+        if known < tail.shape[1] or self.states is None:
+            self._add(torch.cat(self._codec.exact(tail[:, known:]), -1))
+        assert self.states is not None
+        states = self.states[:, : tail.shape[1]]
+        width = self._codec.view.kv_width
+        return states[..., :width], states[..., width:]
+
+    def _add(self, states: Tensor) -> None:
+        states = states.detach()
+        held = [] if self.states is None else [self.states]
+        self.states = torch.cat(
+            [*held, states], 1
+        )  # a copy: views keep the model's activations alive
+
+    def drop(self, count: int) -> None:
+        """The first ``count`` tokens have left the tail."""
+        if self.states is not None:
+            self.states = self.states[:, count:].clone()
+
+    def cut(self, length: int) -> None:
+        """The tail has its first ``length`` tokens only."""
+        if self.states is not None:
+            self.states = self.states[:, :length].clone()
+
+    def select(self, indices: Tensor) -> None:
+        """The sequences are now these of before."""
+        if self.states is not None:
+            self.states = self.states[indices.to(self.states.device)]
