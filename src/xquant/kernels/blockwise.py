@@ -127,13 +127,13 @@ class BlockwiseAttention(LayerAttention):
     ) -> Iterator[Run]:
         """The runs of all tokens but the first ``limit``, which are sealed, and of the sinks."""
         layer, queries = self._layer, key.shape[2]
-        own = bias if bias is not None else _causal(key)
-        yield exact(left, key, value, own[..., -queries:])
         if past > limit:
             assert layer.tail is not None
             states = layer.built.of(layer.tail[:, : past - limit])
-            keys, values = (s.transpose(1, 2) for s in layer.heads(states, limit))
-            yield exact(left, keys, values, None if bias is None else bias[..., limit:past])
+            tail = (s.transpose(1, 2) for s in layer.heads(states, limit))
+            key, value = (torch.cat(each, 2) for each in zip(tail, (key, value), strict=True))
+        recent = bias[..., limit:] if bias is not None else _causal(key, queries)
+        yield exact(left, key, value, recent)
         if layer.sinks is not None:
             rows = layer.sinks.rows.to(layer.codec.view.dtype)
             yield self._sinks(left, rows, layer.sinks.columns.long(), bias, limit)
@@ -209,9 +209,13 @@ def _additive(mask: Tensor) -> Tensor:
     return mask.float()
 
 
-def _causal(key: Tensor) -> Tensor:
-    """The bias of the newest tokens for each other, ``[1, t, t]``."""
-    ahead = torch.ones(key.shape[2], key.shape[2], dtype=torch.bool, device=key.device).triu(1)
+def _causal(key: Tensor, queries: int) -> Tensor | None:
+    """The bias of the newest tokens, ``[1, t, T]``, for keys of ``T`` tokens of which they are the last. None
+    where it would be 0."""
+    if queries == 1:
+        return None
+    shape = queries, key.shape[2]
+    ahead = torch.ones(shape, dtype=torch.bool, device=key.device).triu(1 + shape[1] - queries)
     return _additive(~ahead[None, None])
 
 
