@@ -24,7 +24,8 @@ from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
 from .spec import parse_method
 from .stack import LayerStack
-from .store.layer import CompressedLayer, States
+from .store.built import States
+from .store.layer import CompressedLayer
 from .store.offload import is_host
 
 ATTEND = ("chunk", "store")

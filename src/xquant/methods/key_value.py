@@ -15,6 +15,13 @@ def flat_heads(states: Tensor) -> Tensor:
     return states.transpose(1, 2).flatten(2)
 
 
+def states_of(codec: LayerCodec, inputs: AttentionInputs) -> Tensor:
+    """The model's own keys (before RoPE unless the codec is `rotated`) and values, side by side:
+    ``[B, T, 2 G D]``."""
+    key = flat_heads(inputs.key) if codec.rotated else codec.view.finish_keys(inputs.raw_key)
+    return torch.cat([key, flat_heads(inputs.value)], -1)
+
+
 class StateCodec(LayerCodec):
     """Keeps keys (before RoPE unless `rotated`) and values as they are, side by side: ``W = 2 G D``."""
 
@@ -25,8 +32,7 @@ class StateCodec(LayerCodec):
         self.width = view.state_width
 
     def features(self, inputs: AttentionInputs) -> Tensor:
-        key = flat_heads(inputs.key) if self.rotated else self.view.finish_keys(inputs.raw_key)
-        return torch.cat([key, flat_heads(inputs.value)], -1)
+        return states_of(self, inputs)
 
     def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
         return features[..., : self.view.kv_width], features[..., self.view.kv_width :]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..methods import AttentionInputs, LayerCodec
-from ..methods.key_value import flat_heads
+from ..methods.key_value import states_of
 
 States = tuple[Tensor, Tensor]
 
@@ -35,9 +35,7 @@ class BuiltTail:
             return
         missing = length - (0 if self.states is None else self.states.shape[1])
         if 0 < missing <= inputs.x.shape[1]:
-            new = inputs.last(missing)
-            key = self._codec.view.finish_keys(new.raw_key)
-            self._add(torch.cat([key, flat_heads(new.value)], -1))
+            self._add(states_of(self._codec, inputs.last(missing)))
 
     def of(self, tail: Tensor) -> States:
         """Keys and values ``[B, t, G*D]`` of the first tokens ``[B, t, W]`` of the tail."""

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .layer import CompressedLayer, States
+from .built import States
+from .layer import CompressedLayer
 
 
 class EvictingLayer(CompressedLayer):

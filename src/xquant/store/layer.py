@@ -5,9 +5,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..models.rotation import rotate
+from .built import States
 from .past import Past
-
-States = tuple[Tensor, Tensor]
 
 
 class CompressedLayer(Past, CacheLayerMixin):

@@ -235,17 +235,15 @@ class Past:
         """What the first ``tokens`` tokens are predicted to be."""
         if not self.codec.reads_below:
             return None
-        parts: list[Tensor | None] = []
-        at = 0
-        for start, part in [*self.predicted, (tokens, None)]:
-            if at < (stop := min(start, tokens)):
-                parts.append(self.codec.predicted(self._below(at, stop)))
-            if part is not None:
-                parts.append(part[:, : max(tokens - start, 0)])
-                at = start + part.shape[1]
-        self.predicted = []
-        found = [part for part in parts if part is not None]
-        return torch.cat(found, 1) if len(found) > 1 else found[0]
+        held, self.predicted = self.predicted, []
+        # What was encoded in this pass are the newest tokens, one part after the other.
+        start = min((start for start, _ in held), default=tokens)
+        parts = [part for _, part in held]
+        if start:
+            older = self.codec.predicted(self._below(0, start))
+            assert older is not None
+            parts.insert(0, older)
+        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :tokens]
 
     def accumulate(self, sealing: bool = False) -> None:
         """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""
