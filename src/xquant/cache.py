@@ -186,7 +186,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
     def observe(self, view: AttentionView, given: Given) -> None:
         if view.index != self.attachment.view.compressed[0].index:
             return
-        self.index.append(*places(self._family, given, self.index))
+        self.index.append(*places(self._family, given, self.index), given.ids)
         # A decode step on a GPU asks the device nothing.
         asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"
         if given.rope is not None and not self.stack.keeps_rotated and asked:

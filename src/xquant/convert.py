@@ -33,9 +33,12 @@ def fill(target: "KVCache", source: "KVCache") -> None:
 
 
 @torch.no_grad()
-def fill_apart(targets: "Mapping[int, KVCache]", source: "KVCache") -> None:
+def fill_apart(targets: "Mapping[int, KVCache]", source: "KVCache", ids: Tensor) -> None:
     """Give each of the empty ``targets`` one sequence of ``source``, that of its number, without padding; all
     layers are compressed.
+
+    Args:
+        ids: of the tokens of ``source``, ``[B, T]``.
 
     Raises:
         ValueError: as of `fill`.
@@ -44,7 +47,8 @@ def fill_apart(targets: "Mapping[int, KVCache]", source: "KVCache") -> None:
     for number, target in targets.items():
         _check(source, target)
         real = index.real[number]
-        target.index.give(index.positions[number, real][None], real[real][None], ())
+        own = ids[number, real.to(ids.device)][None]
+        target.index.give(index.positions[number, real][None], real[real][None], (), own)
 
     def of_one(rows: Tensor, place: int) -> Tensor:
         number = numbers[place]

@@ -129,12 +129,12 @@ class PrefixStore:
             if all(name in self._shelf for name in own):
                 self._shelf.touch(own)
                 stored[i] = self.chunk * len(own)
-            elif as_it_is and len(sequences[i]) == cache.index.length:
+            elif as_it_is and _are_of(cache, i, sequences[i]):
                 stored[i] = self._put(cache, i, own[: chunks.whole_chunks(cache, self._blocks)])
             else:
                 apart[i] = self._new_cache()
         if apart:
-            fill_apart(apart, cache)
+            fill_apart(apart, cache, ids)
         for i, other in apart.items():
             whole = chunks.whole_chunks(other, self._blocks)
             stored[i] = self._put(other, 0, names[i][:whole])
@@ -181,12 +181,14 @@ class PrefixStore:
         home = view.compressed[0].device
         long = view.rope.is_long(torch.arange(len(ids), device=home)[None])
         (names,) = self._names([ids[:-1]], long)
-        cache = self._longest(names, long, kernel if same else "auto")
+        cache = self._longest(names, long, ids, kernel if same else "auto")
         if cache is None or same:
             return cache
         return cache.converted(wanted, calibration, kernel)
 
-    def _longest(self, names: Sequence[str], long: bool, kernel: str) -> KVCache | None:
+    def _longest(
+        self, names: Sequence[str], long: bool, ids: Tensor, kernel: str
+    ) -> KVCache | None:
         """A cache of the chunks of these names, as many from the first on as are stored and whole."""
         found = list[chunks.Chunk]()
         for name in names:
@@ -197,7 +199,7 @@ class PrefixStore:
         while found:
             cache = self._new_cache(kernel)
             try:
-                chunks.fill(cache, found, self._blocks, long)
+                chunks.fill(cache, found, self._blocks, long, ids)
             except chunks.DamagedChunkError as error:
                 self._shelf.discard(names[error.number], str(error))
                 del found[error.number :]
@@ -256,6 +258,14 @@ def _check_whole(cache: KVCache) -> None:
             f"prefixes of {family} cannot be stored: some of its layers are not compressed, and their state"
             " at the end of a prefix is not known"
         )
+
+
+def _are_of(cache: KVCache, sequence: int, ids: Tensor) -> bool:
+    """Whether a sequence holds the tokens of these ids and no padding, and its codes are what they would be
+    with these ids."""
+    if cache.stack.codecs[0].embedding is not None:
+        return torch.equal(cache.index.ids[sequence].cpu(), ids)
+    return len(ids) == cache.index.length
 
 
 def _check_usual(cache: KVCache) -> None:

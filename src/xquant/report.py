@@ -28,12 +28,12 @@ class Report:
         table_bytes: what all blocks share: codebooks, offline scales.
         sink_bytes: first tokens that are kept full.
         tail_bytes: newest tokens that are kept full.
-        index_bytes: positions, padding and the block table.
+        index_bytes: positions, padding, ids of tokens and the block table.
         skipped_bytes: of layers that are not compressed.
         cache_bytes: all of the above.
         full_cache_bytes: of the same keys and values in fp16.
-        bits_per_value: of compressed blocks, with the tables and sinks they need, over their key and value
-            elements.
+        bits_per_value: of compressed blocks, with the tables, sinks and ids that they need, over their key
+            and value elements.
         code_bits: the codes alone: the papers' equivalent bit-width.
         cache_ratio: everything in the compressed layers over their fp16 cache.
         model_bytes: of the model's weights.
@@ -110,6 +110,8 @@ def report_of(cache: "KVCache") -> Report:
     tail = sum(layer.tail_nbytes for layer in cache.compressed)
     index = cache.index.nbytes + sum(layer.stream.table_nbytes for layer in cache.compressed)
     codebooks = sum(layer.stream.shared_nbytes for layer in cache.compressed)
+    lowest = cache.compressed[0]
+    ids = 0 if lowest.codec.embedding is None else cache.index.ids[:, : lowest.stream.tokens].nbytes
     others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
     others += cache.beside.values()
     skipped = sum(tensor.nbytes for layer in others for tensor in _held(layer))
@@ -133,7 +135,7 @@ def report_of(cache: "KVCache") -> Report:
         skipped_bytes=skipped,
         cache_bytes=resident + skipped,
         full_cache_bytes=2 * (values + sum(t.numel() for layer in others for t in _held(layer))),
-        bits_per_value=bits(sealed.total() + codebooks + sinks),
+        bits_per_value=bits(sealed.total() + codebooks + sinks + ids),
         code_bits=bits(code_bytes),
         cache_ratio=resident / (2 * values) if values else 0.0,
         model_bytes=sum(p.nbytes for p in view.model.parameters()),

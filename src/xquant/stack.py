@@ -44,7 +44,7 @@ class LayerStack:
         offload: bool = False,
     ) -> None:
         self.codecs = codecs
-        self.index = TokenIndex(method.sink, rope)
+        self.index = TokenIndex(method.sink, rope, codecs[0].embedding)
         self.choices: dict[int, Choice] = {
             codec.view.index: choose(codec, method.group, through_store, kernel) for codec in codecs
         }

@@ -12,11 +12,12 @@ from xquant import KVCache, parse_method
 from xquant.models import view_model
 from xquant.serve.build import codecs_of
 from xquant.serve.layer import ServedLayer
-from xquant.serve.recode import Recoder, Stored
+from xquant.serve.recode import Blocks, Recoder, Stored
 from xquant.serve.rotary import Angles
 from xquant.serve.sinks import Slots
 
 BLOCK, BLOCKS = 32, 3
+IDS = prompt(1, BLOCK * BLOCKS).view(BLOCKS, BLOCK)
 SERVED = [
     "full:group=32",
     "kivi-4bit:group=32,sink=2",
@@ -58,20 +59,20 @@ class Held:
         self.slots = Slots(method.sink) if method.sink else None
         self.starts = torch.arange(BLOCKS) * BLOCK
 
-    def at(self, pages: list[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+    def at(self, pages: list[int]) -> Blocks:
         if self.slots is None:
-            return torch.tensor(pages), self.starts, None
+            return Blocks(torch.tensor(pages), self.starts, None, IDS)
         found = self.slots.write(pages, self.starts.tolist())
-        return torch.tensor(pages), self.starts, torch.tensor(found)
+        return Blocks(torch.tensor(pages), self.starts, torch.tensor(found), IDS)
 
     def keep(self, rows: list[Tensor], pages: list[int]) -> None:
         where = self.at(pages)
         for layer, own in zip(self.layers, rows, strict=True):
-            layer.keep(own.unflatten(0, (BLOCKS, BLOCK)), *where)
+            layer.keep(own.unflatten(0, (BLOCKS, BLOCK)), *where[:3])
 
     def blocks(self, pages: list[int]) -> list[Tensor]:
         where = self.at(pages)
-        return [layer.blocks(*where) for layer in self.layers]
+        return [layer.blocks(*where[:3]) for layer in self.layers]
 
     def recoder(self, model: Any, spec: str | None) -> Recoder:
         if spec is None:
@@ -111,11 +112,11 @@ def test_pages_are_stored_as_they_are(model: Any, spec: str) -> None:
     held = Held(model, spec)
     held.keep(rows_of(cached(model)), [7, 2, 11])
     recoder = Recoder(held.layers, parse_method(spec), None, [None] * len(held.layers))
-    stored = recoder.pack(*held.at([7, 2, 11]))
+    stored = recoder.pack(held.at([7, 2, 11]))
     assert all(len(each["packed"]) == recoder.nbytes for each in stored)
     other = Held(model, spec)
     again = Recoder(other.layers, parse_method(spec), None, [None] * len(other.layers))
-    again.unpack(stored, *other.at([3, 4, 0]))
+    again.unpack(stored, other.at([3, 4, 0]))
     for mine, theirs in zip(held.blocks([7, 2, 11]), other.blocks([3, 4, 0]), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -125,8 +126,8 @@ def test_what_is_stored_is_what_a_cache_would_hold(model: Any, stored: str) -> N
     """Out of 16 bits, by the method of a cache at rest: sinks, predictions and all."""
     cache, held, other = cached(model), Held(model, "full:group=32"), Held(model, "full:group=32")
     held.keep(rows_of(cache), [5, 9, 1])
-    kept = held.recoder(model, stored).pack(*held.at([5, 9, 1]))
-    other.recoder(model, stored).unpack(kept, *other.at([0, 1, 2]))
+    kept = held.recoder(model, stored).pack(held.at([5, 9, 1]))
+    other.recoder(model, stored).unpack(kept, other.at([0, 1, 2]))
     wanted = rows_of(cache.converted(stored, calibration(model, stored)))
     # A page has room for so many outliers.
     near = 0.15 if stored.startswith("kvquant") else 0.05
@@ -141,12 +142,13 @@ def test_every_method_is_stored_by_every_other(model: Any, served: str, stored: 
     rows = rows_of(cached(model))
     held, other = Held(model, served), Held(model, served)
     held.keep(rows, [5, 9, 1])
-    kept = held.recoder(model, stored).pack(*held.at([5, 9, 1]))
+    kept = held.recoder(model, stored).pack(held.at([5, 9, 1]))
     recoder = other.recoder(model, stored)
-    pages, starts, slots = other.at([0, 1, 2])
+    pages, starts, slots, ids = other.at([0, 1, 2])
     for i in (1, 0, 2):
         own = slots if i == 0 else None if slots is None else slots[:0]
-        recoder.unpack(kept[i : i + 1], pages[i : i + 1], starts[i : i + 1], own)
+        one = slice(i, i + 1)
+        recoder.unpack(kept[one], Blocks(pages[one], starts[one], own, ids[one]))
     error = distance(other.blocks([0, 1, 2]), [own.flatten(0, 1) for own in held.blocks([5, 9, 1])])
     assert error < 0.9
     sinks = parse_method(stored).sink
@@ -157,7 +159,7 @@ def test_other_blocks_are_refused(model: Any) -> None:
     held = Held(model, "full:group=32")
     held.keep(rows_of(cached(model)), [5, 9, 1])
     recoder = held.recoder(model, "tc-2bit:group=32")
-    kept, before = recoder.pack(*held.at([5, 9, 1])), held.blocks([5, 9, 1])
+    kept, before = recoder.pack(held.at([5, 9, 1])), held.blocks([5, 9, 1])
     wrong: list[Stored] = [
         {},
         {**kept[0], "packed": kept[0]["packed"][1:]},
@@ -167,6 +169,6 @@ def test_other_blocks_are_refused(model: Any) -> None:
     ]
     for each in wrong:
         with pytest.raises(ValueError, match="something else than the method stores"):
-            recoder.unpack([each, *kept[1:]], *held.at([5, 9, 1]))
+            recoder.unpack([each, *kept[1:]], held.at([5, 9, 1]))
     for mine, theirs in zip(before, held.blocks([5, 9, 1]), strict=True):
         assert torch.equal(mine, theirs)

@@ -76,12 +76,14 @@ def test_what_is_sealed_is_predicted_once(monkeypatch: Any) -> None:
     for number, layer in enumerate(cache.compressed):
 
         def count(
-            below: Tensor | None, number: int = number, own: Any = layer.codec.predicted
+            below: Tensor | None,
+            embedded: Tensor,
+            number: int = number,
+            own: Any = layer.codec.predicted,
         ) -> Any:
-            if below is not None:
-                predicted[number] = predicted.get(number, 0) + below.shape[1]
-            return own(below)
+            predicted[number] = predicted.get(number, 0) + embedded.shape[1]
+            return own(below, embedded)
 
         monkeypatch.setattr(layer.codec, "predicted", count)
     model(prompt(1, 48), past_key_values=cache)
-    assert predicted == dict.fromkeys(range(1, len(cache.compressed)), 48)
+    assert predicted == dict.fromkeys(range(len(cache.compressed)), 48)

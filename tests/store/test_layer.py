@@ -220,7 +220,7 @@ def test_bytes_follow_the_formula_of_the_page(spec: str, formula: Any) -> None:
         assert layer.tail_nbytes == BATCH * rest * 4 * layer.codec.tail_width
         assert layer.sink_nbytes == BATCH * 2 * (width + 4)
         assert layer.stream.table_nbytes == 8 * BATCH * columns
-    assert index.nbytes == 6 * BATCH * TOKENS
+    assert index.nbytes == 10 * BATCH * TOKENS
 
 
 @pytest.mark.parametrize("spec", LOW)

@@ -122,7 +122,7 @@ def test_sinks_are_the_first_real_tokens_of_each_sequence() -> None:
         assert excluded is not None
         assert excluded.sum(1).tolist() == [3, 8]
         assert tokens.excluded(8, 12) is None
-        assert tokens.nbytes == 2 * 12 * 6
+        assert tokens.nbytes == 2 * 12 * 10
 
 
 def test_what_is_cropped_can_come_again() -> None:

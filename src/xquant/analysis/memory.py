@@ -15,8 +15,8 @@ from ..models import AttentionView
 from ..quant.quantizer import OUTLIER_NBYTES, Part
 from .shapes import Skeleton
 
-INDEX_NBYTES = 6
-"""Bytes of a token in the index: its position, and whether it is padding or a sink."""
+INDEX_NBYTES = 10
+"""Bytes of a token in the index: its position, its id, and whether it is padding or a sink."""
 ENTRY_NBYTES = 8
 """Bytes of a block in a layer's table."""
 SINK_NBYTES = 4

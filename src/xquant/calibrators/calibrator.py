@@ -17,6 +17,7 @@ class Rows:
     value: Tensor  # [T, C]
     key_gradient: Tensor | None  # of the mean loss per token, the shapes of key and value
     value_gradient: Tensor | None
+    ids: Tensor  # of the tokens, int64 [T]
 
 
 class Stage(Protocol):

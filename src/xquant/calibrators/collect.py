@@ -117,18 +117,22 @@ def _collect_one(
             for position, codec in enumerate(codecs):
                 index = codec.view.index
                 given = gradients[index] if stage.gradients else None
-                stage.see(position, _rows(codec, seen[index], given, attachment))
+                stage.see(position, _rows(codec, seen[index], given, sample, attachment))
 
 
 def _rows(
-    codec: LayerCodec, states: Any, gradients: tuple[Tensor, Tensor] | None, attachment: Attachment
+    codec: LayerCodec,
+    states: Any,
+    gradients: tuple[Tensor, Tensor] | None,
+    ids: Tensor,
+    attachment: Attachment,
 ) -> Rows:
     rows = codec.encode(codec.features(states).unsqueeze(1), None)[0, 0].detach()
     key, value = rows.tensor_split([codec.view.kv_width], -1)
     if gradients is None:
-        return Rows(key, value, None, None)
+        return Rows(key, value, None, None, ids)
     key_gradient = _before_rope(codec, gradients[0], attachment)
-    return Rows(key, value, key_gradient, flat_heads(gradients[1])[0])
+    return Rows(key, value, key_gradient, flat_heads(gradients[1])[0], ids)
 
 
 @torch.inference_mode(False)  # a caller may be in it; a backward pass cannot use its tensors

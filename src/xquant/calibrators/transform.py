@@ -6,6 +6,7 @@ model with 32 layers of ``W = 2,048``.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ METRIC_RIDGE = 0.02
 """Times the mean diagonal of the metric, added to its diagonal."""
 PREDICTION_RIDGE = 1e-3
 """The same for the covariance of the rows that are predicted from."""
+TOKENS_AT_ONCE = 8192
+"""Tokens of the vocabulary whose embeddings are looked up at a time."""
 LOOP_BITS = 1.5
 """Bits a value at which a layer is quantized before the layer above learns to predict from it."""
 
@@ -41,8 +44,10 @@ class TransformCalibrator:
       ``analysis @ (y - mean)``;
     * ``usual`` ``[C]``: the usual scale of every channel, see `Ranked`;
     * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank;
-    * with prediction, ``predictor`` ``[W, W']``: a row is expected to be ``predictor @ y' + mean``, where
-      ``y'`` are the decoded rows of the layers below, the nearest layer first.
+    * with prediction, ``predictor`` ``[W, W']`` and ``of_token`` ``[W, E]``: a row is expected to be
+      ``predictor @ y' + of_token @ e + mean``, where ``y'`` are the decoded rows of the layers below, the
+      nearest layer first, and ``e`` is the token's row of
+    * ``embedding`` ``[V, E]``, of all layers: what the embeddings of tokens tell of keys and values.
     """
 
     def __init__(self, method: Transform, views: Sequence[AttentionView]) -> None:
@@ -57,30 +62,59 @@ class TransformCalibrator:
 
     def tensors(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        below: list[Tensor] = []
+        below, of_tokens = list[Tensor](), None
+        views = [codec.view for codec in self.codecs]
+        if count := self.method.known(views):
+            found["embedding"] = table = self._embedding(views[0], count)
+            of_tokens = table[self.stage.ids].float()
         for number, codec in enumerate(self.codecs):
             rows, metric = self.stage.rows(number), self.stage.metric(number)
             if self.method.basis == "head":
                 metric = metric * same_head(codec.view)
-            layer = self._layer(codec.view, rows, metric, below)
+            known = Known(below, of_tokens)
+            layer = self._layer(codec.view, rows, metric, known)
             if depth := self.method.layers_below:
-                below = [as_read(rows, layer, below), *below][:depth]
+                below = [as_read(rows, layer, known), *below][:depth]
             found |= {f"{number}.{name}": tensor for name, tensor in layer.items()}
         return found
 
+    def _embedding(self, view: AttentionView, count: int) -> Tensor:
+        """Numbers of every token, fp16 ``[V, count]``: of all that are linear in its embedding those that
+        tell most of the rows of all layers, as their metrics weigh them (reduced-rank regression)."""
+        assert view.embed is not None
+        seen = normed(view.embed, self.stage.ids.flatten())
+        mean = seen.mean(0)
+        seen -= mean
+        covariance = seen.T @ seen / len(seen)
+        ridge = PREDICTION_RIDGE * covariance.diagonal().mean().clamp(min=1e-30)
+        covariance.diagonal().add_(ridge)
+        told = torch.zeros_like(covariance)
+        with one_thread():
+            root = torch.linalg.cholesky(covariance)
+            for number in range(len(self.codecs)):
+                rows = self.stage.rows(number).flatten(0, 1)
+                rows = (rows - rows.mean(0)).double() @ root_of(self.stage.metric(number))
+                part = torch.linalg.solve_triangular(root, seen.T @ rows / len(rows), upper=False)
+                told += part @ part.T
+            _, vectors = torch.linalg.eigh(told)
+            best = torch.linalg.solve_triangular(root.T, vectors.flip(1)[:, :count], upper=True)
+        best = torch.nn.functional.pad(best, (0, count - best.shape[1]))
+        every = torch.arange(view.vocabulary).split(TOKENS_AT_ONCE)
+        return torch.cat([((normed(view.embed, ids) - mean) @ best).half() for ids in every])
+
     def _layer(
-        self, view: AttentionView, rows: Tensor, metric: Tensor, below: list[Tensor]
+        self, view: AttentionView, rows: Tensor, metric: Tensor, known: "Known"
     ) -> dict[str, Tensor]:
-        """The tensors of a layer, from its rows ``[N, T, W]`` and the decoded rows of the layers below."""
+        """The tensors of a layer, from its rows ``[N, T, W]`` and what they are predicted from."""
         found: dict[str, Tensor] = {}
         inner = rows[:, SINKS:].flatten(0, 1)
         mean = inner.mean(0)
         residual = rows
-        if below:
-            known = torch.cat(below, -1)
-            predictor, mean = predict(known[:, SINKS:].flatten(0, 1), inner)
-            found["predictor"] = predictor.half()
-            residual = rows - known @ predictor.T
+        if known:
+            every = torch.cat(known.parts, -1)
+            predictor, mean = predict(every[:, SINKS:].flatten(0, 1), inner)
+            found |= known.split(predictor)
+            residual = rows - every @ predictor.T
         centred = (residual - mean)[:, SINKS:].flatten(0, 1)
         covariance = centred.T.double() @ centred.double() / len(centred)
         if self.method.basis == "head":
@@ -91,6 +125,29 @@ class TransformCalibrator:
         return found | spectrum(states)
 
 
+class Known(NamedTuple):
+    """What the rows of a layer are predicted from."""
+
+    below: list[Tensor]
+    """The decoded rows of the layers below ``[N, T, W]``, the nearest first."""
+    of_tokens: Tensor | None
+    """What is known of the tokens, ``[N, T, E]``."""
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [*self.below, *([] if self.of_tokens is None else [self.of_tokens])]
+
+    def __bool__(self) -> bool:
+        return bool(self.parts)
+
+    def split(self, predictor: Tensor) -> dict[str, Tensor]:
+        """The tensors of an artifact for a predictor from all `parts`, ``[W, W' + E]``."""
+        last = 0 if self.of_tokens is None else self.of_tokens.shape[-1]
+        below, of_token = predictor.half().split([predictor.shape[1] - last, last], 1)
+        found = {"predictor": below, "of_token": of_token}
+        return {name: part.contiguous() for name, part in found.items() if part.shape[1]}
+
+
 class StatisticsStage:
     """The only pass: keeps all rows, and sums the products of their gradients (the empirical Fisher
     information)."""
@@ -99,8 +156,16 @@ class StatisticsStage:
         self.gradients = gradients
         self._rows: list[list[Tensor]] = [[] for _ in range(layers)]
         self._products: list[Tensor] = []
+        self._ids: list[Tensor] = []
+
+    @property
+    def ids(self) -> Tensor:
+        """Of all tokens, int64 ``[N, T]``."""
+        return torch.stack(self._ids)
 
     def see(self, position: int, rows: Rows) -> None:
+        if position == 0:
+            self._ids.append(rows.ids.cpu())
         states = torch.cat([rows.key, rows.value], -1)
         self._rows[position].append(states.float().clamp(-FP16_MAX, FP16_MAX).half().cpu())
         if rows.key_gradient is None or rows.value_gradient is None:
@@ -131,6 +196,13 @@ class StatisticsStage:
         return self._products[position].double() / unit
 
 
+@torch.no_grad()
+def normed(embedding: torch.nn.Embedding, ids: Tensor) -> Tensor:
+    """Embeddings of tokens ``[M]``, fp64 ``[M, d]``, divided by their root mean square."""
+    rows = embedding(ids.to(embedding.weight.device)).double().cpu()
+    return rows / rows.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
+
+
 def same_head(view: AttentionView) -> Tensor:
     """1 where two numbers of a row belong to the same head, else 0: ``[W, W]``."""
     heads = torch.arange(view.kv_heads)
@@ -151,6 +223,12 @@ def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return predictor, high - predictor @ low
 
 
+def root_of(metric: Tensor) -> Tensor:
+    """``L`` with ``L L^T`` the metric, and a ridge."""
+    ridge = METRIC_RIDGE * metric.diagonal().mean()
+    return torch.linalg.cholesky(metric + ridge * torch.eye(len(metric), dtype=metric.dtype))
+
+
 @one_thread()
 def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The basis ``[C, W]`` in which states are uncorrelated and an error in any channel costs the same,
@@ -158,8 +236,7 @@ def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, 
 
     With the metric ``F = L L^T`` and ``E`` the eigenvectors of ``L^T C L``: states ``E^T L^T y``.
     """
-    ridge = METRIC_RIDGE * metric.diagonal().mean()
-    root = torch.linalg.cholesky(metric + ridge * torch.eye(len(metric), dtype=metric.dtype))
+    root = root_of(metric)
     _, vectors = torch.linalg.eigh(root.T @ covariance @ root)
     vectors = vectors.flip(1)[:, :count]
     synthesis = torch.linalg.solve_triangular(root.T, vectors, upper=True)
@@ -187,12 +264,13 @@ def spectrum(states: Tensor) -> dict[str, Tensor]:
     }
 
 
-def as_read(rows: Tensor, found: dict[str, Tensor], below: list[Tensor]) -> Tensor:
+def as_read(rows: Tensor, found: dict[str, Tensor], known: Known) -> Tensor:
     """Rows ``[N, T, W]`` of a layer, quantized at `LOOP_BITS` and decoded. Sinks, and tokens that fill no
     block, stay as they are."""
     expected = found["mean"]
-    if below:
-        expected = expected + torch.cat(below, -1) @ found["predictor"].float().T
+    if known:
+        weights = [found[name] for name in ("predictor", "of_token") if name in found]
+        expected = expected + torch.cat(known.parts, -1) @ torch.cat(weights, 1).float().T
     states = (rows - expected) @ found["analysis"].float().T
     parts, sinks = blocks(states)
     size = parts.shape[1]

@@ -62,6 +62,9 @@ class LayerCodec(ABC):
     """Whether the segments are keys, plus `offset`, and values: `rebuild` is their concatenation."""
     offset: Tensor | None = None
     """What is taken off every key before it is packed, ``[G*D]``."""
+    embedding: Tensor | None = None
+    """What is known of every token of the vocabulary, ``[V, E]``: of the lowest layer's codec, for all. None
+    where nothing is predicted from a token's id."""
     sums_deltas: bool = False
     """Whether `recall` adds decoded rows, times `synthesis` where there is one, to what the layer below has
     accumulated."""
@@ -121,9 +124,10 @@ class LayerCodec(ABC):
         """The rows to keep, ``[B, T, W]``: copies or elementwise functions of ``inputs``, so that
         a token's row does not depend on which tokens came with it."""
 
-    def predicted(self, below: Tensor | None) -> Tensor | None:
+    def predicted(self, below: Tensor | None, embedded: Tensor | None = None) -> Tensor | None:
         """What the features of tokens ``[B, T, W]`` are predicted to be, from what the layer below has
-        accumulated of them; None where there is none. It must not depend on which blocks come together."""
+        accumulated of them, and from their rows of `embedding` ``[B, T, E]``; None where there is neither.
+        It must not depend on which blocks come together."""
         return below
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:

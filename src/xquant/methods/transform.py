@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 CALIBRATED_AT = 2.0
 """The bits in the name of an artifact, which is for any."""
+EMBEDDED = 256
+"""Numbers that are known of every token of the vocabulary, at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,10 @@ class Transform(Method):
         """How many a layer is predicted from."""
         return 0
 
+    def known(self, views: "Sequence[AttentionView]") -> int:
+        """Numbers of a token that a layer is predicted from beside the layers below; 0 for none."""
+        return 0
+
     @property
     def needs_calibration(self) -> bool:
         return True
@@ -78,7 +84,10 @@ class Transform(Method):
     ) -> "list[LayerCodec]":
         found = self.found(views, calibration)
         counts = self.allotted(views, [layer["profile"] for layer in found])
-        return [self.codec(*of_layer) for of_layer in zip(views, found, counts, strict=True)]
+        codecs = [self.codec(*of_layer) for of_layer in zip(views, found, counts, strict=True)]
+        if calibration is not None and self.known(views):
+            codecs[0].embedding = calibration.tensors["embedding"].to(views[0].device)
+        return codecs
 
     def allotted(
         self, views: "Sequence[AttentionView]", profiles: "Sequence[Tensor]"
@@ -110,6 +119,8 @@ class Transform(Method):
         from .transform_codec import channels
 
         wanted: dict[str, Expected] = {}
+        if tokens := self.known(views):
+            wanted["embedding"] = Expected((views[0].vocabulary, tokens), torch.float16)
         for i, view in enumerate(views):
             width, count = view.state_width, channels(view)
             layer = {
@@ -122,6 +133,8 @@ class Transform(Method):
             if below := views[max(i - self.layers_below, 0) : i]:
                 known = sum(other.state_width for other in below)
                 layer["predictor"] = Expected((width, known), torch.float16)
+            if tokens:
+                layer["of_token"] = Expected((width, tokens), torch.float16)
             wanted |= {f"{i}.{name}": each for name, each in layer.items()}
         return wanted
 
@@ -137,10 +150,10 @@ class Transform(Method):
 @dataclass(frozen=True, kw_only=True)
 class PredictedTransform(Transform):
     """Transform coding with prediction (docs/methods/transform.md): what a prediction from the layers below
-    leaves over.
+    and the token leaves over.
 
     Stores what `tc` stores, of the difference to a linear prediction from the decoded keys and values of the
-    layers below.
+    layers below and from the token's embedding; and of every token its id, 4 bytes for all layers.
 
     Examples:
         >>> from xquant import PredictedTransform
@@ -149,16 +162,24 @@ class PredictedTransform(Transform):
     """
 
     name: ClassVar[str] = "tc-cl"
-    summary: ClassVar[str] = "as tc, of what a prediction from the layer below leaves over"
+    summary: ClassVar[str] = "as tc, of what a prediction from the layers below leaves over"
     example: ClassVar[str] = "tc-cl-1bit"
     narrowest: ClassVar[float] = 0.5
     reach: int = field(
         default=2, metadata={"least": 1, "help": "layers below that a layer is predicted from"}
     )
 
+    embedding: bool = field(
+        default=True,
+        metadata={"help": "predict from the token's embedding, too"},
+    )
+
     @property
     def layers_below(self) -> int:
         return self.reach
+
+    def known(self, views: "Sequence[AttentionView]") -> int:
+        return min(EMBEDDED, views[0].hidden) if self.embedding and views[0].vocabulary else 0
 
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None

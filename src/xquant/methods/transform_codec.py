@@ -1,4 +1,4 @@
-"""The codecs of transform coding: channels of keys and values, predicted from the layers below or not."""
+"""The codecs of transform coding: channels of keys and values, predicted or not."""
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class TransformCodec(Rematerialized, _ChannelCodec):
 
 class PredictedCodec(_ChannelCodec):
     """Carries its own rows and those of the layers below that the layer above is predicted from, side by
-    side: ``[B, T, W + W' + ...]``. The lowest layer is predicted from nothing."""
+    side: ``[B, T, W + W' + ...]``. The lowest layer is predicted from the token alone, or from nothing."""
 
     feeds_above = True
     accumulated_width: int
@@ -79,19 +79,26 @@ class PredictedCodec(_ChannelCodec):
         self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
     ) -> None:
         super().__init__(view, found, block, counts)
-        self.predictor: Tensor | None = None  # [W, sum of the widths below]
+        self.from_below: Tensor | None = None  # [W, sum of the widths below]
+        self.from_token: Tensor | None = None  # [W, E]
+        self.reads_below = "predictor" in found
         if "predictor" in found:
-            self.reads_below = True
-            self.predictor = found["predictor"].to(view.device, view.dtype).contiguous()
+            self.from_below = found["predictor"].to(view.device, view.dtype).contiguous()
+        if "of_token" in found:
+            self.from_token = found["of_token"].to(view.device, view.dtype).contiguous()
 
     @property
     def carried(self) -> int:
         return self.accumulated_width if self.feeds_above else 0
 
-    def predicted(self, below: Tensor | None) -> Tensor | None:
-        if self.predictor is None or below is None:
-            return None
-        return by_block(below, self.predictor, self.block).add_(self.mean)
+    def predicted(self, below: Tensor | None, embedded: Tensor | None = None) -> Tensor | None:
+        sources = (below, self.from_below), (embedded, self.from_token)
+        found: Tensor | None = None
+        for known, weight in sources:
+            if known is not None and weight is not None:
+                part = by_block(known, weight, self.block)
+                found = part if found is None else found.add_(part)
+        return None if found is None else found.add_(self.mean)
 
     def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
         own = by_block(rows, self.synthesis, self.block)

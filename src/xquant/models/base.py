@@ -73,6 +73,8 @@ class AttentionView:
     )
     unknown_keys: str = ""  # why keys before RoPE cannot be had; empty where they can
     unknown_values: str = ""  # why values cannot be computed from X
+    vocabulary: int = 0  # rows of `embed`
+    embed: nn.Embedding | None = None  # of token ids; None where it is not known
     _offline: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -74,6 +74,10 @@ def _view(model: nn.Module) -> ModelView:
     for index, (layer, attention) in sorted(places.items()):
         kind = kinds[index] if index in skipped and index < len(kinds) else ""
         views.append(view_attention(family, layer, attention, config, rope, kind))
+    embedding = _embedding(decoder)
+    if embedding is not None:
+        for view in views:
+            view.vocabulary, view.embed = embedding.num_embeddings, embedding
     turn_whole_heads([view for view in views if view.index not in skipped], rope)
     return ModelView(model, decoder, views, skipped, windows, rope)
 
@@ -105,6 +109,15 @@ def _attends(module: nn.Module, config: type) -> bool:
     for _, attention in names.attentions(module):
         return type(getattr(attention, "config", None)) in (config, type(None))
     return False
+
+
+def _embedding(decoder: Any) -> nn.Embedding | None:
+    """What gives the decoder a vector for each token id, where that is known."""
+    try:
+        found = decoder.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Embedding) else None
 
 
 def _rope(decoder: nn.Module, config: Any) -> Rope:

@@ -77,10 +77,11 @@ def bases_of(cache: "KVCache") -> Tensor:
     return torch.tensor([number for own in found for number in own], dtype=torch.float64)
 
 
-def fill(cache: "KVCache", chunks: Sequence[Chunk], blocks: int, long: bool) -> None:
+def fill(cache: "KVCache", chunks: Sequence[Chunk], blocks: int, long: bool, ids: Tensor) -> None:
     """Give the empty ``cache`` the tokens of these chunks, each of so many ``blocks``.
 
     Args:
+        ids: of the tokens, ``[T]``, and perhaps of some that follow.
         long: whether they have the frequencies of long inputs, of a model with two sets (`models.rope`).
 
     Raises:
@@ -91,7 +92,8 @@ def fill(cache: "KVCache", chunks: Sequence[Chunk], blocks: int, long: bool) -> 
     home = cache.compressed[0].codec.view.device
     positions = torch.arange(tokens, device=home)[None]
     runs = ((tokens, long),) if cache.attachment.view.rope.switches else ()
-    cache.index.give(positions, torch.ones_like(positions, dtype=torch.bool), runs)
+    real = torch.ones_like(positions, dtype=torch.bool)
+    cache.index.give(positions, real, runs, ids[None, :tokens])
     readers = [_Reader(number, chunk) for number, chunk in enumerate(chunks)]
     expected = bases_of(cache)
     for reader in readers:

@@ -16,6 +16,7 @@ from ..store.layer import CompressedLayer
 from ..store.sinks import Sinks
 from ..store.slabs import Slabs
 from ..store.stream import Pool
+from ..store.tokens import UNKNOWN
 from . import bases, entropy
 from .header import Saved
 from .writing import WINDOWS, checksum, plain_name
@@ -168,7 +169,11 @@ def _fill(cache: "KVCache", reader: _Reader) -> None:
     real = reader.take("real", (torch.bool,), (batch, tokens))
     _check_runs(cache, reader)
     runs = tuple((stop, long) for stop, long in header.runs)
-    cache.index.give(positions.to(home, copy=True), real.to(home, copy=True), runs)
+    ids = None
+    if cache.stack.codecs[0].embedding is not None:
+        ids = reader.take("ids", (torch.int32,), (batch, tokens)).to(home, copy=True)
+        reader.check(int(ids.min()) >= UNKNOWN, "an id that no token has")
+    cache.index.give(positions.to(home, copy=True), real.to(home, copy=True), runs, ids)
     if "axes" in reader:
         reader.check(
             cache.index.takes_axes, "positions of several axes, of which the model has one"

@@ -110,6 +110,8 @@ def _index(cache: "KVCache") -> dict[str, Tensor]:
     held = {"positions": index.positions, "real": index.real}
     if index.axes is not None:
         held["axes"] = index.axes
+    if cache.stack.codecs[0].embedding is not None:
+        held["ids"] = index.ids
     tables = [stream.table for stream in streams if stream.table is not None]
     assert all(stream.lengths == streams[0].lengths for stream in streams)
     assert all(torch.equal(table.cpu(), tables[0].cpu()) for table in tables)

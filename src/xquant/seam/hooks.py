@@ -153,6 +153,7 @@ class Attachment:
         if cache is not None and torch.compiler.is_compiling():
             _refuse_compiled()
         mine = cache is not None and cache.attachment is self
+        self._local.ids = _ids_among(args, kwargs)
         self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
 
     def decoder_begins(
@@ -180,7 +181,12 @@ class Attachment:
         self.wrap()
         batch, length = inputs.shape[:2]
         cache.begin(batch, length, kwargs.get("attention_mask"))
-        self._local.current = ForwardPass(cache, kwargs.get("position_ids"))
+        # A decoder within another model may be given embeddings of what the model was given ids of.
+        ids = _ids_among(args, kwargs)
+        ids = getattr(self._local, "ids", None) if ids is None else ids
+        if ids is not None and ids.shape != (batch, length):
+            ids = None
+        self._local.current = ForwardPass(cache, kwargs.get("position_ids"), ids)
         self._local.last = ref(cache)
 
     # -- a cache asks at a layer ---------------------------------------------------------------
@@ -231,6 +237,7 @@ class Attachment:
             raise self.unserved(lost)
 
     def model_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._local.ids = None
         before, self._local.before = getattr(self._local, "before", None), None
         if before is not None and output is None:
             cache, state = before
@@ -252,6 +259,13 @@ def _refuse_compiled() -> None:
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservingCache | None:
     inputs = (*kwargs.values(), *args)
     return next((given for given in inputs if isinstance(given, ObservingCache)), None)
+
+
+def _ids_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The ids of tokens ``[B, T]`` that a model is given."""
+    given = kwargs.get("input_ids", args[0] if args else None)
+    is_ids = isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point()
+    return given if is_ids else None
 
 
 def _tokens_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

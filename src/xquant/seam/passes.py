@@ -39,6 +39,8 @@ class Given(NamedTuple):
     """cos and sin, ``[B, T, R]`` each."""
     axes: Tensor | None = None
     """Positions of several axes, ``[3, B, T]``, where they are."""
+    ids: Tensor | None = None
+    """Of the tokens, ``[B, T]``; None where the model was given embeddings alone."""
 
 
 class ObservingCache:
@@ -127,8 +129,10 @@ def split_axes(positions: Any) -> tuple[Tensor | None, Tensor | None]:
 class ForwardPass:
     """What one forward pass with a compressed cache knows, in its thread."""
 
-    def __init__(self, cache: ObservingCache, positions: Any = None) -> None:
-        self.cache = cache
+    def __init__(
+        self, cache: ObservingCache, positions: Any = None, ids: Tensor | None = None
+    ) -> None:
+        self.cache, self.ids = cache, ids
         self.positions, self.axes = split_axes(positions)
         """As the decoder was given them, for layers that are given none."""
         self.inputs: dict[int, LayerPass] = {}

@@ -6,18 +6,33 @@ method.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..methods import LayerCodec, Method
 from ..store.pages import PageLayout, Pages
+from ..store.tokens import look_up
 from .layer import ServedLayer
 from .rotary import Angles
 
 Stored = dict[str, Tensor]
 """Of one block: ``packed`` uint8 ``[bytes]``, the fields of all layers after each other, and ``sinks``
 ``[layers, S, W]``, rotated keys beside values, of the first block of a sequence."""
+
+
+class Blocks(NamedTuple):
+    """Blocks that are in pages, or are to be."""
+
+    pages: Tensor
+    """Their numbers, ``[m]``."""
+    starts: Tensor
+    """The positions that they begin at, ``[m]``."""
+    slots: Tensor | None
+    """As of `ServedLayer.keep`."""
+    ids: Tensor
+    """Of their tokens, ``[m, n]``."""
 
 
 class Recoder:
@@ -39,6 +54,7 @@ class Recoder:
         angles: Sequence[Angles | None],
     ) -> None:
         self._sink, self._row = method.sink, layers[0].row
+        self._embedding = None if codecs is None else codecs[0].embedding
         self._ways: list[_Way] = [_AsItIs(layer, method) for layer in layers]
         if codecs is not None:
             each = zip(layers, codecs, angles, strict=True)
@@ -49,41 +65,47 @@ class Recoder:
         """Of a stored block, without sinks."""
         return sum(way.layout.packed_nbytes for way in self._ways)
 
-    def pack(self, pages: Tensor, starts: Tensor, slots: Tensor | None) -> list[Stored]:
-        """What is stored of the blocks in pages ``[m]`` that begin at positions ``starts`` ``[m]``; ``slots``
-        as of `ServedLayer.keep`."""
+    def pack(self, blocks: Blocks) -> list[Stored]:
+        """What is stored of these blocks."""
         packed, sinks, below = [], [], None
+        embedded = self._embedded(blocks)
         for way in self._ways:
-            whole, kept, below = way.pack(pages, starts, slots, below)
+            whole, kept, below = way.pack(blocks, below, embedded)
             packed.append(whole)
             sinks.append(kept)
         every, exact = torch.cat(packed, 1), torch.stack(sinks, 1)
-        counts = [0 if start else self._sink for start in starts.tolist()]
+        counts = [0 if start else self._sink for start in blocks.starts.tolist()]
         return [
             {"packed": every[i].clone(), "sinks": exact[i, :, :count].clone()}
             for i, count in enumerate(counts)
         ]
 
-    def unpack(
-        self, stored: Sequence[Stored], pages: Tensor, starts: Tensor, slots: Tensor | None
-    ) -> None:
-        """Write stored blocks to pages; the rest as of `pack`.
+    def unpack(self, stored: Sequence[Stored], blocks: Blocks) -> None:
+        """Write stored blocks to pages.
 
         Raises:
             ValueError: they are no blocks of these layers; nothing was written.
         """
-        if not all(map(self.fits, stored, starts.tolist())):
+        if not all(map(self.fits, stored, blocks.starts.tolist())):
             raise ValueError("it holds something else than the method stores")
         parts = torch.stack([each["packed"] for each in stored])
         dtype = stored[0]["sinks"].dtype
         exact = torch.zeros(len(stored), len(self._ways), self._sink, self._row, dtype=dtype)
         for own, each in zip(exact, stored, strict=True):
             own[:, : each["sinks"].shape[1]] = each["sinks"]
-        below, start = None, 0
+        below, start, embedded = None, 0, self._embedded(blocks)
         for place, way in enumerate(self._ways):
             packed = parts[:, start : start + way.layout.packed_nbytes]
-            below = way.unpack(packed, exact[:, place], pages, starts, slots, below)
+            below = way.unpack(packed, exact[:, place], blocks, below, embedded)
             start += way.layout.packed_nbytes
+
+    def _embedded(self, blocks: Blocks) -> Tensor | None:
+        """What the method knows of the tokens by their ids, ``[1, m n, E]``."""
+        return (
+            None
+            if self._embedding is None
+            else look_up(self._embedding, blocks.ids.flatten()[None])
+        )
 
     def fits(self, stored: Stored, start: int) -> bool:
         """Whether this is a block of these layers that begins at position ``start``."""
@@ -102,20 +124,24 @@ class _Way(ABC):
 
     @abstractmethod
     def pack(
-        self, pages: Tensor, starts: Tensor, slots: Tensor | None, below: Tensor | None
+        self, blocks: Blocks, below: Tensor | None, embedded: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The bytes ``[m, .]`` of these blocks; their sinks ``[m, S, W]``, of those that start a sequence;
-        and what the layer above is predicted from, ``[m, n, .]``."""
+        and what the layer above is predicted from, ``[m, n, .]``.
+
+        Args:
+            below: the same of the layer below.
+            embedded: what is known of the tokens, ``[1, m n, E]``.
+        """
 
     @abstractmethod
     def unpack(
         self,
         packed: Tensor,
         sinks: Tensor,
-        pages: Tensor,
-        starts: Tensor,
-        slots: Tensor | None,
+        blocks: Blocks,
         below: Tensor | None,
+        embedded: Tensor | None,
     ) -> Tensor | None:
         """Write blocks to pages. Returns what the layer above is predicted from."""
 
@@ -124,24 +150,23 @@ class _AsItIs(_Way):
     """A page's own bytes."""
 
     def pack(
-        self, pages: Tensor, starts: Tensor, slots: Tensor | None, below: Tensor | None
+        self, blocks: Blocks, below: Tensor | None, embedded: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        packed, first = self.layer.packed(pages, slots)
-        sinks = first.new_zeros(len(pages), self.sink, first.shape[2])
-        if slots is not None:
-            sinks[starts == 0] = first
+        packed, first = self.layer.packed(blocks.pages, blocks.slots)
+        sinks = first.new_zeros(len(blocks.pages), self.sink, first.shape[2])
+        if blocks.slots is not None:
+            sinks[blocks.starts == 0] = first
         return packed, sinks, None
 
     def unpack(
         self,
         packed: Tensor,
         sinks: Tensor,
-        pages: Tensor,
-        starts: Tensor,
-        slots: Tensor | None,
+        blocks: Blocks,
         below: Tensor | None,
+        embedded: Tensor | None,
     ) -> Tensor | None:
-        self.layer.put(packed, pages, sinks[starts == 0], slots)
+        self.layer.put(packed, blocks.pages, sinks[blocks.starts == 0], blocks.slots)
         return None
 
 
@@ -157,11 +182,12 @@ class _Repacked(_Way):
         self.layout = PageLayout(codec.segments, method.group)
 
     def pack(
-        self, pages: Tensor, starts: Tensor, slots: Tensor | None, below: Tensor | None
+        self, blocks: Blocks, below: Tensor | None, embedded: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows = self.layer.blocks(pages, starts, slots)
+        starts = blocks.starts
+        rows = self.layer.blocks(blocks.pages, starts, blocks.slots)
         features = self._features(rows, starts)
-        predicted = self._predicted(below)
+        predicted = self._predicted(below, embedded)
         own = None if predicted is None else predicted.unflatten(1, features.shape[:2])
         encoded = self.codec.encode(features[None], own)[0]
         made = torch.zeros(len(rows), self.layout.nbytes, dtype=torch.uint8)
@@ -175,16 +201,15 @@ class _Repacked(_Way):
         self,
         packed: Tensor,
         sinks: Tensor,
-        pages: Tensor,
-        starts: Tensor,
-        slots: Tensor | None,
+        blocks: Blocks,
         below: Tensor | None,
+        embedded: Tensor | None,
     ) -> Tensor | None:
-        view = self.codec.view
+        view, starts = self.codec.view, blocks.starts
         exact = torch.nn.functional.pad(sinks, (0, 0, 0, self.block - self.sink))
         features = self._features(exact, starts)
         held = self.layout.spread(packed)
-        recalled = self._recall(held, sinks.dtype, self._predicted(below))
+        recalled = self._recall(held, sinks.dtype, self._predicted(below, embedded))
         keys, values = (
             part[0].unflatten(0, (-1, self.block)) for part in self.codec.rebuild(recalled)
         )
@@ -196,12 +221,15 @@ class _Repacked(_Way):
         rows, hidden = torch.cat([keys, values], -1), self._sinks_of(starts)
         if hidden is not None:
             rows = torch.where(hidden[..., None], exact, rows)
-        self.layer.keep(rows, pages, starts, slots)
+        self.layer.keep(rows, blocks.pages, starts, blocks.slots)
         return self._above(recalled, below, features, starts)
 
-    def _predicted(self, below: Tensor | None) -> Tensor | None:
-        """What the codec predicts, ``[1, m n, W]``, from what the layer below has given of these blocks."""
-        return self.codec.predicted(None if below is None else below.flatten(0, 1)[None])
+    def _predicted(self, below: Tensor | None, embedded: Tensor | None) -> Tensor | None:
+        """What the codec predicts, ``[1, m n, W]``, from what the layer below has given of these blocks, and
+        what is known of their tokens."""
+        if embedded is not None:
+            embedded = embedded.to(self.codec.view.dtype)
+        return self.codec.predicted(None if below is None else below.flatten(0, 1)[None], embedded)
 
     def _recall(self, pages: Tensor, dtype: torch.dtype, predicted: Tensor | None) -> Tensor:
         """What the codec recalls of its pages, ``[1, m n, .]``."""

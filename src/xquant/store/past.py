@@ -191,7 +191,7 @@ class Past:
     def encode(self, rows: Tensor, start: int) -> Tensor:
         """What is packed of the features ``[B, m, n, W]`` of tokens from ``start`` on: ``[B m, n, C]``."""
         shape = rows.shape[1:3]
-        predicted = self.codec.predicted(self._below(start, start + shape.numel()))
+        predicted = self._foretold(start, start + shape.numel())
         if predicted is not None:
             if self.accumulator is None:  # what recalls these tokens next asks for it again
                 self.predicted.append((start, predicted))
@@ -231,17 +231,23 @@ class Past:
         rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return self.codec.recall(rows, self._predicted(rows.shape[1]), sealing)
 
+    def _foretold(self, start: int, stop: int) -> Tensor | None:
+        """What the codec predicts these tokens to be, from the layer below and from their ids."""
+        embedded = self.index.embedded(start, stop, self.codec.view.dtype)
+        if embedded is not None:
+            embedded = embedded.to(self.codec.view.device)
+        return self.codec.predicted(self._below(start, stop), embedded)
+
     def _predicted(self, tokens: int) -> Tensor | None:
         """What the first ``tokens`` tokens are predicted to be."""
-        if not self.codec.reads_below:
-            return None
         held, self.predicted = self.predicted, []
         # What was encoded in this pass are the newest tokens, one part after the other.
         start = min((start for start, _ in held), default=tokens)
         parts = [part for _, part in held]
         if start:
-            older = self.codec.predicted(self._below(0, start))
-            assert older is not None
+            older = self._foretold(0, start)
+            if older is None:
+                return None
             parts.insert(0, older)
         return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :tokens]
 

@@ -10,20 +10,37 @@ from ..models.rotation import Pair
 
 Runs = tuple[tuple[int, bool], ...]
 """Of tokens with the frequencies of one set: where each ends, and whether they are those of long inputs."""
-State = tuple[Tensor, Tensor, Tensor, Runs, Tensor | None]
+State = tuple[Tensor, Tensor, Tensor, Runs, Tensor | None, Tensor]
+
+UNKNOWN = -1
+"""The id of a token that was given as an embedding."""
+
+
+def look_up(embedding: Tensor, ids: Tensor) -> Tensor:
+    """Rows of ``embedding`` ``[V, E]`` for ids of any shape ``[...]``, ``[..., E]``; zeros where an id is
+    none of these."""
+    ids = ids.to(embedding.device)
+    known = (ids >= 0) & (ids < len(embedding))
+    return embedding[ids.where(known, 0)].masked_fill_(~known[..., None], 0)
 
 
 class TokenIndex:
-    """Positions, padding and sinks of ``T`` tokens of ``B`` sequences.
+    """Positions, padding, sinks and ids of ``T`` tokens of ``B`` sequences.
 
     ``positions`` int32 ``[B, T]``; ``real`` bool ``[B, T]``, False for padding; ``sink`` bool
     ``[B, T]``, True for the first ``sinks`` real tokens of each sequence: with left padding they
-    stand in different columns.
+    stand in different columns. ``ids`` int32 ``[B, T]``, `UNKNOWN` for tokens that have none.
+
+    Args:
+        sinks: of each sequence.
+        rope: of the model.
+        embedding: what methods know of every token of the vocabulary, ``[V, E]``; None where they know
+            nothing.
     """
 
-    def __init__(self, sinks: int, rope: Rope) -> None:
+    def __init__(self, sinks: int, rope: Rope, embedding: Tensor | None = None) -> None:
         self.sinks = sinks
-        self._rope = rope
+        self._rope, self._embedding = rope, embedding
         self.epoch = 0
         self.reset()
 
@@ -38,6 +55,7 @@ class TokenIndex:
         self.positions = torch.empty(0, 0, dtype=torch.int32)
         self.real = torch.empty(0, 0, dtype=torch.bool)
         self.sink = torch.empty(0, 0, dtype=torch.bool)
+        self.ids = torch.empty(0, 0, dtype=torch.int32)
         self.axes: Tensor | None = None
         """Where some tokens have positions of several axes (images): those of all, int32 ``[3, B, T]``."""
         self.runs: Runs = ()
@@ -48,6 +66,7 @@ class TokenIndex:
         self._angles: Pair | None = None
         self._by_channel: tuple[Tensor, ...] | None = None
         self._excluded: dict[tuple[int, int], Tensor | None] = {}
+        self._embedded: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -60,11 +79,18 @@ class TokenIndex:
     @property
     def nbytes(self) -> int:
         axes = 0 if self.axes is None else self.axes.nbytes
-        return self.positions.nbytes + self.real.nbytes + self.sink.nbytes + axes
+        held = self.positions, self.real, self.sink, self.ids
+        return sum(tensor.nbytes for tensor in held) + axes
 
-    def append(self, positions: Tensor, real: Tensor, axes: Tensor | None = None) -> None:
-        """Add tokens: positions ``[B, t]`` of any integer dtype, ``real`` bool ``[B, t]``, and positions
-        ``[3, B, t]`` where they are of several axes."""
+    def append(
+        self,
+        positions: Tensor,
+        real: Tensor,
+        axes: Tensor | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
+        """Add tokens: positions ``[B, t]`` of any integer dtype, ``real`` bool ``[B, t]``, positions
+        ``[3, B, t]`` where they are of several axes, and ids ``[B, t]`` where they are known."""
         if axes is not None or self.axes is not None:
             new = positions.expand(3, -1, -1) if axes is None else axes
             held = self.positions.expand(3, -1, -1) if self.axes is None else self.axes
@@ -72,10 +98,14 @@ class TokenIndex:
         if self.batch == 0:
             empty = positions[:, :0]
             self.positions, self.real, self.sink = empty.int(), empty.bool(), empty.bool()
+            self.ids = empty.int()
         rank = real.cumsum(1) + self.real.sum(1, keepdim=True)
         self.positions = torch.cat([self.positions, positions.int()], 1)
         self.real = torch.cat([self.real, real], 1)
         self.sink = torch.cat([self.sink, real & (rank <= self.sinks)], 1)
+        if ids is None:
+            ids = torch.full_like(positions, UNKNOWN)
+        self.ids = torch.cat([self.ids, ids.to(self.ids.device, torch.int32)], 1)
         if self._rope.switches:
             run = self.length, self._rope.is_long(positions)
             before = self.runs[:-1] if self.runs and self.runs[-1][1] == run[1] else self.runs
@@ -84,13 +114,25 @@ class TokenIndex:
 
     def take(self, other: "TokenIndex") -> None:
         """Have the tokens of another index of the same model, with sinks of its own."""
-        self.give(other.positions, other.real, other.runs)
+        self.give(other.positions, other.real, other.runs, other.ids)
         self.axes = other.axes
 
-    def give(self, positions: Tensor, real: Tensor, runs: Runs) -> None:
+    def give(self, positions: Tensor, real: Tensor, runs: Runs, ids: Tensor | None = None) -> None:
         """`append` tokens to none, where the `runs` of their frequencies are known."""
-        self.append(positions, real)
+        self.append(positions, real, ids=ids)
         self.runs = runs
+
+    def embedded(self, start: int, stop: int, like: torch.dtype) -> Tensor | None:
+        """What methods know of these tokens by their ids, ``[B, stop - start, E]``; zeros of tokens without
+        one, or of one that the vocabulary did not have. None where no method asks.
+
+        Looked up once per forward pass for all layers.
+        """
+        if self._embedding is None:
+            return None
+        if self._embedded is None or self._embedded.dtype != like:
+            self._embedded = look_up(self._embedding, self.ids).to(like)
+        return self._embedded[:, start:stop]
 
     def excluded(self, start: int, stop: int) -> Tensor | None:
         """Tokens that must not set a quantization range (bool ``[B, stop-start]``), None if none.
@@ -158,11 +200,11 @@ class TokenIndex:
 
     def snapshot(self) -> State:
         """What `restore` needs to bring back what is known now."""
-        return self.positions, self.real, self.sink, self.runs, self.axes
+        return self.positions, self.real, self.sink, self.runs, self.axes, self.ids
 
     def restore(self, state: State) -> None:
         self.epoch += 1
-        self.positions, self.real, self.sink, self.runs, self.axes = state
+        self.positions, self.real, self.sink, self.runs, self.axes, self.ids = state
         self.forget()
 
     def select(self, indices: Tensor) -> None:
@@ -171,6 +213,6 @@ class TokenIndex:
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         self.epoch += 1
         self.positions, self.real = change(self.positions), change(self.real)
-        self.sink = change(self.sink)
+        self.sink, self.ids = change(self.sink), change(self.ids)
         self.axes = None if self.axes is None else change(self.axes)
         self.forget()

@@ -25,28 +25,31 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from ...saved.shelf import Shelf
 from .. import fit
-from ..recode import Recoder, Stored
+from ..recode import Blocks, Recoder, Stored
 from .seam import RING, PagedImpl, kept_of, model_of
 
-_FORMAT = 2
+_FORMAT = 3
 """Blocks of another format have other names."""
 
 
 @dataclass
 class Load:
-    """Blocks to be read into pages: their names, and the positions that they start at."""
+    """Blocks to be read into pages: their names, the positions that they start at, and their tokens' ids."""
 
     names: list[str]
     pages: list[int]
     starts: list[int]
+    ids: list[list[int]]
 
 
 @dataclass
 class Save:
-    """The blocks of a sequence, from the first on: their names, and the pages in which they are."""
+    """The blocks of a sequence, from the first on: their names, the pages in which they are, and their
+    tokens' ids."""
 
     names: list[str]
     pages: list[int]
+    ids: list[list[int]]
 
 
 @dataclass
@@ -134,7 +137,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         names = self._names(request, first, first + count)
         pages = blocks.get_block_ids()[self._group][first : first + count]
         starts = [self._block * place for place in range(first, first + count)]
-        self._work.loads.append(Load(names, pages, starts))
+        ids = self._ids(request, first, first + count)
+        self._work.loads.append(Load(names, pages, starts, ids))
         sequence.saved = first + count
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -159,7 +163,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         whole = min(tokens // self._block, len(sequence.request.block_hashes), len(sequence.pages))
         if whole > sequence.saved:
             names = self._names(sequence.request, 0, whole)
-            self._work.saves.append(Save(names, sequence.pages[:whole]))
+            ids = self._ids(sequence.request, 0, whole)
+            self._work.saves.append(Save(names, sequence.pages[:whole], ids))
             sequence.saved = whole
 
     def request_finished(
@@ -181,6 +186,14 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             for each in request.block_hashes[first:stop]
         ]
 
+    def _ids(self, request: Any, first: int, stop: int) -> list[list[int]]:
+        """Of the tokens of blocks of a request."""
+        size = self._block
+        return [
+            list(request.all_token_ids[place * size : (place + 1) * size])
+            for place in range(first, stop)
+        ]
+
     # -- in the worker ----------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
@@ -196,7 +209,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
                     break
                 found.append(stored)
             count = len(found)
-            self._fill(found, load.pages[:count], load.starts[:count])
+            self._fill(found, load)
             self._shelf.touch(names[:count])
             self._failed |= set(load.pages[count:])
 
@@ -216,11 +229,11 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         for save in self._given().saves:
             names = [_part(name, get_tensor_model_parallel_rank()) for name in save.names]
             missing = [i for i, name in enumerate(names) if name not in self._shelf]
-            made = dict(zip(missing, self._packed(save.pages, missing), strict=True))
+            made = dict(zip(missing, self._packed(save, missing), strict=True))
 
             def make(place: int, made: dict[int, Stored] = made, save: Save = save) -> Stored:
                 # Another process may have dropped a block since.
-                return made[place] if place in made else self._packed(save.pages, [place])[0]
+                return made[place] if place in made else self._packed(save, [place])[0]
 
             self._shelf.put(names, make)
 
@@ -229,24 +242,30 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(found, Work)
         return found
 
-    def _packed(self, pages: Sequence[int], places: Sequence[int]) -> list[Stored]:
+    def _packed(self, save: Save, places: Sequence[int]) -> list[Stored]:
         """What is stored of the blocks at these places of a sequence."""
         if not places:
             return []
+        pages = [save.pages[place] for place in places]
         starts = [self._block * place for place in places]
-        return self._worker.pack(
-            *self._at([pages[place] for place in places], starts, written=True)
-        )
+        ids = [save.ids[place] for place in places]
+        return self._worker.pack(self._at(pages, starts, ids, written=True))
 
-    def _fill(self, stored: Sequence[Stored], pages: Sequence[int], starts: Sequence[int]) -> None:
-        if stored:
-            self._worker.unpack(stored, *self._at(pages, starts, written=False))
+    def _fill(self, stored: Sequence[Stored], load: Load) -> None:
+        """Write what was found of the first blocks of a load to its pages."""
+        if count := len(stored):
+            pages, starts, ids = load.pages[:count], load.starts[:count], load.ids[:count]
+            self._worker.unpack(stored, self._at(pages, starts, ids, written=False))
 
     def _at(
-        self, pages: Sequence[int], starts: Sequence[int], written: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Pages, the positions that they start at, and the slots of the sinks of those that start a
-        sequence; ``written``: whether they have theirs."""
+        self,
+        pages: Sequence[int],
+        starts: Sequence[int],
+        ids: Sequence[Sequence[int]],
+        written: bool,
+    ) -> Blocks:
+        """Blocks with the slots of the sinks of those that start a sequence; ``written``: whether they have
+        theirs."""
         slots, found = self._slots, None
         if slots is not None:
             numbers = (
@@ -255,7 +274,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
                 else slots.write(pages, starts)
             )
             found = torch.tensor(numbers, dtype=torch.int64)
-        return torch.tensor(pages), torch.tensor(starts), found
+        return Blocks(torch.tensor(pages), torch.tensor(starts), found, torch.tensor(ids))
 
     @property
     def _impls(self) -> list[Any]:
