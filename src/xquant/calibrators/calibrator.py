@@ -17,6 +17,7 @@ class Rows:
     value: Tensor  # [T, C]
     key_gradient: Tensor | None  # of the mean loss per token, the shapes of key and value
     value_gradient: Tensor | None
+    query: Tensor | None = None  # after RoPE, its channels in the order of the cache [T, H*D]
 
 
 class Stage(Protocol):
@@ -24,6 +25,8 @@ class Stage(Protocol):
 
     gradients: bool
     """Whether `see` needs the gradients."""
+    queries: bool
+    """Whether it needs the queries."""
 
     def see(self, position: int, rows: Rows) -> None:
         """Take one sample at the compressed layer ``position``, counted from the bottom."""
