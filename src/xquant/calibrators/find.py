@@ -39,7 +39,7 @@ def _(method: KVQuant, views: Sequence[AttentionView]) -> Calibrator:
 
 @make_calibrator.register
 def _(method: Oscar, views: Sequence[AttentionView]) -> Calibrator:
-    return OscarCalibrator(views)
+    return OscarCalibrator(method, views)
 
 
 @make_calibrator.register

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..methods.key_value import KeyValueCodec
+from ..methods.oscar import Oscar
 from ..methods.oscar_codec import spread
 from ..models import AttentionView
 from ..quant import Plain
@@ -14,10 +15,11 @@ from .calibrator import Rows, Stage
 
 
 class OscarCalibrator:
-    """Finds ``key.turn`` and ``value.turn`` of each layer, ``[D, D]``: the matrices by which `OscarCodec`
-    turns heads."""
+    """Finds ``key.turn`` and ``value.turn`` of each layer, ``[G, D, D]`` or for all heads ``[D, D]``: the
+    matrices by which `OscarCodec` turns heads."""
 
-    def __init__(self, views: Sequence[AttentionView]) -> None:
+    def __init__(self, method: Oscar, views: Sequence[AttentionView]) -> None:
+        self.method = method
         self.codecs = [KeyValueCodec(v, Plain(v.dtype), Plain(v.dtype), "post") for v in views]
         self._queries = QueryStage(views)
         self._values = ValueStage(views, self._queries.sums)
@@ -27,13 +29,17 @@ class OscarCalibrator:
         yield self._values
 
     def tensors(self) -> dict[str, Tensor]:
-        found = {}
-        for i, (queries, values) in enumerate(
-            zip(self._queries.sums, self._values.covariances(), strict=True)
-        ):
-            found[f"{i}.key.turn"] = spread(queries.mean(0))
-            found[f"{i}.value.turn"] = spread(values.mean(0))
-        return found
+        pairs = zip(self._queries.sums, self._values.covariances(), strict=True)
+        return {
+            f"{i}.{name}.turn": self._turn(covariances)
+            for i, pair in enumerate(pairs)
+            for name, covariances in zip(("key", "value"), pair, strict=True)
+        }
+
+    def _turn(self, covariances: Tensor) -> Tensor:
+        if self.method.matrix == "layer":
+            return spread(covariances.mean(0))
+        return torch.stack([spread(each) for each in covariances])
 
 
 class QueryStage:

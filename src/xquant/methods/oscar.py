@@ -27,11 +27,11 @@ class Oscar(QuantizedMethod):
     or for each equal part of at most 128 channels of a larger head: ``n (2 G D b) / 8 + 8 n G ceil(D / 128)``
     bytes a block of n tokens and layer. The first 64 tokens and the last 256 stay full.
 
-    Differs from the paper: calibrated on text that the model writes. As in its code, all heads of a layer
-    share a matrix, the weight of a token in the covariance of values is ``k^T C k`` with C that of its
-    queries, and the share that is not clipped is the same for all layers. Scales are fp16, where its code has
-    fp32. Recent tokens stay full until they fill a block. A head whose size is no power of two is turned by a
-    Hartley matrix as well.
+    Differs from the paper: calibrated on text that the model writes. Every head has its own matrix;
+    ``matrix="layer"`` gives the heads of a layer one, as its code does. As there, the weight of a token in
+    the covariance of values is ``k^T C k`` with C that of its queries, and what share is clipped is set, not
+    found. Scales are fp16, where its code has fp32. Recent tokens stay full until they fill a block. A head
+    whose size is no power of two is turned by a Hartley matrix as well.
 
     Examples:
         >>> from xquant import KVCache, Oscar, calibrate
@@ -55,6 +55,13 @@ class Oscar(QuantizedMethod):
     tail: int = field(default=256, metadata=TAIL)
     key_clip: float = _clip(0.96, "key")
     value_clip: float = _clip(0.92, "value")
+    matrix: str = field(
+        default="head",
+        metadata={
+            "choices": ("head", "layer"),
+            "help": "for each head, or for the heads of a layer",
+        },
+    )
 
     @property
     def needs_calibration(self) -> bool:
@@ -62,7 +69,7 @@ class Oscar(QuantizedMethod):
 
     @property
     def calibrated_as(self) -> str:
-        return Oscar(bits=CALIBRATED_AT).spec
+        return Oscar(bits=CALIBRATED_AT, matrix=self.matrix).spec
 
     def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
         import torch
@@ -70,10 +77,14 @@ class Oscar(QuantizedMethod):
         from ..calibration import Expected
 
         return {
-            f"{i}.{name}.turn": Expected((size, size), torch.float32, -1, 1)
+            f"{i}.{name}.turn": Expected((*self.matrices(view), size, size), torch.float32, -1, 1)
             for i, view in enumerate(views)
             for name, size in (("key", view.head_size), ("value", view.value_size))
         }
+
+    def matrices(self, view: "AttentionView") -> tuple[int, ...]:
+        """How many a layer has, as the first dimension of a shape; none where there is one."""
+        return (view.kv_heads,) if self.matrix == "head" else ()
 
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None

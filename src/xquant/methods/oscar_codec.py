@@ -46,9 +46,9 @@ def clipped(heads: Tensor, share: float) -> Tensor:
 
 
 def spread(covariance: Tensor) -> Tensor:
-    """The orthogonal matrix, fp32 ``[D, D]``, that a head is multiplied with: first with the eigenvectors of
-    a covariance, then with a Hadamard matrix; channels are then put in the bit-reversed order of the
-    eigenvalues, the largest first, so that channels that share a range are of all of them."""
+    """The orthogonal matrix, fp32 ``[D, D]``, that heads of a ``covariance`` are multiplied with: its
+    eigenvectors, then a Hadamard matrix, then channels in the bit-reversed order of the eigenvalues, the
+    largest first."""
     values, vectors = torch.linalg.eigh((covariance + covariance.mT).double() / 2)
     mixed = vectors @ hadamard(len(values)).to(vectors)
     order = torch.empty_like(values, dtype=torch.long)

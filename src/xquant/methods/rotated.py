@@ -38,8 +38,8 @@ class RotatedCodec(KeyValueCodec):
 
     Args:
         keys, values: the quantizers of rotated heads.
-        turns: orthogonal matrices ``[D, D]`` of key heads and of value heads; None where they stay as they
-            are.
+        turns: orthogonal matrices ``[D, D]`` of key heads and of value heads, or ``[G, D, D]`` with one for
+            each head; None where heads stay as they are.
         block: tokens whose heads are rotated in one product.
     """
 
@@ -72,7 +72,7 @@ class RotatedCodec(KeyValueCodec):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.exact(recalled)
         key_back, value_back = (
-            None if turn is None else turn.T for turn in (self.key_rotation, self.value_rotation)
+            None if turn is None else turn.mT for turn in (self.key_rotation, self.value_rotation)
         )
         return self._turned(key, key_back), self._turned(value, value_back)
 
@@ -81,7 +81,10 @@ class RotatedCodec(KeyValueCodec):
         that codes do not depend on how many come together."""
         if rotation is None:
             return states
-        size = len(rotation)
-        heads = states.float().unflatten(-1, (-1, size))
-        turned = by_block(heads.flatten(1, 2), rotation, self._block * heads.shape[2])
-        return turned.view_as(heads).flatten(2).to(states.dtype)
+        heads = states.float().unflatten(-1, (-1, rotation.shape[-1]))
+        if rotation.dim() == 2:
+            turned = by_block(heads.flatten(1, 2), rotation, self._block * heads.shape[2])
+            return turned.view_as(heads).flatten(2).to(states.dtype)
+        pairs = zip(heads.unbind(2), rotation, strict=True)
+        turned = torch.cat([by_block(head, own, self._block) for head, own in pairs], -1)
+        return turned.to(states.dtype)
