@@ -193,6 +193,18 @@ def test_kvlinc_turns_values_alone() -> None:
     assert error(found, rows.flatten(0, 1)) < 1e-10
 
 
+def test_kvlinc_takes_the_bias_of_keys_out() -> None:
+    model = tiny("qwen2", head_dim=64)
+    (codec, *_) = parse_method("kvlinc-2bit").codecs(view_model(model).compressed)
+    assert codec.offset is not None
+    codec.offset = torch.full_like(codec.offset, 1000)
+    rows = torch.randn(1, 1, 128, codec.width)
+    encoded = codec.encode(rows, None)
+    assert encoded[..., : len(codec.offset)].mean() < -990
+    found = torch.cat(codec.rebuild(encoded.flatten(0, 1)), -1)
+    torch.testing.assert_close(found, rows.flatten(0, 1), rtol=0, atol=1e-3)
+
+
 def test_a_sketch_needs_a_bit() -> None:
     with pytest.raises(ValueError, match="needs 2 bits or more"):
         parse_method("turboquant-1bit:qjl=true")

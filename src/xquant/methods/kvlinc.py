@@ -20,8 +20,9 @@ class KVLinC(QuantizedMethod):
     n G ceil(D / 128)`` bytes a block of n = g tokens and layer.
 
     Differs from the paper: there are no adapters. There, trained linear ones make up for what quantized keys
-    do to attention. Recent tokens stay full until they fill a block. A value head whose size is no power of
-    two is turned by a Hartley matrix as well.
+    do to attention. Keys are before RoPE by default, as in `Kivi`; we have not found what they are there. A
+    key bias is then subtracted before quantizing. Recent tokens stay full until they fill a block. A value
+    head whose size is no power of two is turned by a Hartley matrix as well.
 
     Examples:
         >>> from xquant import KVCache, KVLinC
@@ -36,7 +37,7 @@ class KVLinC(QuantizedMethod):
 
     bits: int = bits_field(choices=range(1, 9))
     first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
-    rope: str = field(default="post", metadata=ROPE)
+    rope: str = field(default="pre", metadata=ROPE)
 
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None

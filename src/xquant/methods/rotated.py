@@ -55,14 +55,16 @@ class RotatedCodec(KeyValueCodec):
         block: int,
     ) -> None:
         super().__init__(view, keys, values, rope)
-        self.offset = None
+        if turns[0] is not None:
+            self.offset = None
         self.key_rotation, self.value_rotation = (
             None if turn is None else turn.to(view.device, torch.float32) for turn in turns
         )
         self._block = block
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
-        key, value = self.exact(features.flatten(1, 2))
+        rows = super().encode(features, predicted)
+        key, value = self.exact(rows.flatten(1, 2))
         return torch.cat(self.turned(key, value), -1).unflatten(1, features.shape[1:3])
 
     def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +76,11 @@ class RotatedCodec(KeyValueCodec):
         key_back, value_back = (
             None if turn is None else turn.mT for turn in (self.key_rotation, self.value_rotation)
         )
-        return self._turned(key, key_back), self._turned(value, value_back)
+        key = self._turned(key, key_back)
+        return (
+            key if self.offset is None else key + self.offset,
+            self._turned(value, value_back),
+        )
 
     def _turned(self, states: Tensor, rotation: Tensor | None) -> Tensor:
         """States ``[B, T, G*D]`` with every head ``h`` replaced by ``rotation @ h``; a block at a time, so
