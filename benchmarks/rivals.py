@@ -28,7 +28,9 @@ from xquant.text import cut_windows, read_text
 METHODS = (
     *("q8_0", "q4_0", "q4_0:rotate=true", "quarot-4bit", "quarot-2bit"),
     *("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "turboquant-3bit:qjl=true"),
-    *("kvarn-k4v2", "kvarn-k2v2", "kivi-4bit", "kivi-2bit", "tc-2bit", "tc-cl-2bit"),
+    *("kvarn-k4v2", "kvarn-k2v2", "kvlinc-2bit"),
+    *("oscar-2bit", "oscar-4bit:key_clip=1,value_clip=1"),
+    *("kivi-4bit", "kivi-2bit", "tc-2bit", "tc-cl-2bit"),
 )
 KEPT = {"none": (0, 0), "4 sinks": (4, 0), "4 sinks, 128 recent": (4, 128)}
 SOURCES = "click", "rich"

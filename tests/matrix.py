@@ -49,6 +49,8 @@ LOW = [
 RIVALS = [
     "quarot-3bit:group=8,sink=2",
     "turboquant-2bit:group=8",
+    "kvlinc-2bit:group=8,sink=2",
+    "oscar-2bit:group=8,sink=2,tail=5",
     "q4_0:group=8,rope=pre",
     "q8_0:group=8,rotate=true,sink=1",
 ]

@@ -145,7 +145,7 @@ class Digits(Quantizer):
 class TernaryCalibrator:
     """Finds the largest magnitude of every channel."""
 
-    gradients = False
+    gradients = queries = False
 
     def __init__(self, method: Ternary, views: Sequence[AttentionView]) -> None:
         self.codecs = replace(method, offline=False).codecs(views)

@@ -119,7 +119,7 @@ def test_too_few_elements_for_the_outliers_are_told() -> None:
 
 
 class Keep:
-    gradients = True
+    gradients, queries = True, False
 
     def __init__(self) -> None:
         self.rows: dict[int, Rows] = {}

@@ -1,4 +1,4 @@
-"""QuaRot, TurboQuant, KVarN and llama.cpp's formats: what each keeps of a head."""
+"""QuaRot, TurboQuant, KVarN, KVLinC and llama.cpp's formats: what each keeps of a head."""
 
 import math
 from typing import Any
@@ -168,6 +168,7 @@ def test_one_loud_channel_spoils_no_other(spec: str) -> None:
     [
         ("quarot-2bit", 2 + 32 / 64),
         ("turboquant-3bit", 3 + 16 / 64),
+        ("kvlinc-2bit", 2 + (32 / 128 + 32 / 64) / 2),
         ("q4_0", 4.5),
         ("q8_0:rotate=true", 8.5),
         ("kvarn-k4v2", 3 + (32 / 128 + 16 / 64) / 2 + (32 / 64 + 16 / 128) / 2),
@@ -179,6 +180,29 @@ def test_bits_are_those_of_the_paper(spec: str, bits: float) -> None:
     with torch.inference_mode():
         model(prompt(1, 128), past_key_values=cache)
     assert math.isclose(cache.report().bits_per_value, bits)
+
+
+def test_kvlinc_turns_values_alone() -> None:
+    codec = codec_of("kvlinc-2bit", head_dim=64)
+    rows = torch.randn(1, 2, 128, codec.width)
+    rows[..., -5] *= 30
+    key, value = codec.encode(rows, None).split([s.channels for s in codec.segments], -1)
+    assert torch.equal(key, rows[..., : key.shape[-1]])
+    assert value[..., -64:].std(dim=(0, 1, 2)).max() < 6
+    found = torch.cat(codec.rebuild(torch.cat([key, value], -1).flatten(0, 1)), -1)
+    assert error(found, rows.flatten(0, 1)) < 1e-10
+
+
+def test_kvlinc_takes_the_bias_of_keys_out() -> None:
+    model = tiny("qwen2", head_dim=64)
+    (codec, *_) = parse_method("kvlinc-2bit").codecs(view_model(model).compressed)
+    assert codec.offset is not None
+    codec.offset = torch.full_like(codec.offset, 1000)
+    rows = torch.randn(1, 1, 128, codec.width)
+    encoded = codec.encode(rows, None)
+    assert encoded[..., : len(codec.offset)].mean() < -990
+    found = torch.cat(codec.rebuild(encoded.flatten(0, 1)), -1)
+    torch.testing.assert_close(found, rows.flatten(0, 1), rtol=0, atol=1e-3)
 
 
 def test_a_sketch_needs_a_bit() -> None:

@@ -182,6 +182,11 @@ FORMULAS = [
             affine(8, 1, c, 8, "channel") + affine(8, 1, c, 8, "token"),
         ],
     ),
+    (
+        "kvlinc-2bit:group=8",
+        lambda d, c: [affine(8, 2, c, 8, "channel") + affine(8, 2, c, 12, "token")] * 5,
+    ),
+    ("oscar-3bit:group=8,tail=0", lambda d, c: [2 * affine(8, 3, c, 12, "token")] * 5),
     ("kvquant-3bit-1%:group=8", lambda d, c: [2 * 8 * c * 3 // 8 + 4 * 8 + 2 * 8] * 5),
     ("kvquant-2bit:group=8", lambda d, c: [2 * 8 * c * 2 // 8 + 4 * 8] * 5),
     ("xquant-3bit:group=10,form=mha", lambda d, c: [affine(10, 3, d, 10, "token")] * 5),

@@ -18,6 +18,7 @@ class Rows:
     key_gradient: Tensor | None  # of the mean loss per token, the shapes of key and value
     value_gradient: Tensor | None
     ids: Tensor  # of the tokens, int64 [T]
+    query: Tensor | None = None  # after RoPE, its channels in the order of the cache [T, H*D]
 
 
 class Stage(Protocol):
@@ -25,6 +26,8 @@ class Stage(Protocol):
 
     gradients: bool
     """Whether `see` needs the gradients."""
+    queries: bool
+    """Whether it needs the queries."""
 
     def see(self, position: int, rows: Rows) -> None:
         """Take one sample at the compressed layer ``position``, counted from the bottom."""

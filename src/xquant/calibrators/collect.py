@@ -1,5 +1,5 @@
-"""Runs a model over samples, and gives calibrators each layer's keys and values with their gradients, or the
-mean square of the gradients of weights.
+"""Runs a model over samples, and gives calibrators each layer's keys and values with their gradients and the
+queries that meet them, or the mean square of the gradients of weights.
 
 Gradients of states are of the loss with respect to the keys and values that a cache is given. RoPE is a
 rotation times a factor, so its transpose turns gradients of rotated keys into gradients of keys before RoPE.
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from .. import compat
+from ..kernels.call import AttentionCall
 from ..methods import LayerCodec
 from ..methods.key_value import flat_heads
 from ..models import AttentionView
@@ -25,12 +26,13 @@ from .calibrator import Rows, Stage
 
 
 class _Recorder(DynamicCache, ObservingCache):
-    """A cache for one forward pass that keeps the inputs of the compressed layers."""
+    """A cache for one forward pass that keeps the inputs of the compressed layers, and their queries."""
 
-    def __init__(self, attachment: Attachment, gradients: bool) -> None:
+    def __init__(self, attachment: Attachment, gradients: bool, queries: bool) -> None:
         super().__init__(config=compat.text_config(attachment.view.model))
-        self.attachment, self.gradients = attachment, gradients
+        self.attachment, self.gradients, self.asks_queries = attachment, gradients, queries
         self.seen: dict[int, Any] = {}
+        self.queries: dict[int, Tensor] = {}
 
     def begin(self, batch: int, length: int, mask: Any) -> None:
         self.seen.clear()
@@ -52,7 +54,20 @@ class _Recorder(DynamicCache, ObservingCache):
         inputs = self.attachment.inputs(layer_idx, key_states, value_states)
         self.seen[layer_idx] = inputs
         # What the model goes on with comes from what is seen: gradients are of that.
-        return self.attachment.hooks[layer_idx].view.as_in_model(inputs.key), value_states
+        hooks = self.attachment.hooks[layer_idx]
+        key = hooks.view.as_in_model(inputs.key)
+        if not self.asks_queries:
+            return key, value_states
+        if hooks.hands_over is False or hooks.view.latents is not None:
+            family = type(self.attachment.view.model).__name__
+            raise ValueError(
+                f"the queries of {family} cannot be seen: layer {layer_idx} does not leave attention over"
+                " the keys of its cache to transformers' attention function (eager or sdpa)"
+            )
+        return self.attachment.hand(layer_idx, key, value_states, whole=False)
+
+    def see(self, index: int, call: AttentionCall) -> None:
+        self.queries[index] = call.query.detach()
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
@@ -103,7 +118,7 @@ def _collect_one(
     stages: Sequence[tuple[Sequence[LayerCodec], Stage]],
 ) -> None:
     wanted = torch.is_grad_enabled()
-    recorder = _Recorder(attachment, wanted)
+    recorder = _Recorder(attachment, wanted, any(stage.queries for _, stage in stages))
     logits = model(sample[None], past_key_values=recorder, use_cache=True).logits[0, :-1]
     seen, gradients = recorder.seen, dict[int, tuple[Tensor, Tensor]]()
     if wanted:
@@ -117,7 +132,10 @@ def _collect_one(
             for position, codec in enumerate(codecs):
                 index = codec.view.index
                 given = gradients[index] if stage.gradients else None
-                stage.see(position, _rows(codec, seen[index], given, sample, attachment))
+                rows = _rows(codec, seen[index], given, sample, attachment)
+                if stage.queries:
+                    rows.query = flat_heads(recorder.queries[index])[0]
+                stage.see(position, rows)
 
 
 def _rows(

@@ -7,10 +7,11 @@ Methods do not know their calibrators. A method from outside the package registe
 from collections.abc import Sequence
 from functools import singledispatch
 
-from ..methods import KVQuant, Method, Transform
+from ..methods import KVQuant, Method, Oscar, Transform
 from ..models import AttentionView
 from .calibrator import Calibrator
 from .kvquant import KVQuantCalibrator
+from .oscar import OscarCalibrator
 from .transform import TransformCalibrator
 
 
@@ -34,6 +35,11 @@ def make_calibrator(method: Method, views: Sequence[AttentionView]) -> Calibrato
 @make_calibrator.register
 def _(method: KVQuant, views: Sequence[AttentionView]) -> Calibrator:
     return KVQuantCalibrator(method, views)
+
+
+@make_calibrator.register
+def _(method: Oscar, views: Sequence[AttentionView]) -> Calibrator:
+    return OscarCalibrator(method, views)
 
 
 @make_calibrator.register

@@ -56,7 +56,7 @@ class KVQuantCalibrator:
 class RangeStage:
     """The pass that finds ranges and thresholds of key channels, or thresholds of whole matrices."""
 
-    gradients = False
+    gradients = queries = False
 
     def __init__(self, method: KVQuant, found: Found, tokens: int) -> None:
         self.method, self.found, self.tokens = method, found, tokens
@@ -90,6 +90,8 @@ class RangeStage:
 class LevelStage:
     """The pass that finds levels by k-means and fits ranges of key channels by least squares. Both are
     weighted with the diagonal of the Fisher information."""
+
+    queries = False
 
     def __init__(self, method: KVQuant, found: Found) -> None:
         self.method, self.found = method, found

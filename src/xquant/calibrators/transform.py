@@ -152,6 +152,8 @@ class StatisticsStage:
     """The only pass: keeps all rows, and sums the products of their gradients (the empirical Fisher
     information)."""
 
+    queries = False
+
     def __init__(self, layers: int, gradients: bool) -> None:
         self.gradients = gradients
         self._rows: list[list[Tensor]] = [[] for _ in range(layers)]

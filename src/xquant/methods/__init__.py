@@ -12,8 +12,10 @@ from .crosslayer import CrossLayer
 from .full import Full
 from .kivi import Kivi
 from .kvarn import KVarN
+from .kvlinc import KVLinC
 from .kvquant import KVQuant
 from .llama_cpp import LlamaCpp
+from .oscar import Oscar
 from .plain_formats import Integer, NormalFloat
 from .pyramid import Pyramid
 from .quarot import QuaRot
@@ -40,6 +42,8 @@ METHODS: dict[str, type[Method]] = {
         QuaRot,
         TurboQuant,
         KVarN,
+        KVLinC,
+        Oscar,
         XQuant,
         XQuantCL,
         Transform,
@@ -54,6 +58,7 @@ __all__ = [
     "CrossLayer",
     "Full",
     "Integer",
+    "KVLinC",
     "KVQuant",
     "KVarN",
     "Kivi",
@@ -61,6 +66,7 @@ __all__ = [
     "LlamaCpp",
     "Method",
     "NormalFloat",
+    "Oscar",
     "PredictedTransform",
     "Pyramid",
     "QuaRot",

@@ -49,7 +49,7 @@ class KVarN(Method):
     ) -> "list[LayerCodec]":
         from ..quant import hadamard
         from ..quant.scaled import Balanced
-        from .rotated import RotatedCodec
+        from .rotated import RotatedCodec, both
 
         return [
             RotatedCodec(
@@ -57,7 +57,7 @@ class KVarN(Method):
                 Balanced(self.key_bits, "channel", view.head_size, self.rounds),
                 Balanced(self.value_bits, "token", view.value_size, self.rounds),
                 self.rope,
-                hadamard,
+                both(view, hadamard),
                 self.group,
             )
             for view in views

@@ -52,12 +52,12 @@ class LlamaCpp(Method):
     def _codec(self, view: "AttentionView") -> "LayerCodec":
         from ..quant import hadamard
         from .key_value import KeyValueCodec
-        from .rotated import RotatedCodec
+        from .rotated import RotatedCodec, both
 
         if not self.rotate:
             return KeyValueCodec(view, self._quantizer(), self._quantizer(), self.rope)
         quantizers = self._quantizer(), self._quantizer()
-        return RotatedCodec(view, *quantizers, self.rope, hadamard, self.group)
+        return RotatedCodec(view, *quantizers, self.rope, both(view, hadamard), self.group)
 
     def _quantizer(self) -> "Quantizer":
         import torch

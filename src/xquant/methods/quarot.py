@@ -39,7 +39,7 @@ class QuaRot(QuantizedMethod):
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
     ) -> "list[LayerCodec]":
         from ..quant import Affine, hadamard
-        from .rotated import RotatedCodec
+        from .rotated import RotatedCodec, both
 
         return [
             RotatedCodec(
@@ -47,7 +47,7 @@ class QuaRot(QuantizedMethod):
                 Affine(self.layer_bits(i), "token", view.head_size),
                 Affine(self.layer_bits(i), "token", view.value_size),
                 self.rope,
-                hadamard,
+                both(view, hadamard),
                 self.group,
             )
             for i, view in enumerate(views)

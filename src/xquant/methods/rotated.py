@@ -11,6 +11,8 @@ from .codec import by_block
 from .key_value import KeyValueCodec
 
 SEED = 20260101
+WIDEST = 128
+"""Channels that share a range, where a method has them in groups: those of its paper."""
 
 
 def random_hadamard(size: int) -> Tensor:
@@ -20,12 +22,24 @@ def random_hadamard(size: int) -> Tensor:
     return hadamard(size) * (torch.randint(2, (size,), generator=generator) * 2 - 1)
 
 
+def both(view: AttentionView, turn: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
+    """The matrices of one kind for the key heads and the value heads of a layer."""
+    return turn(view.head_size), turn(view.value_size)
+
+
+def range_channels(head: int) -> int:
+    """Channels of a head that share a range: all, or equal parts of at most 128 where there are such."""
+    parts = -(-head // WIDEST)
+    return head // parts if head % parts == 0 else head
+
+
 class RotatedCodec(KeyValueCodec):
     """Keeps keys and values as they are, and packs each head times a matrix.
 
     Args:
         keys, values: the quantizers of rotated heads.
-        turn: gives an orthogonal matrix ``[D, D]`` for heads of size ``D``.
+        turns: orthogonal matrices ``[D, D]`` of key heads and of value heads, or ``[G, D, D]`` with one for
+            each head; None where heads stay as they are.
         block: tokens whose heads are rotated in one product.
     """
 
@@ -37,28 +51,46 @@ class RotatedCodec(KeyValueCodec):
         keys: Quantizer,
         values: Quantizer,
         rope: str,
-        turn: Callable[[int], Tensor],
+        turns: tuple[Tensor | None, Tensor | None],
         block: int,
     ) -> None:
         super().__init__(view, keys, values, rope)
-        self.offset = None
-        self.key_rotation = turn(view.head_size).to(view.device, torch.float32)
-        self.value_rotation = turn(view.value_size).to(view.device, torch.float32)
+        if turns[0] is not None:
+            self.offset = None
+        self.key_rotation, self.value_rotation = (
+            None if turn is None else turn.to(view.device, torch.float32) for turn in turns
+        )
         self._block = block
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
-        key, value = self.exact(features.flatten(1, 2))
-        turned = self._turned(key, self.key_rotation), self._turned(value, self.value_rotation)
-        return torch.cat(turned, -1).unflatten(1, features.shape[1:3])
+        rows = super().encode(features, predicted)
+        key, value = self.exact(rows.flatten(1, 2))
+        return torch.cat(self.turned(key, value), -1).unflatten(1, features.shape[1:3])
+
+    def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What is packed of keys and values ``[B, T, G*D]``."""
+        return self._turned(key, self.key_rotation), self._turned(value, self.value_rotation)
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.exact(recalled)
-        return self._turned(key, self.key_rotation.T), self._turned(value, self.value_rotation.T)
+        key_back, value_back = (
+            None if turn is None else turn.mT for turn in (self.key_rotation, self.value_rotation)
+        )
+        key = self._turned(key, key_back)
+        return (
+            key if self.offset is None else key + self.offset,
+            self._turned(value, value_back),
+        )
 
-    def _turned(self, states: Tensor, rotation: Tensor) -> Tensor:
+    def _turned(self, states: Tensor, rotation: Tensor | None) -> Tensor:
         """States ``[B, T, G*D]`` with every head ``h`` replaced by ``rotation @ h``; a block at a time, so
         that codes do not depend on how many come together."""
-        size = len(rotation)
-        heads = states.float().unflatten(-1, (-1, size))
-        turned = by_block(heads.flatten(1, 2), rotation, self._block * heads.shape[2])
-        return turned.view_as(heads).flatten(2).to(states.dtype)
+        if rotation is None:
+            return states
+        heads = states.float().unflatten(-1, (-1, rotation.shape[-1]))
+        if rotation.dim() == 2:
+            turned = by_block(heads.flatten(1, 2), rotation, self._block * heads.shape[2])
+            return turned.view_as(heads).flatten(2).to(states.dtype)
+        pairs = zip(heads.unbind(2), rotation, strict=True)
+        turned = torch.cat([by_block(head, own, self._block) for head, own in pairs], -1)
+        return turned.to(states.dtype)

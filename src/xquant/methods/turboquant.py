@@ -53,7 +53,7 @@ class TurboQuant(QuantizedMethod):
         return [self._codec(view, self.layer_bits(i)) for i, view in enumerate(views)]
 
     def _codec(self, view: "AttentionView", bits: int) -> "LayerCodec":
-        from .rotated import RotatedCodec, random_hadamard
+        from .rotated import RotatedCodec, both, random_hadamard
 
         sizes = view.head_size, view.value_size
         return RotatedCodec(
@@ -61,7 +61,7 @@ class TurboQuant(QuantizedMethod):
             self._sketched(bits, sizes[0]) if self.qjl else self._by_length(bits, sizes[0]),
             self._by_length(bits, sizes[1]),
             self.rope,
-            random_hadamard,
+            both(view, random_hadamard),
             self.group,
         )
 

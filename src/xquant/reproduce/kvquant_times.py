@@ -74,7 +74,8 @@ class _Timed:
     """A stage that notes the seconds of what it does with the states."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage, self.gradients, self.seconds = stage, stage.gradients, 0.0
+        self.stage, self.seconds = stage, 0.0
+        self.gradients, self.queries = stage.gradients, stage.queries
 
     def see(self, position: int, rows: Sample) -> None:
         started = time.perf_counter()

@@ -1,0 +1,58 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import ROPE, QuantizedMethod, bits_field
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+    from ..models import AttentionView
+    from .codec import LayerCodec
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLinC(QuantizedMethod):
+    """The cache of KVLinC (arXiv 2510.05373): keys as they are, with a range per channel, and value heads
+    times a Hadamard matrix, with a range per token.
+
+    Stores K per channel in groups of g tokens, and V per token with an fp16 scale and zero for each head, or
+    for each equal part of at most 128 channels of a larger head, b bits a code: ``n (2 G D b) / 8 + 4 G D + 4
+    n G ceil(D / 128)`` bytes a block of n = g tokens and layer.
+
+    Differs from the paper: there are no adapters. There, trained linear ones make up for what quantized keys
+    do to attention. Keys are before RoPE by default, as in `Kivi`; we have not found what they are there. A
+    key bias is then subtracted before quantizing. Recent tokens stay full until they fill a block. A value
+    head whose size is no power of two is turned by a Hartley matrix as well.
+
+    Examples:
+        >>> from xquant import KVCache, KVLinC
+        >>> KVCache(model, KVLinC(bits=2, tail=128)).method.spec
+        'kvlinc-2bit:tail=128'
+    """
+
+    name: ClassVar[str] = "kvlinc"
+    paper: ClassVar[str] = "KVLinC, arXiv 2510.05373"
+    summary: ClassVar[str] = "keys per channel, rotated values per token, uniform codes"
+    example: ClassVar[str] = "kvlinc-2bit"
+
+    bits: int = bits_field(choices=range(1, 9))
+    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
+    rope: str = field(default="pre", metadata=ROPE)
+
+    def codecs(
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
+        from ..quant import Affine, hadamard
+        from .rotated import RotatedCodec, range_channels
+
+        return [
+            RotatedCodec(
+                view,
+                Affine(self.layer_bits(i), "channel", self.group),
+                Affine(self.layer_bits(i), "token", range_channels(view.value_size)),
+                self.rope,
+                (None, hadamard(view.value_size)),
+                self.group,
+            )
+            for i, view in enumerate(views)
+        ]
