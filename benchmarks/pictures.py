@@ -8,6 +8,7 @@ for both.
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,35 @@ COLOURS = ("#8a8a8a", "#8a8a8a", "#cc79a7", "#e69f00", "#56b4e9", "#0072b2", "#d
 DARK, LIGHT = "#e6edf3", "#1f2328"
 
 
+RIVALS = {
+    "q8_0": ("q8_0",),
+    "q4_0": ("q4_0",),
+    "q4_0, rotated": ("q4_0:rotate=true",),
+    "quarot": ("quarot-4bit", "quarot-2bit"),
+    "turboquant": ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit"),
+    "turboquant, qjl": ("turboquant-3bit:qjl=true",),
+    "kvarn": ("kvarn-k4v2", "kvarn-k2v2"),
+    "kvlinc": ("kvlinc-2bit",),
+    "oscar": ("oscar-4bit:key_clip=1,value_clip=1", "oscar-2bit"),
+    "kivi": ("kivi-4bit", "kivi-2bit"),
+    "tc (ours)": ("tc-2bit",),
+    "tc-cl (ours)": ("tc-cl-2bit",),
+}
+"""Methods of `rivals.py` by their names in the picture: those of one line differ in their bits alone."""
+RIVALS_COLOURS = (
+    *("#8a8a8a", "#8a8a8a", "#8a8a8a", "#56b4e9", "#0072b2", "#0072b2", "#cc79a7"),
+    *("#b07800", "#7b61c4", "#e69f00", "#d55e00", "#009e73"),
+)
+RIVALS_TEXT, RIVALS_KEPT = "C4", "4 sinks"
+RIVALS_BESIDE: dict[str, dict[str, Any]] = {
+    "q4_0, rotated": {"xytext": (9, -4), "ha": "left"},
+    "turboquant": {"xytext": (-9, -4), "ha": "right"},
+    "kvarn": {"xytext": (9, 0), "ha": "left"},
+    "kivi": {"xytext": (-9, -12), "ha": "right"},
+    "oscar": {"xytext": (-9, -4), "ha": "right"},
+}
+
+
 def quality(ink: str) -> Any:
     """Divergence from the full cache against bits per value, both logarithmic."""
     found = {}
@@ -51,14 +81,49 @@ def quality(ink: str) -> Any:
             found[row["method"]] = row
     figure = new_figure(7.6, 4.2)
     axes = figure.add_subplot()
-    for (name, methods), colour in zip(LINES.items(), COLOURS, strict=True):
+    coloured = zip(LINES.items(), COLOURS, strict=True)
+    lines = {name: (methods, colour) for (name, methods), colour in coloured}
+    draw(axes, ink, found, lines, BESIDE)
+    axes.set_xlim(0.8, 4.9)
+    axes.set_ylim(1.2e-3, 2.2)
+    return figure
+
+
+def rivals(ink: str) -> Any:
+    """The same of the rivals, with sinks, every token read from the store."""
+    rows = json.loads((RESULTS / "rivals.json").read_text())
+    found = {
+        row["of"]: row for row in rows if (row["text"], row["kept"]) == (RIVALS_TEXT, RIVALS_KEPT)
+    }
+    if unknown := found.keys() - {m for methods in RIVALS.values() for m in methods}:
+        raise ValueError(f"no line of the picture has {', '.join(sorted(unknown))}")
+    measured = {
+        name: (tuple(m for m in methods if m in found), colour)
+        for (name, methods), colour in zip(RIVALS.items(), RIVALS_COLOURS, strict=True)
+    }
+    figure = new_figure(7.6, 4.8)
+    axes = figure.add_subplot()
+    draw(axes, ink, found, {n: line for n, line in measured.items() if line[0]}, RIVALS_BESIDE)
+    axes.set_xlim(1.5, 9.2)
+    return figure
+
+
+def draw(
+    axes: Any,
+    ink: str,
+    found: Mapping[str, Mapping[str, Any]],
+    lines: Mapping[str, tuple[Sequence[str], str]],
+    beside: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """A line for each name, of the rows ``found`` of its methods, and the axes."""
+    for name, (methods, colour) in lines.items():
         x = [found[m]["bits_per_value"] for m in methods]
         y = [found[m]["kl"] for m in methods]
         ours = "ours" in name
         axes.plot(
             x, y, "o-", color=colour, linewidth=2.4 if ours else 1.3, markersize=6 if ours else 4
         )
-        label = {"xytext": (0, 9), "ha": "center", "end": -1} | BESIDE.get(name, {})
+        label = {"xytext": (0, 9), "ha": "center", "end": -1} | beside.get(name, {})
         end = label.pop("end")
         axes.annotate(
             name,
@@ -70,8 +135,6 @@ def quality(ink: str) -> Any:
             **label,
         )
     axes.set_yscale("log")
-    axes.set_xlim(0.8, 4.9)
-    axes.set_ylim(1.2e-3, 2.2)
     axes.set_xlabel("bits per key and value element, everything counted (fp16 has 16)", color=ink)
     axes.set_ylabel("KL divergence from the full cache, nats", color=ink)
     axes.tick_params(colors=ink, which="both")
@@ -79,14 +142,15 @@ def quality(ink: str) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(ink)
-    return figure
 
 
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with matplotlib.rc_context({"savefig.transparent": True}):
         for name, ink in (("light", LIGHT), ("dark", DARK)):
-            (IMAGES / f"quality-{name}.svg").write_text(as_svg(quality(ink)) + "\n")
+            for draw_one in (quality, rivals):
+                file = IMAGES / f"{draw_one.__name__}-{name}.svg"
+                file.write_text(as_svg(draw_one(ink)) + "\n")
     of_papers()
 
 

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from models import tiny
+from xquant import KVCache
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -46,3 +50,37 @@ def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tables.filled(written) == written
     with pytest.raises(ValueError, match="no table 'nothing'"):
         tables.filled("<!-- table: nothing -->\n<!-- end -->")
+
+
+def test_positions_are_in_ranges_that_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    used = importlib.import_module("used")
+    assert list(used.ranges(512)) == ["0-63", "64-127", "128-255", "256-511"]
+    assert used.ranges(80) == {"0-63": slice(0, 64), "64-79": slice(64, 80)}
+    assert used.ranges(16) == {"0-15": slice(0, 16)}
+
+
+def test_first_differences_count_the_tokens_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    used = importlib.import_module("used")
+    wanted = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7]])
+    chosen = torch.tensor([[5, 6, 7], [5, 9, 7], [8, 6, 7]])
+    assert used.first_differences(chosen, wanted) == [3, 1, 0]
+
+
+def test_first_differences_are_those_of_free_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    used = importlib.import_module("used")
+    model = tiny("llama")
+    prompts = torch.randint(2, 100, (3, 40), generator=torch.Generator().manual_seed(0))
+    reference = used.continued(model, prompts, 24)
+
+    def make() -> KVCache:
+        return KVCache(model, "kivi-2bit:group=8")
+
+    row = used.measured(model, prompts, reference, make)
+    free = used.continued(model, prompts, 24, make()).tokens
+    assert row["first_difference"] == used.first_differences(free, reference.tokens)
+    assert min(row["first_difference"]) < 24 and row["kl"] > 0
+    full = used.measured(model, prompts, reference, lambda: KVCache(model, "full"))
+    assert full["never_differs"] == 3 and full["kl"] < 1e-5

@@ -51,21 +51,22 @@ class Quantized(Contender):
 
     @property
     def cache_bytes(self) -> int:
-        return sum(_bytes(layer.__dict__) for layer in self.cache.layers)
+        return sum(held_bytes(layer.__dict__) for layer in self.cache.layers)
 
     def attend(self) -> None:
         pass
 
 
-def _bytes(thing: Any) -> int:
+def held_bytes(thing: Any) -> int:
+    """Bytes of the tensors in ``thing``: those of codes and scales where one of quanto's holds such."""
     if isinstance(thing, torch.Tensor):
         inner = [
             getattr(thing, name) for name in ("_data", "_scale", "_shift") if hasattr(thing, name)
         ]
-        return sum(map(_bytes, inner)) if inner else thing.nbytes
+        return sum(map(held_bytes, inner)) if inner else thing.nbytes
     if isinstance(thing, dict):
-        return sum(map(_bytes, thing.values()))
-    return sum(map(_bytes, thing)) if isinstance(thing, list | tuple) else 0
+        return sum(map(held_bytes, thing.values()))
+    return sum(map(held_bytes, thing)) if isinstance(thing, list | tuple) else 0
 
 
 class LlamaCpp(Contender):

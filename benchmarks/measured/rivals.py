@@ -1,0 +1,73 @@
+"""Tables of rivals: through the store on three kinds of text, and as caches are used."""
+
+from statistics import fmean, median
+
+from .common import Row, code, markdown, rows, table
+
+SHORT = {"none": "", "4 sinks": "4 sinks: ", "4 sinks, 128 recent": "and 128 recent: "}
+"""What columns of a setting of rivals.py begin with."""
+
+
+def on_text(text: str) -> str:
+    """A line a method, as it was asked for, and four columns for each setting of sinks and recent tokens."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("rivals"):
+        if row["text"] == text:
+            found.setdefault(row["of"], {})[row["kept"]] = row
+    head = ["method"]
+    for begin in SHORT.values():
+        head += [f"{begin}{name}" for name in ("bits", "of full", "KL", "same token")]
+    body = []
+    for method, own in found.items():
+        cells = [code(method)]
+        for kept in SHORT:
+            row = own[kept]
+            cells += [
+                f"{row['bits_per_value']:.2f}",
+                f"{row['ratio']:.3f}",
+                f"{row['kl']:.5f}",
+                f"{row['agreement']:.1%}",
+            ]
+        body.append(cells)
+    return markdown(head, body)
+
+
+@table
+def rivals_wikitext2() -> str:
+    return on_text("WikiText-2")
+
+
+@table
+def rivals_c4() -> str:
+    return on_text("C4")
+
+
+@table
+def rivals_code() -> str:
+    return on_text("Python source")
+
+
+@table
+def rivals_used() -> str:
+    """Along the full cache's own continuation: KL by position, and tokens until the first other one."""
+    found = rows("rivals-used")
+    places = list(found[0]["kl_by_position"])
+    head = ["method", "bits per value", "of fp16 cache", "KL", *(f"at {place}" for place in places)]
+    head += ["same token", "first other token, median", "mean", "none"]
+    body = []
+    for row in found:
+        first = row["first_difference"]
+        body.append(
+            [
+                code(row["method"]),
+                f"{row['bits_per_value']:.2f}",
+                f"{row['cache_ratio']:.1%}",
+                f"{row['kl']:.5f}",
+                *(f"{row['kl_by_position'][place]:.5f}" for place in places),
+                f"{row['same_token']:.1%}",
+                f"{median(first):g}",
+                f"{fmean(first):.0f}",
+                f"{row['never_differs']} of {len(first)}",
+            ]
+        )
+    return markdown(head, body)
