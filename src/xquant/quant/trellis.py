@@ -26,6 +26,12 @@ CIRCLE = 16
 """What the numbers of a row are a multiple of. So the codes of each width fill bytes, and a window."""
 _MOST = 2**16 - 1
 """The highest cost; what costs more costs this."""
+_BEYOND = 5792
+"""Units beyond the highest level at which numbers end: they cost a quarter of `_DEAREST`."""
+_DEAREST = 4095
+"""The highest cost of a token, before its weight."""
+MOST_WEIGHT = 16
+"""The highest weight of a token, so that its cost stays below `_MOST`."""
 _ERROR = 1024
 """Units of the root mean square of an error, where the highest level leaves room for so many."""
 _HIGHEST = 2**15 - 1
@@ -80,9 +86,12 @@ class Width:
         """Bytes of the packed codes of a channel."""
         return packed_rows(tokens // self.tokens, self.code)
 
-    def encode(self, x: Tensor, hidden: Tensor | None) -> Tensor:
-        """The codes, uint8 ``[N, n / tokens, C]``, of numbers ``[N, n, C]``; of tokens that are ``hidden``
-        (bool ``[N, n]``) any level will do.
+    def encode(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The codes, uint8 ``[N, n / tokens, C]``, of numbers ``[N, n, C]``.
+
+        Args:
+            weights: of the squared error of each token, integers ``[N, n]`` up to `MOST_WEIGHT`; of weight 0
+                any level will do. None: all count the same.
 
         Raises:
             ValueError: ``n`` is not a multiple of `CIRCLE`.
@@ -91,7 +100,7 @@ class Width:
             raise ValueError(f"a circle has a multiple of {CIRCLE} tokens, not {x.shape[1]}")
         if not self.trellis:
             return nearest(x.contiguous(), self.levels[:, 0].to(x.device))
-        return search(x, hidden, self, self.levels, self.unit)
+        return search(x, weights, self, self.levels, self.unit)
 
     def windows(self, codes: Tensor) -> Tensor:
         """What selects the levels of codes ``[N, S, C]``, int32 ``[N, S, C]``."""
@@ -124,6 +133,12 @@ def unit_of(levels: Tensor, error: float) -> float:
     return min(_ERROR / error**0.5, _HIGHEST / float(levels.abs().max()))
 
 
+def end_of(levels: Tensor, unit: float) -> float:
+    """What numbers end at, in units: far enough beyond the levels to outvote their neighbours, and near
+    enough that the farthest level costs less than `_DEAREST`."""
+    return min(round(float(levels.abs().max()) * unit) + _BEYOND, _HIGHEST)
+
+
 @cache
 def _trained() -> dict[str, Tensor]:
     """What `tools/trellis_levels.py` found."""
@@ -132,24 +147,25 @@ def _trained() -> dict[str, Tensor]:
     return load_file(Path(__file__).with_name("trellis.safetensors"))
 
 
-def search(x: Tensor, hidden: Tensor | None, width: Width, levels: Tensor, unit: float) -> Tensor:
+def search(x: Tensor, weights: Tensor | None, width: Width, levels: Tensor, unit: float) -> Tensor:
     """`Width.encode` for the given levels."""
     blocks, tokens, channels = x.shape
     way = _Search(width, (levels.double() * unit).round().int().to(x.device))
     rows = x.transpose(1, 2).reshape(-1, tokens // width.tokens, width.tokens)
-    seen = torch.ones_like(rows, dtype=torch.bool)
-    if hidden is not None:
-        seen = (~hidden)[:, None].expand(-1, channels, -1).reshape(rows.shape)
+    if weights is None:
+        weights = x.new_ones(blocks, tokens)
+    of_rows = weights.int()[:, None].expand(-1, channels, -1).reshape(rows.shape)
     size = _ROWS if x.device.type == "cpu" else _MORE_ROWS
+    end = end_of(levels, unit)
     found = []
-    for part, counted in zip(rows.split(size), seen.split(size), strict=True):
-        numbers = (part.float() * unit).round_().clamp_(-_HIGHEST, _HIGHEST).int()
-        found.append(way.codes(numbers, counted))
+    for part, weight in zip(rows.split(size), of_rows.split(size), strict=True):
+        numbers = (part.float() * unit).clamp_(-end, end).round_().int()
+        found.append(way.codes(numbers, weight))
     return torch.cat(found).view(blocks, channels, -1).transpose(1, 2)
 
 
 class _Search:
-    """Finds the codes of rows of numbers ``[R, S, tokens]`` in units, of which not all are ``seen``.
+    """Finds the codes of rows of numbers ``[R, S, tokens]`` in units, whose errors have ``weights``.
 
     Args:
         levels: in units, int32 ``[2**WINDOW, tokens]``.
@@ -160,25 +176,25 @@ class _Search:
         self.branches = 2**width.code
         self.shared = 2 ** (WINDOW - width.code)  # windows without the code that is next
 
-    def codes(self, rows: Tensor, seen: Tensor) -> Tensor:
+    def codes(self, rows: Tensor, weights: Tensor) -> Tensor:
         """uint8 ``[R, S]``. Where a circle begins is found by a search around its first code; then all of it
         is searched from there to there."""
         steps = rows.shape[1]
         lead = _LEAD // self.width.code
         around = torch.arange(-lead, lead, device=rows.device) % steps
         free = rows.new_zeros(len(rows), 2**WINDOW)
-        cost, choices = self._forward(free, rows[:, around], seen[:, around])
+        cost, choices = self._forward(free, rows[:, around], weights[:, around])
         start = self._back(cost.argmin(1), choices)[1][:, lead]
         barred = torch.arange(2**WINDOW, device=rows.device) % self.shared != start[:, None]
-        cost, choices = self._forward(barred.int() * _MOST, rows, seen)
+        cost, choices = self._forward(barred.int() * _MOST, rows, weights)
         last = (cost + barred * 2 * _MOST).argmin(1)
         return self._back(last, choices)[0].to(torch.uint8)
 
-    def _forward(self, cost: Tensor, rows: Tensor, seen: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _forward(self, cost: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The costs ``[R, windows]`` of the best ways to the windows after the last code, and for each code
         which of the windows that differ in their oldest bits was best before it, ``[R, shared]``."""
         choices = []
-        numbers, counted = rows.movedim(0, -1)[..., None], seen.movedim(0, -1)[..., None]
+        numbers, weight = rows.movedim(0, -1)[..., None], weights.movedim(0, -1)[..., None]
         for step in range(rows.shape[1]):
             if step % _LEVELLED == 0:
                 cost = cost - cost.amin(1, keepdim=True)
@@ -190,17 +206,17 @@ class _Search:
             choices.append((best & self.branches - 1).to(torch.uint8))
             loss = [
                 self._loss(*each)
-                for each in zip(numbers[step], counted[step], self.levels.T, strict=True)
+                for each in zip(numbers[step], weight[step], self.levels.T, strict=True)
             ]
             added = sum(loss[1:], loss[0]).view(-1, self.shared, self.branches)
             cost = ((best >> self.width.code)[..., None] + added).clamp_(max=_MOST).flatten(1)
         return cost, choices
 
     @staticmethod
-    def _loss(numbers: Tensor, counted: Tensor, levels: Tensor) -> Tensor:
+    def _loss(numbers: Tensor, weight: Tensor, levels: Tensor) -> Tensor:
         """``[R, windows]``, of numbers ``[R, 1]``."""
         off = (numbers - levels).clamp_(-(2**15), 2**15 - 1)
-        return (off.square_().add_(2**14) >> 15).mul_(counted)
+        return (off.square_().add_(2**14) >> 15).clamp_(max=_DEAREST).mul_(weight)
 
     def _back(self, last: Tensor, choices: list[Tensor]) -> tuple[Tensor, Tensor]:
         """The codes ``[R, S]`` on the way to the ``last`` windows ``[R]``, and the bits before each that are

@@ -98,7 +98,10 @@ class RankedBlocks(Structure):
         *((name, c_void_p) for name in ("rows", "excluded", "scale", "gain", "codes", "usual")),
         *(
             (name, c_void_p)
-            for name in ("sizes", "levels", "edges", "whole_levels", "units", "borders")
+            for name in (
+                *("sizes", "levels", "edges", "whole_levels", "units", "ends", "borders"),
+                "weights",
+            )
         ),
         *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
         ("counts", c_int32 * 11),

@@ -19,6 +19,7 @@ from ...quant.ranked import (
     level_table,
     search_tables,
     size_table,
+    weight_table,
     whole,
 )
 from ...store.packer import Packer
@@ -116,10 +117,11 @@ def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None)
     x, excluded = filled(x, excluded)
     packed, rows = _empty(quantizer, x), x.float()
     call = _ranked_call(quantizer, rows, packed)
-    edges, whole, units = search_tables()
-    call.edges, call.whole_levels, call.units = edges.data_ptr(), whole.data_ptr(), units.data_ptr()
+    edges, whole, units, ends = search_tables()
+    call.edges, call.whole_levels = edges.data_ptr(), whole.data_ptr()
+    call.units, call.ends = units.data_ptr(), ends.data_ptr()
     borders, _ = border_table()
-    call.borders = borders.data_ptr()
+    call.borders, call.weights = borders.data_ptr(), weight_table().data_ptr()
     if excluded is not None:
         call.excluded = native.address(excluded, torch.bool, *x.shape[:2])
     native.pack_or_unpack(f"ranked_encode_{isa}", call)

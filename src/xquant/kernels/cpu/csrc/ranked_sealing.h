@@ -122,7 +122,7 @@ class RankedEncoding {
     static size_t bytes(const xq_ranked_blocks& call) {
         const size_t C = call.channels, n = call.tokens;
         return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C) + n * C +
-               std::max(n, C) + 3 * n * LANES + TrellisSearch::bytes(call.tokens) + 9 * 64;
+               std::max(n, C) + n + 3 * n * LANES + TrellisSearch::bytes(call.tokens) + 10 * 64;
     }
     RankedEncoding(const xq_ranked_blocks& call, Workspace& workspace)
         : call(call), C(call.channels), n(call.tokens), ranks(C, workspace), search(n, workspace) {
@@ -132,6 +132,7 @@ class RankedEncoding {
         row = workspace.take<float>(C);
         places = workspace.take<uint8_t>(std::max(n, C));
         codes = workspace.take<uint8_t>((size_t)n * C);
+        weights = workspace.take<uint8_t>(n);
         numbers = workspace.take<int16_t>((size_t)n * LANES);
         found = workspace.take<uint8_t>((size_t)n * LANES);
     }
@@ -148,6 +149,7 @@ class RankedEncoding {
         measure_channels();
         for (int t = 0; t < n; t++)
             if (!divide_by_gain(t)) return false;
+        for (int t = 0; t < n; t++) weights[t] = excluded && excluded[t] ? 0 : call.weights[places[t]];
         pack_places(n, call.gain + (size_t)number * ((n + 1) / 2));
         measure_channels();
         for (int c = 0; c < C; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + USUAL_PLACE);
@@ -171,6 +173,7 @@ class RankedEncoding {
     float* row;               // [C]
     uint8_t* places;          // [max(n, C)] scales or gains before they are packed
     uint8_t* codes;           // [n, count] of one width
+    uint8_t* weights;         // [n] of the errors of tokens
     int16_t* numbers;         // [n, 16] channels in units
     uint8_t* found;           // [n, 16] their codes
 
@@ -245,20 +248,20 @@ class RankedEncoding {
         const Width& width = WIDTHS[i];
         for (int c = 0; c < count; c += LANES) {
             const int lanes = std::min(LANES, count - c);
-            load_numbers(ranks.order + first + c, lanes, call.units[i]);
-            search.codes(width, call.whole_levels + i * TABLE_SIZE, numbers, excluded, found, LANES);
+            load_numbers(ranks.order + first + c, lanes, call.units[i], call.ends[i]);
+            search.codes(width, call.whole_levels + i * TABLE_SIZE, numbers, weights, found, LANES);
             for (int t = 0; t < n / width.tokens; t++)
                 std::copy(found + t * LANES, found + t * LANES + lanes, codes + (size_t)t * count + c);
         }
     }
 
     // `lanes` channels, divided by their scales, in units. Channels that are missing are 0.
-    void load_numbers(const int* channels, int lanes, float unit) const {
+    void load_numbers(const int* channels, int lanes, float unit, float end) const {
         alignas(64) float x[LANES] = {}, sizes[LANES];
         alignas(64) int32_t whole[LANES];
         for (int lane = 0; lane < LANES; lane++) sizes[lane] = lane < lanes ? ranks.sizes[channels[lane]] : 1;
         const Floats size = load_floats(sizes), units = broadcast_float(unit);
-        const Floats lowest = broadcast_float(-32767), highest = broadcast_float(32767);
+        const Floats lowest = broadcast_float(-end), highest = broadcast_float(end);
         for (int t = 0; t < n; t++) {
             const float* row = scaled + (size_t)t * C;
             for (int lane = 0; lane < lanes; lane++) x[lane] = row[channels[lane]];

@@ -25,6 +25,8 @@ inline Shorts scaled_square(Shorts a, Shorts b) {
     const __m256i difference = _mm256_subs_epi16(a.v, b.v);
     return {_mm256_mulhrs_epi16(difference, difference)};
 }
+// The product of numbers without a sign, below 65536.
+inline Shorts multiply(Shorts a, Shorts b) { return {_mm256_mullo_epi16(a.v, b.v)}; }
 // Sixteen numbers below 256 as bytes.
 inline void store_low_bytes(uint8_t* p, Shorts a) {
     const __m128i low = _mm256_castsi256_si128(a.v), high = _mm256_extracti128_si256(a.v, 1);

@@ -10,36 +10,33 @@ namespace {
 class TrellisSearch {
   public:
     static size_t bytes(int tokens) {
-        return (2 * sizeof(uint16_t) + most_codes(tokens) / 2) * WINDOWS * LANES + sizeof(int16_t) * WINDOWS + 4 * 64;
+        return (2 * sizeof(uint16_t) + most_codes(tokens) / 2) * WINDOWS * LANES + 3 * 64;
     }
     TrellisSearch(int tokens, Workspace& workspace) : tokens(tokens) {
         cost = workspace.take<uint16_t>(WINDOWS * LANES);
         next = workspace.take<uint16_t>(WINDOWS * LANES);
         choices = workspace.take<uint8_t>(most_codes(tokens) * WINDOWS / 2 * LANES);
-        nothing = workspace.take<int16_t>(WINDOWS);
-        std::fill(nothing, nothing + WINDOWS, (int16_t)0);
     }
 
     // The codes [tokens / width.tokens][stride] of 16 rows of numbers [tokens][16] in units, with these levels [2][256]
-    // in units. Tokens that are hidden (null: none) have any level.
-    void codes(const Width& width, const int16_t* levels, const int16_t* numbers, const uint8_t* hidden, uint8_t* out,
+    // in units, and the weight of each token's error, at most 16; of weight 0 any level will do.
+    void codes(const Width& width, const int16_t* levels, const int16_t* numbers, const uint8_t* weights, uint8_t* out,
                int stride) {
         const Search search = pick(width);
         this->levels = levels;
         this->numbers = numbers;
-        this->hidden = hidden;
+        this->weights = weights;
         (this->*search)(out, stride);
     }
 
   private:
-    static constexpr int LEVELLED = 8, LEAD = 24;  // as in quant/trellis.py
+    static constexpr int LEVELLED = 8, LEAD = 24, DEAREST = 4095;  // as in quant/trellis.py
     using Search = void (TrellisSearch::*)(uint8_t*, int);
     const int tokens;
     uint16_t *cost, *next;  // [256][16] of the best ways to each window
     uint8_t* choices;       // [codes][256 >> K][16] which of the windows that differ in their oldest bits was best
-    int16_t* nothing;       // [256] levels of a token that does not count
     const int16_t *levels, *numbers;
-    const uint8_t* hidden;
+    const uint8_t* weights;
 
     static size_t most_codes(int tokens) { return std::max(tokens, 2 * LEAD); }
     static Search pick(const Width& width) {
@@ -109,12 +106,10 @@ class TrellisSearch {
         for (int step = 0; step < count; step++) {
             if (step % LEVELLED == 0) level_off();
             const int token = (first + step) * V % tokens;
-            Shorts number[V];
-            const int16_t* level[V];
+            Shorts number[V], weight[V];
             for (int v = 0; v < V; v++) {
-                const bool counts = !(hidden && hidden[token + v]);
-                number[v] = counts ? load_shorts(numbers + (size_t)(token + v) * LANES) : broadcast_short(0);
-                level[v] = counts ? levels + v * WINDOWS : nothing;
+                number[v] = load_shorts(numbers + (size_t)(token + v) * LANES);
+                weight[v] = broadcast_short(weights[token + v]);
             }
             for (int p = 0; p < SHARED; p++) {
                 Shorts best = load_shorts(cost + p * LANES), choice = broadcast_short(0);
@@ -127,8 +122,11 @@ class TrellisSearch {
                 choice_to += LANES;
                 for (int s = p * BRANCHES; s < (p + 1) * BRANCHES; s++) {
                     Shorts total = best;
-                    for (int v = 0; v < V; v++)
-                        total = add_up_to_limit(total, scaled_square(number[v], broadcast_short(level[v][s])));
+                    for (int v = 0; v < V; v++) {
+                        const Shorts level = broadcast_short(levels[v * WINDOWS + s]);
+                        const Shorts error = least(scaled_square(number[v], level), broadcast_short(DEAREST));
+                        total = add_up_to_limit(total, multiply(error, weight[v]));
+                    }
                     store_shorts(next + s * LANES, total);
                 }
             }

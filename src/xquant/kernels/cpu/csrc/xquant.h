@@ -123,7 +123,9 @@ typedef struct {
     const float *edges;       // [11, 256] between the levels of widths without a trellis; this and what follows only
     const int16_t *whole_levels;  // [7, 2, 256] of widths with a trellis, in units;                  for encoding
     const float *units;       // [7] of 1
+    const float *ends;        // [7] what numbers in units end at
     const float *borders;     // [400] between the variances of -200, -199, ... steps
+    const uint8_t *weights;   // [16] of the error of a token with each gain, at most 16
     int64_t block_stride, token_stride;  // of rows, in elements
     int64_t code_bytes;
     int32_t counts[11];       // channels of each width
