@@ -42,6 +42,7 @@ LOW = [
     "tc-3.5bit:group=16,metric=identity,tail=5,sink=1",
     "tc-cl-1.5bit:group=16,sink=2",
     "tc-cl-4bit:group=16,basis=head,sink=0",
+    "tc-cl-2bit:group=16,span=3,tail=5",
     "turboquant-3bit:group=8,qjl=true,tail=5",
     "kvarn-k4v2:group=8,sink=2",
 ]

@@ -122,6 +122,10 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
     def _check_offload(self, codecs: list[LayerCodec]) -> None:
         if self._offload not in (None, "cpu"):
             raise ValueError(f"offload is None or 'cpu', not '{self._offload}'")
+        if self._offload and any(codec.mixes for codec in codecs):
+            raise ValueError(
+                f"blocks of {self.method.spec} cannot be offloaded: it codes layers together"
+            )
         if self._offload and any(is_host(codec.view.device) for codec in codecs):
             raise ValueError("offload=cpu needs a model on a device: this one is in host memory")
 

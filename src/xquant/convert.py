@@ -84,10 +84,8 @@ def _pour(
             for place, target in enumerate(targets):
                 new = target.compressed[at]
                 new.append_rows(part(_rows(key, value, old.codec, new.codec, source.index), place))
-                if new.below is not None:
-                    new.below.release()
-            if old.below is not None:
-                old.below.release()
+                new.release_below()
+            old.release_below()
     finally:
         for cache in (source, *targets):
             cache.stack.forget_pass()

@@ -12,6 +12,7 @@ from xquant.calibrators.transform import (
     best_basis,
     blocks,
     predict,
+    root_of,
     same_head,
 )
 
@@ -25,7 +26,7 @@ def covariance(seed: int, size: int = 6) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_in_the_basis_states_are_uncorrelated_and_errors_cost_alike(seed: int) -> None:
     states, metric = covariance(seed), covariance(seed + 100)
-    analysis, synthesis = (t.double() for t in best_basis(states, metric, 6))
+    analysis, synthesis = (t.double() for t in best_basis(states, root_of(metric), 6))
     torch.testing.assert_close(analysis @ synthesis, torch.eye(6).double(), atol=1e-5, rtol=0)
     spread = analysis @ states @ analysis.T
     torch.testing.assert_close(spread, spread.diagonal().diag(), atol=1e-5, rtol=1e-5)
@@ -38,7 +39,7 @@ def test_in_the_basis_states_are_uncorrelated_and_errors_cost_alike(seed: int) -
 def test_states_of_low_rank_need_no_more_channels() -> None:
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(6, 3, generator=generator, dtype=torch.float64)
-    analysis, synthesis = best_basis(low @ low.T, covariance(1), 3)
+    analysis, synthesis = best_basis(low @ low.T, root_of(covariance(1)), 3)
     y = torch.randn(10, 3, generator=generator) @ low.float().T
     torch.testing.assert_close(y @ analysis.T @ synthesis.T, y, atol=1e-4, rtol=1e-3)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.choose import packer_of
 from ..methods.key_value import KeyValueCodec
-from ..methods.transform import Transform
+from ..methods.transform import Transform, spans
 from ..methods.transform_codec import channels
 from ..models import AttentionView
 from ..quant import Plain
@@ -67,15 +67,14 @@ class TransformCalibrator:
         if count := self.method.known(views):
             found["embedding"] = table = self._embedding(views[0], count)
             of_tokens = table[self.stage.ids].float()
-        for number, codec in enumerate(self.codecs):
-            rows, metric = self.stage.rows(number), self.stage.metric(number)
-            if self.method.basis == "head":
-                metric = metric * same_head(codec.view)
+        for numbers in spans(range(len(views)), self.method.layers_together):
             known = Known(below, of_tokens)
-            layer = self._layer(codec.view, rows, metric, known)
+            layers = self._span([views[number] for number in numbers], numbers, known)
             if depth := self.method.layers_below:
-                below = [as_read(rows, layer, known), *below][:depth]
-            found |= {f"{number}.{name}": tensor for name, tensor in layer.items()}
+                read = as_read([self.stage.rows(number) for number in numbers], layers, known)
+                below = [*read[::-1], *below][:depth]
+            for number, layer in zip(numbers, layers, strict=True):
+                found |= {f"{number}.{name}": tensor for name, tensor in layer.items()}
         return found
 
     def _embedding(self, view: AttentionView, count: int) -> Tensor:
@@ -102,27 +101,42 @@ class TransformCalibrator:
         every = torch.arange(view.vocabulary).split(TOKENS_AT_ONCE)
         return torch.cat([((normed(view.embed, ids) - mean) @ best).half() for ids in every])
 
-    def _layer(
-        self, view: AttentionView, rows: Tensor, metric: Tensor, known: "Known"
-    ) -> dict[str, Tensor]:
-        """The tensors of a layer, from its rows ``[N, T, W]`` and what they are predicted from."""
-        found: dict[str, Tensor] = {}
-        inner = rows[:, SINKS:].flatten(0, 1)
-        mean = inner.mean(0)
-        residual = rows
-        if known:
-            every = torch.cat(known.parts, -1)
-            predictor, mean = predict(every[:, SINKS:].flatten(0, 1), inner)
-            found |= known.split(predictor)
-            residual = rows - every @ predictor.T
-        centred = (residual - mean)[:, SINKS:].flatten(0, 1)
+    def _span(
+        self, views: Sequence[AttentionView], numbers: Sequence[int], known: "Known"
+    ) -> list[dict[str, Tensor]]:
+        """The tensors of layers that are coded together, from what their rows are predicted from."""
+        found: list[dict[str, Tensor]] = []
+        residuals, roots = list[Tensor](), list[Tensor]()
+        for view, number in zip(views, numbers, strict=True):
+            rows, metric = self.stage.rows(number), self.stage.metric(number)
+            inner = rows[:, SINKS:].flatten(0, 1)
+            layer, mean = dict[str, Tensor](), inner.mean(0)
+            if known:
+                every = torch.cat(known.parts, -1)
+                predictor, mean = predict(every[:, SINKS:].flatten(0, 1), inner)
+                layer |= known.split(predictor)
+                rows = rows - every @ predictor.T
+            found.append({**layer, "mean": mean})
+            residuals.append(rows - mean)
+            if self.method.basis == "head":
+                metric = metric * same_head(view)
+            roots.append(root_of(metric))
+        residual = torch.cat(residuals, -1)
+        centred = residual[:, SINKS:].flatten(0, 1)
         covariance = centred.T.double() @ centred.double() / len(centred)
         if self.method.basis == "head":
-            covariance = covariance * same_head(view)
-        analysis, synthesis = best_basis(covariance, metric, channels(view))
-        found |= {"mean": mean, "analysis": analysis.half(), "synthesis": synthesis.half()}
-        states = (residual - mean) @ found["analysis"].float().T
-        return found | spectrum(states)
+            covariance = covariance * torch.block_diag(*map(same_head, views))
+        counts = [channels(view) for view in views]
+        analysis, synthesis = best_basis(covariance, torch.block_diag(*roots), sum(counts))
+        places = dealt_out(counts)
+        order, first = torch.cat(places), 0
+        for layer, own in zip(found, places, strict=True):
+            width = len(layer["mean"])
+            layer["analysis"] = analysis[own].half()
+            layer["synthesis"] = synthesis[first : first + width, order].half()
+            layer |= spectrum(residual @ layer["analysis"].float().T)
+            first += width
+        return found
 
 
 class Known(NamedTuple):
@@ -232,17 +246,26 @@ def root_of(metric: Tensor) -> Tensor:
 
 
 @one_thread()
-def best_basis(covariance: Tensor, metric: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_basis(covariance: Tensor, root: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The basis ``[C, W]`` in which states are uncorrelated and an error in any channel costs the same,
     with its inverse ``[W, C]``. Only the ``count`` channels of largest variance are kept.
 
-    With the metric ``F = L L^T`` and ``E`` the eigenvectors of ``L^T C L``: states ``E^T L^T y``.
+    With ``root`` the ``L`` of the metric ``F = L L^T`` and ``E`` the eigenvectors of ``L^T C L``: states
+    ``E^T L^T y``.
     """
-    root = root_of(metric)
     _, vectors = torch.linalg.eigh(root.T @ covariance @ root)
     vectors = vectors.flip(1)[:, :count]
     synthesis = torch.linalg.solve_triangular(root.T, vectors, upper=True)
     return (root @ vectors).T.float(), synthesis.float()
+
+
+def dealt_out(counts: Sequence[int]) -> list[Tensor]:
+    """Which of so many channels in all, the loudest first, each of several layers packs: all have as many
+    loud ones for their ``counts``."""
+    layers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    share = torch.cat([(torch.arange(count) + 0.5) / count for count in counts])
+    order = layers[share.argsort(stable=True)]
+    return [(order == number).nonzero().squeeze(1) for number in range(len(counts))]
 
 
 def blocks(states: Tensor) -> tuple[Tensor, Tensor]:
@@ -266,21 +289,32 @@ def spectrum(states: Tensor) -> dict[str, Tensor]:
     }
 
 
-def as_read(rows: Tensor, found: dict[str, Tensor], known: Known) -> Tensor:
-    """Rows ``[N, T, W]`` of a layer, quantized at `LOOP_BITS` and decoded. Sinks, and tokens that fill no
-    block, stay as they are."""
-    expected = found["mean"]
-    if known:
-        weights = [found[name] for name in ("predictor", "of_token") if name in found]
-        expected = expected + torch.cat(known.parts, -1) @ torch.cat(weights, 1).float().T
-    states = (rows - expected) @ found["analysis"].float().T
-    parts, sinks = blocks(states)
+def as_read(rows: list[Tensor], layers: list[dict[str, Tensor]], known: Known) -> list[Tensor]:
+    """Rows ``[N, T, W]`` of layers that are coded together, quantized at `LOOP_BITS` and decoded. Sinks, and
+    tokens that fill no block, stay as they are."""
+    residuals = []
+    for own, found in zip(rows, layers, strict=True):
+        expected = found["mean"]
+        if known:
+            weights = [found[name] for name in ("predictor", "of_token") if name in found]
+            expected = expected + torch.cat(known.parts, -1) @ torch.cat(weights, 1).float().T
+        residuals.append(own - expected)
+    residual = torch.cat(residuals, -1)
+    states = [residual @ found["analysis"].float().T for found in layers]
+    parts, sinks = blocks(states[0])
     size = parts.shape[1]
-    budget = int(LOOP_BITS * rows.shape[-1]) - 8 * side_nbytes(states.shape[-1], size) // size
-    quantizer = Ranked(found["usual"], allot([found["profile"]], max(budget, 0))[0])
-    read, packer = torch.empty_like(parts), packer_of("auto")
-    packer.unpack(quantizer, packer.pack(quantizer, parts, sinks), read)
-    loss = (parts - read).view(len(rows), -1, states.shape[-1]) @ found["synthesis"].float().T
-    out = rows.clone()
-    out[:, SINKS : loss.shape[1]] -= loss[:, SINKS:]
+    sides = sum(side_nbytes(each.shape[-1], size) for each in states)
+    budget = int(LOOP_BITS * residual.shape[-1]) - 8 * sides // size
+    counts = allot([found["profile"] for found in layers], max(budget, 0))
+    losses, packer = [], packer_of("auto")
+    for each, found, own_counts in zip(states, layers, counts, strict=True):
+        quantizer, (parts, _) = Ranked(found["usual"], own_counts), blocks(each)
+        read = torch.empty_like(parts)
+        packer.unpack(quantizer, packer.pack(quantizer, parts, sinks), read)
+        losses.append((parts - read).view(len(each), -1, each.shape[-1]))
+    loss, out = torch.cat(losses, -1), []
+    for own, found in zip(rows, layers, strict=True):
+        coded = own.clone()
+        coded[:, SINKS : loss.shape[1]] -= (loss @ found["synthesis"].float().T)[:, SINKS:]
+        out.append(coded)
     return out

@@ -72,6 +72,9 @@ class LayerCodec(ABC):
     """What decoded rows are multiplied with, ``[W, C]``."""
     span: int = 1
     """Layers, this one the lowest, that are sealed together, see `merge`."""
+    mixes: bool = False
+    """Whether what a layer of the span packs is made of the rows of all its layers, see `mix`. Their past can
+    be read once a forward pass has come to the last of them, and by none that attends to itself as stored."""
     source: int = 0
     """The layer of the span whose codes the segments of the others share."""
     kept: Callable[[int], int] | None = None
@@ -135,14 +138,18 @@ class LayerCodec(ABC):
         to be something, of the same shape."""
         return features
 
+    def mix(self, encoded: list[Tensor]) -> list[Tensor]:
+        """What the layers of the span pack, ``[N, n, C]`` each, from what each of them has encoded."""
+        return encoded
+
     def merge(self, packed: list[list[Packed]]) -> list[list[Packed]]:
         """What the layers of the span store, from what each packed of the same tokens by itself."""
         return packed
 
     def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
-        """What `rebuild` works on, from decoded rows ``[B, T, C]`` and what was `predicted`; when
-        ``sealing``, codes of the layer above are made from it, and it must not depend on which blocks come
-        together."""
+        """What `rebuild` works on, from decoded rows ``[B, T, C]`` (where the codec `mixes`, of all layers of
+        the span, side by side) and what was `predicted`; when ``sealing``, codes of the layer above are made
+        from it, and it must not depend on which blocks come together."""
         return rows
 
     def accumulate(self, recalled: Tensor) -> Tensor:
@@ -152,7 +159,7 @@ class LayerCodec(ABC):
     def carry(self, own: Tensor, below: Tensor | None) -> Tensor:
         """What the layer above gets as ``below``, ``[B, T, carried]``: what this layer has accumulated, its
         ``own``, beside the nearest of what it got itself."""
-        further = self.carried - self.width
+        further = self.carried - own.shape[-1]
         return own if below is None or further <= 0 else torch.cat([own, below[..., :further]], -1)
 
     @abstractmethod

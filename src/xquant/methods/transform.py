@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from .base import Method, short
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from ..calibration import Calibration, Expected
     from ..models import AttentionView
     from .codec import LayerCodec
+
+Each = TypeVar("Each")
 
 CALIBRATED_AT = 2.0
 """The bits in the name of an artifact, which is for any."""
@@ -67,6 +69,11 @@ class Transform(Method):
         """How many a layer is predicted from."""
         return 0
 
+    @property
+    def layers_together(self) -> int:
+        """How many are coded together."""
+        return 1
+
     def known(self, views: "Sequence[AttentionView]") -> int:
         """Numbers of a token that a layer is predicted from beside the layers below; 0 for none."""
         return 0
@@ -123,14 +130,17 @@ class Transform(Method):
             wanted["embedding"] = Expected((views[0].vocabulary, tokens), torch.float16)
         for i, view in enumerate(views):
             width, count = view.state_width, channels(view)
+            start = i // self.layers_together * self.layers_together
+            span = views[start : start + self.layers_together]
+            of_span = sum(other.state_width for other in span), sum(map(channels, span))
             layer = {
                 "mean": Expected((width,), torch.float32, -FP16_MAX, FP16_MAX),
-                "analysis": Expected((count, width), torch.float16),
-                "synthesis": Expected((width, count), torch.float16),
+                "analysis": Expected((count, of_span[0]), torch.float16),
+                "synthesis": Expected((width, of_span[1]), torch.float16),
                 "usual": Expected((count,), torch.int16, -FARTHEST_STEP, FARTHEST_STEP),
                 "profile": Expected((count,), torch.float32, least=0),
             }
-            if below := views[max(i - self.layers_below, 0) : i]:
+            if below := views[max(start - self.layers_below, 0) : start]:
                 known = sum(other.state_width for other in below)
                 layer["predictor"] = Expected((width, known), torch.float16)
             if tokens:
@@ -164,6 +174,7 @@ class PredictedTransform(Transform):
     name: ClassVar[str] = "tc-cl"
     summary: ClassVar[str] = "as tc, of what a prediction from the layers below leaves over"
     example: ClassVar[str] = "tc-cl-1bit"
+    not_causal: ClassVar[str] = "codes layers together"
     narrowest: ClassVar[float] = 0.5
     reach: int = field(
         default=2, metadata={"least": 1, "help": "layers below that a layer is predicted from"}
@@ -174,9 +185,21 @@ class PredictedTransform(Transform):
         metadata={"help": "predict from the token's embedding, too"},
     )
 
+    span: int = field(
+        default=1, metadata={"least": 1, "help": "layers that are coded together, at rest"}
+    )
+
+    @property
+    def causal(self) -> bool:
+        return self.span == 1
+
     @property
     def layers_below(self) -> int:
         return self.reach
+
+    @property
+    def layers_together(self) -> int:
+        return self.span
 
     def known(self, views: "Sequence[AttentionView]") -> int:
         return min(EMBEDDED, views[0].hidden) if self.embedding and views[0].vocabulary else 0
@@ -187,11 +210,14 @@ class PredictedTransform(Transform):
         from .transform_codec import PredictedCodec
 
         codecs = super().codecs(views, calibration)
-        for i, codec in enumerate(codecs):
-            assert isinstance(codec, PredictedCodec)
-            codec.accumulated_width = sum(
-                c.width for c in codecs[max(i + 1 - self.reach, 0) : i + 1]
-            )
+        predicted = [codec for codec in codecs if isinstance(codec, PredictedCodec)]
+        for i, codec in enumerate(predicted):
+            carried = predicted[max(i + 1 - self.reach, 0) : i + 1]
+            codec.accumulated_width = sum(each.width for each in carried)
+        if self.span > 1:
+            for span in spans(predicted, self.span):
+                for codec in span:
+                    codec.join(span, self.reach if span[-1] is not codecs[-1] else 1)
         codecs[-1].feeds_above = False
         return codecs
 
@@ -201,3 +227,8 @@ class PredictedTransform(Transform):
         from .transform_codec import PredictedCodec
 
         return PredictedCodec(view, found, self.group, counts)
+
+
+def spans(layers: Sequence[Each], size: int) -> list[Sequence[Each]]:
+    """Layers, bottom up, ``size`` at a time; the last span may have fewer."""
+    return [layers[start : start + size] for start in range(0, len(layers), size)]

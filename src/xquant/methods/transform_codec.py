@@ -1,5 +1,7 @@
 """The codecs of transform coding: channels of keys and values, predicted or not."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,32 @@ class PredictedCodec(_ChannelCodec):
     def carried(self) -> int:
         return self.accumulated_width if self.feeds_above else 0
 
+    def join(self, span: "Sequence[PredictedCodec]", carried: int) -> None:
+        """Belong to a ``span`` of layers, bottom up, whose rows are coded together. The last of them carries
+        the rows of ``carried`` of its layers: it predicts and recalls these too, itself first."""
+        self.span, self.mixes = len(span), True
+        self._analyses = [codec.analysis for codec in span]
+        self.feeds_above = self is span[-1]
+        if self.feeds_above:
+            down = span[::-1][:carried]
+            self.mean = torch.cat([codec.mean for codec in down])
+            self.synthesis = torch.cat([codec.synthesis for codec in down])
+            self.from_below = _stacked([codec.from_below for codec in down])
+            self.from_token = _stacked([codec.from_token for codec in down])
+
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        if not self.mixes:
+            return super().encode(features, predicted)
+        expected = self.mean if predicted is None else predicted
+        return (features - expected[..., : self.width]).float()
+
+    def mix(self, encoded: list[Tensor]) -> list[Tensor]:
+        rows = torch.cat(encoded, -1)
+        return [by_block(rows, analysis, self.block) for analysis in self._analyses]
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rebuild(recalled[..., : self.width])
+
     def predicted(self, below: Tensor | None, embedded: Tensor | None = None) -> Tensor | None:
         sources = (below, self.from_below), (embedded, self.from_token)
         found: Tensor | None = None
@@ -107,3 +135,9 @@ class PredictedCodec(_ChannelCodec):
     @property
     def rebuild_cost(self) -> RebuildCost | None:
         return None  # no kernel attends to predicted rows, so how often they are predicted is not known
+
+
+def _stacked(weights: Sequence[Tensor | None]) -> Tensor | None:
+    """Weights of several layers, one below the other; all of them have one, or none."""
+    known = [weight for weight in weights if weight is not None]
+    return torch.cat(known) if known else None

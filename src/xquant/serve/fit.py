@@ -264,6 +264,8 @@ def _unfit_layer(codec: LayerCodec) -> str:
         return "its attention has sinks that are learned"
     if not codec.keeps_states:
         return "it keeps layer inputs, which an engine does not give to a cache"
+    if codec.mixes:
+        return "its layers are coded together, and a page holds those of one layer"
     if any(segment.shared for segment in codec.segments):
         return "layers share codes, and a page holds those of one layer"
     return ""

@@ -52,8 +52,7 @@ class CompressedLayer(Past, CacheLayerMixin):
             states = _join([*self._rotated_parts(past), new])
         else:
             states = key, value
-        if self.below is not None:
-            self.below.release()
+        self.release_below()
         return *states, mask
 
     def see(
@@ -68,8 +67,7 @@ class CompressedLayer(Past, CacheLayerMixin):
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""
         states = _join(self._rotated_parts(self.tokens))
-        if self.below is not None:
-            self.below.release()
+        self.release_below()
         return states
 
     def held(self) -> States:

@@ -75,6 +75,8 @@ class Past:
             span = layers[start : start + codec.span]
             for layer in span:
                 layer.span = span
+                if codec.mixes:
+                    layer.below = span[0].below
                 if any(segment.shared for segment in layer.codec.segments):
                     layer.source = span[codec.source]
                     layer.stream.source = layer.source.stream
@@ -98,12 +100,18 @@ class Past:
         self.stream.restore(stream)
         self.release()
 
+    def release_below(self) -> None:
+        """Have the layer below forget what this one, the last that asked for it, was predicted from."""
+        if self.below is not None and self is self.span[-1]:
+            self.below.release()
+
     def release(self) -> None:
         """Forget what is only needed within a forward pass."""
         self.predicted: list[tuple[int, Tensor]] = []  # of what was encoded, from which token on
         self.recalled: Tensor | None = None  # kept only where the layer above needs it
         self.accumulated: Tensor | None = None
         self.fresh: Tensor | None = None
+        self.decoded: Tensor | None = None
 
     # -- sizes ---------------------------------------------------------------------------------
 
@@ -208,6 +216,7 @@ class Past:
             sinks = self.sinks or Sinks.none_yet(*own)
             self.sinks = sinks.kept(rows, start, self.index.sink)
         self.stream.seal(packed, self.tail.shape[0])
+        self.span[0].decoded = None
         self.tail = self.tail[:, count:].clone()
         self.built.drop(count)
 
@@ -223,13 +232,26 @@ class Past:
         if self.accumulator is not None and sealed == self.stream.tokens:
             return self.accumulator.accumulate(self._take_below()) if sealed else None
         dtype = self.codec.view.dtype
-        parts = [self.stream.read(dtype, sealed)] if sealed else []
+        parts = [self._read(dtype, sealed)] if sealed else []
         if self.through_store and self.tail is not None and self.tail.shape[1]:
             parts.append(self._through(self.tail))
         if not parts:
             return None
         rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return self.codec.recall(rows, self._predicted(rows.shape[1]), sealing)
+
+    def _read(self, dtype: torch.dtype, tokens: int) -> Tensor:
+        """The decoded rows ``[B, T, C]`` of the first ``tokens`` sealed tokens; of a span that mixes, those
+        of all its layers side by side, which are kept until all have asked for them."""
+        if not self.codec.mixes:
+            return self.stream.read(dtype, tokens)
+        first = self.span[0]
+        if first.decoded is None or first.decoded.shape[1] < tokens:
+            first.decoded = torch.cat([one.stream.read(dtype, tokens) for one in self.span], -1)
+        decoded = first.decoded.to(self.codec.view.device)
+        if self is self.span[-1]:
+            first.decoded = None
+        return decoded[:, :tokens]
 
     def _foretold(self, start: int, stop: int) -> Tensor | None:
         """What the codec predicts these tokens to be, from the layer below and from their ids."""
@@ -265,11 +287,20 @@ class Past:
         if self.accumulator is not None and own is recalled:
             return recalled  # sinks are in it
         if self.sinks is not None:
-            own = self.sinks.placed(own, self.sinks.rows)
+            own = self.sinks.placed(own, self._sinks_of(own.shape[-1]))
         if self.through_store and self.tail is not None:
             own = self._with_tail_sinks(own, self.tail)
-        further = self.codec.carried > self.codec.width
+        further = self.codec.carried > own.shape[-1]
         return self.codec.carry(own, self._below(0, own.shape[1]) if further else None)
+
+    def _sinks_of(self, width: int) -> Tensor:
+        """The features of sinks ``[B, S, width]``, of this layer and of those before it in its span."""
+        rows: list[Tensor] = []
+        for layer in self.span[::-1]:
+            if sum(part.shape[-1] for part in rows) < width:
+                assert layer.sinks is not None
+                rows.append(layer.sinks.rows)
+        return torch.cat(rows, -1) if len(rows) > 1 else rows[0]
 
     def _below(self, start: int, stop: int) -> Tensor | None:
         """What the layer below has accumulated of these tokens, where this one predicts from it."""
@@ -287,8 +318,8 @@ class Past:
     def _take_below(self) -> Tensor | None:
         """The same of all sealed tokens; its memory is the caller's from then on."""
         found = self._below(0, self.stream.tokens)
-        if found is not None and self.below is not None:
-            self.below.release()
+        if found is not None:
+            self.release_below()
         return found
 
     def _through(self, tail: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Sealing: the blocks that are due in several layers are packed in one go, and each layer keeps its own."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,8 +49,21 @@ def pack(layers: "Sequence[Past]", rows: Sequence[Tensor], start: int) -> list[l
     excluded = layers[0].index.excluded(start, start + shape.numel())
     if excluded is not None:
         excluded = excluded.unflatten(1, shape).flatten(0, 1)
-    encoded = (layer.encode(own, start) for layer, own in zip(layers, rows, strict=True))
-    return pack_rows([layer.stream for layer in layers], encoded, excluded)
+    return pack_rows([layer.stream for layer in layers], _encoded(layers, rows, start), excluded)
+
+
+def _encoded(layers: "Sequence[Past]", rows: Sequence[Tensor], start: int) -> Iterator[Tensor]:
+    """What each layer packs, ``[N, n, C]``, of its features ``[B, m, n, W]``."""
+    of_span: list[Tensor] = []
+    for layer, own in zip(layers, rows, strict=True):
+        encoded = layer.encode(own, start)
+        if not layer.codec.mixes:
+            yield encoded
+            continue
+        of_span.append(encoded)
+        if layer is layer.span[-1]:
+            yield from layer.codec.mix(of_span)
+            of_span = []
 
 
 def pack_rows(
