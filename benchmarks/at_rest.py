@@ -24,8 +24,8 @@ from xquant.results.rows import stamp, write_json
 from xquant.runs import Runs, identity
 from xquant.text import cut_windows, read_text
 
-BUDGETS = "0.5", "1", "2"
-SPANS = "", ",span=3", ",span=6", ",span=10"
+BUDGETS = "0.5", "1"
+SPANS = "", ",span=3", ",span=6"
 METHODS = (
     *(f"tc-cl-{bits}bit:tail=128{span}" for bits in BUDGETS for span in SPANS),
     *("tc-2bit:tail=128", "kivi-2bit:sink=4,tail=128", "kivi-4bit:sink=4,tail=128"),

@@ -182,8 +182,8 @@ class Attachment:
         batch, length = inputs.shape[:2]
         cache.begin(batch, length, kwargs.get("attention_mask"))
         # A decoder within another model may be given embeddings of what the model was given ids of.
-        ids = _ids_among(args, kwargs)
-        ids = getattr(self._local, "ids", None) if ids is None else ids
+        ids, outer = _ids_among(args, kwargs), getattr(self._local, "ids", None)
+        ids, self._local.ids = outer if ids is None else ids, None
         if ids is not None and ids.shape != (batch, length):
             ids = None
         self._local.current = ForwardPass(cache, kwargs.get("position_ids"), ids)
@@ -237,7 +237,6 @@ class Attachment:
             raise self.unserved(lost)
 
     def model_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._local.ids = None
         before, self._local.before = getattr(self._local, "before", None), None
         if before is not None and output is None:
             cache, state = before
