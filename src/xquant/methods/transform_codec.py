@@ -113,8 +113,10 @@ class PredictedCodec(_ChannelCodec):
         return (features - expected[..., : self.width]).float()
 
     def mix(self, encoded: list[Tensor]) -> list[Tensor]:
-        rows = torch.cat(encoded, -1)
-        return [by_block(rows, analysis, self.block) for analysis in self._analyses]
+        rows = torch.cat([each.to(self.view.device) for each in encoded], -1)
+        return [
+            by_block(rows.to(analysis.device), analysis, self.block) for analysis in self._analyses
+        ]
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return super().rebuild(recalled[..., : self.width])

@@ -245,10 +245,11 @@ class Past:
         of all its layers side by side, which are kept until all have asked for them."""
         if not self.codec.mixes:
             return self.stream.read(dtype, tokens)
-        first = self.span[0]
+        first, home = self.span[0], self.codec.view.device
         if first.decoded is None or first.decoded.shape[1] < tokens:
-            first.decoded = torch.cat([one.stream.read(dtype, tokens) for one in self.span], -1)
-        decoded = first.decoded.to(self.codec.view.device)
+            parts = [one.stream.read(dtype, tokens).to(home) for one in self.span]
+            first.decoded = torch.cat(parts, -1)
+        decoded = first.decoded.to(home)
         if self is self.span[-1]:
             first.decoded = None
         return decoded[:, :tokens]
@@ -299,7 +300,7 @@ class Past:
         for layer in self.span[::-1]:
             if sum(part.shape[-1] for part in rows) < width:
                 assert layer.sinks is not None
-                rows.append(layer.sinks.rows)
+                rows.append(layer.sinks.rows.to(self.codec.view.device))
         return torch.cat(rows, -1) if len(rows) > 1 else rows[0]
 
     def _below(self, start: int, stop: int) -> Tensor | None:
