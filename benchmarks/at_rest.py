@@ -49,8 +49,8 @@ def main(c4: str, windows: int, specs: tuple[str, ...], resume: str | None, targ
     rows: list[dict[str, Any]] = []
     for text, whole in {"C4": read_text(c4), "Python source": source()}.items():
         ids = cut_windows(model, tokenizer, whole, CONTEXT, windows)
-        digests = sorted(found.digest for found in made.values() if found is not None)
-        runs = Runs(resume, {"methods": specs, **identity(model, str(ids.tolist()), digests)})
+        used = [found for found in made.values() if found is not None]
+        runs = Runs(resume, {"methods": specs, **identity(model, str(ids.tolist()), used)})
         windowed = []
         for number, window in enumerate(ids):
             held = runs.load(f"window {number}")
