@@ -139,6 +139,24 @@ def transform_texts() -> str:
 
 
 @table
+def transform_rest() -> str:
+    """A line a method, KL and the same token for each text."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows("at-rest"):
+        found.setdefault(row["method"], {})[row["text"]] = row
+    names = list(dict.fromkeys(row["text"] for row in rows("at-rest")))
+    head = ["method", "bits per value"]
+    head += [f"{name}, {column}" for name in names for column in ("KL", "same token")]
+    body = []
+    for method, own in found.items():
+        cells = [code(method), f"{own[names[0]]['bits_per_value']:.2f}"]
+        for name in names:
+            cells += [f"{own[name]['kl']:.5f}", f"{own[name]['same_token']:.1%}"]
+        body.append(cells)
+    return markdown(head, body)
+
+
+@table
 def transform_long() -> str:
     return texts(**{"2,048": "tc-moby-2048-smollm2", "6,000": "tc-moby-6000-smollm2"})
 
