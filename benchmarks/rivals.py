@@ -11,7 +11,6 @@ have that of the model's own writing; `kvquant` is not among them, whose calibra
 
 import importlib.metadata
 import importlib.util
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ SOURCES = "click", "rich"
 
 @click.command()
 @click.option("--wikitext", required=True, help="The test text of WikiText-2.")
-@click.option("--c4", required=True, help="Passages of C4, a JSON object with a text a line.")
+@click.option("--c4", required=True, help="Passages of C4, a .jsonl file.")
 @click.option("--context", default=2048, show_default=True)
 @click.option("--windows", default=4, show_default=True)
 @click.option("--method", "specs", multiple=True, default=METHODS)
@@ -56,7 +55,7 @@ def main(
     model, tokenizer = load_model("smollm2")
     methods = [parse_method(spec) for spec in specs]
     made = [own_calibration(model, tokenizer, m) for m in methods if m.needs_calibration]
-    texts = {"WikiText-2": read_text(wikitext), "C4": passages(c4), "Python source": source()}
+    texts = {"WikiText-2": read_text(wikitext), "C4": read_text(c4), "Python source": source()}
     wanted = {
         (method.spec, kept): replace(method, sink=sink, tail=tail)
         for method in methods
@@ -76,12 +75,6 @@ def main(
             click.echo(f"{name:14} {kept:20} {spec:26} {row['ratio']:.3f} KL {row['kl']:.4f}")
     packages = {name: importlib.metadata.version(name) for name in SOURCES}
     write_json(target, stamp(rows, model="smollm2", dtype="float32", source_of=packages))
-
-
-def passages(file: str) -> str:
-    """All passages, one after the other."""
-    lines = Path(file).read_text().splitlines()
-    return "\n\n".join(json.loads(line)["text"] for line in lines)
 
 
 def source() -> str:

@@ -1,7 +1,5 @@
 """Tables of rivals: through the store on three kinds of text, and as caches are used."""
 
-from statistics import fmean, median
-
 from .common import Row, code, markdown, rows, table
 
 SHORT = {"none": "", "4 sinks": "4 sinks: ", "4 sinks, 128 recent": "and 128 recent: "}
@@ -56,7 +54,6 @@ def rivals_used() -> str:
     head += ["same token", "first other token, median", "mean", "none"]
     body = []
     for row in found:
-        first = row["first_difference"]
         body.append(
             [
                 code(row["method"]),
@@ -65,9 +62,9 @@ def rivals_used() -> str:
                 f"{row['kl']:.5f}",
                 *(f"{row['kl_by_position'][place]:.5f}" for place in places),
                 f"{row['same_token']:.1%}",
-                f"{median(first):g}",
-                f"{fmean(first):.0f}",
-                f"{row['never_differs']} of {len(first)}",
+                f"{row['median_first_difference']:g}",
+                f"{row['mean_first_difference']:.0f}",
+                f"{row['never_differs']} of {len(row['first_difference'])}",
             ]
         )
     return markdown(head, body)

@@ -69,10 +69,10 @@ class TransformCalibrator:
             of_tokens = table[self.stage.ids].float()
         for numbers in spans(range(len(views)), self.method.layers_together):
             known = Known(below, of_tokens)
-            layers = self._span([views[number] for number in numbers], numbers, known)
+            rows = [self.stage.rows(number) for number in numbers]
+            layers, residual = self._span(numbers, rows, known)
             if depth := self.method.layers_below:
-                read = as_read([self.stage.rows(number) for number in numbers], layers, known)
-                below = [*read[::-1], *below][:depth]
+                below = [*as_read(rows, residual, layers)[::-1], *below][:depth]
             for number, layer in zip(numbers, layers, strict=True):
                 found |= {f"{number}.{name}": tensor for name, tensor in layer.items()}
         return found
@@ -102,26 +102,28 @@ class TransformCalibrator:
         return torch.cat([((normed(view.embed, ids) - mean) @ best).half() for ids in every])
 
     def _span(
-        self, views: Sequence[AttentionView], numbers: Sequence[int], known: "Known"
-    ) -> list[dict[str, Tensor]]:
-        """The tensors of layers that are coded together, from what their rows are predicted from."""
-        found: list[dict[str, Tensor]] = []
-        residuals, roots = list[Tensor](), list[Tensor]()
+        self, numbers: Sequence[int], rows: Sequence[Tensor], known: "Known"
+    ) -> tuple[list[dict[str, Tensor]], Tensor]:
+        """The tensors of layers that are coded together, from their rows ``[N, T, W]`` and what these are
+        predicted from; and what the prediction leaves of the rows, side by side."""
+        views = [self.codecs[number].view for number in numbers]
+        widths = [view.state_width for view in views]
+        residual = torch.cat([*rows], -1)
+        inner = residual[:, SINKS:].flatten(0, 1)
+        found: list[dict[str, Tensor]] = [{} for _ in views]
+        mean = inner.mean(0)
+        if known:
+            every = torch.cat(known.parts, -1)
+            predictor, mean = predict(every[:, SINKS:].flatten(0, 1), inner)
+            found = [known.split(own) for own in predictor.split(widths)]
+            residual = residual - every @ predictor.T
+        residual = residual - mean
+        roots = []
         for view, number in zip(views, numbers, strict=True):
-            rows, metric = self.stage.rows(number), self.stage.metric(number)
-            inner = rows[:, SINKS:].flatten(0, 1)
-            layer, mean = dict[str, Tensor](), inner.mean(0)
-            if known:
-                every = torch.cat(known.parts, -1)
-                predictor, mean = predict(every[:, SINKS:].flatten(0, 1), inner)
-                layer |= known.split(predictor)
-                rows = rows - every @ predictor.T
-            found.append({**layer, "mean": mean})
-            residuals.append(rows - mean)
+            metric = self.stage.metric(number)
             if self.method.basis == "head":
                 metric = metric * same_head(view)
             roots.append(root_of(metric))
-        residual = torch.cat(residuals, -1)
         centred = residual[:, SINKS:].flatten(0, 1)
         covariance = centred.T.double() @ centred.double() / len(centred)
         if self.method.basis == "head":
@@ -129,14 +131,12 @@ class TransformCalibrator:
         counts = [channels(view) for view in views]
         analysis, synthesis = best_basis(covariance, torch.block_diag(*roots), sum(counts))
         places = dealt_out(counts)
-        order, first = torch.cat(places), 0
-        for layer, own in zip(found, places, strict=True):
-            width = len(layer["mean"])
-            layer["analysis"] = analysis[own].half()
-            layer["synthesis"] = synthesis[first : first + width, order].half()
+        parts = mean.split(widths), synthesis[:, torch.cat(places)].split(widths)
+        for layer, own, of_mean, of_synthesis in zip(found, places, *parts, strict=True):
+            layer |= {"mean": of_mean.clone(), "analysis": analysis[own].half()}
+            layer["synthesis"] = of_synthesis.half().contiguous()
             layer |= spectrum(residual @ layer["analysis"].float().T)
-            first += width
-        return found
+        return found, residual
 
 
 class Known(NamedTuple):
@@ -289,17 +289,9 @@ def spectrum(states: Tensor) -> dict[str, Tensor]:
     }
 
 
-def as_read(rows: list[Tensor], layers: list[dict[str, Tensor]], known: Known) -> list[Tensor]:
-    """Rows ``[N, T, W]`` of layers that are coded together, quantized at `LOOP_BITS` and decoded. Sinks, and
-    tokens that fill no block, stay as they are."""
-    residuals = []
-    for own, found in zip(rows, layers, strict=True):
-        expected = found["mean"]
-        if known:
-            weights = [found[name] for name in ("predictor", "of_token") if name in found]
-            expected = expected + torch.cat(known.parts, -1) @ torch.cat(weights, 1).float().T
-        residuals.append(own - expected)
-    residual = torch.cat(residuals, -1)
+def as_read(rows: list[Tensor], residual: Tensor, layers: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Rows ``[N, T, W]`` of layers that are coded together, their ``residual`` quantized at `LOOP_BITS` and
+    decoded. Sinks, and tokens that fill no block, stay as they are."""
     states = [residual @ found["analysis"].float().T for found in layers]
     parts, sinks = blocks(states[0])
     size = parts.shape[1]

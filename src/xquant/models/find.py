@@ -115,7 +115,7 @@ def _embedding(decoder: Any) -> nn.Embedding | None:
     """What gives the decoder a vector for each token id, where that is known."""
     try:
         found = decoder.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
+    except (AttributeError, NotImplementedError):  # how transformers says that it is not known
         return None
     return found if isinstance(found, nn.Embedding) else None
 

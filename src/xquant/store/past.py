@@ -199,7 +199,7 @@ class Past:
     def encode(self, rows: Tensor, start: int) -> Tensor:
         """What is packed of the features ``[B, m, n, W]`` of tokens from ``start`` on: ``[B m, n, C]``."""
         shape = rows.shape[1:3]
-        predicted = self._foretold(start, start + shape.numel())
+        predicted = self._predict(start, start + shape.numel())
         if predicted is not None:
             if self.accumulator is None:  # what recalls these tokens next asks for it again
                 self.predicted.append((start, predicted))
@@ -254,7 +254,7 @@ class Past:
             first.decoded = None
         return decoded[:, :tokens]
 
-    def _foretold(self, start: int, stop: int) -> Tensor | None:
+    def _predict(self, start: int, stop: int) -> Tensor | None:
         """What the codec predicts these tokens to be, from the layer below and from their ids."""
         embedded = self.index.embedded(start, stop, self.codec.view.dtype)
         if embedded is not None:
@@ -268,7 +268,7 @@ class Past:
         start = min((start for start, _ in held), default=tokens)
         parts = [part for _, part in held]
         if start:
-            older = self._foretold(0, start)
+            older = self._predict(0, start)
             if older is None:
                 return None
             parts.insert(0, older)

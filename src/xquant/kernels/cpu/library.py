@@ -96,13 +96,8 @@ class RankedBlocks(Structure):
     __slots__ = ()
     _fields_ = [
         *((name, c_void_p) for name in ("rows", "excluded", "scale", "gain", "codes", "usual")),
-        *(
-            (name, c_void_p)
-            for name in (
-                *("sizes", "levels", "edges", "whole_levels", "units", "ends", "borders"),
-                "weights",
-            )
-        ),
+        *((name, c_void_p) for name in ("sizes", "levels", "edges", "whole_levels")),
+        *((name, c_void_p) for name in ("units", "ends", "borders", "weights")),
         *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
         ("counts", c_int32 * 11),
         *((name, c_int32) for name in ("blocks", "tokens", "channels", "dtype", "threads")),

@@ -34,22 +34,23 @@ _FORMAT = 3
 
 @dataclass
 class Load:
-    """Blocks to be read into pages: their names, the positions that they start at, and their tokens' ids."""
+    """Blocks to be read into pages: their names, the positions that they start at, and the ids of all tokens
+    of them."""
 
     names: list[str]
     pages: list[int]
     starts: list[int]
-    ids: list[list[int]]
+    ids: list[int]
 
 
 @dataclass
 class Save:
-    """The blocks of a sequence, from the first on: their names, the pages in which they are, and their
-    tokens' ids."""
+    """The blocks of a sequence, from the first on: their names, the pages in which they are, and the ids of
+    all tokens of them."""
 
     names: list[str]
     pages: list[int]
-    ids: list[list[int]]
+    ids: list[int]
 
 
 @dataclass
@@ -186,13 +187,9 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             for each in request.block_hashes[first:stop]
         ]
 
-    def _ids(self, request: Any, first: int, stop: int) -> list[list[int]]:
-        """Of the tokens of blocks of a request."""
-        size = self._block
-        return [
-            list(request.all_token_ids[place * size : (place + 1) * size])
-            for place in range(first, stop)
-        ]
+    def _ids(self, request: Any, first: int, stop: int) -> list[int]:
+        """Of all tokens of blocks of a request."""
+        return list(request.all_token_ids[first * self._block : stop * self._block])
 
     # -- in the worker ----------------------------------------------------------------------------------
 
@@ -248,20 +245,21 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             return []
         pages = [save.pages[place] for place in places]
         starts = [self._block * place for place in places]
-        ids = [save.ids[place] for place in places]
+        ids = torch.tensor(save.ids).view(-1, self._block)[[*places]]
         return self._worker.pack(self._at(pages, starts, ids, written=True))
 
     def _fill(self, stored: Sequence[Stored], load: Load) -> None:
         """Write what was found of the first blocks of a load to its pages."""
         if count := len(stored):
-            pages, starts, ids = load.pages[:count], load.starts[:count], load.ids[:count]
+            pages, starts = load.pages[:count], load.starts[:count]
+            ids = torch.tensor(load.ids).view(-1, self._block)[:count]
             self._worker.unpack(stored, self._at(pages, starts, ids, written=False))
 
     def _at(
         self,
         pages: Sequence[int],
         starts: Sequence[int],
-        ids: Sequence[Sequence[int]],
+        ids: torch.Tensor,
         written: bool,
     ) -> Blocks:
         """Blocks with the slots of the sinks of those that start a sequence; ``written``: whether they have
@@ -274,7 +272,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
                 else slots.write(pages, starts)
             )
             found = torch.tensor(numbers, dtype=torch.int64)
-        return Blocks(torch.tensor(pages), torch.tensor(starts), found, torch.tensor(ids))
+        return Blocks(torch.tensor(pages), torch.tensor(starts), found, ids)
 
     @property
     def _impls(self) -> list[Any]:
