@@ -24,11 +24,12 @@ from xquant.results.rows import stamp, write_json
 from xquant.runs import Runs, identity
 from xquant.text import cut_windows, read_text
 
-BUDGETS = "0.5", "1"
-SPANS = "", ",span=3", ",span=6"
+BUDGETS = "0.5", "1", "2"
+SPANS = "", ",span=3", ",span=6", ",span=10"
 METHODS = (
     *(f"tc-cl-{bits}bit:tail=128{span}" for bits in BUDGETS for span in SPANS),
-    *("tc-2bit:tail=128", "kivi-2bit:sink=4,tail=128", "kivi-4bit:sink=4,tail=128"),
+    *("tc-2bit:tail=128", "turboquant-4bit:sink=4,tail=128", "oscar-2bit:sink=4,tail=128"),
+    *("kivi-2bit:sink=4,tail=128", "kivi-4bit:sink=4,tail=128"),
 )
 CONTEXT, AFTER = 2048, 256
 
