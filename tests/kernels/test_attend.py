@@ -36,6 +36,24 @@ OTHERS = [
     "crosslayer:tail=0,km=0,vm=0,kq=2,vq=0",
     "kvquant-3bit-5%:group=32,datatype=nf,scales=online",
     "kvquant-2bit-10%:group=64,datatype=int,scales=online,rope=post",
+    "q4_0:group=32,sink=2",
+    "q8_0:group=64",
+    "q8_0:group=32,rope=pre",
+]
+
+# Heads that are packed times a matrix: the query is turned, and the sum of values is turned back.
+TURNED = [
+    "quarot-4bit:group=32",
+    "quarot-2bit:group=64,sink=3,tail=40",
+    "quarot-8bit:group=32,sink=1",
+    "kvlinc-2bit:group=32,sink=3",
+    "kvlinc-3bit:group=64,rope=post,tail=5",
+    "oscar-2bit:group=32",
+    "oscar-4bit:group=64,sink=3,tail=40,matrix=layer",
+    "q4_0:group=32,rotate=true,sink=2",
+    *(f"turboquant-{bits}bit:group=32,sink=1" for bits in (1, 2, 3, 4)),
+    "kvarn-k4v2:group=32,sink=2",
+    "kvarn-k2v8:group=64,tail=5",
 ]
 
 # The native kernels do not read these.
@@ -47,6 +65,11 @@ FOLDED_ONLY = [
     ("int2-gs24:group=32,keys=channel,values=channel", 64),
     ("int4-gs128:group=32,rope=post", 96),
     ("nf5:group=32", 32),
+    ("q4_0:group=32", 24),
+    ("quarot-4bit:group=24,sink=2", 24),
+    ("kvarn-k3v2:group=24,tail=5", 32),
+    ("turboquant-5bit:group=32,sink=2", 32),
+    ("turboquant-3bit:group=32,sink=2,qjl=true", 32),
 ]
 
 REBUILT = [
@@ -79,7 +102,7 @@ def outliers(spec: str) -> bool:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("spec", PER_BITS + OTHERS)
+@pytest.mark.parametrize("spec", PER_BITS + OTHERS + TURNED)
 def test_every_layout_is_read_right(spec: str, path: str) -> None:
     if path == "folded" and outliers(spec):
         pytest.skip("outliers are stored apart")
@@ -139,7 +162,7 @@ def test_ranges_end_inside_a_head(head_size: int, path: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    spec=st.sampled_from(PER_BITS + OTHERS),
+    spec=st.sampled_from(PER_BITS + OTHERS + TURNED),
     head_size=st.sampled_from([32, 64, 96, 128, 256]),
     kv_heads=st.integers(1, 3),
     group_heads=st.integers(1, 9),
@@ -166,13 +189,19 @@ def test_any_shape_agrees(**drawn: Any) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_half_precision_states_cost_their_own_rounding_only(path: str) -> None:
     for dtype, least in ((torch.bfloat16, 2**-8), (torch.float16, 2**-10)):
-        for spec in ("kivi-4bit:group=32,sink=1", "kivi-4bit:group=32,rope=post"):
+        for spec in (
+            "kivi-4bit:group=32,sink=1",
+            "kivi-4bit:group=32,rope=post",
+            "quarot-4bit:group=32,sink=1",
+        ):
             case = Case(spec, path=path, dtype=dtype, mask="float", batch=2)
             assert error(case, filled(case)) < 2 * least
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])
+@pytest.mark.parametrize(
+    "spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32", "oscar-2bit:group=32,sink=2"]
+)
 def test_it_follows_what_happens_to_the_batch(spec: str, path: str) -> None:
     if path == "folded" and outliers(spec):
         spec = "nf4:group=32,sink=2"
@@ -210,10 +239,11 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
     model = tiny(family, head_dim=32, hidden_size=128, initializer_range=0.05)
-    assert decoding_error(model, "kivi-4bit:group=32,sink=1", path, [90, 41, 70], steps=40) < 5e-3
+    for spec in ("kivi-4bit:group=32,sink=1", "kvarn-k4v4:group=32,sink=1"):
+        assert decoding_error(model, spec, path, [90, 41, 70], steps=40) < 5e-3
 
 
-@pytest.mark.parametrize("spec", [s for s in PER_BITS + OTHERS if s.startswith(("int", "nf"))])
+@pytest.mark.parametrize("spec", [s for s in PER_BITS + OTHERS if s[:2] in ("in", "nf", "q4", "q8")])
 def test_a_key_bias_is_read_with_every_layout(spec: str) -> None:
     """By whatever is chosen: what was not told of the bias left it out in silence."""
     model = tiny("qwen2", head_dim=32, hidden_size=128, initializer_range=0.05)

@@ -28,7 +28,7 @@ def test_the_best_that_fits_is_chosen() -> None:
         ("kivi-4bit:group=8", {}, "blocks of 8"),
         ("full:group=32", {}, "nothing is packed"),
         ("kivi-16bit:group=32", {}, "nothing is packed"),
-        ("kivi-4bit:group=32,key_bits=16", {}, "keys are in no format that a kernel reads"),
+        ("quarot-4bit:group=32,rope=pre", {}, "keys are turned before RoPE"),
         ("xquant-4bit:group=24", {}, "blocks of 24"),
         ("kivi-4bit:group=32", {"attend": "store"}, "every token reads the store"),
         ("kivi-4bit:group=32", {"kernel": "reference"}, "asked for"),
@@ -50,6 +50,8 @@ def test_the_reference_says_why(spec: str, options: dict[str, str], why: str) ->
         ("int4-gs24:group=32", MODEL, "ranges of"),
         ("xquant-cl-2bit:group=32,first_layers=1", MODEL, "sums over layers"),
         ("kivi-4bit:group=32", {"head_dim": 24}, "heads of 24"),
+        ("kivi-4bit:group=32,key_bits=16", MODEL, "keys are in no format that a kernel reads"),
+        ("turboquant-3bit:group=32,qjl=true", MODEL, "keys are in no format that a kernel reads"),
     ],
 )
 def test_plain_torch_reads_what_the_native_kernels_do_not(

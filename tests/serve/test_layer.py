@@ -155,6 +155,10 @@ KERNEL_SPECS = [
     "kvquant-2bit-10%:group=32,datatype=int,scales=online,rope=post,sink=0",
     "xquant-4bit:group=32,form=gqa",
     "tc-2bit:group=32,sink=0",
+    "quarot-4bit:group=32",
+    "turboquant-3bit:group=32",
+    "kvarn-k4v2:group=32",
+    "q4_0:group=32,rotate=true",
 ]
 SPECS = [
     "full:group=32",

@@ -84,7 +84,7 @@ class Backend(ABC):
         return None
 
 
-def unread(codec: LayerCodec, block: int) -> str:
+def unread(codec: LayerCodec) -> str:
     """Why no kernel can read a layer, only the reference; empty where one may."""
     if codec.view.latents is not None:
         return "latents (MLA) are decoded, and attended to as they are"
@@ -96,6 +96,13 @@ def unread(codec: LayerCodec, block: int) -> str:
         return "nothing is packed"
     if not codec.packs_states:
         return "keys and values are rebuilt from other states"
+    if codec.turns[0] is not None and not codec.rotated:
+        return "keys are turned before RoPE"
+    return ""
+
+
+def uncoded(codec: LayerCodec, block: int) -> str:
+    """Why there is nothing to multiply with as it is in packed keys and values; empty where there is."""
     for segment, role in zip(codec.segments, ("keys", "values"), strict=True):
         if segment.operand(block) is None:
             return f"{role} are in no format that a kernel reads"

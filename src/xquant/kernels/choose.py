@@ -36,7 +36,7 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
             return ""
         if through_store:
             return "every token reads the store"
-        return unread(codec, block) or backend.unfit(codec, block) or backend.missing(codec)
+        return unread(codec) or backend.unfit(codec, block) or backend.missing(codec)
 
     if wanted not in KERNELS:
         raise ValueError(f"kernel is one of {', '.join(KERNELS)}, not '{wanted}'")
@@ -57,7 +57,7 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
 def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:
     """The backend that may read the pages of a layer in an engine; None where none can."""
     backend = triton.BACKEND if codec.view.device.type == "cuda" else cpu.best()
-    why = unread(codec, block) or backend.unfit(codec, block) or backend.missing(codec)
+    why = unread(codec) or backend.unfit(codec, block) or backend.missing(codec)
     return None if why else backend
 
 

@@ -21,6 +21,11 @@ from .cost import RebuildCost
 if TYPE_CHECKING:
     from .rematerialized import Rematerialized
 
+Turns = tuple[Tensor | None, Tensor | None]
+"""Orthogonal matrices of key heads and of value heads: fp32 ``[D, D]``, or ``[G, D, D]`` with one for each
+head; None where heads stay as they are. A query turned by the matrix of the keys has the same scores with
+turned keys, and a sum of turned values is turned back once."""
+
 
 @dataclass
 class AttentionInputs:
@@ -59,7 +64,7 @@ class LayerCodec(ABC):
     """Whether features are keys (before RoPE unless `rotated`) and values as they are, side by side: other
     caches can then be converted to it."""
     packs_states: bool = False
-    """Whether the segments are keys, plus `offset`, and values: `rebuild` is their concatenation."""
+    """Whether the segments are keys, less `offset`, and values, of each head times `turns`."""
     offset: Tensor | None = None
     """What is taken off every key before it is packed, ``[G*D]``."""
     embedding: Tensor | None = None
@@ -90,6 +95,11 @@ class LayerCodec(ABC):
         # Where nothing turns, keys before and after RoPE are the same.
         self.rotated = type(self).rotated or not view.rotary_size
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
+
+    @property
+    def turns(self) -> Turns:
+        """What heads are multiplied with before they are packed."""
+        return None, None
 
     @property
     def rematerialized(self) -> "Rematerialized | None":

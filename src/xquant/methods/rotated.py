@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Quantizer, hadamard
-from .codec import by_block
+from .codec import Turns, by_block
 from .key_value import KeyValueCodec
 
 SEED = 20260101
@@ -38,12 +38,9 @@ class RotatedCodec(KeyValueCodec):
 
     Args:
         keys, values: the quantizers of rotated heads.
-        turns: orthogonal matrices ``[D, D]`` of key heads and of value heads, or ``[G, D, D]`` with one for
-            each head; None where heads stay as they are.
+        turns: see `Turns`.
         block: tokens whose heads are rotated in one product.
     """
-
-    packs_states = False
 
     def __init__(
         self,
@@ -51,7 +48,7 @@ class RotatedCodec(KeyValueCodec):
         keys: Quantizer,
         values: Quantizer,
         rope: str,
-        turns: tuple[Tensor | None, Tensor | None],
+        turns: Turns,
         block: int,
     ) -> None:
         super().__init__(view, keys, values, rope)
@@ -61,6 +58,10 @@ class RotatedCodec(KeyValueCodec):
             None if turn is None else turn.to(view.device, torch.float32) for turn in turns
         )
         self._block = block
+
+    @property
+    def turns(self) -> Turns:
+        return self.key_rotation, self.value_rotation
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         rows = super().encode(features, predicted)
@@ -73,9 +74,7 @@ class RotatedCodec(KeyValueCodec):
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.exact(recalled)
-        key_back, value_back = (
-            None if turn is None else turn.mT for turn in (self.key_rotation, self.value_rotation)
-        )
+        key_back, value_back = (None if turn is None else turn.mT for turn in self.turns)
         key = self._turned(key, key_back)
         return (
             key if self.offset is None else key + self.offset,

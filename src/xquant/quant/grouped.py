@@ -42,19 +42,30 @@ class Grouped(Quantizer):
         summed = self.tile.head if self.tile.lanes == "tokens" else tokens
         return self.tile.restore(unpack(packed, self.bits, summed // 4))
 
+    def in_tiles(self, tokens: int) -> bool:
+        """Whether the codes of blocks of ``tokens`` lie in tiles."""
+        return self.tile is not None and self.tile.fits(tokens)
+
     def _by_range(self, tokens: int) -> bool:
         """Whether ranges per token lie range by range ``[N, ranges, n]``, next to tiles."""
-        return self.per == "token" and self.tile is not None and self.tile.fits(tokens)
+        return self.per == "token" and self.in_tiles(tokens)
+
+    def _pack_range(self, ranges: Tensor) -> Tensor:
+        """What is stored of scales or zeros: ``[N, tokens, ranges]`` per token, else ``[N, ranges, C]``."""
+        return ranges.mT.contiguous() if self._by_range(ranges.shape[-2]) else ranges
+
+    def _unpack_range(self, packed: Packed, name: str, tokens: int) -> Tensor:
+        """The inverse of `_pack_range`."""
+        ranges = dense(packed, name)
+        return ranges.mT if self._by_range(tokens) else ranges
 
     def _pack_ranges(self, scale: Tensor, zero: Tensor) -> Packed:
-        if self._by_range(scale.shape[-2]):
-            scale, zero = scale.mT.contiguous(), zero.mT.contiguous()
-        return {"scale": scale, "zero": zero}
+        return {"scale": self._pack_range(scale), "zero": self._pack_range(zero)}
 
     def unpack_ranges(self, packed: Packed, tokens: int) -> tuple[Tensor, Tensor]:
         """Scale and zero of blocks: ``[N, tokens, ranges]`` per token, ``[N, ranges, C]`` per channel."""
-        scale, zero = dense(packed, "scale"), dense(packed, "zero")
-        return (scale.mT, zero.mT) if self._by_range(tokens) else (scale, zero)
+        scale, zero = (self._unpack_range(packed, name, tokens) for name in ("scale", "zero"))
+        return scale, zero
 
     @property
     def _dim(self) -> int:
@@ -78,7 +89,7 @@ class Grouped(Quantizer):
         return {"codes": codes, "scale": ranges, "zero": ranges}
 
     def _codes_shape(self, tokens: int, channels: int) -> tuple[int, ...]:
-        if self.tile is None or not self.tile.fits(tokens):
+        if self.tile is None or not self.in_tiles(tokens):
             return packed_rows(tokens, self.bits), channels
         *outer, summed, lanes = self.tile.shape(tokens, channels)
         return *outer, packed_rows(summed, self.bits), lanes

@@ -10,7 +10,8 @@ from .pack import Tile
 @dataclass(frozen=True, eq=False)
 class Operand:
     """Codes with a scale and a zero per range: ``x = q * scale + zero``, with ``levels[q]`` in place of ``q``
-    where there is a table of levels, and a residual added where outliers are stored apart."""
+    where there is a table of levels; times the second scale of the lane where there is one; and a residual
+    added where outliers are stored apart."""
 
     channels: int
     """Of the segment, ``C``."""
@@ -21,7 +22,11 @@ class Operand:
     """Channels, or tokens, of a range."""
     tile: Tile | None
     levels: Tensor | None = None
-    """fp16 ``[2**bits]``."""
+    """fp16 or fp32 ``[2**bits]``, in [-1, 1]."""
+    zero_scales: float | None = None
+    """The zero of every range in its scales, where none is stored; scales may then be negative."""
+    second: bool = False
+    """Whether every lane (a token of keys, a channel of values) has a second scale."""
     offline: tuple[Tensor, Tensor] | None = None
     """Scale and zero, fp16 ``[C]``, of all blocks, where they are not stored with each."""
     count_bytes: int = 0

@@ -1,7 +1,7 @@
 """Codes with a scale and no zero point, and codes with scales along both axes of a block."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -10,6 +10,8 @@ from torch.nn.functional import pad as padded
 
 from .affine import FP16_MAX
 from .codebook import nearest
+from .grouped import Grouped
+from .operand import Operand
 from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Granularity, Packed, Quantizer, dense
 
@@ -33,50 +35,78 @@ def _divisor(scale: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled(Quantizer):
-    """``x ~ level[code] * scale``, with an fp16 scale for every ``size`` channels of a token; the last may be
-    of fewer.
+class Scaled(Grouped):
+    """``x ~ level[code] * scale``, with an fp16 scale for every ``group`` channels of a token; the last may
+    be of fewer.
 
     Args:
         levels: ``[2**bits]``, sorted, fp32.
-        of: what a scale is: the largest magnitude over the largest level; the root mean square; or the
-            element of the largest magnitude, which the lowest level then stands for, so that scales may be
-            negative.
+        of: what a scale is. ``peak``: the largest magnitude over the largest level. ``signed peak``: the
+            element of the largest magnitude over the lowest level, so that scales may be negative. With both,
+            levels are whole numbers, one after the other. ``norm``: the root mean square, of which levels are
+            multiples; it is stored times the largest.
     """
 
-    bits: int
-    size: int
+    per: Granularity = field(default="token", init=False)
     levels: Tensor
     of: Scale
+
+    def range_size(self, along: int) -> int:
+        return self.group
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         groups = self._groups(_checked(x))
         scale = self._scale(groups).clamp(-FP16_MAX, FP16_MAX).half()
-        codes = nearest(groups / _divisor(scale).unsqueeze(-1), self.levels.to(x.device))
-        return {"codes": pack(codes.flatten(-2)[..., : x.shape[-1]], self.bits), "scale": scale}
+        codes = nearest(groups / _divisor(scale).unsqueeze(-1), self._stored_levels(x.device))
+        codes = self.pack(codes.flatten(-2)[..., : x.shape[-1]])
+        return {"codes": codes, "scale": self._pack_range(scale)}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         tokens, channels = out.shape[-2:]
-        codes = unpack(dense(packed, "codes"), self.bits, tokens)
-        scale = dense(packed, "scale").float().repeat_interleave(self.size, -1)[..., :channels]
-        out.copy_((self.levels.to(out.device)[codes.int()] * scale).clamp(-FP16_MAX, FP16_MAX))
+        codes = self.unpack(dense(packed, "codes"), tokens).int()
+        scale = self._unpack_range(packed, "scale", tokens).float()
+        scale = scale.repeat_interleave(self.group, -1)[..., :channels]
+        out.copy_((self._stored_levels(out.device)[codes] * scale).clamp(-FP16_MAX, FP16_MAX))
+
+    def _stored_levels(self, device: torch.device) -> Tensor:
+        """What is multiplied with stored scales, ``[2**bits]``."""
+        levels = self.levels.to(device)
+        return levels / levels[-1] if self.of == "norm" else levels
 
     def _groups(self, x: Tensor) -> Tensor:
         """``[N, n, C]`` as ``[N, n, groups, size]``, filled up with 0."""
-        return padded(x, (0, -x.shape[-1] % self.size)).unflatten(-1, (-1, self.size))
+        return padded(x, (0, -x.shape[-1] % self.group)).unflatten(-1, (-1, self.group))
 
     def _scale(self, groups: Tensor) -> Tensor:
         if self.of == "norm":
-            return groups.square().mean(-1).sqrt()
+            return groups.square().mean(-1).sqrt() * self.levels[-1].item()
         peak = groups.abs().max(-1)
         if self.of == "peak":
             return peak.values / self.levels[-1].item()
         return groups.gather(-1, peak.indices[..., None])[..., 0] / self.levels[0].item()
 
     def fields(self, tokens: int, channels: int) -> dict[str, Field]:
-        codes = Field((packed_rows(tokens, self.bits), channels), torch.uint8, "codes")
-        scale = Field((tokens, -(-channels // self.size)), torch.float16, "ranges")
-        return {"codes": codes, "scale": scale}
+        found = super().fields(tokens, channels)
+        del found["zero"]
+        return found
+
+    @property
+    def _even(self) -> bool:
+        """Whether levels are whole numbers one after the other: codes, and a number of scales."""
+        return self.of != "norm"
+
+    @property
+    def _zero_scales(self) -> float:
+        return self.levels[0].item() if self._even else 0.0
+
+    def operand(self, tokens: int, channels: int) -> Operand:
+        levels = None if self._even else self._stored_levels(self.levels.device)
+        found = super().operand(tokens, channels)
+        return replace(found, levels=levels, zero_scales=self._zero_scales)
+
+    def unpack_ranges(self, packed: Packed, tokens: int) -> tuple[Tensor, Tensor]:
+        scale = self._unpack_range(packed, "scale", tokens)
+        return scale, scale.float() * self._zero_scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,26 +151,29 @@ class Sketched(Quantizer):
     def tables(self) -> list[Tensor]:
         return [self.projection]
 
+    def tiled(self, head: int, lanes: Literal["tokens", "channels"]) -> "Sketched":
+        return replace(self, base=self.base.tiled(head, lanes))
+
 
 @dataclass(frozen=True)
-class Balanced(Quantizer):
+class Balanced(Grouped):
     """Affine codes of heads whose tokens and channels were given one variance (KVarN, arXiv 2606.03458): ``x
     ~ (code * scale + zero) * second``, with an fp16 scale and zero per token (or channel) of each head, and a
     second scale per channel (or token).
 
     Args:
         per: what a scale and a zero are of.
-        head: channels of a head.
+        group: channels of a head.
         rounds: of dividing by the deviation of each token and of each channel.
     """
 
-    bits: int
-    per: Granularity
-    head: int
     rounds: int
 
+    def range_size(self, along: int) -> int:
+        return self.group if self.per == "token" else along
+
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        heads = _checked(x).unflatten(-1, (-1, self.head))  # [N, n, G, D]
+        heads = _checked(x).unflatten(-1, (-1, self.group))  # [N, n, G, D]
         seen = torch.ones_like(heads[..., :1])
         if excluded is not None:
             seen = seen * ~excluded[..., None, None]
@@ -161,34 +194,42 @@ class Balanced(Quantizer):
         scale = ((high - low) / (2**self.bits - 1) * own).clamp(max=FP16_MAX).half()
         zero = (low * own).clamp(-FP16_MAX, FP16_MAX).half()
         codes = ((even * own - zero.float()) / _divisor(scale)).round().clamp(0, 2**self.bits - 1)
-        second = by_channel if self.per == "token" else by_token
-        return {
-            "codes": pack(codes.to(torch.uint8).flatten(-2), self.bits),
-            "scale": scale.squeeze(dim).flatten(1),
-            "zero": zero.squeeze(dim).flatten(1),
-            "second": second.half().flatten(1),
-        }
+        packed: Packed = {"codes": self.pack(codes.to(torch.uint8).flatten(-2))}
+        packed |= self._pack_ranges(scale.flatten(2), zero.flatten(2))
+        second = (by_channel if self.per == "token" else by_token).half()
+        if self.per == "token":
+            return {**packed, "second": second.flatten(1)}
+        second = second.squeeze(-1)
+        return {**packed, "second": second.mT.contiguous() if self.in_tiles(x.shape[1]) else second}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         tokens, channels = out.shape[-2:]
-        groups = channels // self.head
-        per_token, per_channel = (-1, tokens, groups, 1), (-1, 1, groups, self.head)
-        own, other = (per_token, per_channel) if self.per == "token" else (per_channel, per_token)
-        codes = unpack(dense(packed, "codes"), self.bits, tokens).float()
-        scale, zero = (dense(packed, name).float().view(own) for name in ("scale", "zero"))
-        rows = codes.unflatten(-1, (groups, self.head)) * scale + zero
-        rows *= dense(packed, "second").float().view(other)
+        groups = channels // self.group
+        own = (-1, tokens, groups, 1) if self.per == "token" else (-1, 1, groups, self.group)
+        codes = self.unpack(dense(packed, "codes"), tokens).float()
+        scale, zero = (t.float().reshape(own) for t in self.unpack_ranges(packed, tokens))
+        rows = codes.unflatten(-1, (groups, self.group)) * scale + zero
+        second = self.second(packed, tokens)
+        rows *= second[:, None] if self.per == "token" else second.mT[..., None]
         out.copy_(rows.flatten(-2).clamp_(-FP16_MAX, FP16_MAX))
 
+    def second(self, packed: Packed, tokens: int) -> Tensor:
+        """The second scales, fp32: ``[N, G, D]`` of channels, or ``[N, G, n]`` of tokens."""
+        stored = dense(packed, "second").float()
+        if self.per == "token":
+            return stored.unflatten(-1, (-1, self.group))
+        return stored if self.in_tiles(tokens) else stored.mT
+
     def fields(self, tokens: int, channels: int) -> dict[str, Field]:
-        sizes = tokens * (channels // self.head), channels
-        own, other = sizes if self.per == "token" else sizes[::-1]
-        return {
-            "codes": Field((packed_rows(tokens, self.bits), channels), torch.uint8, "codes"),
-            "scale": Field((own,), torch.float16, "ranges"),
-            "zero": Field((own,), torch.float16, "ranges"),
-            "second": Field((other,), torch.float16, "ranges"),
-        }
+        groups = channels // self.group
+        shape: tuple[int, ...] = (channels,)
+        if self.per == "channel":
+            shape = (groups, tokens) if self.in_tiles(tokens) else (tokens, groups)
+        second = Field(shape, torch.float16, "ranges")
+        return {**super().fields(tokens, channels), "second": second}
+
+    def operand(self, tokens: int, channels: int) -> Operand:
+        return replace(super().operand(tokens, channels), second=True)
 
 
 _LEAST = 2.0**-14

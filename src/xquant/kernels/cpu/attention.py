@@ -14,7 +14,7 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...quant.operand import Operand
 from ..addresses import BlockAddresses
-from ..backend import LayerAttention
+from ..backend import LayerAttention, uncoded
 from ..call import AttentionCall
 from ..rope import RopeTable, Within
 from . import library as native
@@ -34,6 +34,8 @@ def unfit(codec: LayerCodec, block: int) -> str:
         return f"heads of {view.head_size} in blocks of {block}: both must be multiples of 32"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding turns a part of a head"
+    if why := uncoded(codec, block):
+        return why
     keys, values = (segment.operand(block) for segment in codec.segments)
     assert isinstance(keys, Operand) and isinstance(values, Operand)
     if codec.offset is not None and keys.per_token:
@@ -56,7 +58,7 @@ def _unfit_operand(operand: Operand, role: str, block: int) -> str:
 def describe(to: native.Operand, operand: Operand) -> list[Tensor]:
     """Set what does not change of a packed operand. Returns what is pointed to."""
     to.bits, to.per_token, to.group = operand.bits, operand.per_token, operand.group
-    to.count_bytes = operand.count_bytes
+    to.count_bytes, to.zero_scales = operand.count_bytes, operand.zero_scales or 0.0
     if operand.levels is None:
         return []
     levels = operand.levels.float().contiguous()
@@ -85,7 +87,20 @@ def describe_layer(call: native.Attend, codec: LayerCodec, block: int) -> list[T
         offset = codec.offset.float().contiguous()
         constant.append(offset)
         call.key.offset = native.address(offset, torch.float32, view.kv_width)
+    turn = codec.turns[1]
+    if turn is not None:
+        turn = turn.contiguous()
+        constant.append(turn)
+        call.value_turn = turn.data_ptr()
+        call.value_turn_head = 0 if turn.dim() == 2 else turn.stride(0)
     return constant
+
+
+def turned(query: Tensor, turn: Tensor) -> Tensor:
+    """Queries ``[B, H, t, D]`` times the matrix ``[D, D]`` of keys, or ``[G, D, D]``."""
+    heads = query.float().unflatten(1, (1 if turn.dim() == 2 else len(turn), -1))
+    own = turn if turn.dim() == 2 else turn[:, None]
+    return (heads @ own.mT).flatten(1, 2).to(query.dtype)
 
 
 def rope_table(within: Within) -> Tensor:
@@ -140,6 +155,10 @@ class NativeAttention(LayerAttention):
             if angles is None:
                 return None
         self._refresh()
+        turn = layer.codec.turns[0]
+        if turn is not None:
+            query, turned_query = torch.stack([query, turned(query, turn)])
+            to.turned_query = turned_query.data_ptr()
         query, key, value = (
             t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
         )

@@ -30,11 +30,12 @@ _FOUND_NAN = 1  # XQ_FOUND_NAN
 class Operand(Structure):
     __slots__ = ()
     _fields_ = [
-        *((name, c_void_p) for name in ("codes", "scale", "zero")),
+        *((name, c_void_p) for name in ("codes", "scale", "zero", "second")),
         *((f"outlier_{name}", c_void_p) for name in ("count", "excess", "channel")),
         *((name, c_void_p) for name in ("levels", "offset")),
         *((name, c_int32) for name in ("bits", "per_token", "group", "offline")),
-        *((name, c_int32) for name in ("count_bytes", "unused")),
+        ("count_bytes", c_int32),
+        ("zero_scales", c_float),
     ]
 
 
@@ -58,7 +59,9 @@ class Attend(Structure):
         *((name, c_int32) for name in ("kv_heads", "head_size", "group_heads", "queries")),
         *((name, c_void_p) for name in ("rope_table", "start_cos", "start_sin")),
         ("start_batch", c_int64),
-        *((name, c_void_p) for name in ("query", "out", "query_batches", "sink_logits")),
+        *((name, c_void_p) for name in ("query", "turned_query", "value_turn")),
+        ("value_turn_head", c_int64),
+        *((name, c_void_p) for name in ("out", "query_batches", "sink_logits")),
         *((f"query_{name}", c_int64) for name in ("batch", "head", "token")),
         *((f"out_{name}", c_int64) for name in ("batch", "token", "head")),
         *((name, c_int32) for name in ("dtype", "mask_dtype")),

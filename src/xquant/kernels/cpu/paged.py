@@ -10,7 +10,7 @@ from ...models import AttentionView
 from ...store.pages import PageLayout
 from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native
-from .attention import describe_layer, rope_table
+from .attention import describe_layer, rope_table, turned
 
 
 class ExactRows:
@@ -72,7 +72,7 @@ class NativePages(PagedAttention):
         library = native.library()
         assert library is not None
         self._function = getattr(library, f"xq_attend_{isa}")
-        self._layout = layout
+        self._layout, self._turn = layout, codec.turns[0]
         self._call = call = native.Attend()
         self._exact = ExactRows(call, codec.view)
         self._constant = describe_layer(call, codec, layout.block)
@@ -100,6 +100,11 @@ class NativePages(PagedAttention):
         heads = query.shape[2], 1  # strides of heads and channels
         assert out.stride()[1:] == heads
         query = query if query.stride()[1:] == heads else query.contiguous()
+        if self._turn is not None:
+            query, turned_query = torch.stack(
+                [query, turned(query[:, :, None], self._turn).squeeze(2)]
+            )
+            self._call.turned_query = turned_query.data_ptr()
         call, kept = self._call, self._exact.point(key, value, sequences)
         call.table, call.table_stride = sequences.table.data_ptr(), sequences.table.stride(0)
         call.query, call.out = query.data_ptr(), out.data_ptr()

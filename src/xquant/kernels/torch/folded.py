@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...models.rotation import rotate
-from ..blockwise import BlockwiseAttention, Run, split_bias
-from .products import PackedProduct
+from ..blockwise import BlockwiseAttention, OnlineSoftmax, Run, split_bias
+from .products import product_of
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -29,12 +29,14 @@ class FoldedAttention(BlockwiseAttention):
         super().__init__(layer)
         keys, values = layer.codec.segments
         heads, block = layer.codec.view.kv_heads, layer.stream.block
-        self._keys = PackedProduct(keys, heads, block, "tokens")
-        self._values = PackedProduct(values, heads, block, "channels")
+        self._keys = product_of(keys, heads, block, "tokens")
+        self._values = product_of(values, heads, block, "channels")
 
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
         layer, stream = self._layer, self._layer.stream
-        batch = len(key)
+        batch, turn = len(key), layer.codec.turns[0]
+        if turn is not None:
+            left = left @ turn.mT
         step = max(CHUNK // (batch * stream.block * layer.codec.view.kv_width), 1)
         for table, columns, part in self._blocks(left, bias, limit, step):
             keys, values = stream.gather(table.flatten())
@@ -45,6 +47,10 @@ class FoldedAttention(BlockwiseAttention):
                 scores = left @ self._rotated(states, key, columns).mT
             weigh = partial(self._values.times, packed=values)
             yield scores, split_bias(part, table.shape[1]), weigh
+
+    def _project(self, coded: OnlineSoftmax) -> Tensor:
+        turn = self._layer.codec.turns[1]
+        return coded.sums if turn is None else coded.sums @ turn
 
     def _rotated(self, keys: Tensor, like: Tensor, columns: Tensor) -> Tensor:
         """Keys ``[B, c, G, n, D]`` as they are after RoPE in these columns ``[c * n]``."""

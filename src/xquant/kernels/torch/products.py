@@ -11,17 +11,25 @@ from ...quant.operand import Operand
 from ...quant.pack import unpack
 from ...quant.quantizer import dense
 
+Lanes = Literal["tokens", "channels"]
+
+
+def product_of(
+    segment: Segment, heads: int, block: int, lanes: Lanes
+) -> "PackedProduct | DecodedProduct":
+    """What multiplies with the blocks of a segment, which have no outliers."""
+    coded = isinstance(segment.operand(block), Operand)
+    return (PackedProduct if coded else DecodedProduct)(segment, heads, block, lanes)
+
 
 class PackedProduct:
-    """Multiplies with the keys or the values of a layer, whose blocks are codes and ranges and nothing else.
+    """Multiplies with the keys or the values of a layer, whose blocks are codes and ranges and no outliers.
 
     Letters: ``M`` lanes, and ``K`` what is summed over: tokens and channels of a head for keys, channels and
     tokens for values. ``m`` and ``k`` count their runs of one scale and zero.
     """
 
-    def __init__(
-        self, segment: Segment, heads: int, block: int, lanes: Literal["tokens", "channels"]
-    ) -> None:
+    def __init__(self, segment: Segment, heads: int, block: int, lanes: Lanes) -> None:
         operand = segment.operand(block)
         assert isinstance(operand, Operand)
         self._quantizer: Any = segment.quantizer
@@ -31,7 +39,10 @@ class PackedProduct:
     def times(self, left: Tensor, packed: Packed) -> Tensor:
         """``left`` ``[B, c | 1, G, q, K]`` times the blocks ``[B * c, ...]``: ``[B, c, G, q, M]``."""
         batch = len(left)
-        codes, scale, zero = self._codes(packed, batch)
+        product = self._product(left, *self._codes(packed, batch))
+        return product * self._second(packed, batch) if self._operand.second else product
+
+    def _product(self, left: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         lanes, summed = scale.shape[-2:]
         # Folding into many rows would cost more than scaling the codes.
         if summed == left.shape[-1] and lanes * left.shape[-2] <= codes.shape[-2]:
@@ -45,7 +56,12 @@ class PackedProduct:
 
     def states(self, packed: Packed, batch: int) -> Tensor:
         """What the blocks decode to, fp32 ``[B, c, G, M, K]``."""
-        return _scaled(*self._codes(packed, batch))
+        states = _scaled(*self._codes(packed, batch))
+        return states * self._second(packed, batch).mT if self._operand.second else states
+
+    def _second(self, packed: Packed, batch: int) -> Tensor:
+        """``[B, c, G, 1, M]``."""
+        return self._quantizer.second(packed, self._block).unflatten(0, (batch, -1)).unsqueeze(-2)
 
     def _codes(self, packed: Packed, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Codes as numbers, or the levels they stand for, ``[B, c, G, M, K]``; scale and zero
@@ -83,6 +99,28 @@ class PackedProduct:
     def _by_head(self, rows: Tensor) -> Tensor:
         """Rows ``[N, n, C]``, or something of each, as ``[N, G, M, K]``."""
         heads = rows.unflatten(-1, (self._heads, -1)).transpose(1, 2)
+        return heads if self._by_token else heads.mT
+
+
+class DecodedProduct:
+    """The same of blocks that no kernel has a format of: they are decoded."""
+
+    def __init__(self, segment: Segment, heads: int, block: int, lanes: Lanes) -> None:
+        self._segment, self._heads, self._block = segment, heads, block
+        self._by_token = lanes == "tokens"
+
+    def times(self, left: Tensor, packed: Packed) -> Tensor:
+        """As of `PackedProduct`."""
+        return left @ self.states(packed, len(left)).mT
+
+    def states(self, packed: Packed, batch: int) -> Tensor:
+        """As of `PackedProduct`."""
+        name = next(iter(self._segment.fields(self._block)))
+        stored = dense(packed, name)
+        shape = len(stored), self._block, self._segment.channels
+        rows = torch.empty(shape, dtype=torch.float32, device=stored.device)
+        self._segment.quantizer.decode(packed, rows)
+        heads = rows.unflatten(-1, (self._heads, -1)).transpose(1, 2).unflatten(0, (batch, -1))
         return heads if self._by_token else heads.mT
 
 

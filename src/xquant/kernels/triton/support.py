@@ -13,6 +13,7 @@ from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
 from ...quant import Affine, Quantizer, Segment
 from ...quant.operand import Operand
+from ..backend import uncoded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 15
@@ -59,8 +60,15 @@ def unfit(codec: LayerCodec, block: int) -> str:
         return f"heads of {view.head_size} in blocks of {block} are more than a program holds"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding turns a part of a head"
+    if any(turn is not None for turn in codec.turns):
+        return "heads are packed times a matrix"
     rebuilt = codec.rematerialized
-    return "" if rebuilt is None else _unfit_rebuilt(rebuilt, block)
+    if rebuilt is not None:
+        return _unfit_rebuilt(rebuilt, block)
+    operands = (segment.operand(block) for segment in codec.segments)
+    if any(isinstance(o, Operand) and o.zero_scales is not None for o in operands):
+        return "ranges without a zero"
+    return uncoded(codec, block)
 
 
 def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:

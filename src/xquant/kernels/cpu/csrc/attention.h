@@ -175,7 +175,8 @@ struct Task {
     ExactTokens exact;
 
     static size_t bytes(const xq_attend& c) {
-        return Scratch::bytes(c) + PackedKeys::bytes(c) + PackedValues::bytes(c) + ExactTokens::bytes(c);
+        const size_t query = c.turned_query ? 4 * (size_t)c.group_heads * c.queries * c.head_size + 64 : 0;
+        return Scratch::bytes(c) + PackedKeys::bytes(c) + PackedValues::bytes(c) + ExactTokens::bytes(c) + query;
     }
 
     Task(const xq_attend& c, int b, int g, Workspace& workspace, OnlineSoftmax softmax, const RopePlaces& rope_places)
@@ -189,7 +190,30 @@ struct Task {
           scratch(c, workspace),
           keys(c, b, g, scratch, rope_places, workspace),
           values(c, b, g, scratch, softmax, workspace),
-          exact(c, b, g, keys.query, softmax, workspace) {}
+          exact(c, b, g, c.turned_query ? own_query(workspace) : keys.query, softmax, workspace) {}
+
+    // The queries that exact tokens are multiplied with, where packed keys have others.
+    float* own_query(Workspace& workspace) const {
+        float* query = workspace.take<float>((size_t)rows * call.head_size);
+        load_query(call, call.query, b, g, query);
+        return query;
+    }
+
+    // Sums of packed values [rows, D] times the matrix of the head, which turns them back.
+    void turn_sums() {
+        const int D = call.head_size;
+        const float* turn = call.value_turn + g * call.value_turn_head;
+        for (int r = 0; r < rows; r++) {
+            float* sums = softmax.sums + (size_t)r * D;
+            std::memcpy(exact.row, sums, sizeof(float) * D);
+            for (int c = 0; c < D; c += 16) {
+                Floats turned = broadcast_float(0);
+                for (int j = 0; j < D; j++)
+                    turned = fma(broadcast_float(exact.row[j]), load_floats(turn + (size_t)j * D + c), turned);
+                store_floats(sums + c, turned);
+            }
+        }
+    }
 
     void mask_scores(int start, int valid) {
         for (int r = 0; r < rows; r++) {
@@ -284,6 +308,7 @@ inline int attend(const xq_attend& call) {
                     after = {call.table[then.b * call.table_stride + then.split * cut[then.b].blocks], then.g};
             }
             work.attend_blocks(first, last, after);
+            if (call.value_turn) work.turn_sums();
         }
     }
     if (failed) return XQ_NO_MEMORY;

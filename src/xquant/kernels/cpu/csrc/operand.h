@@ -3,7 +3,8 @@
 //
 //     code * scale + zero + offset (affine)   or   level[code] * scale + zero + offset (codebook),
 //
-// plus its residual if it is an outlier: what `quant.Affine.decode` and `quant.Codebook.decode` give.
+// plus its residual if it is an outlier: what `quant.Affine.decode` and `quant.Codebook.decode` give. Where there is a
+// second scale (`quant.Balanced`), all is times that of the token of a key, or of the channel of a value.
 #pragma once
 #include <algorithm>
 
@@ -17,7 +18,7 @@ struct Ranges {
     const uint16_t *scale, *zero;
     Ranges(const xq_operand& operand, int64_t id)
         : scale(at_address<uint16_t>(operand.scale[operand.offline ? 0 : id])),
-          zero(at_address<uint16_t>(operand.zero[operand.offline ? 0 : id])) {}
+          zero(operand.zero ? at_address<uint16_t>(operand.zero[operand.offline ? 0 : id]) : nullptr) {}
 };
 
 // A block, and one of its key/value heads.
@@ -86,8 +87,8 @@ struct PackedOperand : Scratch {
         if (operand.offline) return;
         const size_t count = operand.per_token ? n : D;
         const size_t at = operand.per_token ? (size_t)(next.head * D / operand.group) * n : (size_t)next.head * D;
-        for (uint64_t address : {operand.scale[next.id], operand.zero[next.id]})
-            for (size_t i = 0; i < count; i += 32) prefetch(at_address<uint16_t>(address) + at + i);
+        for (const uint64_t* field : {operand.scale, operand.zero})
+            for (size_t i = 0; field && i < count; i += 32) prefetch(at_address<uint16_t>(field[next.id]) + at + i);
     }
 
     // Calls found(token, channel of the head, residual) for the outliers of this head. It lists them first, without a

@@ -38,13 +38,13 @@ struct RopePlaces {
     }
 };
 
-// Loads the queries [rows, D] of one sequence and key/value head, times `scaling`.
-inline void load_query(const xq_attend& c, int b, int g, float* to) {
+// Loads the queries [rows, D] of one sequence and key/value head, times `scaling`. `from`: those of all.
+inline void load_query(const xq_attend& c, const void* from, int b, int g, float* to) {
     const int64_t batch = c.query_batches ? c.query_batches[b] : b;
     const int D = c.head_size, rows = c.group_heads * c.queries;
     for (int h = 0; h < c.group_heads; h++)
         for (int q = 0; q < c.queries; q++)
-            load_row(c.query, c.dtype,
+            load_row(from, c.dtype,
                      batch * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
                      to + (size_t)(h * c.queries + q) * D);
     for (int i = 0; i < rows * D; i++) to[i] *= c.scaling;
@@ -73,7 +73,7 @@ struct PackedKeys : PackedOperand {
         scale16 = workspace.take<int32_t>(16 * D);
         zero16 = workspace.take<int32_t>(16 * D);
         pair_step = workspace.take<float>(D / 2);
-        load_query(c, b, g, query);
+        load_query(c, c.turned_query ? c.turned_query : c.query, b, g, query);
     }
 
     // Sets rotated_query to R(-p) q for the block in this column of the table, which starts at position p.
@@ -170,11 +170,14 @@ struct PackedKeys : PackedOperand {
 
     // The same for ranges per token: one step for all channels of a block, then scales and zeros of the 16 tokens of a
     // tile, a vector for each range.
+    float token_zero(const uint16_t* scale, const uint16_t* zero, int at) const {
+        return zero ? fp16_to_float(zero[at]) : operand.zero_scales * fp16_to_float(scale[at]);
+    }
     void set_token_step(const uint16_t* scale, const uint16_t* zero) {
         float reach = 1e-20f;
         for (int t = 0; t < n; t++)
             for (int j = g * D / operand.group; j <= (g * D + D - 1) / operand.group; j++) {
-                float s = fp16_to_float(scale[j * n + t]), z = fp16_to_float(zero[j * n + t]);
+                float s = fp16_to_float(scale[j * n + t]), z = token_zero(scale, zero, j * n + t);
                 float end = operand.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << operand.bits) - 1));
                 reach = std::fmax(reach, std::fmax(std::fabs(z), end));
             }
@@ -186,7 +189,7 @@ struct PackedKeys : PackedOperand {
         for (int j = first; j <= last; j++)
             for (int lane = 0; lane < 16; lane++) {
                 float s = fp16_to_float(scale[j * n + t + lane]) / pair_step[0] * per_level;
-                float z = fp16_to_float(zero[j * n + t + lane]) / pair_step[0];
+                float z = token_zero(scale, zero, j * n + t + lane) / pair_step[0];
                 uint32_t s16 = (uint16_t)(int16_t)std::lrintf(std::fmin(s, 32767.0f));
                 uint32_t z16 = (uint16_t)(int16_t)std::lrintf(z);
                 scale16[(j - first) * 16 + lane] = (int32_t)(s16 | s16 << 16);
@@ -318,6 +321,15 @@ struct PackedKeys : PackedOperand {
             }
         }
         if (operand.outlier_count) score_outliers(id);
+        if (!operand.second) return;
+        const auto* second = at_address<uint16_t>(operand.second[id]) + g * n;
+        for (int t = 0; t < n; t += 16) {
+            const Floats scale = load_fp16(second + t);
+            for (int r = 0; r < rows; r++) {
+                float* score = scores + (size_t)r * n + t;
+                store_floats(score, load_floats(score) * scale);
+            }
+        }
     }
 };
 

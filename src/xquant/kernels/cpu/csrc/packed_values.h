@@ -16,12 +16,16 @@ namespace {
 struct PackedValues : PackedOperand {
     const OnlineSoftmax softmax;
     float* token_scale;  // [2, n] scales and zeros of one range of every token
+    float* block_sums;   // [MAX_ROWS, D] of one block, where channels have a second scale
 
-    static size_t bytes(const xq_attend& c) { return sizeof(float) * 2 * c.block + 64; }
+    static size_t bytes(const xq_attend& c) {
+        return sizeof(float) * (2 * c.block + (size_t)MAX_ROWS * c.head_size) + 2 * 64;
+    }
 
     PackedValues(const xq_attend& c, int b, int g, const Scratch& scratch, OnlineSoftmax softmax, Workspace& workspace)
         : PackedOperand(c, c.value, VALUE_LIMIT, b, g, scratch), softmax(softmax) {
         token_scale = workspace.take<float>(2 * (size_t)n);
+        block_sums = workspace.take<float>((size_t)MAX_ROWS * D);
     }
 
     // Rounds the weights of row i of `count`: p times `scale` (null: 1), none of which is above `top`. Its bias is the
@@ -58,8 +62,9 @@ struct PackedValues : PackedOperand {
         }
     }
 
-    // Ranges per token [ranges, n]. Weights are rounded anew where the next range begins.
-    void add_by_token(const uint8_t* codes, const Ranges& ranges, int r, int count, ptrdiff_t ahead) {
+    // Ranges per token [ranges, n], to `sums` [count, D]. Weights are rounded anew where the next range begins.
+    void add_by_token(const uint8_t* codes, const Ranges& ranges, int r, int count, float* sums, ptrdiff_t ahead) {
+        const Floats zero_scales = broadcast_float(operand.zero_scales);
         float *scale = token_scale, *zero = token_scale + n;
         int prepared = -1;
         for (int c = 0; c < D;) {
@@ -72,18 +77,30 @@ struct PackedValues : PackedOperand {
                 Floats high = broadcast_float(0);
                 for (int t = 0; t < n; t += 16) {
                     Floats s = load_fp16(ranges.scale + (size_t)j * n + t);
-                    high = maximum(high, s);
+                    high = maximum(high, absolute(s));
                     store_floats(scale + t, s);
-                    store_floats(zero + t, load_fp16(ranges.zero + (size_t)j * n + t));
+                    store_floats(zero + t, ranges.zero ? load_fp16(ranges.zero + (size_t)j * n + t) : s * zero_scales);
                 }
                 const float highest_scale = highest(high);
                 for (int i = 0; i < count; i++)
                     quantize_weights(scores + (size_t)(r + i) * n, scale, zero,
                                      softmax.largest_weight[r + i] * highest_scale, i, count);
             }
-            add_tiles(codes + c / 16 * tile_bytes(n, operand.bits), tiles, count, softmax.sums + (size_t)r * D + c, D,
-                      r ? 0 : ahead);
+            add_tiles(codes + c / 16 * tile_bytes(n, operand.bits), tiles, count, sums + c, D, r ? 0 : ahead);
             c += 16 * tiles;
+        }
+    }
+
+    // The same where channels have a second scale.
+    void add_by_token_and_channel(const uint8_t* codes, const Ranges& ranges, const uint16_t* second, int r, int count,
+                                  ptrdiff_t ahead) {
+        std::memset(block_sums, 0, sizeof(float) * count * D);
+        add_by_token(codes, ranges, r, count, block_sums, ahead);
+        float* sums = softmax.sums + (size_t)r * D;
+        for (int c = 0; c < D; c += 16) {
+            const Floats scale = load_fp16(second + c);
+            for (int at = c; at < count * D; at += D)
+                store_floats(sums + at, fma(load_floats(block_sums + at), scale, load_floats(sums + at)));
         }
     }
 
@@ -128,8 +145,13 @@ struct PackedValues : PackedOperand {
         const ptrdiff_t ahead = (ptrdiff_t)(codes_at(next) - codes_at({id, g}));
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
-            operand.per_token ? add_by_token(codes, ranges, r, count, ahead)
-                              : add_by_channel(codes, ranges, r, count, ahead);
+            if (operand.second)
+                add_by_token_and_channel(codes, ranges, at_address<uint16_t>(operand.second[id]) + g * D, r, count,
+                                         ahead);
+            else if (operand.per_token)
+                add_by_token(codes, ranges, r, count, softmax.sums + (size_t)r * D, ahead);
+            else
+                add_by_channel(codes, ranges, r, count, ahead);
         }
         if (operand.outlier_count) add_outliers(id);
     }

@@ -20,7 +20,7 @@ inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Works
     OnlineSoftmax softmax(workspace.take<float>(OnlineSoftmax::floats(rows, D)), rows, D);
     softmax.clear();
     float* query = workspace.take<float>((size_t)rows * D);
-    load_query(call, b, g, query);
+    load_query(call, call.query, b, g, query);
     ExactTokens exact(call, b, g, query, softmax, workspace);
     exact.attend();
     bool seen = false;

@@ -21,7 +21,9 @@ enum { XQ_DONE = 0, XQ_FOUND_NAN = 1, XQ_NO_MEMORY = 2 };
 // codebook level[code] * scale + zero. Each array of addresses has one address a block.
 typedef struct {
     const uint64_t *codes;
-    const uint64_t *scale, *zero;  // fp16
+    const uint64_t *scale, *zero;  // fp16; null zero, of ranges per token: the zero is `zero_scales` times the scale
+    const uint64_t *second;        // fp16, what a token of keys [G, n] or a channel of values [G, D] is multiplied
+                                   // with, where keys have ranges per channel and values per token; null: 1
     // Outliers: how many a token has, and for each its residual (fp16) and its channel
     const uint64_t *outlier_count, *outlier_excess, *outlier_channel;  // null: none
     const float *levels;  // [2^bits] of a codebook; null: affine codes
@@ -31,7 +33,7 @@ typedef struct {
     int32_t group;
     int32_t offline;      // 1: all blocks have the ranges at scale[0] and zero[0], which calibration found
     int32_t count_bytes;  // of one outlier_count
-    int32_t unused;
+    float zero_scales;
 } xq_operand;
 
 // The unquantized tokens of one sequence.
@@ -71,6 +73,9 @@ typedef struct {
     const float *start_cos, *start_sin;  // [B, columns, D / 2] R(p) of the position that a block starts at
     int64_t start_batch;          // stride; 0: blocks of a column start at the same position in all sequences
     const void *query;            // [B, H, queries, D], contiguous in D
+    const void *turned_query;     // what packed keys are multiplied with, with the strides of query; null: query
+    const float *value_turn;      // [D, D] of each head, which sums of packed values are multiplied with; null: none
+    int64_t value_turn_head;      // stride
     void *out;                    // [B, queries, H, D], contiguous in D
     const int32_t *query_batches; // [B] where a sequence is in query and out; null: b
     const float *sink_logits;     // [H] one more term of a query head's softmax, without a value; null: none
