@@ -5,15 +5,14 @@
 Each window has 2,048 tokens. The first 1,792 are read in one pass, in which they attend to each other
 exactly, and are stored then; 4 sinks and the last 128 tokens stay in full. The last 256 tokens read what
 was stored in another pass. Their predictions are compared with the full cache's. The texts are passages
-of C4, and Python source of the packages click and rich as they are installed.
+of C4, and Python source (`texts`).
 """
 
-import importlib.metadata
 from typing import Any
 
 import click
 import torch
-from rivals import SOURCES, source
+from texts import source_versions, texts, with_c4
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,7 +21,7 @@ from xquant.evals.reading import read_together
 from xquant.methods import Method
 from xquant.results.rows import stamp, write_json
 from xquant.runs import Runs, identity
-from xquant.text import cut_windows, read_text
+from xquant.text import cut_windows
 
 BUDGETS = "0.5", "1", "2"
 SPANS = "", ",span=3", ",span=6", ",span=10"
@@ -35,7 +34,7 @@ CONTEXT, AFTER = 2048, 256
 
 
 @click.command()
-@click.option("--c4", required=True, help="Passages of C4, a .jsonl file.")
+@with_c4
 @click.option("--windows", default=8, show_default=True)
 @click.option("--method", "specs", multiple=True, default=METHODS)
 @click.option("--resume", help="A folder that keeps what is finished.")
@@ -48,7 +47,7 @@ def main(c4: str, windows: int, specs: tuple[str, ...], resume: str | None, targ
         for method in methods
     }
     rows: list[dict[str, Any]] = []
-    for text, whole in {"C4": read_text(c4), "Python source": source()}.items():
+    for text, whole in texts(c4).items():
         ids = cut_windows(model, tokenizer, whole, CONTEXT, windows)
         used = [found for found in made.values() if found is not None]
         runs = Runs(resume, {"methods": specs, **identity(model, str(ids.tolist()), used)})
@@ -65,8 +64,7 @@ def main(c4: str, windows: int, specs: tuple[str, ...], resume: str | None, targ
             row = {name: sum(each[name] for each in of) / len(of) for name in of[0]}
             rows.append({"text": text, "method": method.spec, "windows": windows, **row})
             click.echo("{text:14} {method:32} {bits_per_value:.2f} KL {kl:.5f}".format(**rows[-1]))
-    packages = {name: importlib.metadata.version(name) for name in SOURCES}
-    write_json(target, stamp(rows, model="smollm2", dtype="float32", source_of=packages))
+    write_json(target, stamp(rows, model="smollm2", dtype="float32", source_of=source_versions()))
 
 
 @torch.inference_mode()

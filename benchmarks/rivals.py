@@ -4,25 +4,24 @@
 
 Each method reads windows of WikiText-2, C4 and Python source three times: with no sinks and no recent
 tokens in full, with 4 sinks, and with 4 sinks and the last 128 tokens in full. Every token reads the
-store. Bits count everything but the tail: codes, ranges, sinks. The source is that of the packages
-click and rich as they are installed, which nobody chose anything on. Methods that need a calibration
-have that of the model's own writing; `kvquant` is not among them, whose calibration is of a text.
+store. Bits count everything but the tail: codes, ranges, sinks. The source is that of installed packages
+(`texts`). Methods that need a calibration have that of the model's own writing; `kvquant` is not among
+them, whose calibration is of a text.
 """
 
-import importlib.metadata
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
+from texts import source_versions, texts, with_c4, with_wikitext
 
 from xquant import load_model, own_calibration, parse_method
 from xquant.evals.perplexity import measure
 from xquant.results.rows import stamp, write_json
 from xquant.runs import Runs
-from xquant.text import cut_windows, read_text
+from xquant.text import cut_windows
 
 METHODS = (
     *("q8_0", "q4_0", "q4_0:rotate=true", "quarot-4bit", "quarot-2bit"),
@@ -32,12 +31,11 @@ METHODS = (
     *("kivi-4bit", "kivi-2bit", "tc-2bit", "tc-cl-2bit"),
 )
 KEPT = {"none": (0, 0), "4 sinks": (4, 0), "4 sinks, 128 recent": (4, 128)}
-SOURCES = "click", "rich"
 
 
 @click.command()
-@click.option("--wikitext", required=True, help="The test text of WikiText-2.")
-@click.option("--c4", required=True, help="Passages of C4, a .jsonl file.")
+@with_wikitext
+@with_c4
 @click.option("--context", default=2048, show_default=True)
 @click.option("--windows", default=4, show_default=True)
 @click.option("--method", "specs", multiple=True, default=METHODS)
@@ -55,14 +53,13 @@ def main(
     model, tokenizer = load_model("smollm2")
     methods = [parse_method(spec) for spec in specs]
     made = [own_calibration(model, tokenizer, m) for m in methods if m.needs_calibration]
-    texts = {"WikiText-2": read_text(wikitext), "C4": read_text(c4), "Python source": source()}
     wanted = {
         (method.spec, kept): replace(method, sink=sink, tail=tail)
         for method in methods
         for kept, (sink, tail) in KEPT.items()
     }
     rows: list[dict[str, Any]] = []
-    for name, text in texts.items():
+    for name, text in texts(c4, wikitext).items():
         ids = cut_windows(model, tokenizer, text, context, windows)
         runs = None
         if resume is not None:
@@ -73,18 +70,7 @@ def main(
             row = {**found[method.spec], "of": spec, "kept": kept, "text": name}
             rows.append(row)
             click.echo(f"{name:14} {kept:20} {spec:26} {row['ratio']:.3f} KL {row['kl']:.4f}")
-    packages = {name: importlib.metadata.version(name) for name in SOURCES}
-    write_json(target, stamp(rows, model="smollm2", dtype="float32", source_of=packages))
-
-
-def source() -> str:
-    """The Python files of some installed packages, one after the other."""
-    files: list[Path] = []
-    for name in SOURCES:
-        found = importlib.util.find_spec(name)
-        assert found is not None and found.submodule_search_locations
-        files += sorted(Path(found.submodule_search_locations[0]).glob("*.py"))
-    return "\n\n".join(file.read_text() for file in files)
+    write_json(target, stamp(rows, model="smollm2", dtype="float32", source_of=source_versions()))
 
 
 if __name__ == "__main__":

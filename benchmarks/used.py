@@ -11,6 +11,9 @@ That also says how long the method's own greedy text is the full cache's, withou
 most likely token is the one that the full cache went on with, it would have been fed the same token. So the
 first place where they differ is the number of tokens until the first other one.
 
+``A>B`` reads the prompts into a cache of method A, which is converted to B before the first token after
+them: a prompt at rest, as it is meant to be used. What follows at once was predicted with A.
+
 Half of the prompts are of C4, a quarter of WikiText-2, a quarter of Python source, from places spread evenly
 over each text. All have one length, so they are one batch, without padding.
 
@@ -31,7 +34,8 @@ from typing import Any, NamedTuple
 
 import click
 import torch
-from rivals import METHODS, SOURCES, source
+from rivals import METHODS
+from texts import C4, SOURCE, WIKITEXT, source_versions, texts, with_c4, with_wikitext
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, QuantizedCache
@@ -42,7 +46,7 @@ from xquant.bench.contenders import head_sizes
 from xquant.bench.peers import held_bytes
 from xquant.results.rows import stamp, write_json
 from xquant.runs import Runs, identity
-from xquant.text import cut_windows, read_text
+from xquant.text import cut_windows
 
 OWN = *METHODS, "tc-cl-1bit:tail=128"
 BACKENDS = {"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}
@@ -61,6 +65,17 @@ class Sizes(NamedTuple):
     cache_ratio: float
 
 
+class Entry(NamedTuple):
+    """One of the caches."""
+
+    make: Callable[[], Any]
+    """An empty one."""
+    name: str
+    """And all that it depends on."""
+    after: Callable[[Any], Any] = lambda cache: cache
+    """What goes on with it after the prompts."""
+
+
 class Reference(NamedTuple):
     """What the full cache does after the prompts."""
 
@@ -69,8 +84,8 @@ class Reference(NamedTuple):
 
 
 @click.command()
-@click.option("--wikitext", required=True, help="The test text of WikiText-2.")
-@click.option("--c4", required=True, help="Passages of C4, a .jsonl file.")
+@with_wikitext
+@with_c4
 @click.option("--context", default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--tokens", default=512, show_default=True, help="Tokens after it.")
 @click.option("--prompts", "count", default=20, show_default=True)
@@ -88,31 +103,32 @@ def main(
     target: str,
 ) -> None:
     model, tokenizer = load_model("smollm2")
-    texts = {"C4": read_text(c4), "WikiText-2": read_text(wikitext), "Python source": source()}
-    shares = {"C4": count - count // 4 * 2, "WikiText-2": count // 4, "Python source": count // 4}
-    cut = [spread(model, tokenizer, texts[name], context, n) for name, n in shares.items() if n]
+    whole, quarter = texts(c4, wikitext), count // 4
+    shares = {C4: count - 2 * quarter, WIKITEXT: quarter, SOURCE: quarter}
+    cut = [spread(model, tokenizer, whole[name], context, n) for name, n in shares.items() if n]
     prompts = torch.cat(cut)
     subject = {"tokens": tokens, "pass": PASS, **identity(model, str(prompts.tolist()), [])}
     runs, reference = Runs(resume, subject), None
     rows: list[dict[str, Any]] = []
     for spec in specs or (*OWN, *peers()):
-        make, name = maker(model, tokenizer, spec)
-        held = runs.load(name)
+        entry = entry_of(model, tokenizer, spec)
+        held = runs.load(entry.name)
         if held is None:
             if reference is None:
                 reference = continued(model, prompts, tokens)
                 click.echo("the full cache's continuation is there")
-            held = [{"method": spec, **measured(model, prompts, reference, make)}]
-            runs.save(name, held)
+            held = [{"method": spec, **measured(model, prompts, reference, entry)}]
+            runs.save(entry.name, held)
         rows += held
         click.echo(
             "{method:26} KL {kl:.4f}, same for {median_first_difference} tokens".format(**held[0])
         )
-    versions = {name: importlib.metadata.version(name) for name in SOURCES}
     packages = {PACKAGES[found[1]] for row in rows if (found := PEER.fullmatch(row["method"]))}
     where = {name: importlib.metadata.version(name) for name in sorted(packages)}
     of = {"model": "smollm2", "dtype": "float32", "prompts": shares, "context": context}
-    write_json(target, stamp(rows, **of, tokens=tokens, source_of=versions, packages=where))
+    write_json(
+        target, stamp(rows, **of, tokens=tokens, source_of=source_versions(), packages=where)
+    )
 
 
 def peers() -> list[str]:
@@ -132,17 +148,25 @@ def spread(model: Any, tokenizer: Any, text: str, context: int, count: int) -> T
     return windows[[i * whole // count for i in range(count)]]
 
 
-def maker(model: Any, tokenizer: Any, spec: str) -> tuple[Callable[[], Any], str]:
-    """What makes an empty cache, and a name for it and all that it depends on."""
+def entry_of(model: Any, tokenizer: Any, spec: str) -> Entry:
+    """What a spec names: a cache of transformers, a method, or two of them."""
     if found := PEER.fullmatch(spec):
         backend, bits = found[1], int(found[2])
         version = importlib.metadata.version(PACKAGES[backend])
-        return (lambda: quantized(model, backend, bits)), f"{spec} {version}"
-    method = parse_method(spec)
-    if not method.needs_calibration:
-        return (lambda: KVCache(model, method)), spec
-    made = own_calibration(model, tokenizer, method)
-    return (lambda: KVCache(model, method, calibration=made)), f"{spec} {made.digest}"
+        return Entry(lambda: quantized(model, backend, bits), f"{spec} {version}")
+    methods = [parse_method(part) for part in spec.split(">")]
+    made = [own_calibration(model, tokenizer, m) if m.needs_calibration else None for m in methods]
+    name = " ".join([spec, *(found.digest for found in made if found is not None)])
+
+    def make() -> KVCache:
+        return KVCache(model, methods[0], calibration=made[0])
+
+    def after(cache: KVCache) -> KVCache:
+        for method, calibration in zip(methods[1:], made[1:], strict=True):
+            cache = cache.converted(method, calibration)
+        return cache
+
+    return Entry(make, name, after)
 
 
 def quantized(model: Any, backend: str, bits: int) -> QuantizedCache:
@@ -181,14 +205,13 @@ def continued(model: Any, prompts: Tensor, tokens: int, cache: Any = None) -> Re
 
 
 @torch.inference_mode()
-def measured(
-    model: Any, prompts: Tensor, reference: Reference, make: Callable[[], Any]
-) -> dict[str, Any]:
-    """A cache of ``make`` along the full cache's continuation."""
-    started, cache = time.perf_counter(), make()
+def measured(model: Any, prompts: Tensor, reference: Reference, entry: Entry) -> dict[str, Any]:
+    """A cache along the full cache's continuation."""
+    started, cache = time.perf_counter(), entry.make()
     tokens = reference.tokens.shape[1]
     chosen, kl, ratios = torch.empty_like(reference.tokens), torch.empty(tokens), []
     logits = read(model, cache, prompts)
+    cache = entry.after(cache)
     for i in range(tokens):
         ratios.append(sizes(model, cache, len(prompts)).cache_ratio)
         own, wanted = logits.log_softmax(-1), reference.predicted[:, i]

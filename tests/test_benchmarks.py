@@ -78,9 +78,13 @@ def test_first_differences_are_those_of_free_text(monkeypatch: pytest.MonkeyPatc
     def make() -> KVCache:
         return KVCache(model, "kivi-2bit:group=8")
 
-    row = used.measured(model, prompts, reference, make)
+    row = used.measured(model, prompts, reference, used.Entry(make, ""))
     free = used.continued(model, prompts, 24, make()).tokens
     assert row["first_difference"] == used.first_differences(free, reference.tokens)
     assert min(row["first_difference"]) < 24 and row["kl"] > 0
-    full = used.measured(model, prompts, reference, lambda: KVCache(model, "full"))
+    entry = used.entry_of(model, None, "full>kivi-2bit:group=8")
+    assert isinstance(entry.make(), KVCache) and entry.name == "full>kivi-2bit:group=8"
+    converted = used.measured(model, prompts, reference, entry)
+    assert converted["kl"] > 0 and converted["bits_per_value"] == row["bits_per_value"]
+    full = used.measured(model, prompts, reference, used.entry_of(model, None, "full"))
     assert full["never_differs"] == 3 and full["kl"] < 1e-5
