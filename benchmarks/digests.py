@@ -28,7 +28,7 @@ import torch
 
 import xquant
 from calibrated import make_cache
-from interpreted import allow_bounds
+from interpreted import mend
 from matrix import IDENTITY, LOW
 from models import FAMILIES, left_padded, tiny
 from xquant import KVCache, load_model, parse_method
@@ -185,7 +185,7 @@ def all_digests(only: str) -> dict[str, dict[str, str]]:
 @click.option("--only", default="", help="Cases whose names match this regular expression.")
 def main(action: str, only: str) -> None:
     torch.set_num_threads(2)
-    allow_bounds()
+    mend()
     now = all_digests(only)
     if action == "keep":
         kept = {"environment": environment(), "digests": now}

@@ -78,7 +78,7 @@ results.write_json(sys.argv[2], results.stamp([row]))
 # Triton 3.6 and numpy 2.4 need it: see tests/interpreted.py.
 INTERPRETED = """
 import interpreted
-interpreted.allow_bounds()
+interpreted.mend()
 from xquant.cli import main
 raise SystemExit(main())
 """

@@ -2,16 +2,33 @@
 
 from typing import Any
 
+import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 _PATCH = interpreter._patch_lang_tensor
+_DOT = interpreter.InterpreterBuilder.create_dot
 
 
-def allow_bounds() -> None:
-    """Triton 3.6 makes bounds of loops from arrays of one element, which numpy 2.4 refuses."""
+def mend() -> None:
+    """Have the interpreter of Triton 3.6 do what it does not."""
+    interpreter._patch_lang_tensor = _allow_bounds
+    interpreter.InterpreterBuilder.create_dot = _multiply
 
-    def patch(tensor: Any, scope: Any) -> None:
-        _PATCH(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patch
+def _allow_bounds(tensor: Any, scope: Any) -> None:
+    """It makes bounds of loops from arrays of one element, which numpy 2.4 refuses."""
+    _PATCH(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _multiply(self: Any, a: Any, b: Any, *args: Any) -> Any:
+    """It holds bf16 as whole numbers, and would multiply these."""
+    return _DOT(self, _widened(a), _widened(b), *args)
+
+
+def _widened(x: Any) -> Any:
+    if x.dtype.scalar != tl.bfloat16:
+        return x
+    wide = (x.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(wide, tl.float32)

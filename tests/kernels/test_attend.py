@@ -141,6 +141,12 @@ def test_keys_are_rebuilt_right(spec: str, path: str) -> None:
     assert error(case, cache) < TOLERANCE
 
 
+@torch.no_grad()
+def test_a_sum_of_one_layer_is_normalized_too() -> None:
+    case = Case("xquant-cl-4bit:group=32,form=mha", path="auto", layers=3)
+    assert error(case, filled(case)) < TOLERANCE
+
+
 @pytest.mark.parametrize("rope", ["pre", "post"])
 def test_many_chunks_are_joined(rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folded, "CHUNK", 1)

@@ -15,7 +15,7 @@ from xquant import KVCache
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.triton import launch, support
 
-interpreted.allow_bounds()
+interpreted.mend()
 
 
 LAYOUTS = [

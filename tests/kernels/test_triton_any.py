@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import interpreted
 from attending import TOLERANCE, Case, error, filled
 
-interpreted.allow_bounds()
+interpreted.mend()
 
 SPECS = [
     *(f"kivi-{bits}bit:group=32" for bits in range(1, 9)),

@@ -32,7 +32,7 @@ from xquant.serve.build import codecs_of
 from xquant.serve.rotary import Angles
 from xquant.store.pages import ALIGNMENT, PageLayout, Pages
 
-interpreted.allow_bounds()
+interpreted.mend()
 
 BLOCK, POSITIONS, PAGES, RINGS, SLOTS = 32, 256, 24, 5, 3
 NAN = 255  # bytes of NaN in every float

@@ -20,7 +20,7 @@ from xquant.kernels.triton.jit.unpack import TILE
 from xquant.kernels.triton.matrices import PackedStates, by_chunk
 from xquant.kernels.triton.operand import Layout
 
-interpreted.allow_bounds()
+interpreted.mend()
 
 
 def case(spec: str, **options: Any) -> Case:
@@ -50,6 +50,11 @@ def test_every_width_is_rebuilt_right(form: str, bits: int) -> None:
 def test_sums_over_layers_are_read_right(spec: str) -> None:
     heads = 5 if "first_bits" in spec else 2
     one = case(spec, layers=4, batch=2, mask="float", tokens=110, group_heads=heads)
+    assert error(one, filled(one)) < TOLERANCE
+
+
+def test_a_sum_of_one_layer_is_normalized_too() -> None:
+    one = case("xquant-cl-4bit:group=32,form=mha", layers=3)
     assert error(one, filled(one)) < TOLERANCE
 
 
@@ -106,9 +111,9 @@ def test_splits_are_combined(spec: str, count: int, monkeypatch: pytest.MonkeyPa
 )
 def test_half_precision_states_cost_their_own_rounding_only(spec: str, dtype: torch.dtype) -> None:
     least = {torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
-    one = case(spec, dtype=dtype, mask="float", layers=3 if "cl" in spec else 1)
+    one = case(spec, dtype=dtype, mask="float", layers=5 if "cl" in spec else 1)
     # The reference rounds rebuilt keys and values to this type, which the kernels do not.
-    assert error(one, filled(one)) < 4 * least
+    assert error(one, filled(one)) < 6 * least
 
 
 @pytest.mark.parametrize("spec", ["xquant-4bit:group=32,sink=2", "xquant-cl-4bit:group=32,sink=2"])

@@ -23,7 +23,7 @@ from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
 from xquant.store.sealing import seal
 
-interpreted.allow_bounds()
+interpreted.mend()
 PACKER = BACKEND.packer
 
 

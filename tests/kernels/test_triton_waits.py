@@ -16,7 +16,7 @@ from xquant import KVCache
 from xquant.kernels.triton import accumulate, attention, rebuild
 from xquant.store import finite
 
-interpreted.allow_bounds()
+interpreted.mend()
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
 def recalled_rows(layer: "CompressedLayer") -> Tensor | None:
     """What a layer recalls of its sealed tokens ``[B, T, .]``, where that takes the layers below; None where
     every block tells its own."""
-    if not (layer.codec.reads_below or layer.codec.feeds_above):
+    if not layer.codec.sums_deltas:
         return None
     recalled = layer.recalled if layer.recalled is not None else layer.recall()
     assert recalled is not None

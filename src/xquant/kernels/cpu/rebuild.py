@@ -44,7 +44,7 @@ def unfit(codec: LayerCodec, block: int) -> str:
     operand = segment.operand(block)
     if view.device.type != "cpu":
         return f"the layer is on {view.device.type}"
-    if codec.reads_below or codec.feeds_above:
+    if codec.sums_deltas:
         return "keys are rebuilt from sums over layers"
     affine = isinstance(operand, Operand) and operand.levels is None
     if not affine or segment.channels != rebuilt.key_weight.shape[1]:

@@ -53,7 +53,7 @@ class TritonRebuilding(LayerAttention):
         self._nothing = torch.zeros(1, device=view.device)
         operands = [KernelOperand.of(s, block, s.channels, view.device) for s in codec.segments]
         self._table = BlockTable(layer.stream, operands, view.device)
-        self._accumulated = codec.reads_below or codec.feeds_above
+        self._accumulated = codec.sums_deltas
         states = None
         if not self._accumulated:
             states = PackedStates.of(codec.segments[0], block, view.device)

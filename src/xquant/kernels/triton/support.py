@@ -78,7 +78,7 @@ def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:
         return "what keys and values come from has no affine codes"
     if codec.view.key_norm is not None and codec.view.key_gain() is None:
         return "keys are normalized in a way of their own"
-    if codec.reads_below or codec.feeds_above:
+    if codec.sums_deltas:
         return ""
     if keys.channels != codec.key_weight.shape[1] or not values.per_token:
         return "not all that keys or values come from is quantized alike"
