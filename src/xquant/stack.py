@@ -9,6 +9,7 @@ from .kernels.backend import MOST_QUERIES, LayerAttention, Shared
 from .kernels.call import AttentionCall
 from .kernels.choose import Choice, choose, packer_of
 from .kernels.rope import RopeTable
+from .kernels.trial import Trial
 from .kernels.workspace import Workspace
 from .methods import LayerCodec, Method
 from .models.rope import Rope
@@ -45,8 +46,10 @@ class LayerStack:
     ) -> None:
         self.codecs = codecs
         self.index = TokenIndex(method.sink, rope, codecs[0].embedding)
+        trial = Trial(codecs, method, rope)
         self.choices: dict[int, Choice] = {
-            codec.view.index: choose(codec, method.group, through_store, kernel) for codec in codecs
+            codec.view.index: choose(codec, method.group, through_store, trial, kernel)
+            for codec in codecs
         }
         """Which backend attends over a layer, by the layer's number in the model."""
         packer, below = packer_of(kernel), None

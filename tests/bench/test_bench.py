@@ -12,7 +12,7 @@ from attending import exact, needs_flash
 from models import tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.roofline import attention_step
-from xquant.bench import capacity, clocks, contenders, flash, trials
+from xquant.bench import capacity, clocks, flash, trials
 from xquant.bench import run as evaluation
 from xquant.bench.ceilings import Ceilings, copy_bandwidth, matrix_rate, read_bandwidth
 from xquant.bench.clocks import HostClock
@@ -245,28 +245,6 @@ def test_appending_is_timed_apart_from_sealing() -> None:
     assert found["block"] == 32
     assert found["seal_ms_per_block"] > 0 and found["append_ms_per_token"] > 0
     assert 0 < found["share_of_attention_and_storing"] < 1
-
-
-def test_on_a_gpu_bench_asks_for_triton_where_it_reads_the_method(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Elsewhere:
-        device = torch.device("cuda")
-
-    asked: list[str] = []
-
-    def cache(model: Any, method: Any, calibration: Any, kernel: str) -> str:
-        asked.append(kernel)
-        if kernel == "triton" and method == "full":
-            raise ValueError("it cannot be used")
-        return kernel
-
-    monkeypatch.setattr(contenders, "KVCache", cache)
-    model: Any = Elsewhere()
-    assert contenders.new_cache(model, "kivi-4bit", None, "auto") == "triton"
-    assert contenders.new_cache(model, "full", None, "auto") == "auto"
-    assert contenders.new_cache(model, "kivi-4bit", None, "folded") == "folded"
-    assert asked == ["triton", "triton", "auto", "folded"]
 
 
 def test_parts_are_packing_codes_and_outliers() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..kernels.trial import random_states
 from .clocks import synchronize
-from .contenders import Compressed, random_states
+from .contenders import Compressed
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import copy
 from abc import ABC, abstractmethod
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from transformers import DynamicCache
 from .. import compat
 from ..cache import KVCache
 from ..kernels.call import AttentionCall
-from ..methods import AttentionInputs, Method
+from ..kernels.trial import random_states
+from ..methods import Method
 
 FILL = 4096
 """Tokens of a sequence that are appended at a time, at most."""
@@ -73,7 +73,7 @@ class Compressed(Contender):
         self, model: Any, method: Method, context: int, batch: int, calibration: Any, kernel: str
     ) -> None:
         self.name, self.model, self._batch = method.spec, model, batch
-        self.cache = new_cache(model, method, calibration, kernel)
+        self.cache = KVCache(model, method, calibration=calibration, kernel=kernel)
         self.setting = self.cache.report().kernel
         self.dtype = self.cache.compressed[0].codec.view.dtype
         fill(self.cache, context, batch)
@@ -95,14 +95,6 @@ class Compressed(Contender):
                 own = compat.attention_function("sdpa", layer.codec.view.module)
                 own(layer.codec.view.module, query, keys, values, mask, scaling=scaling)
         self.cache.finish()
-
-
-def new_cache(model: Any, method: Method, calibration: Any, kernel: str) -> KVCache:
-    """An empty cache with the kernel asked for. On a GPU ``auto`` tries Triton's kernels first."""
-    if kernel == "auto" and model.device.type == "cuda":
-        with suppress(ValueError):
-            return KVCache(model, method, calibration=calibration, kernel="triton")
-    return KVCache(model, method, calibration=calibration, kernel=kernel)
 
 
 class Full(Contender):
@@ -171,15 +163,6 @@ def fill(cache: KVCache, context: int, batch: int) -> None:
             layer.append(random_states(layer.codec.view, batch, length))
         for layer in cache.compressed:
             layer.release()
-
-
-def random_states(view: Any, batch: int, length: int) -> AttentionInputs:
-    """Random inputs of the attention layer ``view`` for ``length`` tokens."""
-    x = torch.randn(batch, length, view.hidden, dtype=view.dtype, device=view.device)
-    shape = batch, view.kv_heads, length, view.head_size
-    key = torch.randn(shape, dtype=view.dtype, device=view.device)
-    raw = key.transpose(1, 2).flatten(2)
-    return AttentionInputs(x, x, raw, key, torch.randn_like(key))
 
 
 def head_sizes(model: Any) -> tuple[int, int, int]:

@@ -84,7 +84,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     type=click.Choice(KERNELS),
     default="auto",
     show_default=True,
-    help="Of the compressed caches; on a GPU auto is triton, where it reads the method.",
+    help="Of the compressed caches; on a GPU auto is triton, where it agrees with the reference.",
 )
 @click.option(
     "--layers",

@@ -45,6 +45,8 @@ class Backend(ABC):
 
     name: str
     """As ``KVCache(kernel=...)`` takes it."""
+    tried: bool = False
+    """Whether ``auto`` compares it with the reference before it takes it: see `trial`."""
 
     @property
     def packer(self) -> Packer:

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from ..methods import LayerCodec
 from ..store.packer import Packer
 from . import KERNELS, cpu, triton
 from .backend import Backend, unread
 from .torch import FOLDED, REFERENCE
+from .trial import Trial
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (triton.BACKEND, *cpu.BACKENDS.values(), FOLDED, REFERENCE)
@@ -24,8 +27,17 @@ class Choice:
         return f"{self.backend.name} ({self.why})" if self.why else self.backend.name
 
 
-def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "auto") -> Choice:
-    """The backend for a layer of blocks of ``block`` tokens.
+def fastest_first(device: torch.device) -> tuple[Backend, ...]:
+    """What ``auto`` asks for a layer on ``device``, in this order; the last reads everything."""
+    native = triton.BACKEND if device.type == "cuda" else cpu.best()
+    return native, FOLDED, REFERENCE
+
+
+def choose(
+    codec: LayerCodec, block: int, through_store: bool, trial: Trial, wanted: str = "auto"
+) -> Choice:
+    """The backend for a layer of blocks of ``block`` tokens; ``trial``: for those that ``auto`` compares with
+    the reference first.
 
     Raises:
         ValueError: ``wanted`` is not a kernel, cannot run on this machine, or cannot read this layer.
@@ -40,18 +52,20 @@ def choose(codec: LayerCodec, block: int, through_store: bool, wanted: str = "au
 
     if wanted not in KERNELS:
         raise ValueError(f"kernel is one of {', '.join(KERNELS)}, not '{wanted}'")
-    native = cpu.best()
     if wanted == "auto":
-        fastest_first = (native, FOLDED, REFERENCE)
-        fit = (b for b in fastest_first if not refusal(b) and b.gains(codec, block))
+        native, *others = fastest_first(codec.view.device)
         why = refusal(native)
-        if why and why == cpu.library.absence():
+        if not why and native.tried:
+            why = trial.failure(native, codec)
+        if not why:
+            return Choice(native, "agrees with the reference" if native.tried else "")
+        if why == cpu.library.absence():
             cpu.library.warn_of_absence()
-        return Choice(next(fit), why)
+        return Choice(next(b for b in others if not refusal(b) and b.gains(codec, block)), why)
     backend = BACKENDS[wanted]
     if why := refusal(backend):
         raise ValueError(f"kernel '{wanted}' cannot be used: {why}")
-    return Choice(backend, "" if backend is native else "asked for")
+    return Choice(backend, "" if backend is cpu.best() else "asked for")
 
 
 def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:

@@ -1,5 +1,6 @@
 """Operand: how the codes of a segment are packed, for kernels that multiply with them as they are."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,6 +33,13 @@ class Operand:
     count_bytes: int = 0
     """Of the number of a token's outliers; 0 where there are none."""
 
+    @property
+    def layout(self) -> Hashable:
+        """The same for operands that one kernel reads, whatever is in their tables."""
+        tables = self.levels is None, self.offline is None
+        how = self.channels, self.bits, self.per_token, self.group, self.tile, self.count_bytes
+        return (*how, *tables)
+
 
 @dataclass(frozen=True, eq=False)
 class RankedOperand:
@@ -41,3 +49,8 @@ class RankedOperand:
     """int16 ``[C]``."""
     counts: tuple[int, ...]
     """Channels of each of `trellis.WIDTHS`."""
+
+    @property
+    def layout(self) -> Hashable:
+        """As of `Operand`."""
+        return len(self.usual)

@@ -44,6 +44,7 @@ class Triton(Backend):
     """Attention, sums over layers and sealing by Triton's kernels."""
 
     name = "triton"
+    tried = True
 
     @property
     def packer(self) -> Packer:

@@ -1,0 +1,177 @@
+"""Trial: a backend is compared with the reference before ``auto`` takes it.
+
+Kernels that a machine compiles for itself may meet a device, or a compiler, that no test has seen. So the
+first time that a kernel is to read a layout on a device, it attends over a few blocks of random states in a
+real store, and is taken where it gives what the reference gives. That is done once a process for each layout.
+"""
+
+import threading
+import warnings
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..methods import AttentionInputs, LayerCodec, Method
+from ..models import AttentionView
+from ..models.rope import Rope
+from ..store.layer import CompressedLayer
+from ..store.tokens import TokenIndex
+from .backend import Backend, Shared
+from .call import AttentionCall
+from .rope import RopeTable
+from .workspace import Workspace
+
+BLOCKS = 2
+"""So many are packed, so that one does not begin at position 0."""
+TAIL = 5
+"""More tokens are kept as they are, the newest among them."""
+SEQUENCES = 2
+SHOWN = 200
+"""Characters of an error that are told of."""
+
+_lock = threading.Lock()
+_failures: dict[Hashable, str] = {}
+_warned: set[tuple[str, torch.device]] = set()
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The error of attention (2-norm, relative) up to which a kernel agrees with the reference, which rounds
+    to ``dtype``: some roundings of this type, and of halves, in which kernels multiply."""
+    return 2e-3 + 4 * torch.finfo(dtype).eps
+
+
+class Trial:
+    """Compares backends with the reference on the layers of one cache.
+
+    Args:
+        codecs: of all its layers, bottom up.
+        method: whose codecs they are.
+        rope: of the model.
+    """
+
+    def __init__(self, codecs: Sequence[LayerCodec], method: Method, rope: Rope) -> None:
+        self._codecs, self._method, self._rope = codecs, method, rope
+
+    def failure(self, backend: Backend, codec: LayerCodec) -> str:
+        """Why a backend that could read a layer is not to be taken for it; empty where it agrees with the
+        reference. The first failure on a device is a warning, too."""
+        key = backend.name, self._layout(codec)
+        with _lock:
+            if key not in _failures:
+                _failures[key] = self._compare(backend, codec)
+                self._warn(_failures[key], backend, codec)
+            return _failures[key]
+
+    def _layout(self, codec: LayerCodec) -> Hashable:
+        """What kernels are compiled for, and run on."""
+        view, block = codec.view, self._method.group
+        operands = (segment.operand(block) for segment in codec.segments)
+        return (
+            *(type(codec), view.device, view.dtype, block, bool(self._method.sink)),
+            *(view.head_size, view.kv_heads, view.query_heads, view.key_norm is None),
+            *(codec.rotated, codec.offset is None, self._rope.width),
+            *(codec.reads_below, codec.feeds_above),
+            *(None if operand is None else operand.layout for operand in operands),
+        )
+
+    def _compare(self, backend: Backend, codec: LayerCodec) -> str:
+        try:
+            error = self._error(backend, codec)
+        except Exception as failed:  # whatever a compiler or a driver raises
+            said = (str(failed).strip() or "nothing").splitlines()[-1]
+            return f"{backend.name} failed: {type(failed).__name__}: {said[:SHOWN]}"
+        if error <= tolerance(codec.view.dtype):
+            return ""
+        return f"{backend.name} differs from the reference by {error:.2g}"
+
+    def _warn(self, failure: str, backend: Backend, codec: LayerCodec) -> None:
+        device = codec.view.device
+        if not failure or (backend.name, device) in _warned:
+            return
+        _warned.add((backend.name, device))
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        warnings.warn(
+            f"xquant: {failure}, so attention runs in torch, which is slower. Please report this line,"
+            f" with the versions of xquant and Triton: {self._method.spec}, heads of {codec.view.head_size},"
+            f" {codec.view.dtype}, {name}, torch {torch.__version__}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    @torch.no_grad()
+    def _error(self, backend: Backend, codec: LayerCodec) -> float:
+        """The largest error of its attention, relative (2-norm), without and with a mask."""
+        view = codec.view
+        random = torch.Generator(view.device).manual_seed(0)
+        layers = self._filled(codec, random)
+        layer = next(one for one in layers if one.codec is codec)
+
+        def states(heads: int) -> Tensor:
+            shape = SEQUENCES, heads, 1, view.head_size
+            return torch.randn(shape, generator=random, dtype=view.dtype, device=view.device)
+
+        query, key, value = states(view.query_heads), states(view.kv_heads), states(view.kv_heads)
+        shape = SEQUENCES, 1, 1, layer.tokens
+        mask = torch.rand(shape, generator=random, device=view.device) > 0.2
+        mask[..., -1] = True
+        scaling = view.head_size**-0.5
+        calls = [AttentionCall(query, key, value, each, scaling, None) for each in (None, mask)]
+        expected = [_reference(layer, call) for call in calls]
+        shared = Shared(RopeTable(layer.index), Workspace())
+        for one in layers:
+            one.release()
+            one.accumulator = backend.accumulator(one)
+        attention, errors = backend.attention(layer, shared), []
+        for call, right in zip(calls, expected, strict=True):
+            for one in layers:
+                one.accumulate()
+            found = attention.attend(call)
+            if found is None:
+                raise ValueError("it has no answer")
+            errors.append(float((found.double() - right).norm() / right.norm()))
+        return max(errors, key=lambda error: (error != error, error))  # NaN is the worst
+
+    def _filled(self, codec: LayerCodec, random: torch.Generator) -> list[CompressedLayer]:
+        """Layers with random tokens: of ``codec`` alone, or of all where layers need others."""
+        shares = any(segment.shared for segment in codec.segments)
+        alone = codec.span == 1 and not (codec.reads_below or codec.feeds_above or shares)
+        codecs = [codec] if alone else self._codecs
+        index = TokenIndex(self._method.sink, self._rope, codecs[0].embedding)
+        layers: list[CompressedLayer] = []
+        for one in codecs:
+            below = layers[-1] if layers else None
+            layers.append(CompressedLayer(one, self._method, index, False, below))
+        CompressedLayer.link(layers)
+        sealed = self._method.tail + BLOCKS * self._method.group
+        for start, stop in ((0, sealed), (sealed, sealed + TAIL)):
+            device = codecs[0].view.device
+            positions = torch.arange(start, stop, device=device).expand(SEQUENCES, -1)
+            index.append(positions, torch.ones_like(positions, dtype=torch.bool))
+            for layer in layers:
+                layer.append(random_states(layer.codec.view, SEQUENCES, stop - start, random))
+        return layers
+
+
+def _reference(layer: CompressedLayer, call: AttentionCall) -> Tensor:
+    """Attention over what is read, fp64 ``[B, t, H, D]``."""
+    keys, values, mask = layer.read(call.key, call.value, call.mask)
+    query, keys, values = (each.double() for each in (call.query, keys, values))
+    out = F.scaled_dot_product_attention(
+        query, keys, values, attn_mask=mask, scale=call.scaling, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+def random_states(
+    view: AttentionView, batch: int, length: int, random: torch.Generator | None = None
+) -> AttentionInputs:
+    """Random inputs of the attention layer ``view`` for ``length`` tokens."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=view.dtype, device=view.device)
+
+    x = normal(batch, length, view.hidden)
+    key, value = (normal(batch, view.kv_heads, length, view.head_size) for _ in range(2))
+    return AttentionInputs(x, x, key.transpose(1, 2).flatten(2), key, value)

@@ -1,0 +1,160 @@
+"""What `auto` takes on a GPU: a backend that agrees with the reference. Here the CPU is taken for one, and
+Triton's kernels run in its interpreter."""
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", minversion="3.5")
+
+import interpreted
+from attending import DEVICE
+from calibrated import make_cache
+from models import tiny
+from xquant import KVCache
+from xquant.kernels import choose, trial, triton
+from xquant.kernels.torch import FOLDED, REFERENCE
+from xquant.kernels.triton.attention import TritonAttention
+
+interpreted.mend()
+
+ATTEND = TritonAttention.attend
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has tried nothing yet."""
+    monkeypatch.setattr(choose, "fastest_first", lambda device: (triton.BACKEND, FOLDED, REFERENCE))
+    monkeypatch.setattr(FOLDED, "gains", lambda codec, block: False)  # as on a GPU
+    monkeypatch.setattr(trial, "_failures", {})
+    monkeypatch.setattr(trial, "_warned", set())
+
+
+def model(**options: Any) -> Any:
+    return tiny("llama", head_dim=32, hidden_size=128, **options).to(DEVICE)
+
+
+def kernels(spec: str, count: int = 1, of: Any = None) -> tuple[list[str], list[str]]:
+    """What the reports of ``count`` caches say, and which warnings there were."""
+    of = of or model()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        said = [make_cache(of, spec).report().kernel for _ in range(count)]
+    return said, [str(each.message) for each in found if each.category is RuntimeWarning]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "kivi-4bit:group=32,sink=2,tail=9",
+        "kivi-2bit:group=32,rope=post",
+        "kvquant-3bit-1%:group=32",
+        "xquant-4bit:group=32,sink=1",
+        "xquant-cl-4bit:group=32,form=gqa,sink=1",
+        "crosslayer:group=32,tail=0,km=0,vm=0,kq=2,vq=0",
+        "asymkv-1.5bit:group=32",
+    ],
+)
+def test_a_kernel_that_agrees_is_taken(spec: str) -> None:
+    assert kernels(spec) == (["triton (agrees with the reference)"], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_agrees_in_half_precision(dtype: torch.dtype) -> None:
+    for spec in ("kivi-2bit:group=32", "xquant-4bit:group=32"):
+        assert kernels(spec, of=model().to(dtype))[1] == []
+
+
+def test_a_layout_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+
+    def counted(self: TritonAttention, call: Any) -> Tensor | None:
+        calls.append(call)
+        return ATTEND(self, call)
+
+    monkeypatch.setattr(TritonAttention, "attend", counted)
+    one = model()
+    caches: list[KVCache] = []
+    threads = [
+        threading.Thread(target=lambda: caches.append(KVCache(one, "kivi-4bit:group=32")))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 2 and {"triton" in cache.kernel for cache in caches} == {True}
+    KVCache(one, "kivi-2bit:group=32")
+    assert len(calls) == 4
+
+
+def wrong(self: TritonAttention, call: Any) -> Tensor | None:
+    found = ATTEND(self, call)
+    return None if found is None else found * 1.1
+
+
+def unknown(self: TritonAttention, call: Any) -> Tensor | None:
+    found = ATTEND(self, call)
+    return None if found is None else found * torch.nan
+
+
+def broken(self: TritonAttention, call: Any) -> Tensor | None:
+    raise RuntimeError("at 7:11\nno such instruction")
+
+
+def silent(self: TritonAttention, call: Any) -> Tensor | None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("attend", "why"),
+    [
+        (wrong, "triton differs from the reference by 0.1"),
+        (unknown, "triton differs from the reference by nan"),
+        (broken, "triton failed: RuntimeError: no such instruction"),
+        (silent, "triton failed: ValueError: it has no answer"),
+    ],
+)
+def test_one_that_does_not_agree_is_told_of_once(
+    attend: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TritonAttention, "attend", attend)
+    said, warned = kernels("kivi-4bit:group=32", count=2)
+    assert said == [f"reference ({why})"] * 2
+    (warning,) = warned
+    assert warning.startswith(f"xquant: {why}, so attention runs in torch, which is slower.")
+    assert "Please report" in warning and "kivi-4bit:group=32" in warning
+    assert f"torch {torch.__version__}" in warning
+    said, warned = kernels("kivi-2bit:group=32")  # another layout fails, too
+    assert said == [f"reference ({why})"] and warned == []
+
+
+def test_a_mask_that_is_read_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unmasked(self: TritonAttention, call: Any) -> Tensor | None:
+        return ATTEND(self, call._replace(mask=None))
+
+    monkeypatch.setattr(TritonAttention, "attend", unmasked)
+    ((said,), _) = kernels("kivi-4bit:group=32")
+    assert said.startswith("reference (triton differs")
+
+
+def test_what_is_not_read_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "attend", broken)
+    said, warned = kernels("kivi-4bit:group=24")
+    assert said[0].startswith("reference (heads of 32 in blocks of 24") and warned == []
+    monkeypatch.setattr(trial.Trial, "failure", lambda *_: pytest.fail("it was tried"))
+    cache = KVCache(model(), "kivi-4bit:group=32", kernel="triton")
+    assert cache.report().kernel == "triton (asked for)"
+
+
+def test_a_trial_leaves_random_numbers_as_they_were() -> None:
+    one = model()
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    assert kernels("kivi-3bit:group=32", of=one)[1] == []
+    assert torch.equal(torch.rand(1), expected)
