@@ -36,9 +36,9 @@ class Operand:
     @property
     def layout(self) -> Hashable:
         """The same for operands that one kernel reads, whatever is in their tables."""
-        tables = self.levels is None, self.offline is None
-        how = self.channels, self.bits, self.per_token, self.group, self.tile, self.count_bytes
-        return (*how, *tables)
+        numbers = self.channels, self.bits, self.per_token, self.group, self.count_bytes
+        tables = self.levels is None, self.zero_scales is None, self.second, self.offline is None
+        return (*numbers, self.tile, *tables)
 
 
 @dataclass(frozen=True, eq=False)
