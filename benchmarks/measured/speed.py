@@ -20,13 +20,23 @@ def decode() -> str:
 
 @table
 def peers() -> str:
-    return markdown(
-        ["cache", "ms a token", "MB"],
-        (
-            [code(method), f"{row['ms_per_token']:.0f}", f"{row['cache_bytes'] / 1e6:.0f}"]
-            for method, row in by_method("bench-smollm2-32k").items()
-        ),
-    )
+    """Of SmolLM2: the caches of the run at 32K, and what they take at each context."""
+    short, middle, long = (by_method(f"bench-smollm2-{name}") for name in ("2k", "8k", "32k"))
+    body = []
+    for method, row in long.items():
+        times = (_a_token(found.get(method)) for found in (short, middle, long))
+        size = f"{row['cache_bytes'] / 1e6:.0f}" if row["cache_bytes"] else ""
+        body.append([code(method), *times, size])
+    return markdown(["cache", "2K, ms a token", "8K", "32K", "32K, MB"], body)
+
+
+def _a_token(row: Row | None) -> str:
+    """Milliseconds; of a peer that was dropped those of its warm-up."""
+    if row is None:
+        return ""
+    if row.get("dropped"):
+        return f"dropped at {min(row['tried'].values()):,.0f}"
+    return f"{row['ms_per_token']:.0f}"
 
 
 @table

@@ -66,6 +66,15 @@ class Contender(ABC):
         return torch.device("cpu") if self.model is None else self.model.device
 
 
+class Peer(Contender):
+    """A cache of another package: whole steps alone are timed."""
+
+    alone = False
+
+    def attend(self) -> None:
+        raise NotImplementedError(f"{self.name} attends in whole steps alone")
+
+
 class Compressed(Contender):
     """A method's cache."""
 

@@ -18,12 +18,14 @@ from . import appending as sealing
 from . import capacity, trials
 from .ceilings import Ceilings, ceilings
 from .clocks import Clock, GraphClock, HostClock, Job
-from .contenders import Compressed, Contender, Models, attentions
+from .contenders import Compressed, Contender, Models, Peer, attentions
 from .parts import parts_of
 from .trials import Settings, Trial
 
 HOPELESS = 2.0
 """A trial that takes so many times as long as another of its name is given up."""
+FAR = 4.0
+"""And so is a peer that takes so many times as long as the full cache."""
 STEP, ATTENTION = "step", "attend"
 """The jobs that are timed, by the names of `Contender`'s methods."""
 
@@ -120,8 +122,9 @@ def _measure(
 ) -> None:
     """Time ``jobs`` of all trials, round by round.
 
-    After the warm-up, trials are given up that took `HOPELESS` times as long at the first job as another of
-    their name: they would take most of the time. They keep the times of the warm-up.
+    After the warm-up, trials are given up that are far slower at the first job than another of their name,
+    and peers that are than the full cache: they would take most of the time. They keep the times of the
+    warm-up.
 
     Args:
         tolerant: a trial that raises has failed, and the others go on.
@@ -162,7 +165,7 @@ def _time(trial: Trial, clocks: dict[str, Clock], first: bool) -> None:
 
 
 def _give_up(every: Sequence[Trial], job: str) -> None:
-    """Mark the trials that are `HOPELESS`."""
+    """Mark the trials that are `HOPELESS`, and the peers that are `FAR` behind."""
     found = [min(trial.seconds[job], default=0.0) for trial in every]
     best: dict[str, float] = {}
     for trial, taken in zip(every, found, strict=True):
@@ -170,6 +173,8 @@ def _give_up(every: Sequence[Trial], job: str) -> None:
             best[trial.name] = min(taken, best.get(trial.name, taken))
     for trial, taken in zip(every, found, strict=True):
         trial.slow = not trial.failed and taken > HOPELESS * best[trial.name]
+        if isinstance(trial.contender, Peer) and taken > FAR * best.get("full", taken):
+            trial.slow, trial.behind = True, taken / best["full"]
 
 
 def _row(
@@ -188,6 +193,7 @@ def _row(
         "dtype": str(shown.dtype).removeprefix("torch."),
         "kernel": shown.setting,
         "failed": shown.failed or None,
+        "dropped": None if best else _dropped(tried, decisive),
         "measured": "decode" if settings.whole else f"attention of {layers} layers",
         **_times(best, full, decisive),
         **_attention(best, layers, limits),
@@ -198,7 +204,19 @@ def _row(
         },
         "refused": {e.label: e.failed for e in tried if e.failed},
     }
+    if row["dropped"] and shown.contender is not None:
+        row["cache_bytes"] = shown.contender.cache_bytes
     return row, best
+
+
+def _dropped(tried: Sequence[Trial], job: str) -> str | None:
+    """Why there is no time of a peer: what its fastest trial took in the warm-up."""
+    slow = [trial for trial in tried if trial.slow]
+    if not slow:
+        return None
+    first = min(slow, key=lambda trial: min(trial.seconds[job]))
+    taken = f"{min(first.seconds[job]) * 1e3:,.0f} ms a token"
+    return f"dropped after the warm-up: {taken}, {first.behind:.1f} times the full cache"
 
 
 def _best(tried: Sequence[Trial], job: str) -> Trial | None:

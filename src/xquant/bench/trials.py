@@ -40,6 +40,11 @@ class Settings:
         """Context and batch."""
         return self.context, self.batch
 
+    @property
+    def steps(self) -> int:
+        """Tokens that a trial decodes in all rounds: two in each."""
+        return 2 * (self.warm_up + self.rounds)
+
 
 @dataclass
 class Trial:
@@ -51,7 +56,9 @@ class Trial:
     contender: Contender | None = None
     failed: str = ""
     slow: bool = False
-    """Whether it was given up, because another trial of this name was much faster."""
+    """Whether it was given up, because another trial of this name, or the full cache, was much faster."""
+    behind: float = 0
+    """How many times as long as the full cache it took, where it was given up for that."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """The times of all rounds, by job."""
     timed_by: dict[str, str] = field(default_factory=dict)
@@ -120,7 +127,7 @@ def _full_on_gpu(models: Models, dtype: torch.dtype, settings: Settings) -> list
     model, whole = models.plain(dtype), settings.whole
     kernels = flash.BACKENDS if whole else flash.KERNELS
     trials = [Trial("full", dtype, kernel) for kernel in kernels]
-    steps = 2 * (settings.warm_up + settings.rounds) * len(trials) if whole else 0
+    steps = settings.steps * len(trials) if whole else 0
     nbytes = capacity.full_bytes(compat.text_config(model), dtype, *settings.size)
     states = Trial("full", dtype, "its states")
     states.failed = capacity.lacking(nbytes, model.device)

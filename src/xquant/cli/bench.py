@@ -100,7 +100,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 @click.option(
     "--peers",
     is_flag=True,
-    help="Also transformers' QuantizedCache and llama.cpp, where their packages are installed.",
+    help="Also transformers' QuantizedCache, and for smollm2 llama.cpp and OpenVINO: those whose packages are"
+    " installed.",
 )
 @click.option(
     "--largest-batch",
@@ -235,7 +236,7 @@ def _sizes(
         models, calibrations = subjects(context, batch)
         device = models.model.device
         known = None if device.type == "cpu" else limits(device)
-        makers = available(peers_of, models.model) if peers_of else []
+        makers = available(peers_of, models.model, batch) if peers_of else []
         asked = replace(settings, context=context, batch=batch)
         with progress(f"timing {context} tokens, batch {batch}") as show:
             return evaluation.bench(models, methods, asked, show, calibrations, makers, known)

@@ -99,6 +99,6 @@ def _show(number: float | None, form: str, unit: float = 1) -> str:
 
 def _print_failures(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
-        if row["failed"]:
+        if why := row["failed"] or row.get("dropped"):
             size = f"{row['context']} tokens" + (f", batch {row['batch']}" if row["batch"] else "")
-            click.echo(f"{row['method']}, {size}: {row['failed']}")
+            click.echo(f"{row['method']}, {size}: {why}")
