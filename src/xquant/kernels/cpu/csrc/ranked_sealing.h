@@ -16,14 +16,16 @@ namespace {
 // Decodes one block.
 class RankedDecoding {
   public:
-    static size_t bytes(const xq_ranked_blocks& call) {
+    static constexpr int TOGETHER = 1;
+    static size_t bytes(const xq_ranked_blocks& call, int) {
         return Ranking::bytes(call.channels) + (size_t)call.tokens * row_of(call.channels) + 64;
     }
-    RankedDecoding(const xq_ranked_blocks& call, Workspace& workspace) : call(call), ranks(call.channels, workspace) {
+    RankedDecoding(const xq_ranked_blocks& call, int, Workspace& workspace)
+        : call(call), ranks(call.channels, workspace) {
         windows = workspace.take<uint8_t>((size_t)call.tokens * row_of(call.channels));
     }
 
-    bool run(int number) {
+    bool run(int number, int) {
         rank(number);
         const uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
         const uint8_t* gains = call.gain + (size_t)number * ((call.tokens + 1) / 2);
@@ -94,20 +96,23 @@ class RankedDecoding {
     }
 };
 
-// Runs Work on every block.
+// Runs Work on all blocks, a few at a time.
 template <class Work>
 int for_each_ranked_block(const xq_ranked_blocks& call) {
+    const int threads = std::max(call.threads, 1);
+    const int together = std::max(1, std::min(Work::TOGETHER, (call.blocks + threads - 1) / threads));
     int failed = 0, nan = 0;
-#pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed, nan)
+#pragma omp parallel num_threads(threads) reduction(+ : failed, nan)
     {
         static thread_local Workspace workspace;
-        const bool ready = workspace.reserve(Work::bytes(call));
+        const bool ready = workspace.reserve(Work::bytes(call, together));
         failed += !ready;
 #pragma omp for schedule(static)
-        for (int number = 0; number < call.blocks; number++) {
+        for (int first = 0; first < call.blocks; first += together) {
             if (!ready) continue;
             workspace.next = workspace.base;
-            nan += !Work(call, workspace).run(number);
+            const int count = std::min(together, call.blocks - first);
+            nan += !Work(call, together, workspace).run(first, count);
         }
     }
     return failed ? XQ_NO_MEMORY : nan ? XQ_FOUND_NAN : XQ_DONE;
@@ -116,29 +121,77 @@ int for_each_ranked_block(const xq_ranked_blocks& call) {
 // xq_ranked_decode.
 inline int ranked_decode(const xq_ranked_blocks& call) { return for_each_ranked_block<RankedDecoding>(call); }
 
-// Encodes one block.
+// Encodes blocks that lie one after the other. The search takes LANES rows at a time, of channels of all of them:
+// there are a few channels of each width in a block, and lanes would be left over.
 class RankedEncoding {
   public:
-    static size_t bytes(const xq_ranked_blocks& call) {
+    static constexpr int TOGETHER = 4;
+    static size_t bytes(const xq_ranked_blocks& call, int together) {
         const size_t C = call.channels, n = call.tokens;
-        return Ranking::bytes(call.channels) + sizeof(float) * ((n + (n + 1) / 2 + 3) * C) + n * C +
-               std::max(n, C) + n + 3 * n * LANES + TrellisSearch::bytes(call.tokens) + 10 * 64;
+        return Ranking::bytes(call.channels) + together * block_bytes(C, n) +
+               sizeof(float) * (((n + 1) / 2 + 2) * C + n * LANES) + std::max(n, C) +
+               (2 * sizeof(int16_t) + 1) * n * LANES + TrellisSearch::bytes(call.tokens) + 8 * 64;
     }
-    RankedEncoding(const xq_ranked_blocks& call, Workspace& workspace)
+    RankedEncoding(const xq_ranked_blocks& call, int together, Workspace& workspace)
         : call(call), C(call.channels), n(call.tokens), ranks(C, workspace), search(n, workspace) {
-        scaled = workspace.take<float>((size_t)n * C);
+        for (int i = 0; i < together; i++) {
+            Block& block = blocks[i];
+            block.rows = workspace.take<float>((size_t)n * C);
+            block.sizes = workspace.take<float>(C);
+            block.order = workspace.take<int>(C);
+            block.weights = workspace.take<uint8_t>(n);
+            block.codes = workspace.take<uint8_t>((size_t)n * C);
+        }
         partial_sums = workspace.take<float>((size_t)(n + 1) / 2 * C);
         variance = workspace.take<float>(C);
         row = workspace.take<float>(C);
         places = workspace.take<uint8_t>(std::max(n, C));
-        codes = workspace.take<uint8_t>((size_t)n * C);
-        weights = workspace.take<uint8_t>(n);
+        gathered = workspace.take<float>((size_t)n * LANES);
         numbers = workspace.take<int16_t>((size_t)n * LANES);
+        weights = workspace.take<int16_t>((size_t)n * LANES);
         found = workspace.take<uint8_t>((size_t)n * LANES);
     }
 
     // False: there was NaN.
-    bool run(int number) {
+    bool run(int first, int count) {
+        for (int i = 0; i < count; i++)
+            if (!measure(first + i, blocks[i])) return false;
+        encode(first, count);
+        return true;
+    }
+
+  private:
+    static constexpr int LOWEST = -200;  // steps of a variance below the first border
+    struct Block {
+        float* rows;       // [n, C], divided by their gains once these are known
+        float* sizes;      // [C] scales
+        int* order;        // [C] channels by falling scale
+        uint8_t* weights;  // [n] of the errors of tokens
+        uint8_t* codes;    // [n, count] of one width
+    };
+    const xq_ranked_blocks& call;
+    const int C, n;
+    Ranking ranks;
+    TrellisSearch search;
+    Block blocks[TOGETHER];
+    const uint8_t* excluded;  // [n] of the block that is measured, null: none
+    float* scaled;            // its rows
+    float* partial_sums;      // [ceil(n / 2), C]
+    float* variance;          // [C] mean squares
+    float* row;               // [C]
+    uint8_t* places;          // [max(n, C)] scales or gains before they are packed
+    float* gathered;          // [n, LANES] channels that are searched together
+    int16_t* numbers;         // [n, LANES] the same in units of levels
+    int16_t* weights;         // [n, LANES] of their errors
+    uint8_t* found;           // [n, LANES] their codes
+
+    static size_t block_bytes(size_t C, size_t n) {
+        return sizeof(float) * (n + 2) * C + n + n * C + 5 * 64;
+    }
+
+    // Finds gains, scales and the order of channels. False: there is NaN in the block.
+    bool measure(int number, Block& block) {
+        scaled = block.rows;
         excluded = call.excluded ? call.excluded + (size_t)number * n : nullptr;
         for (int t = 0; t < n; t++) {
             const float* x = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
@@ -149,33 +202,17 @@ class RankedEncoding {
         measure_channels();
         for (int t = 0; t < n; t++)
             if (!divide_by_gain(t)) return false;
-        for (int t = 0; t < n; t++) weights[t] = excluded && excluded[t] ? 0 : call.weights[places[t]];
+        for (int t = 0; t < n; t++) block.weights[t] = excluded && excluded[t] ? 0 : call.weights[places[t]];
         pack_places(n, call.gain + (size_t)number * ((n + 1) / 2));
         measure_channels();
         for (int c = 0; c < C; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + USUAL_PLACE);
         uint8_t* scale = call.scale + (size_t)number * ((C + 1) / 2);
         pack_places(C, scale);
         ranks.read(scale, call.usual, call.sizes);
-        encode(call.codes + (size_t)number * call.code_bytes);
+        std::copy(ranks.sizes, ranks.sizes + C, block.sizes);
+        std::copy(ranks.order, ranks.order + C, block.order);
         return true;
     }
-
-  private:
-    static constexpr int LOWEST = -200;  // steps of a variance below the first border
-    const xq_ranked_blocks& call;
-    const int C, n;
-    Ranking ranks;
-    TrellisSearch search;
-    const uint8_t* excluded;  // [n], null: none
-    float* scaled;            // [n, C] the rows, divided by their gains once these are known
-    float* partial_sums;      // [ceil(n / 2), C]
-    float* variance;          // [C] mean squares
-    float* row;               // [C]
-    uint8_t* places;          // [max(n, C)] scales or gains before they are packed
-    uint8_t* codes;           // [n, count] of one width
-    uint8_t* weights;         // [n] of the errors of tokens
-    int16_t* numbers;         // [n, 16] channels in units
-    uint8_t* found;           // [n, 16] their codes
 
     static uint8_t place(int steps) { return (uint8_t)std::min(std::max(steps, 0), 15); }
 
@@ -229,63 +266,94 @@ class RankedEncoding {
             packed[i] = (uint8_t)(places[i] | (i + half < count ? places[i + half] << 4 : 0));
     }
 
-    void encode(uint8_t* packed) {
-        int first = 0;
+    void encode(int first, int together) {
+        int from = 0;
+        size_t at = 0;
         for (int i = ALL_WIDTHS - 1; i >= 0; i--) {
             const int count = call.counts[i];
             if (!count) continue;
             if (i < TRELLIS_WIDTHS)
-                search_codes(i, first, count);
+                search_codes(i, from, count, together);
             else
-                find_nearest(i, first, count);
-            packed = pack(packed, WIDTHS[i], count);
-            first += count;
+                for (int block = 0; block < together; block++) find_nearest(i, from, count, blocks[block]);
+            for (int block = 0; block < together; block++)
+                pack(call.codes + (size_t)(first + block) * call.code_bytes + at, WIDTHS[i], count,
+                     blocks[block].codes);
+            at += packed_bytes(WIDTHS[i], n) * count;
+            from += count;
         }
     }
 
-    // The codes of channels first, first + 1, ... of the ranks, 16 rows at a time.
-    void search_codes(int i, int first, int count) {
+    // The codes of channels from, from + 1, ... of the ranks of each block.
+    void search_codes(int i, int from, int count, int together) {
         const Width& width = WIDTHS[i];
-        for (int c = 0; c < count; c += LANES) {
-            const int lanes = std::min(LANES, count - c);
-            load_numbers(ranks.order + first + c, lanes, call.units[i], call.ends[i]);
-            search.codes(width, call.whole_levels + i * TABLE_SIZE, numbers, weights, found, LANES);
-            for (int t = 0; t < n / width.tokens; t++)
-                std::copy(found + t * LANES, found + t * LANES + lanes, codes + (size_t)t * count + c);
-        }
-    }
-
-    // `lanes` channels, divided by their scales, in units. Channels that are missing are 0.
-    void load_numbers(const int* channels, int lanes, float unit, float end) const {
-        alignas(64) float x[LANES] = {}, sizes[LANES];
-        alignas(64) int32_t whole[LANES];
-        for (int lane = 0; lane < LANES; lane++) sizes[lane] = lane < lanes ? ranks.sizes[channels[lane]] : 1;
-        const Floats size = load_floats(sizes), units = broadcast_float(unit);
-        const Floats lowest = broadcast_float(-end), highest = broadcast_float(end);
-        for (int t = 0; t < n; t++) {
-            const float* row = scaled + (size_t)t * C;
-            for (int lane = 0; lane < lanes; lane++) x[lane] = row[channels[lane]];
-            store(whole, to_nearest(minimum(maximum(load_floats(x) / size * units, lowest), highest)));
-            for (int lane = 0; lane < LANES; lane++) numbers[t * LANES + lane] = (int16_t)whole[lane];
-        }
-    }
-
-    void find_nearest(int i, int first, int count) const {
-        for (int t = 0; t < n; t++)
-            for (int c = 0; c < count; c++) {
-                const int channel = ranks.order[first + c];
-                const float x = scaled[(size_t)t * C + channel] / ranks.sizes[channel];
-                codes[(size_t)t * count + c] = nearest(call.edges + i * WINDOWS, WIDTHS[i].code, x);
+        const int rows = count * together, steps = n / width.tokens;
+        for (int done = 0; done < rows; done += LANES) {
+            const int lanes = std::min(LANES, rows - done);
+            // Does this to lanes that are of one block: their number, and the first one's rank.
+            auto of_each = [&](auto&& act) {
+                for (int lane = 0, some; lane < lanes; lane += some) {
+                    const int rank = (done + lane) % count;
+                    some = std::min(lanes - lane, count - rank);
+                    act(blocks[(done + lane) / count], lane, some, rank);
+                }
+            };
+            alignas(64) float sizes[LANES];
+            std::fill(sizes, sizes + LANES, 1.0f);
+            if (lanes < LANES) {
+                std::fill(gathered, gathered + (size_t)n * LANES, 0.0f);
+                std::fill(weights, weights + (size_t)n * LANES, (int16_t)0);
             }
+            of_each([&](const Block& block, int lane, int some, int rank) {
+                const int* channels = block.order + from + rank;
+                for (int j = 0; j < some; j++) sizes[lane + j] = block.sizes[channels[j]];
+                for (int t = 0; t < n; t++) {
+                    const float* x = block.rows + (size_t)t * C;
+                    for (int j = 0; j < some; j++) gathered[t * LANES + lane + j] = x[channels[j]];
+                    std::fill_n(weights + t * LANES + lane, some, (int16_t)block.weights[t]);
+                }
+            });
+            to_units(sizes, call.units[i], call.ends[i]);
+            search.codes(width, call.whole_levels + i * TABLE_SIZE, numbers, weights, found);
+            of_each([&](const Block& block, int lane, int some, int rank) {
+                for (int t = 0; t < steps; t++)
+                    std::copy_n(found + t * LANES + lane, some, block.codes + (size_t)t * count + rank);
+            });
+        }
     }
-    static uint8_t nearest(const float* edges, int bits, float x) {
-        int found = 0;
-        for (int step = 1 << (bits - 1); step; step /= 2) found += edges[found + step - 1] < x ? step : 0;
-        return (uint8_t)found;
+
+    // What was gathered, divided by scales, in units.
+    void to_units(const float* sizes, float unit, float end) const {
+        alignas(64) int32_t whole[16];
+        const Floats units = broadcast_float(unit), lowest = broadcast_float(-end), highest = broadcast_float(end);
+        for (int i = 0; i < n * LANES; i += 16) {
+            const Floats x = load_floats(gathered + i) / load_floats(sizes + i % LANES) * units;
+            store(whole, to_nearest(minimum(maximum(x, lowest), highest)));
+            for (int j = 0; j < 16; j++) numbers[i + j] = (int16_t)whole[j];
+        }
+    }
+
+    // The code of a number is how many of the edges between levels are below it.
+    void find_nearest(int i, int from, int count, const Block& block) const {
+        const float* edges = call.edges + i * WINDOWS;
+        const int edge_count = (1 << WIDTHS[i].code) - 1;
+        for (int t = 0; t < n; t++)
+            for (int c = 0; c < count; c += 16) {
+                const int some = std::min(16, count - c);
+                float x[16] = {};
+                int below[16] = {};
+                for (int j = 0; j < some; j++) {
+                    const int channel = block.order[from + c + j];
+                    x[j] = block.rows[(size_t)t * C + channel] / block.sizes[channel];
+                }
+                for (int e = 0; e < edge_count; e++)
+                    for (int j = 0; j < 16; j++) below[j] += edges[e] < x[j];
+                for (int j = 0; j < some; j++) block.codes[(size_t)t * count + c + j] = (uint8_t)below[j];
+            }
     }
 
     // The inverse of RankedDecoding::unpack.
-    uint8_t* pack(uint8_t* packed, const Width& width, int count) const {
+    void pack(uint8_t* packed, const Width& width, int count, const uint8_t* codes) const {
         int shift = 0;
         for (int plane = 8; plane >= 1; plane /= 2) {
             if (!(width.code & plane)) continue;
@@ -300,7 +368,6 @@ class RankedEncoding {
             packed += (size_t)rows * count;
             shift += plane;
         }
-        return packed;
     }
 };
 

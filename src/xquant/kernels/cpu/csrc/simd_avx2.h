@@ -242,4 +242,27 @@ inline Floats times_power_of_two(Floats a, Floats n) {
                       _mm256_castsi256_ps(_mm256_slli_epi32(biased.hi, 23))};
 }
 
+constexpr int LANES = 16;
+struct Shorts {
+    __m256i v;
+};
+inline Shorts load_shorts(const void* p) { return {_mm256_loadu_si256((const __m256i*)p)}; }
+inline void store_shorts(void* p, Shorts a) { _mm256_storeu_si256((__m256i*)p, a.v); }
+inline Shorts broadcast_short(int16_t x) { return {_mm256_set1_epi16(x)}; }
+inline Shorts least(Shorts a, Shorts b) { return {_mm256_min_epu16(a.v, b.v)}; }
+inline Shorts where_equal(Shorts x, Shorts y, Shorts a, Shorts b) {
+    return {_mm256_blendv_epi8(b.v, a.v, _mm256_cmpeq_epi16(x.v, y.v))};
+}
+inline Shorts subtract(Shorts a, Shorts b) { return {_mm256_sub_epi16(a.v, b.v)}; }
+inline Shorts add_up_to_limit(Shorts a, Shorts b) { return {_mm256_adds_epu16(a.v, b.v)}; }
+inline Shorts scaled_square(Shorts a, Shorts b) {
+    const __m256i difference = _mm256_subs_epi16(a.v, b.v);
+    return {_mm256_mulhrs_epi16(difference, difference)};
+}
+inline Shorts multiply(Shorts a, Shorts b) { return {_mm256_mullo_epi16(a.v, b.v)}; }
+inline void store_low_bytes(uint8_t* p, Shorts a) {
+    const __m128i low = _mm256_castsi256_si128(a.v), high = _mm256_extracti128_si256(a.v, 1);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(low, high));
+}
+
 }  // namespace

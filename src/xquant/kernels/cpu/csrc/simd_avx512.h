@@ -168,4 +168,31 @@ inline Floats round_to_whole(Floats a) { return {_mm512_roundscale_ps(a.v, 8)}; 
 // a * 2^n for whole n <= 127. Results below 2^-126 may be 0.
 inline Floats times_power_of_two(Floats a, Floats n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 
+// Thirty-two 16-bit lanes.
+constexpr int LANES = 32;
+struct Shorts {
+    __m512i v;
+};
+inline Shorts load_shorts(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_shorts(void* p, Shorts a) { _mm512_storeu_si512(p, a.v); }
+inline Shorts broadcast_short(int16_t x) { return {_mm512_set1_epi16(x)}; }
+// The lower of two numbers without a sign.
+inline Shorts least(Shorts a, Shorts b) { return {_mm512_min_epu16(a.v, b.v)}; }
+// a where x and y are equal, b elsewhere.
+inline Shorts where_equal(Shorts x, Shorts y, Shorts a, Shorts b) {
+    return {_mm512_mask_blend_epi16(_mm512_cmpeq_epi16_mask(x.v, y.v), b.v, a.v)};
+}
+inline Shorts subtract(Shorts a, Shorts b) { return {_mm512_sub_epi16(a.v, b.v)}; }
+// The sum of numbers without a sign, at most 65535.
+inline Shorts add_up_to_limit(Shorts a, Shorts b) { return {_mm512_adds_epu16(a.v, b.v)}; }
+// (a - b)^2 / 2^15, rounded, of numbers with a sign; the difference ends at -2^15 and 2^15 - 1.
+inline Shorts scaled_square(Shorts a, Shorts b) {
+    const __m512i difference = _mm512_subs_epi16(a.v, b.v);
+    return {_mm512_mulhrs_epi16(difference, difference)};
+}
+// The product of numbers without a sign, below 65536.
+inline Shorts multiply(Shorts a, Shorts b) { return {_mm512_mullo_epi16(a.v, b.v)}; }
+// Numbers below 256 as bytes.
+inline void store_low_bytes(uint8_t* p, Shorts a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi16_epi8(a.v)); }
+
 }  // namespace

@@ -1,7 +1,6 @@
 // The search for the best codes of rows of numbers: `quant.trellis._Search`, bit for bit. Costs are 16-bit numbers
-// that end at 65535, and 16 rows are searched side by side.
+// that end at 65535, and LANES rows are searched side by side.
 #pragma once
-#include "shorts.h"
 #include "widths.h"
 #include "workspace.h"
 
@@ -18,25 +17,24 @@ class TrellisSearch {
         choices = workspace.take<uint8_t>(most_codes(tokens) * WINDOWS / 2 * LANES);
     }
 
-    // The codes [tokens / width.tokens][stride] of 16 rows of numbers [tokens][16] in units, with these levels [2][256]
-    // in units, and the weight of each token's error, at most 16; of weight 0 any level will do.
-    void codes(const Width& width, const int16_t* levels, const int16_t* numbers, const uint8_t* weights, uint8_t* out,
-               int stride) {
+    // The codes [tokens / width.tokens][LANES] of rows of numbers [tokens][LANES] in units, with these levels [2][256]
+    // in units, and weights [tokens][LANES] of the errors, at most 16; of weight 0 any level will do.
+    void codes(const Width& width, const int16_t* levels, const int16_t* numbers, const int16_t* weights,
+               uint8_t* out) {
         const Search search = pick(width);
         this->levels = levels;
         this->numbers = numbers;
         this->weights = weights;
-        (this->*search)(out, stride);
+        (this->*search)(out);
     }
 
   private:
     static constexpr int LEVELLED = 8, LEAD = 24, DEAREST = 4095;  // as in quant/trellis.py
-    using Search = void (TrellisSearch::*)(uint8_t*, int);
+    using Search = void (TrellisSearch::*)(uint8_t*);
     const int tokens;
-    uint16_t *cost, *next;  // [256][16] of the best ways to each window
-    uint8_t* choices;       // [codes][256 >> K][16] which of the windows that differ in their oldest bits was best
-    const int16_t *levels, *numbers;
-    const uint8_t* weights;
+    uint16_t *cost, *next;  // [256][LANES] of the best ways to each window
+    uint8_t* choices;       // [codes][256 >> K][LANES] which of the windows that differ in their oldest bits was best
+    const int16_t *levels, *numbers, *weights;
 
     static size_t most_codes(int tokens) { return std::max(tokens, 2 * LEAD); }
     static Search pick(const Width& width) {
@@ -49,7 +47,7 @@ class TrellisSearch {
     }
 
     template <int K, int V>
-    void search(uint8_t* out, int stride) {
+    void search(uint8_t* out) {
         constexpr int BRANCHES = 1 << K, SHARED = WINDOWS >> K;
         const int count = tokens / V, lead = LEAD / K;
         int window[LANES], start[LANES];
@@ -70,7 +68,7 @@ class TrellisSearch {
         }
         for (int step = count - 1; step >= 0; step--) {
             for (int lane = 0; lane < LANES; lane++)
-                out[(size_t)step * stride + lane] = (uint8_t)(window[lane] % BRANCHES);
+                out[step * LANES + lane] = (uint8_t)(window[lane] % BRANCHES);
             back<K>(step, window);
         }
     }
@@ -80,7 +78,7 @@ class TrellisSearch {
         Shorts best = load_shorts(cost), found = broadcast_short(0);
         for (int s = 1; s < WINDOWS; s++) {
             const Shorts lower = least(best, load_shorts(cost + s * LANES));
-            found = select(equal(lower, best), found, broadcast_short((int16_t)s));
+            found = where_equal(lower, best, found, broadcast_short((int16_t)s));
             best = lower;
         }
         int16_t each[LANES];
@@ -102,44 +100,50 @@ class TrellisSearch {
     template <int K, int V>
     void forward(int first, int count) {
         constexpr int BRANCHES = 1 << K, SHARED = WINDOWS >> K;
+        const int16_t* const levels = this->levels;
         uint8_t* choice_to = choices;
         for (int step = 0; step < count; step++) {
-            if (step % LEVELLED == 0) level_off();
+            const Shorts lowest = step % LEVELLED ? broadcast_short(0) : lowest_cost();
             const int token = (first + step) * V % tokens;
             Shorts number[V], weight[V];
             for (int v = 0; v < V; v++) {
                 number[v] = load_shorts(numbers + (size_t)(token + v) * LANES);
-                weight[v] = broadcast_short(weights[token + v]);
+                weight[v] = load_shorts(weights + (size_t)(token + v) * LANES);
             }
+            const uint16_t* before = cost;
+            uint16_t* after = next;
             for (int p = 0; p < SHARED; p++) {
-                Shorts best = load_shorts(cost + p * LANES), choice = broadcast_short(0);
-                for (int i = 1; i < BRANCHES; i++) {
-                    const Shorts lower = least(best, load_shorts(cost + (p + i * SHARED) * LANES));
-                    choice = select(equal(lower, best), choice, broadcast_short((int16_t)i));
+                Shorts best = load_shorts(before + p * LANES), choice = broadcast_short(0);
+                unroll<BRANCHES - 1>([&](auto j) {
+                    constexpr int i = j + 1;
+                    const Shorts lower = least(best, load_shorts(before + (p + i * SHARED) * LANES));
+                    choice = where_equal(lower, best, choice, broadcast_short(i));
                     best = lower;
-                }
+                });
                 store_low_bytes(choice_to, choice);
                 choice_to += LANES;
-                for (int s = p * BRANCHES; s < (p + 1) * BRANCHES; s++) {
+                best = subtract(best, lowest);
+                const int16_t* const own = levels + p * BRANCHES;
+                unroll<BRANCHES>([&](auto s) {
                     Shorts total = best;
                     for (int v = 0; v < V; v++) {
-                        const Shorts level = broadcast_short(levels[v * WINDOWS + s]);
+                        const Shorts level = broadcast_short(own[v * WINDOWS + s]);
                         const Shorts error = least(scaled_square(number[v], level), broadcast_short(DEAREST));
                         total = add_up_to_limit(total, multiply(error, weight[v]));
                     }
-                    store_shorts(next + s * LANES, total);
-                }
+                    store_shorts(after + s * LANES, total);
+                });
+                after += BRANCHES * LANES;
             }
             std::swap(cost, next);
         }
     }
 
-    // Takes the lowest cost of each row off all of its costs.
-    void level_off() {
+    // Of each row, of all of its windows.
+    Shorts lowest_cost() const {
         Shorts lowest = load_shorts(cost);
         for (int s = 1; s < WINDOWS; s++) lowest = least(lowest, load_shorts(cost + s * LANES));
-        for (int s = 0; s < WINDOWS; s++)
-            store_shorts(cost + s * LANES, subtract(load_shorts(cost + s * LANES), lowest));
+        return lowest;
     }
 };
 
