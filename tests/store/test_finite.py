@@ -110,3 +110,15 @@ def test_what_reads_the_store_is_asked_at_once() -> None:
     with poison(model), pytest.raises(ValueError, match="left as it was before this"):
         run(model, cache, 40, 41)
     assert cache.index.length == 40
+
+
+def test_rows_whose_sum_is_too_large_are_finite() -> None:
+    finite.check_rows(torch.full((1, 4, 8), 3e38), layer=0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_not_finite_is_found(value: float) -> None:
+    rows = torch.full((1, 4, 8), -3e38)
+    rows[0, 2, 5] = value
+    with pytest.raises(ValueError, match="layer 7"):
+        finite.check_rows(rows, layer=7)

@@ -9,7 +9,7 @@ widths are stored, every block takes the same bytes, and none depends on another
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -126,7 +126,11 @@ class Ranked(Quantizer):
 
     def code_nbytes(self, tokens: int) -> int:
         """Bytes of the codes of a block."""
-        return sum(width.nbytes(whole(tokens)) * count for width, count in self.runs)
+        return whole(tokens) // CIRCLE * self._circle_nbytes
+
+    @cached_property
+    def _circle_nbytes(self) -> int:
+        return sum(width.nbytes(CIRCLE) * count for width, count in self.runs)
 
     def fields(self, tokens: int, channels: int) -> dict[str, Field]:
         """All uint8: ``scale`` of the channels and ``gain`` of the tokens, two in a byte, and ``codes``, the

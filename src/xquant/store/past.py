@@ -159,16 +159,16 @@ class Past:
         if self._asks_at_once(rows.device):
             finite.check_rows(rows, self.codec.view.index)
         self.release()
-        # Copies: views would keep the model's activations, or a whole sealed chunk, alive.
-        tail = rows.clone() if self.tail is None else torch.cat([self.tail, rows], 1)
+        self.tail = rows if self.tail is None else torch.cat([self.tail, rows], 1)
         if self.through_store and self.method.tail:
-            self.fresh = tail
-        self.tail = tail
+            self.fresh = self.tail
         read = self.through_store or self.codec.reads_below or self.codec.feeds_above
         sealing = self is self.span[-1] and self.due > 0 and (read or not hold)
         if sealing:
             Past.check_finite(self.span, before)
             seal(self.span)
+        elif self.tail is rows:
+            self.tail = rows.clone()  # a view would keep the model's activations alive
         self.accumulate(sealing or self.through_store)
 
     def _asks_at_once(self, device: torch.device) -> bool:
@@ -217,7 +217,7 @@ class Past:
             self.sinks = sinks.kept(rows, start, self.index.sink)
         self.stream.seal(packed, self.tail.shape[0])
         self.span[0].decoded = None
-        self.tail = self.tail[:, count:].clone()
+        self.tail = self.tail[:, count:].clone()  # a view would keep the sealed rows alive
         self.built.drop(count)
 
     # -- recalling -----------------------------------------------------------------------------
