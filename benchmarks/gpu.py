@@ -132,10 +132,11 @@ def stages(device: str, quick: bool, output: Path) -> list[Stage]:
         bench("sealing", 40, "sealing", kernel, "--sealing", both, kvquant),
         bench("largest", 120, "largest", "--largest-batch", largest, both),
         bench("xquant-cl", 40, "deltas", kernel, "--method xquant-cl-2bit"),
+        Stage("ranked", 120, _tests(quick, ranked=True)),  # their kernels take long to compile
     ]
 
 
-def _tests(quick: bool) -> list[str]:
+def _tests(quick: bool, ranked: bool = False) -> list[str]:
     """pytest on the kernels, on many workers where it knows how: most of the time they are compiled."""
     command = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=short"]
     if quick:
@@ -143,7 +144,8 @@ def _tests(quick: bool) -> list[str]:
     if find_spec("xdist"):
         command += ["-n", str(min(os.cpu_count() or 1, 12))]
     files = sorted((ROOT / "tests" / "kernels").glob("test_triton*.py"))
-    return [*command, *(str(file.relative_to(ROOT)) for file in files)]
+    names = [str(file.relative_to(ROOT)) for file in files]
+    return [*command, *(name for name in names if ("ranked" in name) == ranked)]
 
 
 def run(stage: Stage, device: str, output: Path, seconds: float, kept: str) -> Done:
@@ -218,8 +220,10 @@ class Report:
         known = self.rows("ceilings")
         common = {name: known[0][name] for name in ("schema", "environment")} if known else {}
         attention = self.rows("kivi-4bit", "kivi-2bit", "kvquant", "xquant", "xquant-cl")
-        reached, log = bars(attention), self._output / "tests.log"
-        checked = tests(log.read_text()) if log.exists() else {}
+        reached = bars(attention)
+        logs = [self._output / f"{name}.log" for name in ("tests", "ranked")]
+        said = "\n".join(log.read_text() for log in logs if log.exists())
+        checked = tests(said) if said else {}
         for name, rows in (
             ("stages", [asdict(done) for done in self.done]),
             ("bars", reached),

@@ -1,6 +1,8 @@
 """Compiles the Triton kernels for a Hopper GPU, which need not be there; fails where one does not compile.
-Those that an engine needs are compiled for the GPUs before and after it too."""
+Those that an engine needs are compiled for the GPUs before and after it too, two for one of AMD, and with the
+argument `ranked` those of ranked codes for all four, which takes minutes."""
 
+import sys
 from typing import Any
 
 import triton
@@ -23,6 +25,7 @@ from xquant.kernels.triton.jit.append import append
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.attend_exact import attend_exact
 from xquant.kernels.triton.jit.combine import combine
+from xquant.kernels.triton.jit.ranked import rank, ranked_scores, ranked_sums
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.seal import seal
 from xquant.kernels.triton.jit.sum_states import CHANNEL_LANES, PLAIN, TOKEN_LANES, sum_states
@@ -52,6 +55,8 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(("scores", "scores_out", "bias", "gain"), "*fp32"),
     **dict.fromkeys(("key_codebook", "value_codebook", "scale", "zero"), "*fp16"),
     **dict.fromkeys(("sink_columns", "codes", "found_nan"), "*i32"),
+    **dict.fromkeys(("size", "size_out", "levels", "sizes"), "*fp32"),
+    **dict.fromkeys(("order", "order_out", "runs", "usual"), "*i32"),
     "hidden": "*i1",
     **dict.fromkeys(("scaling", "softcap", "epsilon", "zero_shift", "scale_share"), "fp32"),
 }
@@ -154,6 +159,12 @@ SUMMING = [
     },
     {"SOURCE": PLAIN.value, "D": 128, "DP": 128, "LAYOUT": None},
 ]
+BLOCK = {"N": 128, "NP": 128}
+RANKED = {
+    **{**BLOCK, "D": 128, "DP": 128, "HEADS": 2, "ROWS": 8},
+    **{"SINKS": 1, "MASK": 0, "SOFTCAP": False},
+}
+RANKED_SUMMING = {**BLOCK, "ROWS": 32}
 ACCUMULATING = {
     **{"N": 128, "NP": 128, "OUT": 128, "CHUNK": 64, "CHUNKS": 16, "TILE": 128},
     "LAYOUT": layout(2, TOKEN, 128, per_token=True),
@@ -161,9 +172,10 @@ ACCUMULATING = {
 
 
 def build(
-    kernel: Any, constants: dict[str, Any], warps: int = 8, target: int = 90, **types: Any
+    kernel: Any, constants: dict[str, Any], warps: int = 8, target: int | str = 90, **types: Any
 ) -> Any:
-    """A kernel as Triton has compiled it; ``types``: of arguments that are not as in `TYPES`."""
+    """A kernel as Triton has compiled it; ``types``: of arguments that are not as in `TYPES`; ``target``: a
+    compute capability of CUDA, or an architecture of AMD."""
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(kernel.arg_names):
@@ -188,12 +200,22 @@ def build(
     paths = find_paths_if(list(signature.values()), aligned)
     attributes = {path: [["tt.divisibility", 16]] for path in paths}
     source = ASTSource(kernel, signature, known, attributes)
-    built = triton.compile(source, GPUTarget("cuda", target, 32), {"num_warps": warps})
-    assert built.asm["cubin"]
+    amd = isinstance(target, str)
+    device = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", target, 32)
+    built = triton.compile(source, device, {"num_warps": warps})
+    assert built.asm["hsaco" if amd else "cubin"]
     return built
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["ranked"]:
+        for target in (80, 90, 100, "gfx942"):
+            build(rank, {"RANKED": 64}, target=target)
+            build(ranked_scores, RANKED, target=target)
+            build(ranked_sums, RANKED_SUMMING, target=target)
+        sys.exit()
+    build(attend, DECODING[0], target="gfx942")
+    build(rebuild, REBUILDING[0], target="gfx942")
     for given in DECODING:
         build(attend, given)
     of_a_cache = {"limits": None, "new_runs": None, "N": None}

@@ -10,10 +10,11 @@ import pytest
 pytest.importorskip("triton", minversion="3.5")
 
 
-def test_the_kernels_compile_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", [[], pytest.param(["ranked"], marks=pytest.mark.long)])
+def test_the_kernels_compile(which: list[str], tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "compiled.py"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True
+        [sys.executable, str(script), *which], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -142,6 +142,11 @@ def test_a_mask_that_is_read_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert said.startswith("reference (triton differs")
 
 
+def test_ranked_codes_are_read_where_that_is_asked_for() -> None:
+    said, warned = kernels("tc-2bit:group=32")
+    assert said == ["reference (triton only where it is asked for)"] and warned == []
+
+
 def test_what_is_not_read_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "attend", broken)
     said, warned = kernels("kivi-4bit:group=24")

@@ -55,6 +55,8 @@ def choose(
     if wanted == "auto":
         native, *others = fastest_first(codec.view.device)
         why = refusal(native)
+        if not why and not native.gains(codec, block):
+            why = f"{native.name} only where it is asked for"
         if not why and native.tried:
             why = trial.failure(native, codec)
         if not why:

@@ -34,7 +34,7 @@ class TritonAccumulator:
         device = codec.view.device
         states = PackedStates.of(segment, block, device)
         operand = KernelOperand.of(segment, block, states.tile, device)
-        self._table = BlockTable(layer.stream, [operand], device)
+        self._table = BlockTable(layer.stream, [operand.offline], device)
         self._nothing = torch.zeros(1, device=device)
         self._matrix = Matrix(self._nothing, self._nothing)
         if codec.synthesis is not None:

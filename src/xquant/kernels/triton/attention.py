@@ -70,7 +70,8 @@ class TritonAttention(LayerAttention):
     def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
         self._layer, self._rope, self._workspace = layer, rope, workspace
         self._packed = PackedHeads(layer.codec, layer.stream.block)
-        self._table = BlockTable(layer.stream, self._packed.operands, layer.codec.view.device)
+        offline = [operand.offline for operand in self._packed.operands]
+        self._table = BlockTable(layer.stream, offline, layer.codec.view.device)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""

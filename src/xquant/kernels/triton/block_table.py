@@ -1,22 +1,28 @@
 """BlockTable: the addresses of a layer's packed blocks, on the device."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ...store.stream import Stream
 from ..addresses import BlockAddresses
 from .arguments import Blocks
-from .operand import KernelOperand
 
-FIELDS = ("codes", "scale", "zero", "outlier_count", "outlier_excess", "outlier_channel")
+FIELDS = ("codes", "scale", "zero", "outlier_count", "outlier_excess", "outlier_channel", "gain")
 """The packed fields of a segment, in the order in which a kernel finds their addresses."""
+Offline = tuple[Tensor, Tensor] | None
 
 
 class BlockTable:
-    """The addresses of a stream's blocks, by segment, field, sequence and column."""
+    """The addresses of a stream's blocks, by segment, field, sequence and column.
 
-    def __init__(self, stream: Stream, operands: list[KernelOperand], device: torch.device) -> None:
-        self._stream, self._operands, self._device = stream, operands, device
+    Args:
+        offline: scale and zero of each segment, where all blocks share them.
+    """
+
+    def __init__(self, stream: Stream, offline: Sequence[Offline], device: torch.device) -> None:
+        self._stream, self._offline, self._device = stream, offline, device
         self._addresses = BlockAddresses(stream)
         self.columns = 0
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
@@ -33,7 +39,7 @@ class BlockTable:
         self.columns = found.columns
         if found.table is None:
             return
-        fields = [self._fields(number) for number in range(len(self._operands))]
+        fields = [self._fields(number) for number in range(len(self._offline))]
         by_block = torch.stack([addresses for segment in fields for addresses in segment])
         addresses = by_block.to(self._device, non_blocking=True)[:, found.table]
         spans = torch.stack(
@@ -48,7 +54,7 @@ class BlockTable:
 
     def _fields(self, number: int) -> list[Tensor]:
         """The addresses of each field of every block, int64 ``[N]``; 0 where there is none."""
-        count, offline = self._stream.blocks, self._operands[number].offline
+        count, offline = self._stream.blocks, self._offline[number]
         addresses = self._addresses.fields(number)
         if offline is not None:
             for name, shared in zip(("scale", "zero"), offline, strict=True):

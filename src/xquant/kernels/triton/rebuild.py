@@ -51,8 +51,25 @@ class TritonRebuilding(LayerAttention):
         view = codec.view
         self._codec, self._device = codec, view.device
         self._nothing = torch.zeros(1, device=view.device)
+        bias = codec.key_bias
+        self._bias = self._nothing if bias is None else bias.float().contiguous()
+        pairs = view.kv_heads % 2 == 0 and power(view.head_size) <= MOST_PAIRED
+        self._program_heads = 2 if pairs else 1
+        self._block_constants = {"N": block, "NP": power(block), "num_warps": 8}
+        self._key_constants: dict[str, Any] = {
+            "D": view.head_size,
+            "DP": power(view.head_size),
+            "HEADS": self._program_heads,
+            **self._block_constants,
+        }
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What depends on how rows are packed."""
+        codec, view, block = self._codec, self._codec.view, self._layer.stream.block
         operands = [KernelOperand.of(s, block, s.channels, view.device) for s in codec.segments]
-        self._table = BlockTable(layer.stream, operands, view.device)
+        offline = [operand.offline for operand in operands]
+        self._table = BlockTable(self._layer.stream, offline, view.device)
         self._accumulated = codec.sums_deltas
         states = None
         if not self._accumulated:
@@ -60,29 +77,20 @@ class TritonRebuilding(LayerAttention):
         if "triton keys" not in codec.prepared:
             codec.prepared["triton keys"] = list(by_chunk(codec.key_weight, states))
         self._matrix = Matrix(*codec.prepared["triton keys"])
-        bias = codec.key_bias
-        self._bias = self._nothing if bias is None else bias.float().contiguous()
         norm = None if view.key_norm is None else view.key_gain()
         self._gain, self._epsilon = norm or (self._nothing, 0.0)
         plain = {"TILE": None, "LAYOUT": None, "CHUNK": CHUNK}
         packed = plain if states is None else states.constants()
         chunk = CHUNK if states is None else states.chunk
-        pairs = view.kv_heads % 2 == 0 and power(view.head_size) <= MOST_PAIRED
-        self._program_heads = 2 if pairs else 1
-        self._key_constants: dict[str, Any] = {
-            "D": view.head_size,
-            "DP": power(view.head_size),
-            "N": block,
-            "NP": power(block),
-            "HEADS": self._program_heads,
+        self._key_constants |= {
             "CHUNKS": self._matrix.data.shape[1] // chunk,
             "PACKED": states is not None,
-            "BIAS": bias is not None,
+            "BIAS": codec.key_bias is not None,
             "NORM": norm is not None,
-            "num_warps": 8,
             **packed,
         }
-        self._sum_constants = {"N": block, "NP": power(block), "num_warps": 8, **self._summed()}
+        self._sum_constants = {**self._block_constants, **self._summed()}
+        self._program_channels = self._sum_constants["D"]
 
     def _summed(self) -> dict[str, Any]:
         """What `sum_states` is compiled for: which channels a program sums, and how they are packed."""
@@ -111,23 +119,25 @@ class TritonRebuilding(LayerAttention):
         rows, size = launch.batch * launch.groups * launch.rows, launch.size
         channels, columns = self._codec.value_weight.shape[1], self._table.columns
         sequences = launch.batch * -(-launch.groups * launch.rows // SUM_ROWS)
-        programs = -(-channels // self._sum_constants["D"]) * sequences
+        programs = -(-channels // self._program_channels) * sequences
         per_split = blocks_per_split(columns, programs, self._device)
         splits = -(-columns // per_split)
         # Of the last combination, the exact tokens are one split, all blocks are the other.
-        sums, maxima, scores, *coded = self._workspace.take(
+        sums, maxima, scores, coded_sums, coded_maxima, *scratch = self._workspace.take(
             self._device,
             2 * rows * size,
             2 * rows * 2,
             rows * columns * self._layer.stream.block,
             splits * rows * channels,
             splits * rows * 2,
+            *self._scratch(launch),
         )
         self._attend_exact(launch, sums, maxima)
         if columns:
-            rows_in = self._rows_in()
-            self._score(launch, rows_in, scores)
-            self._sum(launch, rows_in, scores, per_split, coded)
+            coded = [coded_sums, coded_maxima]
+            source = self._source(launch, scratch)
+            self._score(launch, source, scores)
+            self._sum(launch, source, scores, per_split, coded)
             values = self._project(launch, coded, splits, maxima[2 * rows :])
             sums[rows * size : 2 * rows * size].view_as(values).copy_(values)
         out = launch.new_out()
@@ -163,8 +173,12 @@ class TritonRebuilding(LayerAttention):
             **launch.constants,
         )
 
-    def _rows_in(self) -> Rows:
-        """Sums over layers ``[B, T, C]``, where keys and values come from them."""
+    def _scratch(self, launch: Launch) -> list[int]:
+        """What more of the workspace is wanted."""
+        return []
+
+    def _source(self, launch: Launch, scratch: list[Tensor]) -> Any:
+        """What else keys and values come from: sums over layers ``[B, T, C]``, where it is these."""
         recalled = recalled_rows(self._layer)
         if recalled is None:
             return Rows(self._nothing, *row_strides(self._nothing))
@@ -172,7 +186,7 @@ class TritonRebuilding(LayerAttention):
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         return Rows(rows, *row_strides(rows))
 
-    def _score(self, launch: Launch, rows_in: Rows, scores: Tensor) -> None:
+    def _score(self, launch: Launch, source: Any, scores: Tensor) -> None:
         """Write the scores of all blocks, ``[B, G, rows, columns * n]``."""
         table = self._table
         columns, sink_count = sink_columns(self._layer, table.blocks.begins)
@@ -182,7 +196,7 @@ class TritonRebuilding(LayerAttention):
             *launch.mask_arguments(self._nothing),
             scores,
             table.segment(0),
-            rows_in,
+            source,
             self._matrix,
             self._bias,
             self._gain,
@@ -202,7 +216,7 @@ class TritonRebuilding(LayerAttention):
         )
 
     def _sum(
-        self, launch: Launch, rows_in: Rows, scores: Tensor, per_split: int, out: list[Tensor]
+        self, launch: Launch, source: Any, scores: Tensor, per_split: int, out: list[Tensor]
     ) -> None:
         """Write the splits of the sums of what values come from, and their maxima."""
         table, channels = self._table, self._codec.value_weight.shape[1]
@@ -212,7 +226,7 @@ class TritonRebuilding(LayerAttention):
             scores,
             *out,
             table.segment(len(self._layer.codec.segments) - 1),
-            rows_in,
+            source,
             table.columns,
             per_split,
             rows,

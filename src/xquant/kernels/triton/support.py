@@ -12,7 +12,7 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
 from ...quant import Affine, Quantizer, Segment
-from ...quant.operand import Operand
+from ...quant.operand import Operand, RankedOperand
 from ..backend import uncoded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,6 +73,8 @@ def unfit(codec: LayerCodec, block: int) -> str:
 
 def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:
     """The same of a layer whose keys and values are rebuilt."""
+    if ranked(codec, block):
+        return ""
     keys, values = (affine(segment, block) for segment in (codec.segments[0], codec.segments[-1]))
     if keys is None or values is None:
         return "what keys and values come from has no affine codes"
@@ -88,6 +90,11 @@ def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:
     if values.group % 32 or (by_token and power(values.group) * power(block) > MOST_ELEMENTS):
         return f"ranges of {values.group} channels in blocks of {block}"
     return ""
+
+
+def ranked(codec: LayerCodec, block: int) -> bool:
+    """Whether a layer has ranked codes."""
+    return isinstance(codec.segments[0].operand(block), RankedOperand)
 
 
 def affine(segment: Segment, block: int) -> Operand | None:

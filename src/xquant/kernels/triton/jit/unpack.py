@@ -38,7 +38,8 @@ ZERO = tl.constexpr(2)
 OUTLIER_COUNT = tl.constexpr(3)
 OUTLIER_EXCESS = tl.constexpr(4)
 OUTLIER_CHANNEL = tl.constexpr(5)
-FIELDS = tl.constexpr(6)
+GAIN = tl.constexpr(6)
+FIELDS = tl.constexpr(7)
 
 
 class Block(NamedTuple):
