@@ -184,41 +184,6 @@ def test_autocast_with_sinks(spec: str, kernel: str) -> None:
     assert (found - want).abs().mean() < 0.25 * want.abs().mean()
 
 
-# -- compiling -------------------------------------------------------------------------------------
-
-
-def compiled(model: Any) -> Any:
-    return torch.compile(model, backend="eager")
-
-
-def in_place(model: Any) -> Any:
-    model.compile(backend="eager")
-    return model
-
-
-def forward_alone(model: Any) -> Any:
-    model.forward = torch.compile(model.forward, backend="eager")
-    return model
-
-
-@pytest.mark.parametrize("way", [compiled, in_place, forward_alone])
-def test_a_compiled_forward_pass_is_refused(way: Callable[[Any], Any]) -> None:
-    torch._dynamo.reset()
-    model = tiny("llama")
-    cache = KVCache(model, "kivi-4bit:group=8")
-    fast = way(model)
-    with pytest.raises(ValueError, match="cannot be used in a compiled forward pass"):
-        fast(prompt(), past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        try:
-            got = two_passes(fast, DynamicCache(config=model.config))
-        except NameError:
-            pytest.skip("torch 2.6 cannot compile what transformers 5.8 has")
-        want = two_passes(tiny("llama"), DynamicCache(config=model.config))
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-
-
 # -- arguments -------------------------------------------------------------------------------------
 
 

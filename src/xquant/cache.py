@@ -62,6 +62,8 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         1
     """
 
+    traceable = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -142,6 +144,13 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         )
         return ", ".join(names)
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many tokens a mask covers, and the first: of a layer's past and ``query_length`` new ones."""
+        if self._begun is None or not isinstance(self.layers[layer_idx], CompressedLayer):
+            sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+            return sizes
+        return self._begun.tokens + query_length, 0
+
     @property
     def _family(self) -> str:
         return type(self.attachment.view.model).__name__
@@ -189,7 +198,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             self._build(codecs)
 
     def observe(self, view: AttentionView, given: Given) -> None:
-        if view.index != self.attachment.view.compressed[0].index:
+        if view.index != self.compressed[0].codec.view.index:
             return
         self.index.append(*places(self._family, given, self.index), given.ids)
         # A decode step on a GPU asks the device nothing.
@@ -219,6 +228,8 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         if not isinstance(layer, CompressedLayer):
             own: States = layer.update(key_states, value_states, *args, **kwargs)
             return own
+        if torch.compiler.is_compiling():
+            return self.attachment.trace(layer_idx, key_states, value_states)
         self.stack.enter(layer)
         self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))
         hooks = self.attachment.hooks[layer_idx]

@@ -28,6 +28,12 @@ def takes_caches(model: nn.Module) -> bool:
     return asked is None or bool(asked())
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` wrapped; any other model itself."""
+    original: nn.Module = getattr(model, "_orig_mod", model)
+    return original
+
+
 def text_config(model: nn.Module) -> PreTrainedConfig:
     """The decoder's own configuration, also of a model with several modalities."""
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Cache, GenerationMixin
 
@@ -149,6 +150,7 @@ class _Calls:
         own = getattr(type(self._model), _NAME)
         return own(self._model, generation_config, model_kwargs, *args, **kwargs)
 
+    @torch.compiler.disable
     def see_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

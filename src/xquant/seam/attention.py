@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import compat
 from ..kernels.call import AttentionCall
+from . import traced
 from .gradients import past_is_constant
 from .layer import NAME, PREFIX, LayerHooks, unusual
 from .watched import Watched, plain
@@ -27,6 +28,12 @@ def _attention(like: str) -> Callable[..., Any]:
     ) -> Any:
         own = compat.attention_function(like, module)
         hooks: LayerHooks | None = getattr(module, NAME, None)
+        if hooks is not None and hooks.traced is not None:
+            seen, hooks.traced = hooks.traced, None
+            if seen.key is not None:
+                return traced.attend(
+                    hooks.index, seen, query, key, value, attention_mask, kwargs
+                ), None
         current = None if hooks is None else hooks.attachment.current
         handed = None
         if current is not None and hooks is not None:

@@ -17,19 +17,23 @@ with a cache each. In the order in which a forward pass meets them:
 4. `Attachment.decoder_ends` (`cache.finish`) and `model_ends`.
 """
 
+import copy
 from threading import RLock, local
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from .. import compat
 from ..codecs import Codecs
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
 from .attention import WRAPPED
 from .layer import NAME, PREFIX, LayerHooks
 from .passes import ForwardPass, Handed, ObservingCache
+from .traced import RUNNING, refused
 from .watched import Watched, watch
 
 _ATTACHMENT = "_xquant_attachment"
@@ -49,6 +53,7 @@ def attach(model: nn.Module) -> "Attachment":
         [0, 1, 2, 3, 4]
         >>> detach(model)
     """
+    model = compat.uncompiled(model)
     with _ATTACHING:
         attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
         if attachment is not None and attachment.view.outdated:
@@ -71,6 +76,7 @@ def detach(model: nn.Module) -> None:
         >>> detach(model)
         >>> _ = model(**inputs)  # as if there had been no cache
     """
+    model = compat.uncompiled(model)
     with _ATTACHING:
         attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
         if attachment is not None:
@@ -146,18 +152,23 @@ class Attachment:
 
     # -- a forward pass begins -------------------------------------------------------------
 
+    @torch.compiler.disable
     def model_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         cache = _cache_among(args, kwargs)
-        if cache is not None and torch.compiler.is_compiling():
-            _refuse_compiled()
         mine = cache is not None and cache.attachment is self
         self._local.ids = _ids_among(args, kwargs)
         self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
 
     def decoder_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._begin(module, args, kwargs, torch.compiler.is_compiling())
+
+    @torch.compiler.disable
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
     ) -> None:
         cache = _cache_among(args, kwargs)
         self._local.current = None
@@ -167,8 +178,6 @@ class Attachment:
             if last is not None and inputs is not None:
                 last.pass_over(*inputs.shape[:2])
             return
-        if torch.compiler.is_compiling():
-            _refuse_compiled()
         if cache.attachment is not self:
             raise ValueError(
                 "this cache was made for another model, or before detach: make a new one"
@@ -179,6 +188,8 @@ class Attachment:
                 " model.gradient_checkpointing_disable() first"
             )
         self.wrap()
+        if compiled:
+            self._check_compiled(module, args, kwargs, cache)
         batch, length = inputs.shape[:2]
         cache.begin(batch, length, kwargs.get("attention_mask"))
         # A decoder within another model may be given embeddings of what the model was given ids of.
@@ -188,6 +199,31 @@ class Attachment:
             ids = None
         self._local.current = ForwardPass(cache, kwargs.get("position_ids"), ids)
         self._local.last = ref(cache)
+        RUNNING.attachment = self
+
+    def _check_compiled(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cache: ObservingCache,
+    ) -> None:
+        """Refuse what cannot run compiled. Compiled layers cannot be watched, so what they do with the states
+        that a cache returns is seen in a pass before, with a copy of the cache.
+
+        Raises:
+            ValueError: gradients are recorded, or layers want whole keys and values.
+        """
+        if not cache.traceable:
+            raise refused("states are collected in it")
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            raise refused("gradients are recorded; call the model under torch.no_grad()")
+        if any(hooks.hands_over is None for hooks in self.hooks.values()):
+            with torch.no_grad():
+                module(*_replaced(args, cache), **_replaced(kwargs, cache))
+        for hooks in self.hooks.values():
+            if not hooks.hands_over:
+                raise refused(f"layer {hooks.index} has {hooks.why_whole}")
 
     # -- a cache asks at a layer ---------------------------------------------------------------
 
@@ -208,6 +244,12 @@ class Attachment:
         key = self.hooks[index].view.as_in_cache(key)
         return AttentionInputs(inputs.x, inputs.residual, inputs.raw_key, key, value)
 
+    def trace(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What a cache returns to layer ``index`` while it is compiled: the states as they are."""
+        tracing = self.hooks[index].tracing()
+        tracing.key, tracing.value = key, value
+        return key, value
+
     def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index``, to be seen again by the attention function.
 
@@ -221,6 +263,7 @@ class Attachment:
 
     # -- the forward pass ends -----------------------------------------------------------------
 
+    @torch.compiler.disable
     def decoder_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         current, self._local.current = self.current, None
         if current is None:
@@ -236,6 +279,7 @@ class Attachment:
         if lost is not None:
             raise self.unserved(lost)
 
+    @torch.compiler.disable
     def model_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         before, self._local.before = getattr(self._local, "before", None), None
         if before is not None and output is None:
@@ -250,14 +294,14 @@ class Attachment:
         )
 
 
-@torch.compiler.disable  # an error that is raised while compiling would only break the graph
-def _refuse_compiled() -> None:
-    raise ValueError("a compressed cache cannot be used in a compiled forward pass")
-
-
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservingCache | None:
     inputs = (*kwargs.values(), *args)
     return next((given for given in inputs if isinstance(given, ObservingCache)), None)
+
+
+def _replaced(inputs: Any, cache: ObservingCache) -> Any:
+    """The inputs of a module with a copy of ``cache`` in its place."""
+    return tree_map(lambda given: copy.deepcopy(cache) if given is cache else given, inputs)
 
 
 def _ids_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..models import AttentionView
 from ..models.rotation import Pair
-from .passes import Given, Handed, split_axes
+from .passes import Given, Handed, LayerPass, split_axes
 from .watched import plain
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class LayerHooks:
         self._hands_over: dict[str, bool] = {}
         """By attention implementation: whether the layer passes on what a cache returns, and does nothing
         else with it."""
+        self.traced: LayerPass | None = None
+        """See `tracing`; None until the layer begins, and once it attends."""
 
     def see_expanded(self, handed: Handed, key: Tensor, value: Tensor) -> None:
         """Learn whether the layer makes these keys and values ``[B, H, T, .]`` of the latents that it was
@@ -89,19 +91,37 @@ class LayerHooks:
     def learn(self, hands_over: bool) -> None:
         self._hands_over[self.implementation] = hands_over
 
-    def see_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def tracing(self) -> LayerPass:
+        """What was seen of the layer so far while it is compiled."""
+        if self.traced is None:
+            self.traced = LayerPass()
+        return self.traced
+
+    def _seen(self) -> LayerPass | None:
+        """Where to note what is seen; None where no compressed cache asks for it."""
+        if torch.compiler.is_compiling():
+            return self.tracing()
         current = self.attachment.current
-        if current is not None and args:
-            current.at(self.index).residual = args[0]
+        return None if current is None else current.at(self.index)
+
+    def see_norm(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen = self._seen()
+        if seen is not None and args:
+            seen.residual = args[0]
 
     def see_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        current = self.attachment.current
-        if current is not None:
-            current.at(self.index).raw_key = output[..., self.view.key_channels]
+        seen = self._seen()
+        if seen is not None:
+            seen.raw_key = output[..., self.view.key_channels]
 
     def see_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if torch.compiler.is_compiling():
+            self.tracing().x, self.tracing().positions = x, kwargs.get("position_ids")
+            self.tracing().rope = _pair(kwargs.get("position_embeddings"))
+            return
         current = self.attachment.current
         if current is None:
             return
@@ -110,7 +130,6 @@ class LayerHooks:
                 f"a projection of layer {self.index} was replaced after this cache was made, perhaps when"
                 " adapters were added or merged: make a new one"
             )
-        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         inputs = current.at(self.index)
         inputs.x = x
         if inputs.residual is None:

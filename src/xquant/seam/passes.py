@@ -47,6 +47,8 @@ class ObservingCache:
     """What a cache offers to the seam."""
 
     attachment: "Attachment"
+    traceable = False
+    """Whether compiled forward passes may use it: see `traced`."""
 
     @abstractmethod
     def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
@@ -99,6 +101,11 @@ class LayerPass:
         self.x: Tensor | None = None
         self.residual: Tensor | None = None
         self.raw_key: Tensor | None = None
+        # The rest is noted while a layer is compiled.
+        self.positions: Tensor | None = None
+        self.rope: Pair | None = None
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
 
 
 class Handed:

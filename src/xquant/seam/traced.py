@@ -1,0 +1,104 @@
+"""Compiled forward passes: one operator of torch for a layer's cache, which the compiler does not see into.
+
+While `torch.compile` traces a layer, hooks note what they see (`LayerHooks.tracing`), `KVCache.update` gives
+the new states back as they are, and the attention function gives all of it to the operator. When the compiled
+layer runs, the operator shows it to the cache as hooks do in a pass that is not compiled, and attends. So all
+layers of a decode step are one graph. Begin and end of the pass stay with hooks that are not compiled.
+"""
+
+from threading import local
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from .layer import unusual
+from .passes import LayerPass
+
+if TYPE_CHECKING:
+    from .hooks import Attachment
+
+RUNNING = local()
+"""``attachment``: whose decoder runs in this thread."""
+PASSED = ("scaling", "softcap", "s_aux", "is_causal")
+"""Options of an attention function that the operator passes on."""
+
+
+def attend(
+    index: int,
+    seen: LayerPass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The attention of layer ``index`` over its cache and the new states, ``[B, T, H, D]``."""
+    cos, sin = seen.rope or (None, None)
+    shown = seen.x, seen.residual, seen.raw_key
+    given = [options.get(name) for name in PASSED]
+    why = ""
+    if key is not seen.key or value is not seen.value:
+        why = f"layer {index} works with the keys and values that its cache returns"
+    elif unusual(options):
+        why = "attention is asked for dropout, weights or biases"
+    out: Tensor = _operator(
+        *shown, query, key, value, mask, seen.positions, cos, sin, index, why, *given
+    )
+    return out
+
+
+@torch.library.custom_op("xquant::attend", mutates_args=())
+def _operator(
+    x: Tensor | None,
+    residual: Tensor | None,
+    raw_key: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    positions: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    index: int,
+    why: str,
+    scaling: float | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    is_causal: bool | None,
+) -> Tensor:
+    attachment: Attachment | None = getattr(RUNNING, "attachment", None)
+    current = None if attachment is None else attachment.current
+    if attachment is None or current is None or x is None:
+        raise refused("hooks of its model did not run")
+    if why:
+        raise refused(why)
+    hooks = attachment.hooks[index]
+    if not hooks.hands_over:
+        raise refused("a pass that is not compiled must come before it")
+    rope = None if cos is None else (cos, sin)
+    named = {"position_ids": positions, "attention_mask": mask, "position_embeddings": rope}
+    hooks.see_attention(hooks.view.module, (x,), named)
+    seen = current.at(index)
+    seen.residual = seen.residual if residual is None else residual
+    seen.raw_key = seen.raw_key if raw_key is None else raw_key
+    cache: Any = current.cache
+    key, value = cache.update(key, value, index)
+    given = zip(PASSED, (scaling, softcap, s_aux, is_causal), strict=True)
+    options = {name: option for name, option in given if option is not None}
+    attention = compat.attention_function(hooks.implementation, hooks.view.module)
+    out, _ = attention(hooks.view.module, query, key, value, mask, **options)
+    return out.contiguous()
+
+
+@_operator.register_fake
+def _(
+    x: Any, residual: Any, raw_key: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> Tensor:
+    batch, heads, tokens, size = query.shape[:3] + value.shape[-1:]
+    return query.new_empty(batch, tokens, heads, size)
+
+
+def refused(why: str) -> ValueError:
+    return ValueError(f"a compressed cache cannot be used in this compiled forward pass: {why}")

@@ -1,0 +1,164 @@
+"""Compiled forward passes: outputs of those that are not, and nothing compiled anew as the context grows."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from models import left_padded, prompt, tiny
+from wild import built
+from xquant import KVCache, detach
+
+SPEC = "kivi-4bit:group=8"
+
+
+@pytest.fixture(autouse=True)
+def from_scratch() -> Iterator[None]:
+    """Nothing is compiled yet, and a frame that is compiled too often is an error, not run uncompiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def wrapped(model: Any) -> Any:
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def forward_alone(model: Any) -> Any:
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+@torch.no_grad()
+def decoded(model: Any, cache: KVCache, steps: int = 20, ids: Tensor | None = None) -> Tensor:
+    """Logits of a prompt and of the steps after it. After the second, nothing may be compiled anew."""
+    ids = prompt(1, 20 + steps) if ids is None else ids
+    logits = [model(ids[:, :20], past_key_values=cache).logits]
+    for at in range(20, 20 + steps):
+        settled = at > 21 and bool(counters["stats"])
+        with torch._dynamo.config.patch(error_on_recompile=settled):
+            logits.append(model(ids[:, at : at + 1], past_key_values=cache).logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("way", [wrapped, in_place, forward_alone])
+def test_a_compiled_model_gives_what_it_gives_uncompiled(way: Callable[[Any], Any]) -> None:
+    model = tiny("llama")
+    want = decoded(model, KVCache(model, SPEC))
+    detach(model)
+    fast = way(model)
+    cache = KVCache(fast, SPEC)
+    assert torch.equal(decoded(fast, cache), want)
+    assert cache.report().sealed_bytes
+    # A prompt and a step, of the decoder and what follows it each: a layer is no graph of its own.
+    assert counters["stats"]["unique_graphs"] == 4
+    other = KVCache(fast, SPEC)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert torch.equal(decoded(fast, other), want)
+
+
+@pytest.mark.parametrize(
+    "family, spec, backend",
+    [
+        ("llama", "xquant-cl-4bit:group=8", "aot_eager"),
+        ("gemma3", SPEC, "eager"),
+        ("gpt_oss", "kivi-4bit:group=8,sink=2", "eager"),
+    ],
+)
+def test_methods_and_models(family: str, spec: str, backend: str) -> None:
+    model = tiny(family)
+    want = decoded(model, KVCache(model, spec), steps=6)
+    fast = torch.compile(model, backend=backend)
+    torch.testing.assert_close(
+        decoded(fast, KVCache(model, spec), steps=6), want, atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    model = tiny("llama", num_hidden_layers=2)
+    fast, ids = torch.compile(model), prompt(1, 40)
+    mine, own = (KVCache(model, SPEC) for _ in range(2))
+    with torch.no_grad():
+        for cache in (mine, own):
+            model(ids[:, :20], past_key_values=cache)
+        for at in range(20, 40):
+            got, want = (
+                run(ids[:, at : at + 1], past_key_values=cache).logits
+                for run, cache in ((fast, mine), (model, own))
+            )
+            torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
+
+
+def test_generate_with_padding() -> None:
+    model = tiny("llama")
+    inputs = left_padded([12, 20])
+    want = model.generate(**inputs, past_key_values=KVCache(model, SPEC), max_new_tokens=12)
+    fast = forward_alone(model)
+    got = fast.generate(**inputs, past_key_values=KVCache(model, SPEC), max_new_tokens=12)
+    assert torch.equal(got, want)
+
+
+def test_an_error_in_a_pass_leaves_the_cache_as_it_was() -> None:
+    model = tiny("llama")
+    fast, cache = wrapped(model), KVCache(model, SPEC)
+    want = decoded(fast, KVCache(model, SPEC))
+    with torch.no_grad():
+        fast(prompt(1, 40)[:, :20], past_key_values=cache)
+        weight = model.model.layers[2].mlp.up_proj.weight
+        kept = weight.clone()
+        weight.fill_(torch.nan)
+        with pytest.raises(ValueError, match="NaN or infinity in the hidden states of layer 3"):
+            fast(prompt(1, 40)[:, 20:21], past_key_values=cache)
+        weight.copy_(kept)
+        assert cache.get_seq_length() == 20
+        logits = fast(prompt(1, 40)[:, 20:21], past_key_values=cache).logits
+    assert torch.equal(logits, want[:, 20:21])
+
+
+def test_threads_share_what_is_compiled() -> None:
+    model = tiny("llama")
+    fast = wrapped(model)
+    texts = [prompt(1, 40, seed=seed) for seed in (1, 2)]
+    want = [decoded(model, KVCache(model, SPEC), ids=ids) for ids in texts]
+    decoded(fast, KVCache(model, SPEC))
+    found: dict[int, Tensor] = {}
+
+    def run(number: int) -> None:
+        found[number] = decoded(fast, KVCache(model, SPEC), ids=texts[number])
+
+    threads = [Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[number], want[number]) for number in range(2))
+
+
+def test_what_cannot_run_compiled_is_refused() -> None:
+    model = tiny("llama")
+    cache = KVCache(model, SPEC)
+    with pytest.raises(ValueError, match=r"gradients are recorded; .* torch.no_grad\(\)"):
+        wrapped(model)(prompt(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    other = built("DiffLlama")
+    with pytest.raises(ValueError, match="DiffLlamaForCausalLM works with the states"):
+        decoded(wrapped(other), KVCache(other, SPEC))
+
+
+def test_a_compiled_model_with_its_own_cache() -> None:
+    model = tiny("llama")
+    want = model(prompt()).logits
+    KVCache(model, SPEC)
+    assert torch.allclose(wrapped(model)(prompt()).logits, want, atol=1e-4)
