@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .calibrators.run import calibrate, own_calibration
     from .implicit import compress, compressed, decompress
+    from .linear import pack_weights, unpack_weights
     from .load import load_model
     from .methods import (
         AsymKV,
@@ -75,7 +76,9 @@ __all__ = [
     "detach",
     "load_model",
     "own_calibration",
+    "pack_weights",
     "parse_method",
+    "unpack_weights",
 ]
 
 _METHODS = (
@@ -94,6 +97,7 @@ _HOMES = {
     "PrefixStore": "prefixes",
     "SavedCache": "saved.resting",
     "load_model": "load",
+    **dict.fromkeys(("pack_weights", "unpack_weights"), "linear"),
     "parse_method": "spec",
 }
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .linear import packed_bytes
 from .sizes import readable
 from .store.layer import CompressedLayer
 
@@ -138,7 +139,7 @@ def report_of(cache: "KVCache") -> Report:
         bits_per_value=bits(sealed.total() + codebooks + sinks + ids),
         code_bits=bits(code_bytes),
         cache_ratio=resident / (2 * values) if values else 0.0,
-        model_bytes=sum(p.nbytes for p in view.model.parameters()),
+        model_bytes=packed_bytes(view.model) + sum(p.nbytes for p in view.model.parameters()),
         codec_bytes=sum(layer.codec.nbytes for layer in cache.compressed),
         note=cache.note,
         host_bytes=sealed.total() if cache.stack.carrier is not None else 0,
