@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +54,14 @@ def test_a_row_for_the_full_cache_and_for_every_method() -> None:
     assert len(full["tried"]) == 4  # fp32 and bf16, sdpa and eager
     assert full["ms_per_token"] in full["tried"].values()
     assert full["speedup_vs_full"] == 1
+
+
+def test_packed_weights_and_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    full, ours = rows(["kivi-4bit:group=32"], packed=True, compiled=True, dtypes=BF16)
+    assert (full["packed"], ours["packed"]) == (False, True)
+    assert full["compiled"] and ours["compiled"] and ours["failed"] is None
 
 
 def test_filling_gives_what_a_prefill_would_hold() -> None:

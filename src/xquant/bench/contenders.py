@@ -43,7 +43,16 @@ class Contender(ABC):
     def step(self) -> None:
         """Decode one token."""
         ids = torch.zeros(self.batch, 1, dtype=torch.long, device=self.model.device)
-        self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.run(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    @property
+    def run(self) -> Any:
+        """The model as steps call it."""
+        return self.model if self._compiled is None else self._compiled
+
+    def compile(self) -> None:
+        """Have steps run compiled."""
+        self._compiled = torch.compile(self.model)
 
     def newest(self) -> tuple[Tensor, Tensor, Tensor]:
         """A random query ``[B, H, 1, D]``, and the key and value ``[B, G, 1, D]`` of its token."""
@@ -59,6 +68,7 @@ class Contender(ABC):
         return self._batch
 
     _batch: int
+    _compiled: Any = None
 
     @property
     def device(self) -> torch.device:

@@ -192,6 +192,8 @@ def _row(
         "batch": settings.batch,
         "dtype": str(shown.dtype).removeprefix("torch."),
         "kernel": shown.setting,
+        "packed": settings.packed and name != "full",
+        "compiled": settings.compiled,
         "failed": shown.failed or None,
         "dropped": None if best else _dropped(tried, decisive),
         "measured": "decode" if settings.whole else f"attention of {layers} layers",

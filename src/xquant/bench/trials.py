@@ -9,6 +9,7 @@ import torch
 
 from .. import compat
 from ..calibrations import Calibrations
+from ..linear import pack_weights
 from ..methods import Method
 from . import capacity, flash
 from .clocks import reason
@@ -32,6 +33,10 @@ class Settings:
     """Also decode whole tokens; otherwise attention alone is timed."""
     sealing: bool = False
     """Also time how tokens are appended and sealed."""
+    packed: bool = False
+    """Compressed caches decode with packed weights; the full cache with its own."""
+    compiled: bool = False
+    """Models are compiled, that of the full cache too."""
     parts: bool = False
     """Also time what attention is made of: storing a token, codes and outliers."""
 
@@ -100,6 +105,9 @@ def on_cpu(
     for method in methods:
         for dtype in settings.dtypes if settings.whole else settings.dtypes[:1]:
             contenders.append(_compressed(models, method, dtype, settings, calibrations))
+    if settings.compiled:
+        for contender in contenders:
+            contender.compile()
     return [Trial.of(contender) for contender in contenders]
 
 
@@ -152,4 +160,6 @@ def _compressed(
 ) -> Compressed:
     calibration = calibrations.of(method)
     model = models.attached(dtype)
+    if settings.packed:
+        pack_weights(model)
     return Compressed(model, method, *settings.size, calibration, settings.kernel)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     """Its name, and what measures it: contenders take turns within one."""
 
 DEFAULT_METHODS = ("kivi-4bit", "kivi-2bit")
+COMPILED = 64
+"""Times that one function of a model may be compiled; with more it would run uncompiled."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -104,6 +106,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     " installed.",
 )
 @click.option(
+    "--packed", is_flag=True, help="Weights in oneDNN's layout for the compressed caches (CPU)."
+)
+@click.option("--compile", "compiled", is_flag=True, help="Compile the models of all caches (CPU).")
+@click.option(
     "--largest-batch",
     is_flag=True,
     help="Instead decode with all of a shape's weights, and as many sequences as fit beside them.",
@@ -131,6 +137,8 @@ def bench(
     sealing: bool,
     parts: bool,
     peers: bool,
+    packed: bool,
+    compiled: bool,
     largest_batch: bool,
     memory: float | None,
     artifacts: Sequence[str],
@@ -153,6 +161,8 @@ def bench(
         )
     if peers and shape is not None:
         raise ValueError("--peers decode with a MODEL, not with a shape")
+    if (packed or compiled) and shape is not None:
+        raise ValueError("--packed and --compile time whole steps of a MODEL, not a shape")
     import torch
 
     from .. import parse_method
@@ -165,8 +175,13 @@ def bench(
         methods = with_dense(methods)
     calibrations = calibrations_for(methods, artifacts)
     where = find_device(device)
+    if (packed or compiled) and where.type != "cpu":
+        raise ValueError("--packed and --compile are timed on a CPU")
     if where.type == "cuda":
         torch.cuda.set_device(where)  # where kernels are launched
+    if compiled:  # every setting of the full cache is compiled by itself
+        torch._dynamo.config.recompile_limit = COMPILED
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
     names = DTYPES[1:3] if where.type == "cpu" else DTYPES[2:3]
     dtypes = tuple(getattr(torch, name) for name in (names if dtype == "auto" else (dtype,)))
     settings = Settings(
@@ -176,6 +191,8 @@ def bench(
         dtypes=dtypes,
         whole=shape is None,
         sealing=sealing,
+        packed=packed,
+        compiled=compiled,
         parts=parts,
     )
     facts = {"calibrations": " ".join(sorted(made.digest for made in calibrations))}
