@@ -11,7 +11,7 @@ from attending import TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.ranked import RankedKeys, RankedSum, zipped
-from xquant.kernels.cpu.rebuild import FollowedBlocks
+from xquant.kernels.cpu.rebuilding import FollowedBlocks
 from xquant.methods.transform_codec import TransformCodec
 from xquant.models.rotation import rotate
 from xquant.quant import Ragged

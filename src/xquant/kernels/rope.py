@@ -5,7 +5,7 @@ A key at position ``p + r`` of a block that starts at ``p`` is rotated by ``R(p)
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,14 @@ class Within:
     """cos and sin, fp32 ``[n, D/2]``, without the factor by which some embeddings scale what they rotate."""
     prepared: dict[str, Any] = field(default_factory=dict)
     """What backends have made of it."""
+
+
+class BlockAngles(NamedTuple):
+    """Of blocks alone."""
+
+    within: Within
+    start: Pair
+    """``[B, columns, D/2]``, of one sequence where all have the same."""
 
 
 @dataclass

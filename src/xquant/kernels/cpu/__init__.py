@@ -16,6 +16,7 @@ from ..paged import PagedAngles, PagedAttention
 from . import attention, library, ranked, rebuild
 from .paged import NativePages
 from .paged_rebuilding import NativeRebuiltPages
+from .rebuilding import KeyScores, PackedSum
 from .sealing import NativePacker
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ class Native(Backend):
         if layer.codec.rematerialized is None:
             return attention.NativeAttention(layer, self.name, shared.rope)
         if _is_ranked(layer.codec, layer.stream.block):
-            return ranked.ranked_attention(layer, self.name)
-        return rebuild.rebuilding_attention(layer, self.name)
+            return ranked.ranked_attention(layer, self.name, shared.rope)
+        return rebuild.rebuilding_attention(layer, self.name, shared.rope)
 
     def paged(
         self,
@@ -67,8 +68,8 @@ class Native(Backend):
         assert angles is not None
         if codec.view.head_size % 16:
             return None
-        keys: rebuild.KeyScores
-        sums: rebuild.PackedSum
+        keys: KeyScores
+        sums: PackedSum
         if _is_ranked(codec, block):
             keys = ranked.RankedKeys(rebuilt, block, isa)
             sums = ranked.RankedSum(codec, block, isa)

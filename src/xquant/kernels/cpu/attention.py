@@ -6,18 +6,20 @@ softmax; tail, sinks and the newest tokens are read as they are. It equals atten
 """
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
 from ...quant.operand import Operand
+from ...store.built import States
 from ..addresses import BlockAddresses
 from ..backend import LayerAttention, uncoded
 from ..call import AttentionCall
 from ..rope import RopeTable, Within
 from . import library as native
+from .kept import point_to_kept
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -141,81 +143,44 @@ class NativeAttention(LayerAttention):
     def attend(self, call: AttentionCall) -> Tensor | None:
         if not call.is_plain:
             return None
-        layer, to = self._layer, self._call
-        query, key, value, mask, scaling, softcap, sink_logits = call
-        batch, heads, queries, size = query.shape
+        layer, to, query = self._layer, self._call, call.query
         stream = layer.stream
-        past = layer.tokens - queries
-        limit = min(stream.tokens, past)
-        before = past - limit  # of the tail, older than these queries
+        batch, heads, queries, size = query.shape
+        before = max(layer.tokens - queries - stream.tokens, 0)  # of the tail
         angles = None
         if not layer.codec.rotated:
             columns = None if layer.sinks is None else layer.sinks.columns
             angles = self._rope.of(stream.lengths, stream.block, before, columns)
             if angles is None:
                 return None
+            to.rope_table = rope_table(angles.within).data_ptr()
+            to.start_cos, to.start_sin = (t.data_ptr() for t in angles.start)
+            to.start_batch = angles.start[0].stride(0)
         self._refresh()
+        tail = sinks = None
+        if before:
+            assert layer.tail is not None
+            tail = self._states(layer.tail[:, :before])
+        if layer.sinks is not None:
+            sinks = self._states(layer.sinks.rows)
+        exact = None if angles is None else (angles.tail, angles.sinks)
+        kept = point_to_kept(to, layer, call, tail, sinks, exact)
+        query = query if query.stride(-1) == 1 else query.contiguous()
         turn = layer.codec.turns[0]
         if turn is not None:
             query, turned_query = torch.stack([query, turned(query, turn)])
             to.turned_query = turned_query.data_ptr()
-        query, key, value = (
-            t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
-        )
-        if key.stride() != value.stride():
-            key, value = key.contiguous(), value.contiguous()
         out = torch.empty(batch, queries, heads, size, dtype=query.dtype)
-        limits = torch.full((batch,), limit, dtype=torch.int32)
-        to.batch, to.queries, to.limits = batch, queries, limits.data_ptr()
-        to.dtype = native.DTYPES[query.dtype]
+        to.dtype, to.scaling = native.DTYPES[query.dtype], call.scaling
         to.query, to.out = query.data_ptr(), out.data_ptr()
         to.query_batch, to.query_head, to.query_token = query.stride()[:3]
         to.out_batch, to.out_token, to.out_head = out.stride()[:3]
-        to.scaling, to.softcap = scaling, softcap or 0.0
-        to.sink_logits = None
-        if sink_logits is not None:
-            sink_logits = sink_logits.float().contiguous()
-            to.sink_logits = native.address(sink_logits, torch.float32, heads)
-        to.mask = None
-        if mask is not None:
-            to.mask = mask.data_ptr()
-            to.mask_dtype = native.DTYPES[mask.dtype]
-            strides = [s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True)]
-            to.mask_batch, _, to.mask_query, to.mask_token = strides
-        if angles is not None:
-            to.rope_table = rope_table(angles.within).data_ptr()
-            to.start_cos, to.start_sin = (t.data_ptr() for t in angles.start)
-            to.start_batch = angles.start[0].stride(0)
-        count = 0
-        if before:
-            tail = layer.tail
-            assert tail is not None
-            self._rows(to.exact[0], tail, before, angles and angles.tail, limit)
-            count = 1
-        if layer.sinks is not None:
-            kept, rows = to.exact[count], layer.sinks.rows
-            self._rows(kept, rows, rows.shape[1], angles and angles.sinks, 0)
-            kept.column = layer.sinks.columns.data_ptr()
-            count += 1
-        own = to.exact[count]
-        own.key, own.value = key.data_ptr(), value.data_ptr()
-        own.cos = own.sin = own.column = None
-        own.batch_stride, own.head_stride, own.token_stride = key.stride()[:3]
-        own.dtype, own.count = native.DTYPES[key.dtype], queries
-        own.start, own.causal = past, 1
-        to.exact_count = count + 1
-        to.threads = torch.get_num_threads()
         if self._function(ctypes.byref(to)):
             raise MemoryError("not enough memory to attend over the packed cache")
+        del kept  # the library has read it
         return out
 
-    def _rows(self, kept: native.Exact, rows: Tensor, count: int, angles: Any, start: int) -> None:
+    def _states(self, rows: Tensor) -> States:
+        """Keys and values that lie side by side."""
         width = self._layer.codec.view.kv_width
-        kept.key = rows.data_ptr()
-        kept.value = kept.key + width * rows.element_size()
-        kept.cos, kept.sin = (t.data_ptr() for t in angles) if angles else (None, None)
-        kept.column = None
-        kept.batch_stride, kept.token_stride = rows.stride()[:2]
-        kept.head_stride = self._layer.codec.view.head_size
-        kept.dtype, kept.count = native.DTYPES[rows.dtype], count
-        kept.start, kept.causal = start, 0
+        return rows[..., :width], rows[..., width:]

@@ -44,7 +44,7 @@ class Exact(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("key", "value", "cos", "sin", "column", "runs")),
         *((f"{name}_stride", c_int64) for name in ("batch", "token", "head")),
-        *((name, c_int32) for name in ("dtype", "count", "start", "causal", "capacity", "unused")),
+        *((name, c_int32) for name in ("dtype", "count", "start", "causal", "capacity", "pairs")),
     ]
 
 
@@ -113,11 +113,14 @@ class RebuildScores(Structure):
         ("key", Operand),
         *((name, c_void_p) for name in ("table", "limits", "weights", "weight_scale")),
         *((name, c_void_p) for name in ("channel_scale", "weight_sums", "bias", "cos", "sin")),
-        *((name, c_void_p) for name in ("query", "scores")),
+        *((name, c_void_p) for name in ("start_cos", "start_sin")),
+        *((f"slow_{name}", c_void_p) for name in ("weights", "scale", "bias")),
+        *((name, c_void_p) for name in ("wave", "wave_cos", "wave_sin", "query", "scores")),
         *((name, c_int64) for name in ("table_stride", "rope_batch", "rope_channel")),
+        ("start_batch", c_int64),
         *((name, c_int32) for name in ("batch", "columns", "block", "channels")),
         *((name, c_int32) for name in ("kv_heads", "head_size", "rows", "rotary_pairs")),
-        *((name, c_int32) for name in ("threads", "unused")),
+        *((name, c_int32) for name in ("built", "waves", "threads", "unused")),
     ]
 
 

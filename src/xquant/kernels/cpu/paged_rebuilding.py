@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...models.rotation import Pair
 from ...store.pages import PageLayout
 from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native
 from .paged import ExactRows
-from .rebuild import KeyScores, PackedSum
+from .rebuilding import KeyScores, PackedSum
 
 
 class NativeRebuiltPages(PagedAttention):
@@ -44,7 +43,7 @@ class NativeRebuiltPages(PagedAttention):
         self._function = getattr(library, f"xq_weigh_{isa}")
         self._layout, self._scores, self._sums = layout, scores, sums
         self._scaling = scaling
-        self._angles = scores.angles_of(*angles.every)
+        self._angles = scores.angles_of(angles)
         self._heads = view.kv_heads
         matrix = rebuilt.value_weight.float().unflatten(0, (self._heads, -1))  # [G, D, C]
         self._back = matrix.mT.contiguous()
@@ -76,7 +75,7 @@ class NativeRebuiltPages(PagedAttention):
         table = sequences.table[:, : sequences.columns]
         weights = left[..., :0]
         if sequences.columns:
-            weights = self._scores.scores(left, table, self._shared(len(table)), sequences.limits)
+            weights = self._scores.scores(left, table, self._angles, sequences.limits)
         found = self._weigh(left, key, value, sequences, weights)
         if sequences.columns:
             sums = self._sums.of(weights.flatten(1, 2), table, sequences.limits)
@@ -101,7 +100,3 @@ class NativeRebuiltPages(PagedAttention):
             raise MemoryError("not enough memory to attend over pages")
         del kept  # the library has read it
         return found
-
-    def _shared(self, batch: int) -> Pair:
-        cos, sin = (t.expand(batch, -1, -1) for t in self._angles)
-        return cos, sin

@@ -15,9 +15,11 @@ from ...models.rotation import Pair
 from ...quant.operand import RankedOperand
 from ...quant.ranked import level_table, size_table
 from ...store.tokens import TokenIndex
+from ..paged import PagedAngles
 from ..rebuilding import at_columns
+from ..rope import BlockAngles, RopeTable
 from . import library as native
-from .rebuild import KeyScores, NativeRebuilding, PackedSum
+from .rebuilding import Angles, KeyScores, NativeRebuilding, PackedSum
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -104,14 +106,17 @@ class RankedKeys(KeyScores):
             cos, sin = cos.contiguous(), sin.contiguous()
         return cos, sin
 
-    def angles_of(self, cos: Tensor, sin: Tensor) -> Pair:
-        return cos.contiguous()[None], sin.contiguous()[None]
+    def angles_of(self, angles: PagedAngles) -> Pair:
+        cos, sin = (t.contiguous()[None] for t in angles.every)
+        return cos, sin
 
     def scores(
-        self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None = None
+        self, query: Tensor, table: Tensor, angles: Angles, limits: Tensor | None = None
     ) -> Tensor:
+        assert not isinstance(angles, BlockAngles)
         self.call.rope_token = angles[0].stride(1)
-        return self._scores(_widened(query), table, angles, limits)
+        self._set_angles(angles)
+        return self._scores(_widened(query), table, limits)
 
 
 class RankedSum(PackedSum):
@@ -123,8 +128,9 @@ class RankedSum(PackedSum):
         self._constant = _describe(call.value, codec, block)
 
 
-def ranked_attention(layer: "CompressedLayer", isa: str) -> NativeRebuilding:
+def ranked_attention(layer: "CompressedLayer", isa: str, rope: RopeTable) -> NativeRebuilding:
     """What attends over a layer of ranked codes."""
     codec, block = layer.codec.rematerialized, layer.stream.block
     assert codec is not None
-    return NativeRebuilding(layer, RankedKeys(codec, block, isa), RankedSum(codec, block, isa))
+    keys, sums = RankedKeys(codec, block, isa), RankedSum(codec, block, isa)
+    return NativeRebuilding(layer, isa, rope, keys, sums)

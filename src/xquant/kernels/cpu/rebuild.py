@@ -1,15 +1,11 @@
 """Attention over keys that are rebuilt from packed rows, by the native library: csrc/rebuild.h.
 
 A score is ``Q · R(p) (W_k x_p + b_k)``; the library multiplies the codes of ``x_p`` with int16 weights, so
-keys are never stored. Values: see `rebuilding`. It equals attention over `CompressedLayer.read` but for the
-rounding of the weights to 15 bits.
+keys are never stored, and those of slow pairs never built (`slow`). It equals attention over
+`CompressedLayer.read` but for the rounding of the weights to 15 bits and what waves miss.
 """
 
-import ctypes
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,20 +16,22 @@ from ...models.rotation import Pair
 from ...quant.operand import Operand
 from ...quant.pack import Tile
 from ...store.tokens import TokenIndex
-from ..addresses import BlockAddresses
-from ..blockwise import Run, split_bias
-from ..rebuilding import TOKENS, RebuildingAttention, at_columns
+from ..paged import PagedAngles
+from ..rebuilding import at_columns
+from ..rope import BlockAngles, RopeTable
+from ..slow import SlowPairs, slow_pairs, widened
 from . import library as native
+from .rebuilding import Angles, KeyScores, NativeRebuilding, PackedSum, batch_stride
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 ROWS = 8
 """As BUILT_ROWS in csrc/rebuild.h."""
+SLOW_LIMIT = 8191
+"""As in csrc/rebuild.h."""
 PAIRED = [0, 2, 1, 3]
 """The order of the channels of a quad in registers (csrc/tiles.h)."""
-SCORES = 2**21
-"""That the library computes at a time, or as many as `TOKENS` tokens have: it keeps no keys."""
 
 
 def unfit(codec: LayerCodec, block: int) -> str:
@@ -61,59 +59,10 @@ def unfit(codec: LayerCodec, block: int) -> str:
     return ""
 
 
-class KeyScores(ABC):
-    """Scores with the keys of one layer, which a function of the library builds of packed blocks.
-
-    Args:
-        call: the function's; its ``key`` is pointed to the blocks by whoever has them.
-    """
-
-    def __init__(self, function: str, call: Any, block: int) -> None:
-        library = native.library()
-        assert library is not None
-        self.call, self._block = call, block
-        self._function = getattr(library, function)
-
-    @abstractmethod
-    def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
-        """cos and sin, fp32, of the tokens in these ``columns`` of a cache, as `scores` takes them; of each
-        sequence first."""
-
-    @abstractmethod
-    def angles_of(self, cos: Tensor, sin: Tensor) -> Pair:
-        """The same of positions 0, 1, ... for any sequence, from ``[positions, R / 2]``."""
-
-    @abstractmethod
-    def scores(
-        self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None = None
-    ) -> Tensor:
-        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
-        ``table`` ``[B, c]``. With ``limits`` int32 ``[B]``, those of the blocks after so many tokens are not
-        written."""
-
-    def _scores(self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None) -> Tensor:
-        """The same of contiguous queries ``[B, G, r, .]``; cos and sin are of the same strides.
-
-        Raises:
-            MemoryError: the library has none.
-        """
-        call, (cos, sin) = self.call, angles
-        batch, heads, rows, _ = query.shape
-        call.batch, call.columns = table.shape
-        scores = torch.empty(batch, heads, rows, call.columns * self._block)
-        table = table.int()
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.limits = None if limits is None else limits.data_ptr()
-        call.cos, call.sin, call.rope_batch = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
-        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to rebuild keys")
-        return scores
-
-
 class KeyProduct(KeyScores):
     """The native side of one layer's key projection."""
+
+    by_block = True
 
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
         call, view = native.RebuildScores(), codec.view
@@ -121,86 +70,103 @@ class KeyProduct(KeyScores):
         operand = codec.segments[0].operand(block)
         assert isinstance(operand, Operand) and operand.tile is not None
         call.key.bits, call.key.per_token = operand.bits, operand.per_token
-        group = call.key.group = operand.tile.head
+        self._group = call.key.group = operand.tile.head
         call.block, call.channels = block, operand.channels
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
         call.rotary_pairs = view.rotary_size // 2
+        self._codec, self._usual_rows = codec, view.query_heads // view.kv_heads
+        # Channels in the order of their pairs.
+        turned = torch.arange(view.rotary_size).view(2, -1).T.flatten()
+        self._order = torch.cat([turned, torch.arange(view.rotary_size, view.head_size)])
         if "keys" not in codec.prepared:
-            codec.prepared["keys"] = self._prepare(
-                codec.key_weight.float(), group, not operand.per_token
-            )
+            codec.prepared["keys"] = self._prepare()
         weights, unit, column, totals = codec.prepared["keys"]
-        bias = codec.key_bias
-        bias = torch.zeros(0) if bias is None else bias.float().contiguous()
+        bias = torch.zeros(0) if codec.key_bias is None else self._ordered(codec.key_bias)
         self._constant = [weights, unit, column, totals, bias]
         call.weights, call.weight_scale, call.channel_scale, call.weight_sums = (
             t.data_ptr() for t in self._constant[:4]
         )
         call.bias = bias.data_ptr() if len(bias) else None
 
-    @staticmethod
-    def _prepare(weight: Tensor, group: int, by_channel: bool) -> list[Tensor]:
+    def _ordered(self, rows: Tensor) -> Tensor:
+        """Rows ``[G * D, ...]`` of heads in fp32, in the order of their pairs."""
+        heads = rows.float().unflatten(0, (-1, len(self._order)))
+        return heads[:, self._order].flatten(0, 1).contiguous()
+
+    def _prepare(self) -> list[Tensor]:
         """int16 weights, the unit of each row ``[N]``, what columns were divided by ``[C]``, and sums by
-        range ``[N, C/group]`` of ``weight`` ``[N, C]``."""
-        totals = weight.unflatten(1, (-1, group)).sum(-1)
+        range ``[N, C/group]`` of the weight of keys ``[N, C]``."""
+        weight = self._ordered(self._codec.key_weight)
+        totals = weight.unflatten(1, (-1, self._group)).sum(-1)
         column = torch.ones(weight.shape[1])
-        if by_channel:
+        if not self.call.key.per_token:
             # Columns of the same size use the 15 bits alike; their scales take the difference.
             column = weight.norm(dim=0).clamp(min=torch.finfo(weight.dtype).tiny)
             weight = weight / column
         unit = weight.abs().amax(1).clamp(min=1e-30) / 32767
-        return [
-            in_tile_order((weight / unit[:, None]).round().short(), group),
-            unit,
-            column,
-            totals,
-        ]
+        whole = (weight / unit[:, None]).round().short()
+        return [in_tile_order(whole, self._group), unit, column, totals]
+
+    def _prepare_slow(self, built: int) -> list[Tensor]:
+        """Of the channels of a head from ``built`` on: int16 weights ``[G, pairs, C, 2]``, their units and
+        the bias of keys ``[G, 2, width]``."""
+
+        def by_pair(rows: Tensor) -> Tensor:
+            heads = self._ordered(rows).unflatten(0, (-1, len(self._order)))
+            return heads[:, built:].unflatten(1, (-1, 2))  # [G, pairs, 2, ...]
+
+        weight = by_pair(self._codec.key_weight) / self._codec.prepared["keys"][2]
+        unit = weight.abs().amax(3).clamp(min=1e-30) / SLOW_LIMIT
+        whole = (weight / unit[..., None]).round().short().transpose(2, 3).contiguous()
+        bias = self._codec.key_bias
+        bias = unit * 0 if bias is None else by_pair(bias)
+        return [whole, *(widened(t.mT) for t in (unit, bias))]
 
     def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
         cos, sin = (at_columns(t, columns, 2) for t in index.rope_by_channel())
         return cos, sin
 
-    def angles_of(self, cos: Tensor, sin: Tensor) -> Pair:
-        return cos.mT.contiguous()[None], sin.mT.contiguous()[None]
+    def angles_of(self, angles: PagedAngles) -> BlockAngles:
+        cos, sin = (t[None] for t in angles.starts)
+        return BlockAngles(angles.within, (cos, sin))
 
     def scores(
-        self, query: Tensor, table: Tensor, angles: Pair, limits: Tensor | None = None
+        self, query: Tensor, table: Tensor, angles: Angles, limits: Tensor | None = None
     ) -> Tensor:
-        self.call.rope_channel = angles[0].stride(1)
-        return self._scores(query.contiguous(), table, angles, limits)
+        call, size = self.call, query.shape[3]
+        call.start_cos = call.start_sin = None
+        call.built = size
+        if isinstance(angles, BlockAngles):
+            turned = self._set_blocks(angles, size, query.shape[2])
+        else:
+            turned = angles
+        call.rope_channel = turned[0].stride(1)
+        self._set_angles(turned)
+        return self._scores(query.contiguous(), table, limits)
 
+    def _set_blocks(self, angles: BlockAngles, size: int, rows: int) -> Pair:
+        """Set the angles that blocks start at, and slow pairs. Returns those of the places of a block."""
+        call, (within, start) = self.call, angles
+        call.start_cos, call.start_sin = (t.data_ptr() for t in start)
+        call.start_batch = batch_stride(start[0])
+        if rows == self._usual_rows:
+            self._set_slow(slow_pairs(within, size, rows))
+        if "by pair" not in within.prepared:
+            within.prepared["by pair"] = tuple(t.T[None].contiguous() for t in within.angles)
+        by_pair: Pair = within.prepared["by pair"]
+        return by_pair
 
-class PackedSum:
-    """Sums of what one layer's values come from, by a function of the library.
-
-    Args:
-        call: the function's; its ``value`` is pointed to the blocks by whoever has them.
-    """
-
-    def __init__(self, function: str, call: Any, channels: int) -> None:
-        library = native.library()
-        assert library is not None
-        self.call, self._channels = call, channels
-        self._function = getattr(library, function)
-
-    def of(self, weights: Tensor, table: Tensor, limits: Tensor | None = None) -> Tensor:
-        """Sums fp32 ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights``
-        ``[B, r, c * n]`` (fp32); with ``limits`` int32 ``[B]``, of the blocks with so many tokens.
-
-        Raises:
-            MemoryError: the library has none.
-        """
-        call, weights = self.call, weights.contiguous()
-        out = torch.empty(*weights.shape[:2], self._channels)
-        call.batch, call.columns = table.shape
-        table = table.int()
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.limits = None if limits is None else limits.data_ptr()
-        call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to sum values")
-        return out
+    def _set_slow(self, slow: SlowPairs | None) -> None:
+        if slow is None:
+            return
+        call, name = self.call, f"slow from {slow.built}"
+        if name not in self._codec.prepared:
+            self._codec.prepared[name] = self._prepare_slow(slow.built)
+        call.slow_weights, call.slow_scale, call.slow_bias = (
+            t.data_ptr() for t in self._codec.prepared[name]
+        )
+        call.built, call.waves = slow.built, len(slow.wave)
+        call.wave, call.wave_cos, call.wave_sin = (t.data_ptr() for t in slow[1:])
 
 
 class ValueSum(PackedSum):
@@ -228,49 +194,12 @@ class ValueSum(PackedSum):
         )
 
 
-class NativeRebuilding(RebuildingAttention):
-    """Attends over one layer whose keys the library rebuilds.
-
-    Args:
-        scores: with these keys.
-        sums: of what values come from; None to decode it.
-    """
-
-    def __init__(
-        self, layer: "CompressedLayer", scores: KeyScores, sums: "PackedSum | None"
-    ) -> None:
-        super().__init__(layer)
-        self._scores, self._sums = scores, sums
-        self._followed = [FollowedBlocks(layer, 0, scores.call.key)]
-        if sums is not None:
-            self._followed.append(FollowedBlocks(layer, -1, sums.call.value))
-
-    def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
-        for blocks in self._followed:
-            blocks.refresh()
-        tokens = max(SCORES // left[0, ..., 0].numel(), TOKENS)
-        step = max(tokens // (len(key) * self._layer.stream.block), 1)
-        for table, columns, hidden in self._blocks(left, bias, limit, step):
-            query = left[:, 0]
-            angles = self._scores.angles(self._layer.index, query, columns)
-            scores = self._scores.scores(query, table, angles)[:, None]
-            yield scores, split_bias(hidden, 1), partial(self._weigh_blocks, table=table)
-
-    def _weigh_blocks(self, weights: Tensor, table: Tensor) -> Tensor:
-        """As `_weigh`, with what is packed in the blocks ``table`` ``[B, c]``."""
-        if self._sums is None:
-            source = self._layer.stream.read_segment(-1, torch.float32, table)
-            return self._weigh(weights, source.flatten(1, 2))
-        sums = self._sums.of(weights.flatten(1, 3), table)
-        return sums.view(*weights.shape[:-1], -1)
-
-
-def rebuilding_attention(layer: "CompressedLayer", isa: str) -> NativeRebuilding:
+def rebuilding_attention(layer: "CompressedLayer", isa: str, rope: RopeTable) -> NativeRebuilding:
     """What attends over a layer of affine codes."""
     codec, block = layer.codec.rematerialized, layer.stream.block
     assert codec is not None
     sums = ValueSum(codec, block, isa) if ValueSum.fits(codec, block) else None
-    return NativeRebuilding(layer, KeyProduct(codec, block, isa), sums)
+    return NativeRebuilding(layer, isa, rope, KeyProduct(codec, block, isa), sums)
 
 
 def in_tile_order(weights: Tensor, group: int) -> Tensor:
@@ -278,17 +207,3 @@ def in_tile_order(weights: Tensor, group: int) -> Tensor:
     ``[N/8, C/group, units, 8, 8, 4]``, ``units = group / 32``; the last but one are the 8 of ``N``."""
     split = weights.view(-1, ROWS, weights.shape[1] // group, 8, group // 32, 4)
     return split.permute(0, 2, 4, 3, 1, 5)[..., PAIRED].contiguous()
-
-
-class FollowedBlocks:
-    """Keeps an operand of the C interface pointed to the blocks of one segment."""
-
-    def __init__(self, layer: "CompressedLayer", number: int, to: Any) -> None:
-        self._addresses = BlockAddresses(layer.stream)
-        self._number, self._to = number, to
-
-    def refresh(self) -> None:
-        if self._addresses.refresh():
-            self._fields = self._addresses.fields(self._number)
-            for name, blocks in self._fields.items():
-                setattr(self._to, name, blocks.data_ptr())

@@ -68,6 +68,23 @@ struct Place {
     }
 };
 
+inline float dot_rows(const float* a, const float* b, int size) {
+    Floats lanes = broadcast_float(0);
+    int c = 0;
+    for (; c + 16 <= size; c += 16) lanes = fma(load_floats(a + c), load_floats(b + c), lanes);
+    float dot = sum(lanes);
+    for (; c < size; c++) dot += a[c] * b[c];
+    return dot;
+}
+
+// to += weight * row.
+inline void add_row(float weight, const float* row, int size, float* to) {
+    const Floats factor = broadcast_float(weight);
+    int c = 0;
+    for (; c + 16 <= size; c += 16) store_floats(to + c, fma(factor, load_floats(row + c), load_floats(to + c)));
+    for (; c < size; c++) to[c] += weight * row[c];
+}
+
 // The tokens of one sequence and key/value head that are kept unquantized.
 struct ExactTokens {
     const xq_attend& call;
@@ -94,9 +111,19 @@ struct ExactTokens {
         copy = workspace.take<float>(D);
     }
 
-    // Scores [rows, .] with packed tokens from `start` to `start + valid - 1`, where sinks are among them: these are
-    // in a block too, but count as exact tokens.
-    void hide_sinks(float* packed, size_t stride, int start, int valid) const {
+    // Caps and masks the scores [rows, n] with a block of packed tokens, of which `valid` are to be seen, the first of
+    // them at `start` in the sequence. Sinks are in a block too, but count as exact tokens.
+    void mask_packed(float* packed, size_t stride, int start, int valid) const {
+        for (int r = 0; r < rows; r++) {
+            float* s = packed + r * stride;
+            if (call.softcap > 0) soft_cap(s, valid, call.softcap);
+            if (call.mask) {
+                const int64_t at = b * call.mask_batch + r % call.queries * call.mask_query;
+                for (int t = 0; t < valid; t++)
+                    s[t] += mask_at(call.mask, call.mask_dtype, at + (start + t) * call.mask_token);
+            }
+            for (int t = valid; t < call.block; t++) s[t] = -INFINITY;
+        }
         for (int e = 0; e < call.exact_count; e++) {
             const xq_exact& exact = call.exact[e];
             if (!exact.column) continue;
@@ -115,7 +142,7 @@ struct ExactTokens {
     void attend_to(const xq_exact& exact) {
         const xq_run run = exact.runs ? exact.runs[b] : xq_run{b, 0, exact.count, exact.start};
         if (run.count == 0) return;
-        const int half = D / 2, limit = call.limits[b];
+        const int pairs = exact.pairs, limit = call.limits[b];
         const int turn = exact.capacity ? exact.capacity - run.first : run.count;  // tokens before the ring's end
         const int64_t begin = run.row * exact.batch_stride + run.first * exact.token_stride + g * exact.head_stride;
         const int64_t back = exact.capacity * exact.token_stride;
@@ -124,20 +151,17 @@ struct ExactTokens {
             const int64_t at = begin + t * exact.token_stride - (t < turn ? 0 : back);
             load_row(exact.key, exact.dtype, at, D, row);
             if (exact.cos) {
-                const float* cos = exact.cos + ((size_t)b * exact.count + t) * half;
-                const float* sin = exact.sin + ((size_t)b * exact.count + t) * half;
+                const float* cos = exact.cos + ((size_t)b * exact.count + t) * pairs;
+                const float* sin = exact.sin + ((size_t)b * exact.count + t) * pairs;
                 std::memcpy(copy, row, sizeof(float) * D);
-                for (int j = 0; j < half; j++) {
-                    row[j] = copy[j] * cos[j] - copy[j + half] * sin[j];
-                    row[j + half] = copy[j + half] * cos[j] + copy[j] * sin[j];
+                for (int j = 0; j < pairs; j++) {
+                    row[j] = copy[j] * cos[j] - copy[j + pairs] * sin[j];
+                    row[j + pairs] = copy[j + pairs] * cos[j] + copy[j] * sin[j];
                 }
             }
             const int column = exact.column ? exact.column[(size_t)b * exact.count + t] : run.start + t;
             for (int r = 0; r < rows; r++) {
-                const float* q = query + (size_t)r * D;
-                Floats dot = broadcast_float(0);
-                for (int c = 0; c < D; c += 16) dot = fma(load_floats(q + c), load_floats(row + c), dot);
-                float x = sum(dot);
+                float x = dot_rows(query + (size_t)r * D, row, D);
                 if (call.softcap > 0) soft_cap(&x, 1, call.softcap);
                 const int index = r % call.queries;
                 if (column < 0 || (exact.column && column >= limit) || (exact.causal && !call.mask && index < t))
@@ -154,10 +178,7 @@ struct ExactTokens {
             load_row(exact.value, exact.dtype, at, D, row);
             for (int r = 0; r < rows; r++) {
                 const float p = s[(size_t)r * run.count + t];
-                float* to = softmax.sums + (size_t)r * D;
-                Floats weight = broadcast_float(p);
-                for (int c = 0; c < D; c += 16)
-                    store_floats(to + c, fma(weight, load_floats(row + c), load_floats(to + c)));
+                add_row(p, row, D, softmax.sums + (size_t)r * D);
             }
         }
     }
@@ -215,20 +236,6 @@ struct Task {
         }
     }
 
-    void mask_scores(int start, int valid) {
-        for (int r = 0; r < rows; r++) {
-            float* s = scratch.scores + (size_t)r * n;
-            if (call.softcap > 0) soft_cap(s, valid, call.softcap);
-            if (call.mask) {
-                const int64_t at = b * call.mask_batch + r % call.queries * call.mask_query;
-                for (int t = 0; t < valid; t++)
-                    s[t] += mask_at(call.mask, call.mask_dtype, at + (start + t) * call.mask_token);
-            }
-            for (int t = valid; t < n; t++) s[t] = -INFINITY;
-        }
-        exact.hide_sinks(scratch.scores, n, start, valid);
-    }
-
     // `after`: the first block of the thread's next task.
     void attend_blocks(int first, int last, HeadBlock after) {
         int start = first * n;
@@ -245,7 +252,7 @@ struct Task {
             values.prefetch_ranges(next);
             keys.rotate_query(j);
             keys.score(id, next);
-            mask_scores(start, std::min(length, limit - start));
+            exact.mask_packed(scratch.scores, n, start, std::min(length, limit - start));
             if (!softmax.update(scratch.scores, n)) continue;
             values.add(id, next);
         }

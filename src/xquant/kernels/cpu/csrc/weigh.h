@@ -25,24 +25,31 @@ inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Works
     exact.attend();
     bool seen = false;
     if (limit > 0) {
-        for (int r = 0; r < rows; r++) {
-            float* s = scores + (size_t)r * tokens;
-            if (call.softcap > 0) soft_cap(s, limit, call.softcap);
-            std::fill(s + limit, s + tokens, -INFINITY);
+        for (int j = 0, start = 0; j < given.columns; j++) {
+            const int length = call.lengths ? call.lengths[j] : call.block;
+            const int valid = std::max(std::min(length, limit - start), 0);
+            exact.mask_packed(scores + (size_t)j * call.block, tokens, start, valid);
+            start += length;
         }
-        exact.hide_sinks(scores, tokens, 0, limit);
         seen = softmax.update(scores, tokens);
-        if (!seen) std::fill(scores, scores + (size_t)rows * tokens, 0.0f);
     }
+    if (!seen) std::fill(scores, scores + (size_t)rows * tokens, 0.0f);
     for (int r = 0; r < rows; r++) {
-        const float inverse = softmax.running_sum[r] > 0 ? 1 / softmax.running_sum[r] : 0;
-        float packed = 0;
-        if (seen)
-            for (int t = 0; t < limit; t++) packed += scores[(size_t)r * tokens + t] *= inverse;
         const int h = g * call.group_heads + r / call.queries;
+        float total = softmax.running_sum[r];
+        if (call.sink_logits && total > 0) total += std::exp(call.sink_logits[h] - softmax.running_max[r]);
+        const float inverse = total > 0 ? 1 / total : 0;
+        Floats packed = broadcast_float(0);
+        for (int t = 0; seen && t < tokens; t += 16) {
+            float* weights = scores + (size_t)r * tokens + t;
+            const Floats weight = load_floats(weights) * broadcast_float(inverse);
+            store_floats(weights, weight);
+            packed = packed + weight;
+        }
+        const float seen_packed = sum(packed);
         const int64_t at = b * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
         for (int c = 0; c < D; c++) {
-            const float added = given.value_bias ? packed * given.value_bias[(size_t)g * D + c] : 0;
+            const float added = given.value_bias ? seen_packed * given.value_bias[(size_t)g * D + c] : 0;
             store_element(call.out, call.dtype, at + c, softmax.sums[(size_t)r * D + c] * inverse + added);
         }
     }

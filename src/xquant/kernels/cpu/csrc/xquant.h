@@ -47,7 +47,7 @@ typedef struct {
 // Tokens that are kept unquantized (sinks, tail, newest): rows [B, count, .] that hold keys and values [G * D].
 typedef struct {
     const void *key, *value;
-    const float *cos, *sin;  // [B, count, D / 2]; null: keys are rotated already
+    const float *cos, *sin;  // [B, count, pairs]; null: keys are rotated already
     const int32_t *column;   // [B, count] the token's place in the sequence, -1: no such token; null: `start` + t
     const xq_run *runs;      // [B]; null: {b, 0, count, start} of sequence b
     int64_t batch_stride, token_stride, head_stride;  // elements
@@ -56,7 +56,7 @@ typedef struct {
     int32_t start;
     int32_t causal;          // 1: token t is seen by queries from t on
     int32_t capacity;        // of a ring, whose first token follows its last; 0: there is no end
-    int32_t unused;
+    int32_t pairs;           // RoPE rotates channels c and c + pairs
 } xq_exact;
 
 // xq_attend: attention of a few queries over packed and exact tokens (attention.h).
@@ -93,7 +93,7 @@ typedef struct {
 
 // xq_weigh: the softmax between scores with packed keys and sums of packed values (weigh.h).
 typedef struct {
-    xq_attend attend;         // of its packed keys and values only `block` and `limits` are read; no mask
+    xq_attend attend;         // of its packed keys and values only `block`, `lengths` and `limits` are read
     float *scores;            // [B, G, rows, columns * n], rows = group_heads * queries; the weights are written here
     const float *value_bias;  // [G * D], the part of packed values that is not summed; null: none
     int32_t columns, unused;
@@ -143,18 +143,27 @@ typedef struct {
     const int32_t *table;  // [B, columns]
     const int32_t *limits; // [B] tokens to score, those after their block are not written; null: all
     // The weight [G * D, C] of keys is weights * weight_scale [G * D] and, with ranges per channel,
-    // * channel_scale [C]. kernels/cpu/rebuild.py puts it in the order of the tiles.
+    // * channel_scale [C], else 1. Rows of a head are in the order of their pairs (rebuild.h), also in what follows;
+    // kernels/cpu/rebuild.py puts them in the order of the tiles.
     const int16_t *weights;
     const float *weight_scale, *channel_scale;
     const float *weight_sums;  // [G * D, ranges of a token] of the weight, over each range; with ranges per token
     const float *bias;         // [G * D]; null: 0
-    const float *cos, *sin;    // [B, rotary_pairs, .] by channel
-    const float *query;        // [B, G, rows, D], scaled
+    // By pair: [B, rotary_pairs, .] of every token, or with `start_cos` [rotary_pairs, n] of the places of a block
+    const float *cos, *sin;
+    const float *start_cos, *start_sin;  // [B, columns, rotary_pairs] of the positions that blocks start at; null: none
+    // Of slow pairs (rebuild.h), those of rows `built` to D: weights [G, pairs, C, 2] * slow_scale [G, 2, width]
+    // * channel_scale. `width`: the next multiple of 16, filled up with zeros
+    const int16_t *slow_weights;
+    const float *slow_scale, *slow_bias;      // [G, 2, width]
+    const float *wave, *wave_cos, *wave_sin;  // [waves, n] by place, [waves, width]
+    const float *query;        // [B, G, rows, D], scaled, its channels as the model has them
     float *scores;             // [B, G, rows, columns * n]
-    int64_t table_stride, rope_batch, rope_channel;  // of table, cos and sin, in elements
+    int64_t table_stride, rope_batch, rope_channel, start_batch;  // of table, cos and sin, start, in elements
     int32_t batch, columns, block, channels;
     int32_t kv_heads, head_size, rows;
     int32_t rotary_pairs;      // RoPE rotates channels c and c + rotary_pairs
+    int32_t built, waves;      // rows of a head that are built, a multiple of 8: all, or those of pairs that are not slow
     int32_t threads, unused;
 } xq_rebuild_scores;
 
