@@ -244,3 +244,11 @@ class QuantizedMethod(Method):
         from .codec import affine_or_plain
 
         return affine_or_plain(bits, per, self.group, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedMethod(QuantizedMethod):
+    """The same, of methods that always quantize: no layer is kept in 16 bits."""
+
+    bits: int = bits_field(choices=range(1, 9))
+    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")

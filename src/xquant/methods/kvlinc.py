@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import ROPE, QuantizedMethod, bits_field
+from .base import ROPE, CodedMethod
 
 if TYPE_CHECKING:
     from ..calibration import Calibration
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVLinC(QuantizedMethod):
+class KVLinC(CodedMethod):
     """The cache of KVLinC (arXiv 2510.05373): keys as they are, with a range per channel, and value heads
     times a Hadamard matrix, with a range per token.
 
@@ -35,8 +35,6 @@ class KVLinC(QuantizedMethod):
     summary: ClassVar[str] = "keys per channel, rotated values per token, uniform codes"
     example: ClassVar[str] = "kvlinc-2bit"
 
-    bits: int = bits_field(choices=range(1, 9))
-    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
     rope: str = field(default="pre", metadata=ROPE)
 
     def codecs(

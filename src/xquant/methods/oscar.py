@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .base import TAIL, QuantizedMethod, bits_field
+from .base import TAIL, CodedMethod
 
 if TYPE_CHECKING:
     from ..calibration import Calibration, Expected
@@ -19,7 +19,7 @@ def _clip(default: float, of: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Oscar(QuantizedMethod):
+class Oscar(CodedMethod):
     """OSCAR (arXiv 2605.17757): heads turned by a matrix that was found from the model's queries, clipped,
     then integers per token.
 
@@ -49,8 +49,6 @@ class Oscar(QuantizedMethod):
     calibration_size: ClassVar[tuple[int, int]] = (512, 40)
     calibrates_itself: ClassVar[bool] = True
 
-    bits: int = bits_field(choices=range(1, 9))
-    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
     sink: int = field(default=64, metadata={"help": "first tokens of a sequence kept full"})
     tail: int = field(default=256, metadata=TAIL)
     key_clip: float = _clip(0.96, "key")

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import ROPE, QuantizedMethod, bits_field
+from .base import ROPE, CodedMethod
 
 if TYPE_CHECKING:
     from ..calibration import Calibration
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuaRot(QuantizedMethod):
+class QuaRot(CodedMethod):
     """The cache of QuaRot (arXiv 2404.00456): heads times a Hadamard matrix, then integers per token.
 
     Stores b-bit codes of keys and values, and an fp16 scale and zero for each head of a token: ``n (2 G D b)
@@ -31,8 +31,6 @@ class QuaRot(QuantizedMethod):
     summary: ClassVar[str] = "rotated heads, uniform codes per token and head"
     example: ClassVar[str] = "quarot-4bit"
 
-    bits: int = bits_field(choices=range(1, 9))
-    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
     rope: str = field(default="post", metadata=ROPE)
 
     def codecs(

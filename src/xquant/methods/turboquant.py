@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import ROPE, QuantizedMethod, bits_field
+from .base import ROPE, CodedMethod
 
 if TYPE_CHECKING:
     from ..calibration import Calibration
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurboQuant(QuantizedMethod):
+class TurboQuant(CodedMethod):
     """TurboQuant (arXiv 2504.19874): randomly rotated heads, codes of the levels that are best for normal
     numbers, and the length of each head.
 
@@ -37,8 +37,6 @@ class TurboQuant(QuantizedMethod):
     summary: ClassVar[str] = "randomly rotated heads, levels of the normal distribution"
     example: ClassVar[str] = "turboquant-3bit"
 
-    bits: int = bits_field(choices=range(1, 9))
-    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
     qjl: bool = field(default=False, metadata={"help": "one of a key's bits sketches what is left"})
     rope: str = field(default="post", metadata=ROPE)
 
