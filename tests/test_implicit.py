@@ -14,6 +14,7 @@ from models import left_padded, prompt, tiny
 from questions import harness_folder, words
 from words import text_of, word_tokenizer
 from xquant import KVCache, compress, compressed, decompress
+from xquant.compat import CACHE
 
 SPEC = "kivi-2bit:group=8"
 
@@ -47,6 +48,15 @@ def test_generate_gives_what_a_cache_by_hand_gives(options: dict[str, Any]) -> N
         assert torch.equal(generated(model, **dict(options)), want)  # with a cache of its own
     assert torch.equal(generated(model, **dict(options)), plain)
     assert not torch.equal(want, plain)  # 2 bits are seen
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_a_cache_goes_by_the_name_that_this_transformers_has() -> None:
+    model = tiny("llama")
+    want = generated(model, **{CACHE: KVCache(model, SPEC)})
+    with compressed(model, SPEC):
+        assert torch.equal(generated(model), want)
+        assert isinstance(model(prompt(1, 30), use_cache=True)[CACHE], KVCache)
 
 
 def test_pipelines_and_streams() -> None:

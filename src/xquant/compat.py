@@ -2,7 +2,8 @@
 
 Supported from 5.8 on. What changed since: ``crop`` takes a final length up to 5.13 and a (negative)
 number of tokens to remove from 5.18 on; ``get_max_cache_shape`` became ``get_max_length`` in 5.13; the
-rotary embeddings of Qwen2-VL and Qwen2.5-VL gave the angles of three axes, and layers chose among them.
+rotary embeddings of Qwen2-VL and Qwen2.5-VL gave the angles of three axes, and layers chose among them;
+``past_key_values`` became ``cache`` in 5.24, which warns of the old name.
 """
 
 import inspect
@@ -20,6 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 VERSION = Version(transformers.__version__)
 CROP_ZERO_EMPTIES = Version("5.18") > VERSION
 """Whether ``crop(0)`` means "down to nothing" (old) rather than "remove nothing"."""
+
+CACHE = "cache" if Version("5.24") <= VERSION else "past_key_values"
+"""As what models and ``generate`` are given a cache."""
 
 
 def takes_caches(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from transformers import Cache, GenerationMixin
 
 from .cache import KVCache
 from .calibration import Calibration
+from .compat import CACHE
 from .methods import Method
 
 _NAME = "_prepare_cache_for_generation"
@@ -142,8 +143,8 @@ class _Calls:
     ) -> Any:
         """In place of the method of transformers that puts a cache into ``model_kwargs``."""
         wanted = generation_config.cache_implementation in _OWN and generation_config.use_cache
-        if wanted and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = cache = self.new_cache()
+        if wanted and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = cache = self.new_cache()
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             return None
@@ -158,7 +159,7 @@ class _Calls:
         asked = kwargs.get("use_cache") and not module.training
         if not asked or any(isinstance(each, Cache) for each in given):
             return None
-        return args, {**kwargs, "past_key_values": self.new_cache()}
+        return args, {**kwargs, CACHE: self.new_cache()}
 
 
 def _generating(model: nn.Module) -> Any:

@@ -43,7 +43,7 @@ class Contender(ABC):
     def step(self) -> None:
         """Decode one token."""
         ids = torch.zeros(self.batch, 1, dtype=torch.long, device=self.model.device)
-        self.run(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.run(ids, **{compat.CACHE: self.cache}, use_cache=True, logits_to_keep=1)
 
     @property
     def run(self) -> Any:

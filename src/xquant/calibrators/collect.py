@@ -119,7 +119,7 @@ def _collect_one(
 ) -> None:
     wanted = torch.is_grad_enabled()
     recorder = _Recorder(attachment, wanted, any(stage.queries for _, stage in stages))
-    logits = model(sample[None], past_key_values=recorder, use_cache=True).logits[0, :-1]
+    logits = model(sample[None], **{compat.CACHE: recorder}, use_cache=True).logits[0, :-1]
     seen, gradients = recorder.seen, dict[int, tuple[Tensor, Tensor]]()
     if wanted:
         loss = _loss(logits, sample)

@@ -178,6 +178,7 @@ def _continue(
     import torch
 
     from ..calibrators.writing import Counter
+    from ..compat import CACHE
 
     torch.manual_seed(seed)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -185,7 +186,7 @@ def _continue(
     output = network.generate(
         **inputs,
         **how,
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=room,
         pad_token_id=pad,
         streamer=Counter(lambda count: show(count, room, f"up to {room} tokens")),

@@ -104,9 +104,11 @@ def fill(cache: "KVCache", ids: "torch.Tensor", show: Progress) -> None:
     """Read token ids ``[1, T]`` into an empty cache, a chunk at a time."""
     import torch
 
+    from ..compat import CACHE
+
     done, total = 0, ids.shape[1]
     with torch.inference_mode():
         for part in ids.split(CHUNK, 1):
-            cache.attachment.view.decoder(part, past_key_values=cache, use_cache=True)
+            cache.attachment.view.decoder(part, **{CACHE: cache}, use_cache=True)
             done += part.shape[1]
             show(done, total, f"{total} tokens")

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ..cache import KVCache
 from ..calibrations import Calibrations
+from ..compat import CACHE
 from ..methods import Full, Method
 from .reading import read_together
 
@@ -88,13 +89,13 @@ class _Reference:
 
 
 def _reference(model: Any, cache: KVCache, rest: Tensor) -> _Reference:
-    logits = model(rest, past_key_values=cache).logits
+    logits = model(rest, **{CACHE: cache}).logits
     tokens = list(islice(_greedy(model, cache, logits), ANSWER))
     return _Reference(logits[0], tokens)
 
 
 def _compare(model: Any, cache: KVCache, rest: Tensor, full: _Reference) -> Agreement:
-    logits = model(rest, past_key_values=cache).logits
+    logits = model(rest, **{CACHE: cache}).logits
     own, wanted = (each.float().log_softmax(-1) for each in (logits[0], full.logits))
     kl = F.kl_div(own, wanted, reduction="batchmean", log_target=True).item()
     pairs = zip(full.answer, _greedy(model, cache, logits), strict=False)
@@ -108,4 +109,4 @@ def _greedy(model: Any, cache: KVCache, logits: Tensor) -> Iterator[int]:
     while True:
         token = logits[:, -1:].argmax(-1)
         yield int(token)
-        logits = model(token, past_key_values=cache).logits
+        logits = model(token, **{CACHE: cache}).logits

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..calibration import Calibration
+from ..compat import CACHE
 from ..hub import PACKAGED
 from ..load import load_model
 from ..methods import Method
@@ -100,7 +101,7 @@ class XQuantLM(HFLM):
 
         def generate(cache: KVCache) -> Tensor:
             tokens: Tensor = super(XQuantLM, self)._model_generate(
-                context, max_length, stop, past_key_values=cache, **generation
+                context, max_length, stop, **{CACHE: cache}, **generation
             )
             return tokens
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..cache import ATTEND, KVCache
 from ..calibration import Calibration
 from ..calibrations import Calibrations
+from ..compat import CACHE
 from ..methods import Method
 from ..positions import check_context
 from ..progress import Progress, silent
@@ -229,7 +230,7 @@ def _filled(
     caches = {}
     for method, calibration in methods.items():
         caches[method] = KVCache(model, method, attend=attend, calibration=calibration)
-        model(ids, past_key_values=caches[method], logits_to_keep=1)
+        model(ids, **{CACHE: caches[method]}, logits_to_keep=1)
     return caches
 
 
@@ -238,7 +239,7 @@ def _likelihood(
 ) -> float:
     """The logarithm of the probability of the tokens of ``right`` with digits, after ``last`` ``[1, 1]``."""
     answer = torch.tensor([right], device=last.device)
-    logits = model(torch.cat([last, answer[:, :-1]], 1), past_key_values=cache).logits[0]
+    logits = model(torch.cat([last, answer[:, :-1]], 1), **{CACHE: cache}).logits[0]
     found = logits.float().log_softmax(-1).gather(1, answer.T)[:, 0].tolist()
     digits = (re.search(r"\d", tokenizer.decode([token])) for token in right)
     return math.fsum(value for value, digit in zip(found, digits, strict=True) if digit)
@@ -249,7 +250,7 @@ def _number(model: Any, tokenizer: Any, cache: KVCache, ids: Tensor) -> str | No
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=_answer_tokens(tokenizer),
         do_sample=False,
         pad_token_id=0,

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from ..cache import KVCache
 from ..calibration import Calibration
+from ..compat import CACHE
 from ..kernels.call import AttentionCall
 from ..methods import Method
 from ..models import AttentionView
@@ -18,7 +19,7 @@ from ..seam.passes import Given, ObservingCache
 def logits_of(model: Any, cache: KVCache, ids: Tensor, block: int | None) -> Tensor:
     """Logits ``[B, T, V]`` of token ids ``[B, T]``, read ``block`` tokens at a time, or all at once."""
     parts = ids.split(block or ids.shape[1], 1)
-    logits = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
+    logits = [model(part, **{CACHE: cache}, use_cache=True).logits for part in parts]
     return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
 
@@ -37,7 +38,7 @@ def read_together(
         for method, calibration in methods.items()
     }
     if ids.shape[1]:
-        model(ids, past_key_values=Together(list(caches.values())), logits_to_keep=1)
+        model(ids, **{CACHE: Together(list(caches.values()))}, logits_to_keep=1)
     return caches
 
 

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 
 from ..analysis.memory import CacheLayout
 from ..cache import KVCache
+from ..compat import CACHE
 from ..methods import CrossLayer
 from ..quant import Affine
 from ..quant.quantizer import dense
@@ -117,7 +118,7 @@ def figure2(setup: Setup, printed: Rows) -> Rows:
             setup.progress(done, len(setup.ids), "comparing codes")
         cache = KVCache(setup.model, f"kivi-2bit:group={group},rope=post")
         with torch.inference_mode():
-            setup.model(window[None], past_key_values=cache)
+            setup.model(window[None], **{CACHE: cache})
         below: dict[str, Tensor] = {}
         for layer in cache.compressed:
             own = codes(layer)
@@ -214,7 +215,7 @@ def generating(model: Any, spec: str, prompts: Tensor, new: int) -> float:
     model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
-        past_key_values=cache,
+        **{CACHE: cache},
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=False,
