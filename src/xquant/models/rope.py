@@ -34,7 +34,10 @@ class Rope:
         table = compat.angles(self._copy(), self._form, like, ones)
         self._table_form = form_of(table)
         self.width = as_halves(table, self._table_form)[0].shape[-1]
-        far = FAR * int(getattr(config, "max_position_embeddings", 0) or 0)
+        longest = int(getattr(config, "max_position_embeddings", 0) or 0)
+        if any(buffer.dim() > 1 and len(buffer) == longest for buffer in rotary.buffers()):
+            return  # a table of all angles, which ends there: GPT-J
+        far = FAR * longest
         near, *others = (self._angle(at) for at in (0, far, 2 * far))
         self.drifts = not torch.equal(*others)
         self.switches = not self.drifts and not torch.equal(near, others[0])
