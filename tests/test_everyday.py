@@ -16,6 +16,7 @@ from calibrated import make_cache
 from matrix import IDENTITY
 from models import left_padded, prompt, tiny
 from xquant import KVCache, detach
+from xquant.compat import CACHE
 
 
 def two_passes(model: Any, cache: Any) -> Tensor:
@@ -306,7 +307,7 @@ def test_no_sequences_are_refused() -> None:
 def test_another_text_in_a_used_cache_is_told_of() -> None:
     model = tiny("llama")
     cache = KVCache(model, "kivi-4bit:group=8")
-    options = {"max_new_tokens": 5, "do_sample": False, "past_key_values": cache}
+    options = {"max_new_tokens": 5, "do_sample": False, CACHE: cache}
     model.generate(prompt(1, 40), **options)
     with pytest.raises(ValueError, match="no new token: this cache holds 44 already"):
         model.generate(prompt(1, 12, seed=5), **options)
