@@ -74,32 +74,36 @@ def filled(case: Case) -> KVCache:
     made = calibration(model, case.spec)
     cache = KVCache(model.to(DEVICE), case.spec, calibration=made, kernel=case.path)
     generator = torch.Generator().manual_seed(case.seed)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(DEVICE, case.dtype)
-
     real = torch.ones(case.batch, case.tokens, dtype=torch.bool)
     if case.mask != "none":
         padding = torch.randint(0, case.tokens // 2, (case.batch, 1), generator=generator)
         real = torch.arange(case.tokens) >= padding
-    real = real.to(DEVICE)
-    positions = (real.cumsum(1) - 1).clamp(min=0)
     cuts = [0, case.tokens // 3, case.tokens - case.queries, case.tokens]
     for start, stop in pairwise(cuts):
-        cache.index.append(positions[:, start:stop], real[:, start:stop])
-        for layer in cache.compressed:
-            count = stop - start
-            key = random(case.batch, case.kv_heads, count, case.head_size)
-            # Some channels are much larger than others, and off centre, as keys are.
-            wide, middle = (
-                torch.linspace(*ends, case.head_size, device=DEVICE) for ends in ((0.3, 2), (-1, 1))
-            )
-            key = key * wide + middle
-            key = key.to(case.dtype)
-            value = random(case.batch, case.kv_heads, count, case.head_size)
-            x = random(case.batch, count, 8 * case.kv_heads * case.group_heads)
-            layer.append(AttentionInputs(x, x, key.transpose(1, 2).flatten(2), key, value))
+        append(case, cache, real[:, start:stop], generator)
     return cache
+
+
+def append(case: Case, cache: KVCache, real: Tensor, generator: torch.Generator) -> None:
+    """Tokens with random states; ``real`` bool ``[B, t]``, False for padding."""
+    batch, count = real.shape
+    before = cache.index.real.sum(1, keepdim=True) if cache.index.length else 0
+    real = real.to(DEVICE)
+    cache.index.append((before + real.cumsum(1) - 1).clamp(min=0), real)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, case.dtype)
+
+    for layer in cache.compressed:
+        key = random(batch, case.kv_heads, count, case.head_size)
+        # Some channels are much larger than others, and off centre, as keys are.
+        wide, middle = (
+            torch.linspace(*ends, case.head_size, device=DEVICE) for ends in ((0.3, 2), (-1, 1))
+        )
+        key = (key * wide + middle).to(case.dtype)
+        value = random(batch, case.kv_heads, count, case.head_size)
+        x = random(batch, count, 8 * case.kv_heads * case.group_heads)
+        layer.append(AttentionInputs(x, x, key.transpose(1, 2).flatten(2), key, value))
 
 
 def mask_for(case: Case, cache: KVCache) -> Tensor | None:

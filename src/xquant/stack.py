@@ -99,10 +99,12 @@ class LayerStack:
         return all(codec.rotated for codec in self.codecs)
 
     def attend(self, number: int, call: AttentionCall) -> Tensor | None:
-        """Attention of layer ``number`` by its backend; None where the reference must answer, as in a
-        prefill."""
+        """Attention of layer ``number`` by its backend; None where the reference must answer, as at
+        the beginning of a prompt."""
         attention, queries = self._attentions[number], call.query.shape[2]
-        if queries > MOST_QUERIES or self.index.length == queries:  # nothing came before
+        if self.index.length == queries:  # nothing came before
+            return None
+        if queries > MOST_QUERIES and not attention.reads_chunks:
             return None
         return attention.attend(call)
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import TOLERANCE, Case, decoding_error, error, filled
+from attending import TOLERANCE, Case, append, decoding_error, error, filled
 from models import tiny
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
@@ -110,6 +110,50 @@ def test_every_layout_is_read_right(spec: str, path: str) -> None:
     assert error(case, filled(case)) < TOLERANCE
     case = Case(spec, path=path, batch=3, queries=4, tokens=203, mask="bool", group_heads=3)
     assert error(case, filled(case)) < TOLERANCE
+
+
+MANY = [
+    "kivi-4bit:group=32,sink=3,tail=40",
+    "kivi-2bit:group=64,rope=post",
+    "int4-gs16:group=32,rope=pre",
+    "nf4:group=32",
+    "kvquant-3bit-5%:group=32,datatype=nf,scales=online",
+]
+
+
+@pytest.mark.parametrize("path", native.isas())
+@pytest.mark.parametrize("spec", MANY)
+def test_a_long_chunk_of_a_prompt_is_attended_to_in_pieces(spec: str, path: str) -> None:
+    for queries, mask in ((70, "none"), (131, "bool"), (67, "float")):
+        case = Case(spec, path=path, queries=queries, tokens=350, mask=mask, group_heads=3)
+        case.batch = 1 if mask == "none" else 3
+        assert error(case, filled(case)) < TOLERANCE
+    case.mask, case.softcap, case.sink_logits = "none", 5.0, 1.0
+    cache = filled(case)
+    cache.crop(-11)
+    assert error(case, cache) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", native.isas())
+@pytest.mark.parametrize("spec", MANY)
+@pytest.mark.parametrize("mask", ["none", "bool"])
+def test_sequences_of_one_prompt_are_read_together(spec: str, path: str, mask: str) -> None:
+    case = Case(spec, path=path, batch=3, tokens=330, mask=mask, layers=2)
+    cache, generator = filled(case), torch.Generator().manual_seed(1)
+    # Two prompts that are answered several times, and one that is alone.
+    cache.batch_select_indices(torch.tensor([0] * 17 + [2] + [1] * 3))
+    case.batch = 21
+    assert error(case, cache) < TOLERANCE
+    # Answers seal blocks of their own.
+    append(case, cache, torch.ones(21, 90, dtype=torch.bool), generator)
+    assert error(case, cache) < TOLERANCE
+    # As beams go on: answers that share some of their blocks too, of both prompts in turns.
+    cache.reorder_cache(torch.tensor([3, 3, 18, 19, 19, 0, 1, 1, 17]))
+    case.batch = 9
+    cache.crop(-41)
+    append(case, cache, torch.ones(9, 66, dtype=torch.bool), generator)
+    case.queries = 19
+    assert error(case, cache) < TOLERANCE
 
 
 @pytest.mark.parametrize(("spec", "head_size"), FOLDED_ONLY)

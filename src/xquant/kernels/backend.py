@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ..store.layer import CompressedLayer
 
 MOST_QUERIES = 16
-"""Queries at a time that kernels answer; more are a prefill, which pays for rebuilding K and V once."""
+"""Queries at a time that every kernel answers; more are a chunk of a prompt, which pays for rebuilding K and
+V once."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Shared:
 
 class LayerAttention(ABC):
     """Attends over one layer. May hold addresses, so it is never copied with the cache."""
+
+    reads_chunks = False
+    """Whether it also answers more than `MOST_QUERIES` queries, chunks of a prompt, faster than the
+    reference."""
 
     @abstractmethod
     def attend(self, call: AttentionCall) -> Tensor | None:

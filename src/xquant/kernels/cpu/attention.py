@@ -116,6 +116,8 @@ def rope_table(within: Within) -> Tensor:
 class NativeAttention(LayerAttention):
     """Attends over one layer."""
 
+    reads_chunks = True
+
     def __init__(self, layer: "CompressedLayer", isa: str, rope: RopeTable) -> None:
         self._layer, self._rope = layer, rope
         library = native.library()

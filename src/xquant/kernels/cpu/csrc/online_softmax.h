@@ -89,22 +89,6 @@ struct OnlineSoftmax {
         }
         return true;
     }
-
-    // Adds the state of other tokens.
-    void combine(const OnlineSoftmax& other) {
-        for (int n = 0; n < rows; n++) {
-            if (other.running_max[n] == -INFINITY) continue;
-            float now = std::fmax(running_max[n], other.running_max[n]);
-            float mine = running_max[n] == -INFINITY ? 0 : std::exp(running_max[n] - now);
-            float theirs = std::exp(other.running_max[n] - now);
-            running_max[n] = now;
-            running_sum[n] = running_sum[n] * mine + other.running_sum[n] * theirs;
-            for (int c = 0; c < width; c++) {
-                size_t at = (size_t)n * width + c;
-                sums[at] = sums[at] * mine + other.sums[at] * theirs;
-            }
-        }
-    }
 };
 
 inline void soft_cap(float* scores, int count, float cap) {

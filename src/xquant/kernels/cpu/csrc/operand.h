@@ -1,4 +1,4 @@
-// The packed keys or values of one sequence and key/value head, as attention reads them block by block: where codes
+// The packed keys or values of one key/value head, as attention reads them block by block: where codes
 // and ranges are, outliers, and memory that keys and values share. An element is
 //
 //     code * scale + zero + offset (affine)   or   level[code] * scale + zero + offset (codebook),
@@ -8,8 +8,7 @@
 #pragma once
 #include <algorithm>
 
-#include "elements.h"
-#include "workspace.h"
+#include "rows.h"
 
 namespace {
 
@@ -29,6 +28,7 @@ struct HeadBlock {
 
 // Memory that the keys and the values of a task use one after the other.
 struct Scratch {
+    int rows;
     float* scores;                        // [rows, n], then the weights of values
     int16_t* weights;                     // [MAX_ROWS, max(D, n)] of integer dot products
     float *steps, *bias;                  // [MAX_ROWS]
@@ -40,14 +40,16 @@ struct Scratch {
         if (!c.key.outlier_count && !c.value.outlier_count) return 0;
         return (size_t)c.block * c.kv_heads * c.head_size + 32;
     }
-    static size_t bytes(const xq_attend& c) {
-        const size_t rows = c.group_heads * c.queries, m = most(c);
+    static size_t bytes(const xq_attend& c) { return bytes(c, rows_of_sequence(c)); }
+    static size_t bytes(const xq_attend& c, size_t rows) {
+        const size_t m = most(c);
         return 4 * (rows * c.block + 2 * MAX_ROWS + 2 * outlier_capacity(c)) + 2 * MAX_ROWS * m +
                sizeof(Words) * (TILES * m / 2) + 7 * 64;
     }
 
-    Scratch(const xq_attend& c, Workspace& workspace) {
-        scores = workspace.take<float>((size_t)c.group_heads * c.queries * c.block);
+    Scratch(const xq_attend& c, Workspace& workspace) : Scratch(c, rows_of_sequence(c), workspace) {}
+    Scratch(const xq_attend& c, int rows, Workspace& workspace) : rows(rows) {
+        scores = workspace.take<float>((size_t)rows * c.block);
         weights = workspace.take<int16_t>(MAX_ROWS * most(c));
         steps = workspace.take<float>(MAX_ROWS);
         bias = workspace.take<float>(MAX_ROWS);
@@ -61,19 +63,12 @@ struct Scratch {
 struct PackedOperand : Scratch {
     const xq_attend& call;
     const xq_operand& operand;
-    const int b, g;
-    const int D, n, rows;
+    const int g;
+    const int D, n;
     int16_t table16[16] = {};  // levels of a codebook times `most`
 
-    PackedOperand(const xq_attend& c, const xq_operand& operand, float most, int b, int g, const Scratch& scratch)
-        : Scratch(scratch),
-          call(c),
-          operand(operand),
-          b(b),
-          g(g),
-          D(c.head_size),
-          n(c.block),
-          rows(c.group_heads * c.queries) {
+    PackedOperand(const xq_attend& c, const xq_operand& operand, float most, int g, const Scratch& scratch)
+        : Scratch(scratch), call(c), operand(operand), g(g), D(c.head_size), n(c.block) {
         if (operand.levels)
             for (int i = 0; i < 1 << operand.bits; i++) table16[i] = (int16_t)std::lrintf(operand.levels[i] * most);
     }

@@ -38,42 +38,35 @@ struct RopePlaces {
     }
 };
 
-// Loads the queries [rows, D] of one sequence and key/value head, times `scaling`. `from`: those of all.
-inline void load_query(const xq_attend& c, const void* from, int b, int g, float* to) {
-    const int64_t batch = c.query_batches ? c.query_batches[b] : b;
-    const int D = c.head_size, rows = c.group_heads * c.queries;
-    for (int h = 0; h < c.group_heads; h++)
-        for (int q = 0; q < c.queries; q++)
-            load_row(from, c.dtype,
-                     batch * c.query_batch + (g * c.group_heads + h) * c.query_head + q * c.query_token, D,
-                     to + (size_t)(h * c.queries + q) * D);
-    for (int i = 0; i < rows * D; i++) to[i] *= c.scaling;
-}
-
-// The keys of a task: one sequence and key/value head.
+// The keys of a task: one key/value head, and the rows that are multiplied with them.
 struct PackedKeys : PackedOperand {
     const RopePlaces& rope_places;
+    const Rows all;
     float* query;               // [rows, D] times `scaling`
     float* rotated_query;       // [rows, D] R(-p) query; without RoPE the query itself
     float* scaled_query;        // [MAX_ROWS, D] times scales, or times steps
+    int16_t* query16;           // [rows, D] weights of int16 keys, by MAX_ROWS rows, and
+    float* query_steps;         // [rows] their steps
     int32_t *scale16, *zero16;  // int16 pairs: [D / 2] by channel, or [ranges of the head, 16] by token
     float* pair_step;           // [D / 2] the step of int16 keys, of channels c and c + D / 2
 
-    static size_t bytes(const xq_attend& c) {
-        const size_t rows = c.group_heads * c.queries, D = c.head_size;
-        return 4 * (2 * rows * D + MAX_ROWS * D + 2 * 16 * D + D / 2) + 6 * 64;
+    static size_t bytes(const xq_attend& c, size_t rows) {
+        const size_t D = c.head_size;
+        return 4 * (2 * rows * D + rows + MAX_ROWS * D + 2 * 16 * D + D / 2) + 2 * rows * D + 8 * 64;
     }
 
-    PackedKeys(const xq_attend& c, int b, int g, const Scratch& scratch, const RopePlaces& rope_places,
+    PackedKeys(const xq_attend& c, int g, const Rows& all, const Scratch& scratch, const RopePlaces& rope_places,
                Workspace& workspace)
-        : PackedOperand(c, c.key, 32767, b, g, scratch), rope_places(rope_places) {
+        : PackedOperand(c, c.key, 32767, g, scratch), rope_places(rope_places), all(all) {
         query = workspace.take<float>((size_t)rows * D);
         rotated_query = workspace.take<float>((size_t)rows * D);
         scaled_query = workspace.take<float>(MAX_ROWS * D);
+        query16 = workspace.take<int16_t>((size_t)rows * D);
+        query_steps = workspace.take<float>(rows);
         scale16 = workspace.take<int32_t>(16 * D);
         zero16 = workspace.take<int32_t>(16 * D);
         pair_step = workspace.take<float>(D / 2);
-        load_query(c, c.turned_query ? c.turned_query : c.query, b, g, query);
+        load_queries(c, c.turned_query ? c.turned_query : c.query, all, query);
     }
 
     // Sets rotated_query to R(-p) q for the block in this column of the table, which starts at position p.
@@ -83,9 +76,9 @@ struct PackedKeys : PackedOperand {
             return;
         }
         const int half = D / 2;
-        const float* cos = call.start_cos + b * call.start_batch + column * half;
-        const float* sin = call.start_sin + b * call.start_batch + column * half;
         for (int r = 0; r < rows; r++) {
+            const float* cos = call.start_cos + all[r].b * call.start_batch + column * half;
+            const float* sin = call.start_sin + all[r].b * call.start_batch + column * half;
             const float* q = query + (size_t)r * D;
             float* t = rotated_query + (size_t)r * D;
             for (int j = 0; j < half; j++) {
@@ -232,54 +225,62 @@ struct PackedKeys : PackedOperand {
             }
     }
 
-    // Dot products with int16 keys of tokens `from` to `to - 1`, a few tiles at a time.
-    void score_int16(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
-                     ptrdiff_t ahead) {
-        if (operand.per_token)
-            set_token_step(scale, zero);
-        else
-            quantize_channel_ranges(scale, zero);
-        Table table = load_table(table16);
-        const CodesToInt16 to_int16 = pick_codes_to_int16(operand.bits, operand.levels != nullptr);
+    // Rounds the queries times the steps of int16 keys to weights.
+    void quantize_queries() {
         const int half = D / 2;
+        const float most = highest_int16_weight(ROTATED_LIMIT);
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
-            for (int i = 0; i < count; i++) {
-                const float* q = rotated_query + (size_t)(r + i) * D;
+            for (int i = r; i < r + count; i++) {
+                const float* q = rotated_query + (size_t)i * D;
                 Floats top = broadcast_float(0);
                 for (int c = 0; c < D; c += 16) {
                     Floats x = load_floats(q + c) * load_floats(pair_step + (c < half ? c : c - half));
                     top = maximum(top, absolute(x));
                     store_floats(scaled_query + c, x);
                 }
-                const float most = highest_int16_weight(ROTATED_LIMIT);
-                steps[i] = quantize_row(scaled_query, D, highest(top), most, weights + i * 4, count);
-                bias[i] = 0;
+                int16_t* to = query16 + (size_t)r * D + (i - r) * 4;
+                query_steps[i] = quantize_row(scaled_query, D, highest(top), most, to, count);
             }
-            if (!operand.per_token && !operand.levels && call.rope_table) {
-                const DotRotated dot = pick_dot_rotated(operand.bits, count);
-                for (int t = from; t < to; t += 16 * TILES)
-                    dot(codes + t / 16 * tile_bytes(D, operand.bits), D,
-                        {scale16, zero16, call.rope_table + (size_t)(t / 16) * D * 16}, weights, steps,
-                        scores + (size_t)r * n + t, n, r ? 0 : ahead);
-                continue;
-            }
-            const DotInt16 dot = pick_dot_int16<TILES>(count);
-            for (int t = from; t < to; t += 16 * TILES) {
-                for (int k = 0; k < TILES; k++) {
-                    Words* tile = int16_tiles + (size_t)k * half;
-                    const int index = t / 16 + k;
-                    to_int16(codes + index * tile_bytes(D, operand.bits), D, table, tile, r ? 0 : ahead);
-                    if (operand.per_token) {
-                        quantize_token_ranges(scale, zero, index * 16);
-                        call.rope_table ? decode_keys<true, true>(tile, index) : decode_keys<true, false>(tile, index);
-                    } else {
-                        call.rope_table ? decode_keys<false, true>(tile, index)
-                                        : decode_keys<false, false>(tile, index);
-                    }
+        }
+    }
+
+    // Dot products with int16 keys of tokens `from` to `to - 1`, a few tiles at a time. A few rows have keys made in
+    // registers, more rows once for all of them.
+    void score_int16(const uint8_t* codes, const uint16_t* scale, const uint16_t* zero, int from, int to,
+                     ptrdiff_t ahead) {
+        if (operand.per_token)
+            set_token_step(scale, zero);
+        else
+            quantize_channel_ranges(scale, zero);
+        quantize_queries();
+        if (rows <= MAX_ROWS && !operand.per_token && !operand.levels && call.rope_table) {
+            const DotRotated dot = pick_dot_rotated(operand.bits, rows);
+            for (int t = from; t < to; t += 16 * TILES)
+                dot(codes + t / 16 * tile_bytes(D, operand.bits), D,
+                    {scale16, zero16, call.rope_table + (size_t)(t / 16) * D * 16}, query16, query_steps, scores + t, n,
+                    ahead);
+            return;
+        }
+        Table table = load_table(table16);
+        const CodesToInt16 to_int16 = pick_codes_to_int16(operand.bits, operand.levels != nullptr);
+        const float none[MAX_ROWS] = {};
+        for (int t = from; t < to; t += 16 * TILES) {
+            for (int k = 0; k < TILES; k++) {
+                Words* tile = int16_tiles + (size_t)k * (D / 2);
+                const int index = t / 16 + k;
+                to_int16(codes + index * tile_bytes(D, operand.bits), D, table, tile, ahead);
+                if (operand.per_token) {
+                    quantize_token_ranges(scale, zero, index * 16);
+                    call.rope_table ? decode_keys<true, true>(tile, index) : decode_keys<true, false>(tile, index);
+                } else {
+                    call.rope_table ? decode_keys<false, true>(tile, index) : decode_keys<false, false>(tile, index);
                 }
-                dot(int16_tiles, D, weights, steps, bias, scores + (size_t)r * n + t, n);
             }
+            for (int r = 0; r < rows; r += MAX_ROWS)
+                pick_dot_int16<TILES>(std::min(rows - r, MAX_ROWS))(int16_tiles, D, query16 + (size_t)r * D,
+                                                                    query_steps + r, none, scores + (size_t)r * n + t,
+                                                                    n);
         }
     }
 

@@ -8,20 +8,21 @@
 namespace {
 
 inline size_t weigh_bytes(const xq_attend& call) {
-    const int rows = call.group_heads * call.queries, D = call.head_size;
-    return ExactTokens::bytes(call) + 4 * ((size_t)rows * D + OnlineSoftmax::floats(rows, D)) + 2 * 64;
+    const int rows = rows_of_sequence(call), D = call.head_size;
+    return Rows::bytes(rows) + ExactTokens::bytes(call, rows) + 4 * ((size_t)rows * D + OnlineSoftmax::floats(rows, D)) + 2 * 64;
 }
 
 // One sequence and key/value head. `scores` [rows, tokens] are those of its table.
 inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Workspace& workspace) {
     const xq_attend& call = given.attend;
-    const int rows = call.group_heads * call.queries, D = call.head_size;
+    const int rows = rows_of_sequence(call), D = call.head_size;
     const int tokens = given.columns * call.block, limit = call.limits[b];
     OnlineSoftmax softmax(workspace.take<float>(OnlineSoftmax::floats(rows, D)), rows, D);
     softmax.clear();
     float* query = workspace.take<float>((size_t)rows * D);
-    load_query(call, call.query, b, g, query);
-    ExactTokens exact(call, b, g, query, softmax, workspace);
+    const Rows all(call, b, g, 0, rows, workspace);
+    load_queries(call, call.query, all, query);
+    ExactTokens exact(call, g, all, query, softmax, workspace);
     exact.attend();
     bool seen = false;
     if (limit > 0) {
@@ -35,9 +36,8 @@ inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Works
     }
     if (!seen) std::fill(scores, scores + (size_t)rows * tokens, 0.0f);
     for (int r = 0; r < rows; r++) {
-        const int h = g * call.group_heads + r / call.queries;
         float total = softmax.running_sum[r];
-        if (call.sink_logits && total > 0) total += std::exp(call.sink_logits[h] - softmax.running_max[r]);
+        if (call.sink_logits && total > 0) total += std::exp(call.sink_logits[all[r].head] - softmax.running_max[r]);
         const float inverse = total > 0 ? 1 / total : 0;
         Floats packed = broadcast_float(0);
         for (int t = 0; seen && t < tokens; t += 16) {
@@ -47,7 +47,7 @@ inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Works
             packed = packed + weight;
         }
         const float seen_packed = sum(packed);
-        const int64_t at = b * call.out_batch + r % call.queries * call.out_token + h * call.out_head;
+        const int64_t at = b * call.out_batch + all[r].query * call.out_token + all[r].head * call.out_head;
         for (int c = 0; c < D; c++) {
             const float added = given.value_bias ? seen_packed * given.value_bias[(size_t)g * D + c] : 0;
             store_element(call.out, call.dtype, at + c, softmax.sums[(size_t)r * D + c] * inverse + added);
