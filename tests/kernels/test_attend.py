@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attending import TOLERANCE, Case, append, decoding_error, error, filled
-from models import tiny
+from models import left_padded, tiny
+from xquant import KVCache
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
 from xquant.kernels.torch import folded
@@ -118,6 +119,8 @@ MANY = [
     "int4-gs16:group=32,rope=pre",
     "nf4:group=32",
     "kvquant-3bit-5%:group=32,datatype=nf,scales=online",
+    "quarot-4bit:group=32",
+    "kvarn-k4v2:group=32,sink=2",
 ]
 
 
@@ -132,6 +135,21 @@ def test_a_long_chunk_of_a_prompt_is_attended_to_in_pieces(spec: str, path: str)
     cache = filled(case)
     cache.crop(-11)
     assert error(case, cache) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", native.isas())
+@torch.inference_mode()
+def test_a_padded_prompt_is_read_in_long_chunks(path: str) -> None:
+    model = tiny("llama", head_dim=32, hidden_size=128, initializer_range=0.05)
+    batch = left_padded([150, 40, 97])
+    ids, mask, logits = batch["input_ids"], batch["attention_mask"], []
+    for kernel in ("reference", path):
+        cache = KVCache(model, "kivi-4bit:group=32,sink=2", kernel=kernel)
+        for start in range(0, 150, 50):
+            seen = mask[:, : start + 50]
+            out = model(ids[:, start : start + 50], attention_mask=seen, past_key_values=cache)
+        logits.append(out.logits[:, -1])
+    assert (logits[0] - logits[1]).norm() < 5e-3 * logits[0].norm()
 
 
 @pytest.mark.parametrize("path", native.isas())

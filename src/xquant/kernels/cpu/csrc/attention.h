@@ -45,7 +45,7 @@ struct Task {
           softmax(softmax),
           scratch(c, rows.count, workspace),
           keys(c, place.g, rows, scratch, rope_places, workspace),
-          values(c, place.part.b, place.g, scratch, softmax, workspace),
+          values(c, place.g, scratch, softmax, workspace),
           exact(c, place.g, rows, c.turned_query ? own_query(workspace) : keys.query, softmax, workspace) {}
 
     // The queries that exact tokens are multiplied with, where packed keys have others.

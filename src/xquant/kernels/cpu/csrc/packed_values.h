@@ -22,7 +22,7 @@ struct PackedValues : PackedOperand {
         return sizeof(float) * (2 * c.block + (size_t)MAX_ROWS * c.head_size) + 2 * 64;
     }
 
-    PackedValues(const xq_attend& c, int /* b */, int g, const Scratch& scratch, OnlineSoftmax softmax, Workspace& workspace)
+    PackedValues(const xq_attend& c, int g, const Scratch& scratch, OnlineSoftmax softmax, Workspace& workspace)
         : PackedOperand(c, c.value, VALUE_LIMIT, g, scratch), softmax(softmax) {
         token_scale = workspace.take<float>(2 * (size_t)n);
         block_sums = workspace.take<float>((size_t)MAX_ROWS * D);

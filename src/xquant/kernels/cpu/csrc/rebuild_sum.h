@@ -36,7 +36,7 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
                 workspace.next = workspace.base;
                 OnlineSoftmax softmax(states + ((size_t)b * splits + split) * state_size, given.rows, given.channels);
                 softmax.clear();
-                PackedValues values(call, b, 0, Scratch(call, workspace), softmax, workspace);
+                PackedValues values(call, 0, Scratch(call, workspace), softmax, workspace);
                 const int64_t columns = columns_of(given, b, n);
                 const int last = (int)((split + 1) * columns / splits);
                 for (int j = (int)(split * columns / splits); j < last; j++) {

@@ -9,7 +9,8 @@ namespace {
 
 inline size_t weigh_bytes(const xq_attend& call) {
     const int rows = rows_of_sequence(call), D = call.head_size;
-    return Rows::bytes(rows) + ExactTokens::bytes(call, rows) + 4 * ((size_t)rows * D + OnlineSoftmax::floats(rows, D)) + 2 * 64;
+    return Rows::bytes(rows) + ExactTokens::bytes(call, rows) +
+           4 * ((size_t)rows * D + OnlineSoftmax::floats(rows, D)) + 2 * 64;
 }
 
 // One sequence and key/value head. `scores` [rows, tokens] are those of its table.
