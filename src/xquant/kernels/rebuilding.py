@@ -42,12 +42,12 @@ class RebuildingAttention(BlockwiseAttention):
         return sums
 
 
-def at_columns(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
-    """What stands in these columns along ``dim``, a view where they follow each other."""
+def at_columns(columns: Tensor, dim: int, *rows: Tensor) -> tuple[Tensor, ...]:
+    """What stands in these columns along ``dim`` of each of ``rows``, views where they follow each other."""
     first, count = int(columns[0]), len(columns)
     if bool((columns.diff() == 1).all()):
-        return rows.narrow(dim, first, count)
-    return rows.index_select(dim, columns)
+        return tuple(each.narrow(dim, first, count) for each in rows)
+    return tuple(each.index_select(dim, columns) for each in rows)
 
 
 def recalled_rows(layer: "CompressedLayer") -> Tensor | None:

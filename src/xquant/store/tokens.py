@@ -65,6 +65,7 @@ class TokenIndex:
         """Forget what is only needed within a forward pass."""
         self._angles: Pair | None = None
         self._by_channel: tuple[Tensor, ...] | None = None
+        self._by_token: tuple[Tensor, ...] | None = None
         self._excluded: dict[tuple[int, int], Tensor | None] = {}
         self._embedded: Tensor | None = None
 
@@ -183,10 +184,16 @@ class TokenIndex:
     def rope_by_channel(self) -> tuple[Tensor, ...]:
         """The same for kernels: ``[B, R/2, T]`` in fp32, on the CPU."""
         if self._by_channel is None:
+            self._by_channel = tuple(t.mT.contiguous() for t in self.rope_by_token())
+        return self._by_channel
+
+    def rope_by_token(self) -> tuple[Tensor, ...]:
+        """The same, ``[B, T, R/2]``."""
+        if self._by_token is None:
             cos, sin = self.rope(self.positions.new_empty(0, dtype=torch.float32))
             half = cos.shape[-1] // 2
-            self._by_channel = tuple(t[..., :half].mT.float().contiguous() for t in (cos, sin))
-        return self._by_channel
+            self._by_token = tuple(t[..., :half].float().contiguous() for t in (cos, sin))
+        return self._by_token
 
     def rope_at(self, positions: Tensor) -> Pair:
         """cos and sin of any positions ``[B, t]``, ``[B, t, R]`` in fp32, where tokens are `uniform`."""

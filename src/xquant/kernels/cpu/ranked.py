@@ -62,7 +62,8 @@ def by_state(weight: Tensor, heads: int) -> list[Tensor]:
 
 def _widened(x: Tensor) -> Tensor:
     """Rows ``[..., D]`` with zeros up to a multiple of `RUN`."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % RUN)).contiguous()
+    missing = -x.shape[-1] % RUN
+    return (torch.nn.functional.pad(x, (0, missing)) if missing else x).contiguous()
 
 
 def _describe(to: native.RankedOperand, codec: LayerCodec, block: int) -> list[Tensor]:
@@ -101,9 +102,7 @@ class RankedKeys(KeyScores):
 
     def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
         # Tokens that were cropped away have the angles of another: their scores are hidden.
-        cos, sin = (at_columns(t.float(), columns, 1) for t in index.rope(like))
-        if cos.stride(2) != 1 or cos.stride() != sin.stride():
-            cos, sin = cos.contiguous(), sin.contiguous()
+        cos, sin = at_columns(columns, 1, *index.rope_by_token())
         return cos, sin
 
     def angles_of(self, angles: PagedAngles) -> Pair:

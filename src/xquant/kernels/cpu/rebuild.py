@@ -123,7 +123,7 @@ class KeyProduct(KeyScores):
         return [whole, *(widened(t.mT) for t in (unit, bias))]
 
     def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
-        cos, sin = (at_columns(t, columns, 2) for t in index.rope_by_channel())
+        cos, sin = at_columns(columns, 2, *index.rope_by_channel())
         return cos, sin
 
     def angles_of(self, angles: PagedAngles) -> BlockAngles:

@@ -25,9 +25,9 @@ class DecodedAttention(RebuildingAttention):
             if recalled is None:
                 rows = stream.read_blocks(codec.view.dtype, table).flatten(1, 2)
             else:
-                rows = at_columns(recalled, columns, 1)
+                (rows,) = at_columns(columns, 1, recalled)
             built, source = codec.sources(rows)
             keys = codec.keys(built).unflatten(-1, (codec.view.kv_heads, -1))
-            cos, sin = (at_columns(t, columns, 1) for t in layer.index.rope(keys))
+            cos, sin = at_columns(columns, 1, *layer.index.rope(keys))
             scores = left @ rotate(keys, cos, sin).permute(0, 2, 3, 1)[:, None].float()
             yield scores, split_bias(hidden, 1), partial(self._weigh, source=source)

@@ -4,112 +4,42 @@
 //     sum_t w_t x[t, c] = scale_c sum_t (w_t gain_t) level[t, c]
 //
 // Channels that have no bits are left out of both. The product of keys is one of int16 states and int16 weights.
-// States are in the order of their scales, in groups of 64 columns. Columns of a group are of like size and share one
+// States are in the order of their scales, in groups of 96 columns. Columns of a group are of like size and share one
 // step, as fine as sums of 32 bits allow, so that small ones are not lost beside large ones. The sums over tokens are
 // in fp32. Both equal those of `quant.ranked.Ranked.decode`, times the weight of keys, to a relative error below 1e-3.
 #pragma once
-#include "ranking.h"
-#include "widths.h"
+#include "ranked_reader.h"
 
 namespace {
 
-constexpr int WEIGHT_LIMIT = 8191;        // the highest weight, as in kernels/cpu/ranked.py
-constexpr int GROUP_STRIDE = STRIP + 32;  // from token to token in a group; vectors are written whole
+constexpr int WEIGHT_LIMIT = 8191;  // the highest weight, as in kernels/cpu/ranked.py
+constexpr int GROUP = 96;           // columns that share a step, in order
+constexpr int KEY_ROWS = 4, KEY_TILES = TILES * TILES;  // tokens, and vectors of channels, of a tile of keys
 
-// Channels of a block that follow each other in order, have codes of one width and belong to one group.
-struct Run {
-    int first, count, width;  // of WIDTHS
-    const uint8_t* packed;
-    int stride;  // bytes from row to row
-};
-
-// Calls `work` with every run of a block.
-template <class F>
-void for_each_run(const xq_ranked_operand& operand, const uint8_t* packed, F work) {
-    int first = 0;
-    for (int width = ALL_WIDTHS - 1; width >= 0; width--) {
-        const int count = operand.counts[width];
-        for (int at = 0, next; at < count; at = next) {
-            next = std::min(count, at + STRIP - (first + at) % STRIP);
-            work(Run{first + at, next - at, width, packed + at, count});
-        }
-        packed += packed_bytes(WIDTHS[width], operand.block) * count;
-        first += count;
-    }
-}
-
-// Reads a block of ranked codes, for scores and for sums.
-struct RankedReader {
-    const xq_ranked_operand& operand;
-    const int n, C;
-    int coded = 0;
-    Ranking ranks;
-    uint8_t* windows;  // [n + 8, 64] of the codes of a run
-    float* gains;      // [n]
-
-    static size_t bytes(const xq_ranked_operand& operand) {
-        return Ranking::bytes(operand.channels) + (size_t)(operand.block + 8) * STRIP + sizeof(float) * operand.block +
-               2 * 64;
-    }
-    RankedReader(const xq_ranked_operand& operand, Workspace& workspace)
-        : operand(operand), n(operand.block), C(operand.channels), ranks(C, workspace) {
-        windows = workspace.take<uint8_t>((size_t)(n + 8) * STRIP);
-        gains = workspace.take<float>(n);
-        for (int count : operand.counts) coded += count;
-    }
-
-    // Reads scales and gains of a block and sorts its channels. Returns its codes.
-    const uint8_t* open(int64_t id) {
-        ranks.read(at_address<uint8_t>(operand.scale[id]), operand.usual, operand.sizes);
-        const auto* packed = at_address<uint8_t>(operand.gain[id]);
-        for (int t = 0; t < n; t++) gains[t] = size_of(operand.sizes, nibble_at(packed, n, t) - UNIT_GAIN_PLACE);
-        return at_address<uint8_t>(operand.codes[id]);
-    }
-    // Calls `work` with every token and 32 channels of a run, and with their levels.
-    template <class F>
-    void for_each_level(const Run& run, F work) const {
-        const Width& width = WIDTHS[run.width];
-        const int count = n / width.tokens;
-        pick_unpack_strip(width.code)(run.packed, count, windows, run.stride, run.count);
-        codes_to_windows(width, count, STRIP, windows);
-        for (int v = 0; v < width.tokens; v++) {
-            const LargeTable table = load_large_table(operand.levels + run.width * TABLE_SIZE + v * WINDOWS);
-            for (int i = 0; i < count; i++)
-                for (int c = 0; c < run.count; c += 32)
-                    work(i * width.tokens + v, c, look_up(table, windows + (size_t)i * STRIP + c));
-        }
-    }
-};
-
-// The keys of one block, head by head.
+// The keys of one block: head by head, KEY_ROWS tokens at a time.
 struct RankedKeys {
     const xq_ranked_scores& call;
-    RankedReader states;
+    RankedReader states;  // levels in steps of their group
     const int n, width, groups;
-    int16_t* states16;    // [groups, n, GROUP_STRIDE] in steps of the group
-    int16_t* column_max;  // [groups * 64 + 64] of the highest level of a column, in steps of the group
+    int16_t* column_max;  // [groups + 1, GROUP] of the highest level of a column, in steps of the group
     float* group_step;    // [groups]
-    int16_t* panel;       // [width / 32, 32 pairs of columns, 32, 2] weights of a group
-    float* keys;          // [n, width]
+    int16_t* panel;       // [groups, width / 32, pairs of columns, 32, 2] weights of a head
+    float* keys;          // [KEY_ROWS, width]
 
     static int groups_of(const xq_ranked_operand& operand) {
-        int coded = 0;
-        for (int count : operand.counts) coded += count;
-        return (coded + STRIP - 1) / STRIP;
+        return (RankedReader::coded_of(operand) + GROUP - 1) / GROUP;
     }
     static size_t bytes(const xq_ranked_scores& c) {
-        const size_t groups = groups_of(c.key), n = c.key.block;
-        return RankedReader::bytes(c.key) +
-               2 * (groups * n * GROUP_STRIDE + (groups + 1) * STRIP + (size_t)STRIP * c.width) +
-               4 * (groups + n * c.width) + 5 * 64;
+        const size_t groups = groups_of(c.key);
+        return RankedReader::bytes(c.key) + 2 * ((groups + 1) * GROUP + groups * GROUP * c.width) +
+               4 * (groups + KEY_ROWS * c.width) + 4 * 64;
     }
     RankedKeys(const xq_ranked_scores& c, Workspace& workspace)
         : call(c), states(c.key, workspace), n(c.key.block), width(c.width), groups(groups_of(c.key)) {
-        states16 = workspace.take<int16_t>((size_t)groups * n * GROUP_STRIDE);
-        column_max = workspace.take<int16_t>((size_t)(groups + 1) * STRIP);
+        column_max = workspace.take<int16_t>((size_t)(groups + 1) * GROUP);
         group_step = workspace.take<float>(groups);
-        panel = workspace.take<int16_t>((size_t)STRIP * width);
-        keys = workspace.take<float>((size_t)n * width);
+        panel = workspace.take<int16_t>((size_t)groups * GROUP * width);
+        keys = workspace.take<float>((size_t)KEY_ROWS * width);
     }
 
     // Chooses the step of every group, and what the highest level of a column is in steps.
@@ -117,35 +47,29 @@ struct RankedKeys {
         const int* order = states.ranks.order;
         int width = ALL_WIDTHS - 1, left = call.key.counts[width];
         for (int group = 0; group < groups; group++) {
-            float highest[STRIP], top = 0, total = 0;
-            const int count = std::min(STRIP, states.coded - group * STRIP);
+            float highest[GROUP], top = 0, total = 0;
+            const int count = std::min(GROUP, states.coded - group * GROUP);
             for (int i = 0; i < count; i++) {
                 while (!left) left = call.key.counts[--width];
                 left--;
-                const int channel = order[group * STRIP + i];
+                const int channel = order[group * GROUP + i];
                 highest[i] = call.key.highest_level[width] * states.ranks.sizes[channel] * call.weight_scale[channel];
                 top = std::max(top, highest[i]);
                 total += highest[i];
             }
-            // Rounding adds at most 1 to each of the 64.
-            const float most = (float)(INT32_MAX / WEIGHT_LIMIT - STRIP) * 0.999f;
+            // Rounding adds at most 1 to each.
+            const float most = (float)(INT32_MAX / WEIGHT_LIMIT - GROUP) * 0.999f;
             group_step[group] = std::max({total / most, top / 32767, 1e-30f});
-            for (int i = 0; i < STRIP; i++)
-                column_max[group * STRIP + i] = i < count ? (int16_t)std::lrintf(highest[i] / group_step[group]) : 0;
+            for (int i = 0; i < GROUP; i++)
+                column_max[group * GROUP + i] = i < count ? (int16_t)std::lrintf(highest[i] / group_step[group]) : 0;
         }
     }
 
-    void decode_run(const Run& run) const {
-        const int16_t* step = column_max + run.first;
-        int16_t* out = states16 + (size_t)(run.first / STRIP) * n * GROUP_STRIDE + run.first % STRIP;
-        states.for_each_level(run, [&](int t, int c, Words level) {
-            store(out + (size_t)t * GROUP_STRIDE + c, multiply_q15(level, load(step + c)));
-        });
-    }
+    int pairs_of(int group) const { return (std::min(GROUP, states.coded - group * GROUP) + 1) / 2; }
 
-    // Gathers a head's weights of the columns of a group, two columns beside each other. Returns the pairs.
-    int gather_weights(int group, int head) const {
-        const int first = group * STRIP, count = std::min(STRIP, states.coded - first), pairs = (count + 1) / 2;
+    // Gathers a head's weights of the columns of a group, two columns beside each other.
+    void gather_weights(int group, int head) const {
+        const int first = group * GROUP, count = std::min(GROUP, states.coded - first), pairs = pairs_of(group);
         const size_t row = (size_t)call.kv_heads * width;
         for (int p = 0; p < pairs; p++) {
             const int* channel = states.ranks.order + first + 2 * p;
@@ -153,59 +77,69 @@ struct RankedKeys {
             const int16_t* b = 2 * p + 1 < count ? call.weights + channel[1] * row + (size_t)head * width : nullptr;
             for (int d = 0; d < width; d += 32) {
                 const Words x = load(a + d), y = b ? load(b + d) : zero_words();
-                int16_t* to = panel + ((size_t)d / 32 * pairs + p) * 64;
+                int16_t* to = panel + (size_t)group * GROUP * width + ((size_t)d / 32 * pairs + p) * 64;
                 store(to, zip_low16(x, y));
                 store(to + 32, zip_high16(x, y));
             }
         }
-        return pairs;
     }
 
-    // Adds the product of a group's states and its gathered weights to the keys.
-    void multiply_group(int group, int pairs) const {
+    // Sets or, after the first group, adds to the keys of KEY_ROWS tokens the product of a group's states and weights.
+    void multiply_group(int group, int t) const {
+        int d = 0;
+        for (; d + 16 * KEY_TILES <= width; d += 16 * KEY_TILES) multiply_tile<KEY_TILES>(group, t, d);
+        for (; d < width; d += 16 * TILES) multiply_tile<TILES>(group, t, d);
+    }
+
+    // The same for 16 T channels from d on.
+    template <int T>
+    void multiply_tile(int group, int t, int d) const {
         const Floats step = broadcast_float(group_step[group]);
-        for (int d = 0; d < width; d += 16 * TILES) {
-            const int16_t* weights = panel + (size_t)d / 32 * pairs * 64 + d % 32 * 2;
-            for (int t = 0; t < n; t += MAX_ROWS) {
-                const int16_t* left = states16 + ((size_t)group * n + t) * GROUP_STRIDE;
-                Words sums[MAX_ROWS][TILES];
-                for (int i = 0; i < MAX_ROWS; i++)
-                    for (int k = 0; k < TILES; k++) sums[i][k] = zero_words();
-                for (int p = 0; p < pairs; p++) {
-                    Words weight[TILES];
-                    for (int k = 0; k < TILES; k++) weight[k] = load(weights + (size_t)p * 64 + k * 32);
-                    for (int i = 0; i < MAX_ROWS; i++) {
-                        const Words state = broadcast(pair_at(left, i * (GROUP_STRIDE / 2) + p));
-                        for (int k = 0; k < TILES; k++) sums[i][k] = dot16(sums[i][k], weight[k], state);
-                    }
-                }
-                for (int i = 0; i < MAX_ROWS; i++)
-                    for (int k = 0; k < TILES; k++) {
-                        float* key = keys + (size_t)(t + i) * width + d + k * 16;
-                        const Floats sum = to_floats(sums[i][k]) * step;
-                        store_floats(key, group ? load_floats(key) + sum : sum);
-                    }
+        const size_t pairs = pairs_of(group);
+        const int16_t* left = states.levels + (size_t)t * states.stride + group * GROUP;
+        const int16_t* weights[T];
+        for (int k = 0; k < T; k++)
+            weights[k] = panel + (size_t)group * GROUP * width + (d / 16 + k) / 2 * pairs * 64 + (d / 16 + k) % 2 * 32;
+        Words sums[KEY_ROWS][T];
+        for (int i = 0; i < KEY_ROWS; i++)
+            for (int k = 0; k < T; k++) sums[i][k] = zero_words();
+        for (size_t p = 0; p < pairs; p++) {
+            Words weight[T];
+            for (int k = 0; k < T; k++) weight[k] = load(weights[k] + p * 64);
+            for (int i = 0; i < KEY_ROWS; i++) {
+                const Words state = broadcast(pair_at(left + (size_t)i * states.stride, p));
+                for (int k = 0; k < T; k++) sums[i][k] = dot16(sums[i][k], weight[k], state);
             }
         }
+        for (int i = 0; i < KEY_ROWS; i++)
+            for (int k = 0; k < T; k++) {
+                float* key = keys + (size_t)i * width + d + k * 16;
+                const Floats before = group ? load_floats(key) : broadcast_float(0);
+                store_floats(key, fma(to_floats(sums[i][k]), step, before));
+            }
     }
 
-    // Applies gain, mean and RoPE to the keys of a head. cos and sin are at the block's first token.
-    void finish_keys(int head, const float* cos, const float* sin) const {
+    // Applies gain, mean and RoPE to the keys of KEY_ROWS tokens from t on. cos and sin are those of t.
+    void finish_keys(int head, int t, const float* cos, const float* sin) const {
         const float* mean = call.mean + (size_t)head * width;
         const int rotary_pairs = call.rotary_pairs;
-        for (int t = 0; t < n; t++, cos += call.rope_token, sin += call.rope_token) {
-            float* key = keys + (size_t)t * width;
-            const Floats gain = broadcast_float(states.gains[t]);
-            for (int d = 0; d < width; d += 16)
-                store_floats(key + d, fma(load_floats(key + d), gain, load_floats(mean + d)));
+        for (int i = 0; i < KEY_ROWS; i++, cos += call.rope_token, sin += call.rope_token) {
+            float* key = keys + (size_t)i * width;
+            const Floats gain = broadcast_float(states.gains[t + i]);
+            const auto finished = [&](int d) { return fma(load_floats(key + d), gain, load_floats(mean + d)); };
             int d = 0;
-            for (; d + 16 <= rotary_pairs; d += 16) {
-                const Floats x = load_floats(key + d), y = load_floats(key + d + rotary_pairs);
-                const Floats u = load_floats(cos + d), v = load_floats(sin + d);
-                store_floats(key + d, x * u - y * v);
-                store_floats(key + d + rotary_pairs, fma(y, u, x * v));
+            if (rotary_pairs % 16 == 0) {
+                for (; d < rotary_pairs; d += 16) {
+                    const Floats x = finished(d), y = finished(d + rotary_pairs);
+                    const Floats u = load_floats(cos + d), v = load_floats(sin + d);
+                    store_floats(key + d, x * u - y * v);
+                    store_floats(key + d + rotary_pairs, fma(y, u, x * v));
+                }
+                for (d = 2 * rotary_pairs; d < width; d += 16) store_floats(key + d, finished(d));
+                continue;
             }
-            for (; d < rotary_pairs; d++) {
+            for (; d < width; d += 16) store_floats(key + d, finished(d));
+            for (d = 0; d < rotary_pairs; d++) {
                 const float x = key[d], y = key[d + rotary_pairs];
                 key[d] = x * cos[d] - y * sin[d];
                 key[d + rotary_pairs] = y * cos[d] + x * sin[d];
@@ -214,13 +148,13 @@ struct RankedKeys {
     }
 
     void score(const float* query, float* out, size_t tokens) const {
-        for (int t = 0; t < n; t++) {
-            const float* key = keys + (size_t)t * width;
-            for (int r = 0; r < call.rows; r++) {
-                const float* row = query + (size_t)r * width;
+        for (int r = 0; r < call.rows; r++) {
+            const float* row = query + (size_t)r * width;
+            for (int i = 0; i < KEY_ROWS; i++) {
+                const float* key = keys + (size_t)i * width;
                 Floats found = broadcast_float(0);
                 for (int d = 0; d < width; d += 16) found = fma(load_floats(key + d), load_floats(row + d), found);
-                out[r * tokens + t] = sum(found);
+                out[r * tokens + i] = sum(found);
             }
         }
     }
@@ -228,15 +162,21 @@ struct RankedKeys {
     void run(int b, int column) {
         const uint8_t* packed = states.open(call.table[b * call.table_stride + column]);
         set_column_ranges();
-        for_each_run(call.key, packed, [this](const Run& run) { decode_run(run); });
+        states.read_levels(packed, [this](int first) {
+            const Words most = load(column_max + first);
+            return [most](Words level) { return multiply_q15(level, most); };
+        });
         const size_t tokens = (size_t)call.columns * n, at = (size_t)column * n;
-        const size_t angles = (size_t)b * call.rope_batch + at * call.rope_token;
         for (int head = 0; head < call.kv_heads; head++) {
-            if (!groups) std::fill(keys, keys + (size_t)n * width, 0.0f);
-            for (int group = 0; group < groups; group++) multiply_group(group, gather_weights(group, head));
-            finish_keys(head, call.cos + angles, call.sin + angles);
             const size_t from = ((size_t)b * call.kv_heads + head) * call.rows;
-            score(call.query + from * width, call.scores + from * tokens + at, tokens);
+            for (int group = 0; group < groups; group++) gather_weights(group, head);
+            for (int t = 0; t < n; t += KEY_ROWS) {
+                if (!groups) std::fill(keys, keys + (size_t)KEY_ROWS * width, 0.0f);
+                for (int group = 0; group < groups; group++) multiply_group(group, t);
+                const size_t angles = (size_t)b * call.rope_batch + (at + t) * call.rope_token;
+                finish_keys(head, t, call.cos + angles, call.sin + angles);
+                score(call.query + from * width, call.scores + from * tokens + at + t, tokens);
+            }
         }
     }
 };
@@ -260,26 +200,26 @@ inline int ranked_scores(const xq_ranked_scores& call) {
     return failed ? XQ_NO_MEMORY : XQ_DONE;
 }
 
-// Sums the levels of a run by ROWS rows of weights, 16 TILES channels at a time.
+// Adds up the levels of 32 ranks, `stride` from token to token, by ROWS rows of weights.
 template <int ROWS>
-void sum_levels(const float* levels, int count, int n, const float* weights, float* out) {
-    for (int c = 0; c < count; c += 16 * TILES) {
-        Floats sums[ROWS][TILES];
-        for (int r = 0; r < ROWS; r++)
-            for (int k = 0; k < TILES; k++) sums[r][k] = broadcast_float(0);
-        for (int t = 0; t < n; t++) {
-            Floats level[TILES];
-            for (int k = 0; k < TILES; k++) level[k] = load_floats(levels + (size_t)t * STRIP + c + k * 16);
-            for (int r = 0; r < ROWS; r++) {
-                const Floats weight = broadcast_float(weights[(size_t)r * n + t]);
-                for (int k = 0; k < TILES; k++) sums[r][k] = fma(level[k], weight, sums[r][k]);
-            }
+void sum_levels(const int16_t* levels, int stride, int n, const float* weights, float* out) {
+    Floats sums[ROWS][2];
+    for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = broadcast_float(0);
+    for (int t = 0; t < n; t++) {
+        const Words level = load(levels + (size_t)t * stride);
+        const Floats low = to_floats(low_half(level)), high = to_floats(high_half(level));
+        for (int r = 0; r < ROWS; r++) {
+            const Floats weight = broadcast_float(weights[(size_t)r * n + t]);
+            sums[r][0] = fma(low, weight, sums[r][0]);
+            sums[r][1] = fma(high, weight, sums[r][1]);
         }
-        for (int r = 0; r < ROWS; r++)
-            for (int k = 0; k < TILES; k++) store_floats(out + r * STRIP + c + k * 16, sums[r][k]);
+    }
+    for (int r = 0; r < ROWS; r++) {
+        store_floats(out + r * 32, sums[r][0]);
+        store_floats(out + r * 32 + 16, sums[r][1]);
     }
 }
-using SumLevels = void (*)(const float*, int, int, const float*, float*);
+using SumLevels = void (*)(const int16_t*, int, int, const float*, float*);
 template <int... R>
 SumLevels pick_sum_levels(int rows, std::integer_sequence<int, R...>) {
     static constexpr SumLevels all[] = {sum_levels<R + 1>...};
@@ -292,32 +232,37 @@ struct RankedValues {
     RankedReader states;
     const int n;
     float* weights;  // [rows, n] times the gains
-    float* levels;   // [n, 64] of a run, times LEVEL_SCALE
+    float* size;     // [coded] of a level of 1, by rank
     static constexpr float LEVEL_SCALE = 32767;
+    static constexpr int MOST_ROWS = MAX_ROWS * 3 / 2;  // that share levels
 
     static size_t bytes(const xq_ranked_sum& c) {
-        return RankedReader::bytes(c.value) + sizeof(float) * c.value.block * ((size_t)c.rows + STRIP) + 2 * 64;
+        return RankedReader::bytes(c.value) +
+               sizeof(float) * ((size_t)c.value.block * c.rows + RankedReader::coded_of(c.value)) + 2 * 64;
     }
     RankedValues(const xq_ranked_sum& c, Workspace& workspace) : call(c), states(c.value, workspace), n(c.value.block) {
         weights = workspace.take<float>((size_t)c.rows * n);
-        levels = workspace.take<float>((size_t)n * STRIP);
+        size = workspace.take<float>(states.coded);
     }
 
-    void add_run(const Run& run, float* out) const {
-        states.for_each_level(run, [&](int t, int c, Words level) {
-            float* to = levels + (size_t)t * STRIP + c;
-            store_floats(to, to_floats(low_half(level)));
-            store_floats(to + 16, to_floats(high_half(level)));
-        });
-        for (int r = 0; r < call.rows; r += MAX_ROWS) {
-            const int rows = std::min(call.rows - r, MAX_ROWS);
-            float found[MAX_ROWS * STRIP];
-            pick_sum_levels(rows, std::make_integer_sequence<int, MAX_ROWS>())(levels, run.count, n,
-                                                                               weights + (size_t)r * n, found);
-            for (int i = 0; i < run.count; i++) {
-                const int channel = states.ranks.order[run.first + i];
-                const float size = states.ranks.sizes[channel] * (call.value.highest_level[run.width] / LEVEL_SCALE);
-                for (int j = 0; j < rows; j++) out[(size_t)(r + j) * states.C + channel] += found[j * STRIP + i] * size;
+    void set_sizes() const {
+        int rank = 0;
+        for (int width = ALL_WIDTHS - 1; width >= 0; width--)
+            for (int i = 0; i < call.value.counts[width]; i++, rank++)
+                size[rank] = states.ranks.sizes[states.ranks.order[rank]] *
+                             (call.value.highest_level[width] / LEVEL_SCALE);
+    }
+
+    // Adds the sums of `rows` rows of weights from r on.
+    void add_rows(int r, int rows, float* out) const {
+        const SumLevels sum = pick_sum_levels(rows, std::make_integer_sequence<int, MOST_ROWS>());
+        float found[MOST_ROWS * 32];
+        for (int first = 0; first < states.coded; first += 32) {
+            sum(states.levels + first, states.stride, n, weights + (size_t)r * n, found);
+            for (int i = 0; i < std::min(32, states.coded - first); i++) {
+                float* to = out + (size_t)r * states.operand.channels + states.ranks.order[first + i];
+                for (int j = 0; j < rows; j++)
+                    to[(size_t)j * states.operand.channels] += found[j * 32 + i] * size[first + i];
             }
         }
     }
@@ -330,7 +275,13 @@ struct RankedValues {
             const float* given = call.weights + ((size_t)b * call.rows + r) * tokens + (size_t)column * n;
             for (int t = 0; t < n; t++) weights[(size_t)r * n + t] = given[t] * states.gains[t];
         }
-        for_each_run(call.value, packed, [&](const Run& run) { add_run(run, out); });
+        states.read_levels(packed, [](int) { return [](Words level) { return level; }; });
+        set_sizes();
+        const int parts = (call.rows + MOST_ROWS - 1) / MOST_ROWS;
+        for (int i = 0; i < parts; i++) {
+            const int first = i * call.rows / parts;
+            add_rows(first, (i + 1) * call.rows / parts - first, out);
+        }
     }
 };
 

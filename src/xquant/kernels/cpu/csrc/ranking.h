@@ -35,19 +35,25 @@ class Ranking {
     }
 
     void read(const uint8_t* places, const int16_t* usual, const float* table) {
+        int highest = INT16_MIN, lowest = INT16_MAX;
         for (int c = 0; c < channels; c++) {
             const int power = nibble_at(places, channels, c) + usual[c] - USUAL_PLACE;
             sizes[c] = size_of(table, power);
-            keys[c] = HIGHEST - power;
-            spare[c] = c;
+            keys[c] = power;
+            order[c] = c;
+            highest = std::max(highest, power);
+            lowest = std::min(lowest, power);
         }
-        sort(0, spare, order);
-        sort(DIGIT, order, spare);
-        std::swap(order, spare);
+        for (int c = 0; c < channels; c++) keys[c] = highest - keys[c];
+        // Most often all are near enough to each other for one digit.
+        for (int shift = 0; (highest - lowest) >> shift; shift += DIGIT) {
+            std::swap(order, spare);
+            sort(shift, spare, order);
+        }
     }
 
   private:
-    static constexpr int HIGHEST = 1 << 16, DIGIT = 9;  // keys are positive and have two digits of 9 bits
+    static constexpr int DIGIT = 9;  // bits
     const int channels;
     int *keys, *spare;
 
