@@ -1,5 +1,7 @@
 """Tiny models of every family, built in code: random weights, seeded, fp32, a few milliseconds each."""
 
+import io
+import pickle
 from typing import Any
 
 import torch
@@ -234,3 +236,16 @@ def left_padded(lengths: list[int], seed: int = 1) -> dict[str, torch.Tensor]:
     ids = prompt(len(lengths), width, seed)
     mask = torch.arange(width)[None] >= width - torch.tensor(lengths)[:, None]
     return {"input_ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long()}
+
+
+def pickled(model: Any) -> Any:
+    """A copy by way of pickle."""
+    return pickle.loads(pickle.dumps(model))
+
+
+def saved(model: Any) -> Any:
+    """A copy by way of `torch.save`."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)

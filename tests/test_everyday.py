@@ -1,7 +1,6 @@
 """What people do with a model and a cache in Python, beside generating."""
 
 import copy
-import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from calibrated import make_cache
 from matrix import IDENTITY
-from models import left_padded, prompt, tiny
+from models import left_padded, pickled, prompt, saved, tiny
 from xquant import KVCache, detach
 from xquant.compat import CACHE
 
@@ -28,17 +27,6 @@ def two_passes(model: Any, cache: Any) -> Tensor:
 
 
 # -- saving and copying models ---------------------------------------------------------------------
-
-
-def pickled(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("way", [pickled, saved, copy.deepcopy])

@@ -1,8 +1,6 @@
 """Packed weights: the outputs of ordinary ones, which can be had back."""
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from models import prompt, tiny
+from models import pickled, prompt, saved, tiny
 from xquant import KVCache, pack_weights, unpack_weights
 from xquant.linear import PackedLinear
 
@@ -65,17 +63,6 @@ def test_caches_work_as_before() -> None:
     unpack_weights(model)
     assert not names_packed(model)
     assert torch.equal(model(ids).logits, tiny("llama")(ids).logits)
-
-
-def pickled(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @torch.no_grad()

@@ -12,13 +12,12 @@ from torch import Tensor
 from ...quant.operand import RankedOperand
 from ...quant.ranked import level_table, size_table
 from ...quant.trellis import WIDTHS
-from .arguments import Heads, Matrix
+from .arguments import Matrix
 from .block_table import BlockTable
 from .jit.ranked import rank, ranked_scores, ranked_sums
-from .launch import Launch, sink_columns
+from .launch import Launch
 from .matrices import by_chunk
 from .rebuild import SUM_ROWS, TritonRebuilding
-from .support import power
 
 RANKED = 64
 """Channels whose ranks a program finds."""
@@ -63,33 +62,9 @@ class TritonRanked(TritonRebuilding):
         return order, size
 
     def _score(self, launch: Launch, source: Any, scores: Tensor) -> None:
-        table = self._table
-        columns, sink_count = sink_columns(self._layer, table.blocks.begins)
-        ranked_scores[(table.columns, launch.groups // self._program_heads, launch.batch)](
-            Heads.of(launch.query),
-            columns,
-            *launch.mask_arguments(self._nothing),
-            scores,
-            table.blocks,
-            *source,
-            self._runs,
-            self._levels,
-            self._sizes,
-            self._matrix,
-            self._bias,
-            launch.rope,
-            table.columns,
-            launch.limit,
-            sink_count,
-            self._channels,
-            launch.shape,
-            launch.scaling,
-            launch.softcap,
-            ROWS=launch.padded_rows,
-            SINKS=sink_count and power(sink_count),
-            **launch.constants,
-            **self._key_constants,
-        )
+        tables = self._runs, self._levels, self._sizes
+        of_keys = self._table.blocks, *source, *tables, self._matrix, self._bias
+        self._launch_scores(ranked_scores, launch, scores, of_keys, self._channels)
 
     def _sum(
         self, launch: Launch, source: Any, scores: Tensor, per_split: int, out: list[Tensor]

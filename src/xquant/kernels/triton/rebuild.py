@@ -188,24 +188,30 @@ class TritonRebuilding(LayerAttention):
 
     def _score(self, launch: Launch, source: Any, scores: Tensor) -> None:
         """Write the scores of all blocks, ``[B, G, rows, columns * n]``."""
+        of_keys = self._matrix, self._bias, self._gain, self._epsilon
+        channels = self._codec.key_weight.shape[1]
+        self._launch_scores(
+            rebuild, launch, scores, (self._table.segment(0), source, *of_keys), channels
+        )
+
+    def _launch_scores(
+        self, kernel: Any, launch: Launch, scores: Tensor, of_keys: tuple[Any, ...], channels: int
+    ) -> None:
+        """Run a kernel that rebuilds keys of ``channels`` channels; ``of_keys``: its own arguments, from the
+        blocks to what keys are made with."""
         table = self._table
         columns, sink_count = sink_columns(self._layer, table.blocks.begins)
-        rebuild[(table.columns, launch.groups // self._program_heads, launch.batch)](
+        kernel[(table.columns, launch.groups // self._program_heads, launch.batch)](
             Heads.of(launch.query),
             columns,
             *launch.mask_arguments(self._nothing),
             scores,
-            table.segment(0),
-            source,
-            self._matrix,
-            self._bias,
-            self._gain,
-            self._epsilon,
+            *of_keys,
             launch.rope,
             table.columns,
             launch.limit,
             sink_count,
-            self._codec.key_weight.shape[1],
+            channels,
             launch.shape,
             launch.scaling,
             launch.softcap,
