@@ -18,7 +18,7 @@ from .models import AttentionView
 from .report import Report, report_of
 from .saved.resting import RestingCache
 from .seam.check import check_input, check_rope, check_states, places
-from .seam.gradients import past_is_constant
+from .seam.gradients import past_is_constant, without_gradients
 from .seam.hooks import attach
 from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
@@ -198,15 +198,12 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             self._build(codecs)
 
     def observe(self, view: AttentionView, given: Given) -> None:
-        if view.index != self.compressed[0].codec.view.index:
-            return
         self.index.append(*places(self._family, given, self.index), given.ids)
         # A decode step on a GPU asks the device nothing.
         asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"
         if given.rope is not None and not self.stack.keeps_rotated and asked:
             check_rope(self._family, self.attachment.view.rope.halves(given.rope), self.index)
 
-    @torch.no_grad()
     def _append(self, layer: CompressedLayer, inputs: AttentionInputs) -> None:
         if layer.get_seq_length() == 0:
             check_states(self._family, layer.codec, inputs, self.index)
@@ -231,7 +228,8 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         if torch.compiler.is_compiling():
             return self.attachment.trace(layer_idx, key_states, value_states)
         self.stack.enter(layer)
-        self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))
+        with without_gradients():
+            self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))
         hooks = self.attachment.hooks[layer_idx]
         hands_over = hooks.hands_over
         if hooks.absorbs and not torch.is_grad_enabled():

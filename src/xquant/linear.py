@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from . import compat
 from .models import view_model
+from .operators import operator
 
 DTYPES = torch.float32, torch.bfloat16
 ROWS = 512
@@ -151,12 +152,11 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-@torch.library.custom_op("xquant::linear", mutates_args=())
-def _operator(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`_multiply` as the compiler takes it, which packs weights by itself only where they are constants."""
-    return _multiply(x, packed, bias)
-
-
-@_operator.register_fake
-def _(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _shape(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(packed))
+
+
+_operator = operator(
+    "linear", "(Tensor x, Tensor packed, Tensor? bias) -> Tensor", _multiply, _shape
+)
+"""`_multiply` as the compiler takes it, which packs weights by itself only where they are constants."""

@@ -1,6 +1,7 @@
 """The attention functions by which layers ask the cache in use what to attend to."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..kernels.call import AttentionCall
 from . import traced
-from .gradients import past_is_constant
+from .gradients import past_is_constant, without_gradients
 from .layer import NAME, PREFIX, LayerHooks, unusual
 from .watched import Watched, plain
 
@@ -18,6 +19,8 @@ WRAPPED = ("eager", "sdpa")
 
 
 def _attention(like: str) -> Callable[..., Any]:
+    own = partial(compat.attention_function, like)
+
     def attend(
         module: nn.Module,
         query: Tensor,
@@ -26,7 +29,6 @@ def _attention(like: str) -> Callable[..., Any]:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> Any:
-        own = compat.attention_function(like, module)
         hooks: LayerHooks | None = getattr(module, NAME, None)
         if hooks is not None and hooks.traced is not None:
             seen, hooks.traced = hooks.traced, None
@@ -39,7 +41,7 @@ def _attention(like: str) -> Callable[..., Any]:
         if current is not None and hooks is not None:
             handed = current.handed.pop(hooks.index, None)
         if hooks is None or current is None or handed is None:
-            return own(module, query, plain(key), plain(value), attention_mask, **kwargs)
+            return own(module)(module, query, plain(key), plain(value), attention_mask, **kwargs)
         reached = handed.reached(key, value)
         if isinstance(handed.key, Watched):
             hooks.learn(reached)
@@ -47,15 +49,15 @@ def _attention(like: str) -> Callable[..., Any]:
             raise hooks.attachment.unserved(hooks.index)
         key, value = plain(key), plain(value)
         if hooks.absorbs and not handed.whole:
-            return hooks.attend_to_latents(own, query, attention_mask, kwargs)
+            return hooks.attend_to_latents(own(module), query, attention_mask, kwargs)
         if handed.whole:
             hooks.see_expanded(handed, key, value)
-            return own(module, query, key, value, attention_mask, **kwargs)
+            return own(module)(module, query, key, value, attention_mask, **kwargs)
 
         query, key = (hooks.view.as_in_cache(heads) for heads in (query, key))
         cache, index, exact = current.cache, hooks.index, (query, key, value)
         out = None
-        with torch.no_grad():
+        with without_gradients():
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             # transformers' sdpa knows neither.
             names = ("softcap", "s_aux")
@@ -69,9 +71,9 @@ def _attention(like: str) -> Callable[..., Any]:
         if out is not None:
             return past_is_constant(out, *exact), None
         if keys is key:  # nothing came before
-            return own(module, query, key, value, mask, **kwargs)
+            return own(module)(module, query, key, value, mask, **kwargs)
         with torch.no_grad():
-            out, weights = own(module, query, keys, values, mask, **kwargs)
+            out, weights = own(module)(module, query, keys, values, mask, **kwargs)
         return past_is_constant(out, *exact), weights
 
     return attend

@@ -1,9 +1,18 @@
 """Gradients through a compressed past: there are none, and a backward pass says so."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_NOTHING = nullcontext()
+
+
+def without_gradients() -> AbstractContextManager[Any]:
+    """`torch.no_grad` where gradients are recorded. It takes as long as a small product, and a decode step
+    enters it twice a layer."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 class _PastIsConstant(torch.autograd.Function):

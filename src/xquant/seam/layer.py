@@ -29,6 +29,8 @@ class LayerHooks:
     def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
         self.attachment, self.view, self.index = attachment, view, view.index
         self.config: Any = getattr(view.module, "config", attachment.view.model.config)
+        self.lowest = view is attachment.view.compressed[0]
+        """Of the compressed layers: what all are given is seen there."""
         self.absorbs: bool | None = None
         """Whether attention over latents replaces that over keys and values; None where that was not seen."""
         self.asks_interface = compat.asks_interface(view.module)
@@ -134,6 +136,8 @@ class LayerHooks:
         inputs.x = x
         if inputs.residual is None:
             inputs.residual = x
+        if not self.lowest:
+            return
         positions, axes = split_axes(kwargs.get("position_ids"))
         positions = current.positions if positions is None else positions
         axes = current.axes if axes is None else axes

@@ -59,7 +59,7 @@ class ObservingCache:
 
     @abstractmethod
     def observe(self, view: AttentionView, given: Given) -> None:
-        """A compressed layer's attention is about to run on what it was given."""
+        """The attention of the lowest compressed layer is about to run on what it was given."""
 
     @abstractmethod
     def answer(

@@ -9,10 +9,10 @@ layers of a decode step are one graph. Begin and end of the pass stay with hooks
 from threading import local
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import compat
+from ..operators import operator
 from .layer import unusual
 from .passes import LayerPass
 
@@ -49,8 +49,7 @@ def attend(
     return out
 
 
-@torch.library.custom_op("xquant::attend", mutates_args=())
-def _operator(
+def _attend(
     x: Tensor | None,
     residual: Tensor | None,
     raw_key: Tensor | None,
@@ -63,10 +62,7 @@ def _operator(
     sin: Tensor | None,
     index: int,
     why: str,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    is_causal: bool | None,
+    *given: Any,
 ) -> Tensor:
     attachment: Attachment | None = getattr(RUNNING, "attachment", None)
     current = None if attachment is None else attachment.current
@@ -85,19 +81,28 @@ def _operator(
     seen.raw_key = seen.raw_key if raw_key is None else raw_key
     cache: Any = current.cache
     key, value = cache.update(key, value, index)
-    given = zip(PASSED, (scaling, softcap, s_aux, is_causal), strict=True)
-    options = {name: option for name, option in given if option is not None}
+    named_options = zip(PASSED, given, strict=True)
+    options = {name: option for name, option in named_options if option is not None}
     attention = compat.attention_function(hooks.implementation, hooks.view.module)
     out, _ = attention(hooks.view.module, query, key, value, mask, **options)
     return out.contiguous()
 
 
-@_operator.register_fake
-def _(
+def _empty(
     x: Any, residual: Any, raw_key: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> Tensor:
     batch, heads, tokens, size = query.shape[:3] + value.shape[-1:]
     return query.new_empty(batch, tokens, heads, size)
+
+
+_operator = operator(
+    "attend",
+    "(Tensor? x, Tensor? residual, Tensor? raw_key, Tensor query, Tensor key, Tensor value, Tensor? mask,"
+    " Tensor? positions, Tensor? cos, Tensor? sin, int index, str why, float? scaling, float? softcap,"
+    " Tensor? s_aux, bool? is_causal) -> Tensor",
+    _attend,
+    _empty,
+)
 
 
 def refused(why: str) -> ValueError:

@@ -1,0 +1,27 @@
+"""Operators of torch, ``torch.ops.xquant``: functions that a compiler calls and does not see into.
+
+`torch.library.custom_op` makes them too, with checks at every call that take as long as a small product.
+A decode step calls some seven operators in every layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("xquant", "DEF")
+
+
+def operator(
+    name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The operator ``xquant::name`` of this ``schema``, run by ``function`` on any device, without gradients.
+
+    ``fake`` gives an empty result of the right shape and dtype, for the compiler. The result may not be one
+    of the arguments, or a view of one.
+    """
+    _LIBRARY.define(name + schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"xquant::{name}", fake, lib=_LIBRARY)
+    made: Callable[..., Any] = getattr(torch.ops.xquant, name).default
+    return made
