@@ -26,6 +26,7 @@ SPECS = [
     *("kvquant-3bit-1%:datatype=nf,group=32", "kvquant-2bit-1%:per=matrix,scales=online,group=32"),
     *("tc-2bit:group=32", "tc-2bit:metric=identity,group=32", "tc-1bit:basis=head,group=32"),
     *("tc-cl-2bit:group=32", "tc-cl-2bit:reach=1,basis=head,group=32", "oscar-2bit:group=32"),
+    "kvtc-4bit:group=32,tail=0,span=1",
 ]
 DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

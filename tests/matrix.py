@@ -54,6 +54,7 @@ RIVALS = [
     "oscar-2bit:group=8,sink=2,tail=5",
     "q4_0:group=8,rope=pre",
     "q8_0:group=8,rotate=true,sink=1",
+    "kvtc-4bit:group=8,tail=5,span=3",
 ]
 """Of the codec and the quantizers of some in `LOW`: not crossed with everything."""
 

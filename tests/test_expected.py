@@ -22,7 +22,7 @@ HALVES = Expected((2, 3), torch.float16, least=-4, most=4, rising=True)
     [
         *("tc-2bit", "tc-cl-2bit", "tc-cl-2bit:reach=1,basis=head", "kvquant-2bit-1%"),
         *("kvquant-2bit-1%:per=matrix,scales=online", "kvquant-2bit:datatype=nf"),
-        *("oscar-2bit", "oscar-4bit:matrix=layer,sink=4"),
+        *("oscar-2bit", "oscar-4bit:matrix=layer,sink=4", "kvtc-4bit", "kvtc-4bit:span=3"),
     ],
 )
 def test_what_is_found_and_what_is_planned_is_what_is_expected(family: str, spec: str) -> None:
@@ -73,7 +73,9 @@ def test_a_tensor_too_few_or_too_many_is_named() -> None:
         check({"a": fine, "b": fine}, {"a": HALVES})
 
 
-@pytest.mark.parametrize("spec", ["kvquant-2bit-1%", "tc-2bit", "tc-cl-2bit", "oscar-2bit"])
+@pytest.mark.parametrize(
+    "spec", ["kvquant-2bit-1%", "tc-2bit", "tc-cl-2bit", "oscar-2bit", "kvtc-2bit"]
+)
 def test_what_was_made_in_python_is_checked_as_a_file_is(spec: str) -> None:
     model = tiny("llama")
     made = calibration(model, spec)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .linear import pack_weights, unpack_weights
     from .load import load_model
     from .methods import (
+        KVTC,
         AsymKV,
         CrossLayer,
         Full,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "KVTC",
     "AsymKV",
     "Calibration",
     "CrossLayer",
@@ -84,7 +86,7 @@ __all__ = [
 _METHODS = (
     *("AsymKV", "CrossLayer", "Full", "Integer", "KVQuant", "Kivi", "Method", "NormalFloat"),
     *("PredictedTransform", "Pyramid", "Transform", "XQuant", "XQuantCL"),
-    *("KVLinC", "KVarN", "LlamaCpp", "Oscar", "QuaRot", "TurboQuant"),
+    *("KVLinC", "KVTC", "KVarN", "LlamaCpp", "Oscar", "QuaRot", "TurboQuant"),
 )
 _HOMES = {
     **dict.fromkeys(("attach", "detach"), "seam.hooks"),

@@ -17,6 +17,7 @@ from xquant.quant.quantizer import OUTLIER_NBYTES
 from xquant.report import Report
 
 SIZES = [(5, 1), (43, 3), (64, 2)]
+SIZED = [spec for spec in RIVALS if not parse_method(spec).sized_by_calibration]
 OWN_GROUPS = [
     *("full:sink=3", "int4-gs64", "nf4-gs128:group=100", "kivi-2bit:sink=4,tail=30"),
     *("asymkv-1.5bit", "crosslayer", "kvquant-3bit-1%", "kvquant-3bit:scales=online"),
@@ -61,7 +62,7 @@ def check(held: CacheBytes, report: Report, outliers: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3", "gemma2"])
-@pytest.mark.parametrize("spec", [*IDENTITY, *LOW, *RIVALS])
+@pytest.mark.parametrize("spec", [*IDENTITY, *LOW, *SIZED])
 def test_every_part_is_that_of_a_real_run(spec: str, family: str) -> None:
     model, skeleton = model_of(family)
     layout = CacheLayout(skeleton, parse_method(spec))
@@ -92,8 +93,9 @@ def test_the_methods_own_groups_in_bfloat16(spec: str, family: str) -> None:
 
 
 def test_every_method_with_blocks_is_among_them() -> None:
-    blocks = {name for name in METHODS if name != "pyramid"}  # for which see store/test_evicting.py
-    for specs in ([*IDENTITY, *LOW, *RIVALS], OWN_GROUPS):
+    elsewhere = "pyramid", "kvtc"  # store/test_evicting.py, methods/test_kvtc.py
+    blocks = {name for name in METHODS if name not in elsewhere}
+    for specs in ([*IDENTITY, *LOW, *SIZED], OWN_GROUPS):
         assert {parse_method(spec).name for spec in specs} == blocks
 
 

@@ -10,6 +10,9 @@ from xquant.bench import run as bench
 from xquant.methods import METHODS
 from xquant.spec import parse_method
 
+OWN = "tc", "tc-cl", "oscar", "kvtc"
+"""What calibrates itself."""
+
 
 @pytest.fixture
 def text(tmp_path):
@@ -36,14 +39,14 @@ def test_methods_says_where_a_calibration_comes_from(run):
         row["name"]: row["calibration"] for row in json.loads(run("methods", "--json", "-")[1])
     }
     assert found.pop("kvquant") == "from a text"
-    assert {found.pop(name) for name in ("tc", "tc-cl", "oscar")} == {"its own"}
+    assert {found.pop(name) for name in OWN} == {"its own"}
     assert set(found.values()) == {"none"}
     out = run("methods")[1]
     assert "'xquant calibrate' makes it" in out
     assert "kvquant with datatype=nf,scales=online needs none" in out
     for name, method in METHODS.items():
         needed = parse_method(method.example).needs_calibration
-        assert needed == (name in ("kvquant", "tc", "tc-cl", "oscar"))
+        assert needed == (name in ("kvquant", *OWN))
         if method.uncalibrated:
             assert not parse_method(f"{method.example}:{method.uncalibrated}").needs_calibration
 

@@ -73,8 +73,9 @@ class CacheLayout:
 
     @property
     def estimated(self) -> bool:
-        """Whether bytes depend on the text: the number of outliers is then an expectation."""
-        return bool(self._sparse)
+        """Whether bytes depend on the text, where the number of outliers is then an expectation, or on the
+        calibration."""
+        return bool(self._sparse) or self.method.sized_by_calibration
 
     @property
     def codec_nbytes(self) -> int:

@@ -7,10 +7,11 @@ Methods do not know their calibrators. A method from outside the package registe
 from collections.abc import Sequence
 from functools import singledispatch
 
-from ..methods import KVQuant, Method, Oscar, Transform
+from ..methods import KVTC, KVQuant, Method, Oscar, Transform
 from ..models import AttentionView
 from .calibrator import Calibrator
 from .kvquant import KVQuantCalibrator
+from .kvtc import KVTCCalibrator
 from .oscar import OscarCalibrator
 from .transform import TransformCalibrator
 
@@ -35,6 +36,11 @@ def make_calibrator(method: Method, views: Sequence[AttentionView]) -> Calibrato
 @make_calibrator.register
 def _(method: KVQuant, views: Sequence[AttentionView]) -> Calibrator:
     return KVQuantCalibrator(method, views)
+
+
+@make_calibrator.register
+def _(method: KVTC, views: Sequence[AttentionView]) -> Calibrator:
+    return KVTCCalibrator(method, views)
 
 
 @make_calibrator.register

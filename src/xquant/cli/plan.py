@@ -254,7 +254,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         [(row["method"], *(f"{row['parts'][part] / 1e6:,.1f}" for part in held)) for row in rows],
     )
     if any(row["estimated"] for row in rows):
-        click.echo("\n~ as many outliers as are to be expected: their number depends on the text")
+        click.echo("\n~ an estimate: the bytes depend on the text or on the calibration")
 
 
 def _check_context(context: int, positions: int | None) -> None:

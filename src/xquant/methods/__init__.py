@@ -14,6 +14,7 @@ from .kivi import Kivi
 from .kvarn import KVarN
 from .kvlinc import KVLinC
 from .kvquant import KVQuant
+from .kvtc import KVTC
 from .llama_cpp import LlamaCpp
 from .oscar import Oscar
 from .plain_formats import Integer, NormalFloat
@@ -44,6 +45,7 @@ METHODS: dict[str, type[Method]] = {
         KVarN,
         KVLinC,
         Oscar,
+        KVTC,
         XQuant,
         XQuantCL,
         Transform,
@@ -52,6 +54,7 @@ METHODS: dict[str, type[Method]] = {
 }
 
 __all__ = [
+    "KVTC",
     "METHODS",
     "AsymKV",
     "AttentionInputs",

@@ -63,6 +63,8 @@ class Method(ABC):
     """Whether the text may be one that the model writes, without being asked."""
     uncalibrated: ClassVar[str] = ""
     """Options with which it needs no calibration, where it otherwise does."""
+    sized_by_calibration: ClassVar[bool] = False
+    """Whether its bytes depend on what a calibration finds, and are planned without one only roughly."""
     not_causal: ClassVar[str] = ""
     """What it does where it is not `causal`."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}

@@ -1,0 +1,82 @@
+"""Statistics for KVTC (arXiv 2511.01815): principal components over layers, and what each width of codes
+loses of them."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..methods.key_value import KeyValueCodec
+from ..methods.kvtc import KVTC
+from ..methods.kvtc_codec import KINDS, choices
+from ..models import AttentionView
+from ..quant import Affine, Plain
+from ..threads import one_thread
+from .calibrator import Stage
+from .transform import SINKS, StatisticsStage
+
+SAMPLE = 1024
+"""Tokens whose components are quantized to see what that loses."""
+
+
+class KVTCCalibrator:
+    """Finds ``mean`` ``[W]`` of each layer; ``key.basis`` and ``value.basis`` ``[P, W']``, its columns of the
+    principal components of all layers of its span, the largest first; and for the lowest layer of a span
+    ``key.error`` and ``value.error`` ``[.]``: the squared error of a token for each of the `choices`.
+    """
+
+    def __init__(self, method: KVTC, views: Sequence[AttentionView]) -> None:
+        self.method = method
+        self.codecs = [KeyValueCodec(v, Plain(v.dtype), Plain(v.dtype), "pre") for v in views]
+        self.stage = StatisticsStage(len(views), gradients=False)
+
+    def stages(self, samples: int, length: int) -> Iterator[Stage]:
+        if length <= SINKS:
+            raise ValueError(f"samples of {length} tokens are all sinks: give {SINKS + 1} or more")
+        yield self.stage
+
+    def tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for span in self.method.spans(len(self.codecs)):
+            means: dict[int, list[Tensor]] = {number: [] for number in span}
+            for part, kind in enumerate(KINDS):
+                rows = [self._rows(number)[part] for number in span]
+                widths = [each.shape[-1] for each in rows]
+                mean, basis, error = components(torch.cat(rows, -1))
+                found[f"{span.start}.{kind}.error"] = error
+                columns = zip(span, mean.split(widths), basis.split(widths, 1), strict=True)
+                for number, own_mean, own in columns:
+                    means[number].append(own_mean)
+                    found[f"{number}.{kind}.basis"] = own.contiguous()
+            found |= {f"{number}.mean": torch.cat(own) for number, own in means.items()}
+        return found
+
+    def _rows(self, number: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens of a layer but sinks, ``[M, .]``."""
+        rows = self.stage.rows(number)[:, SINKS:].flatten(0, 1)
+        return self.codecs[number].exact(rows)
+
+
+def components(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean ``[P]`` of rows ``[M, P]``, their principal components, fp16 ``[P, P]``, the largest first,
+    and what each of their `choices` loses ``[.]``."""
+    mean = rows.mean(0)
+    rows = rows - mean
+    with one_thread():
+        _, vectors = torch.linalg.eigh((rows.T @ rows / len(rows)).double())
+    basis = vectors.flip(1).T.half()
+    sample = rows[:: -(-len(rows) // SAMPLE)] @ basis.float().T
+    return mean, basis, errors(sample)
+
+
+def errors(states: Tensor) -> Tensor:
+    """The squared error of a token that each of the `choices` has, of components ``[M, P]``."""
+    found = []
+    for start, count, bits in choices(states.shape[1]):
+        part = states[None, :, start : start + count]
+        read = torch.zeros_like(part)
+        if bits:
+            quantizer = Affine(bits, "token", 0)
+            quantizer.decode(quantizer.encode(part, None), read)
+        found.append((part - read).square().sum() / len(states))
+    return torch.stack(found) if found else states.new_empty(0)

@@ -1,0 +1,119 @@
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from .base import TAIL, Method, short
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration, Expected
+    from ..models import AttentionView
+    from .codec import LayerCodec
+
+CALIBRATED_AT = 2.0
+"""The bits in the name of an artifact, which is for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVTC(Method):
+    """KVTC (arXiv 2511.01815): the principal components of a token's keys in all layers, and of its values,
+    in groups of equal width that dynamic programming chose; for caches at rest.
+
+    Stores, of keys before RoPE and of values, integers of 2, 4 or 8 bits for each component that has bits,
+    and an fp16 scale and zero for each group of a token: together at most ``b`` bits a value. The first 4
+    tokens and the last 128 stay full. ``cache.save(path, pack="entropy")`` codes the integers.
+
+    Differs from the paper: calibrated on text that the model writes, whose components are found exactly, not
+    by a randomized SVD. Groups are of 16, 64, 256 or 1,024 components and begin at multiples of 16; the paper
+    has groups of one component, too. Its 8-bit numbers are floating-point ones, here integers. It codes by
+    DEFLATE, here zstd does it, and only in files.
+
+    Examples:
+        >>> from xquant import KVCache, KVTC, calibrate
+        >>> text = tokenizer.decode(prompt.input_ids[0])
+        >>> found = calibrate(model, tokenizer, "kvtc-2bit", text, context=64, windows=4)
+        >>> cache = KVCache(model, KVTC(bits=4, tail=0), calibration=found)
+        >>> cache.method.spec
+        'kvtc-4bit:tail=0'
+    """
+
+    name: ClassVar[str] = "kvtc"
+    paper: ClassVar[str] = "KVTC, arXiv 2511.01815"
+    summary: ClassVar[str] = "principal components of all layers, bits by dynamic programming"
+    example: ClassVar[str] = "kvtc-1bit"
+    head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
+    calibration_size: ClassVar[tuple[int, int]] = (512, 40)
+    calibrates_itself: ClassVar[bool] = True
+    sized_by_calibration: ClassVar[bool] = True
+    not_causal: ClassVar[str] = "codes layers together"
+
+    bits: float = field(metadata={"help": "bits a value", "least": 0.1, "most": 8})
+    sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})
+    tail: int = field(default=128, metadata=TAIL)
+    span: int = field(default=0, metadata={"help": "layers that are coded together; 0: all"})
+
+    @property
+    def head(self) -> str:
+        return f"{self.name}-{short(self.bits)}bit"
+
+    @property
+    def causal(self) -> bool:
+        return self.span == 1
+
+    @property
+    def needs_calibration(self) -> bool:
+        return True
+
+    @property
+    def calibrated_as(self) -> str:
+        return replace(self, bits=CALIBRATED_AT, sink=4, tail=128, group=128).spec
+
+    def spans(self, layers: int) -> list[range]:
+        """The numbers of the layers that are coded together, of so many."""
+        size = self.span or layers
+        return [range(at, min(at + size, layers)) for at in range(0, layers, size)]
+
+    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
+        import torch
+
+        from ..calibration import Expected
+        from ..quant.affine import FP16_MAX
+        from .kvtc_codec import KINDS, choices, widths_of
+
+        wanted: dict[str, Expected] = {}
+        for span in self.spans(len(views)):
+            widths = [widths_of(views[number]) for number in span]
+            counts = [sum(each) for each in zip(*widths, strict=True)]
+            for kind, count in zip(KINDS, counts, strict=True):
+                size = (len(choices(count)),)
+                wanted[f"{span.start}.{kind}.error"] = Expected(size, torch.float32, least=0)
+            for number, own in zip(span, widths, strict=True):
+                mean = Expected((sum(own),), torch.float32, -FP16_MAX, FP16_MAX)
+                wanted[f"{number}.mean"] = mean
+                for kind, count, width in zip(KINDS, counts, own, strict=True):
+                    basis = Expected((count, width), torch.float16, -1, 1)
+                    wanted[f"{number}.{kind}.basis"] = basis
+        return wanted
+
+    def codecs(
+        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
+    ) -> "list[LayerCodec]":
+        from .kvtc_codec import KINDS, KVTCCodec, chosen
+
+        found = self.found(views, calibration)
+        codecs: list[LayerCodec] = []
+        for numbers in self.spans(len(views)):
+            groups = []
+            for kind in KINDS:
+                count = len(found[numbers.start][f"{kind}.basis"])
+                error = found[numbers.start][f"{kind}.error"]
+                groups.append(chosen(error, count, int(self.bits * count)))
+            if not any(groups):
+                raise ValueError(
+                    f"{self.spec}: no group of components takes so few bits: take more bits, or"
+                    " code more layers together"
+                )
+            span = [KVTCCodec(views[i], found[i], self.group, groups) for i in numbers]
+            for codec in span:
+                codec.join(span)
+            codecs += span
+        return codecs
