@@ -29,7 +29,7 @@ METHODS = (
     *(f"tc-cl-{bits}bit:tail=128{span}" for bits in BUDGETS for span in SPANS),
     *("tc-2bit:tail=128", "turboquant-4bit:sink=4,tail=128", "oscar-2bit:sink=4,tail=128"),
     *("kivi-2bit:sink=4,tail=128", "kivi-4bit:sink=4,tail=128"),
-    *(f"kvtc-{bits}bit" for bits in BUDGETS),
+    *(f"kvtc-{bits}bit{basis}" for bits in BUDGETS for basis in ("", ":basis=joint")),
 )
 CONTEXT, AFTER = 2048, 256
 

@@ -16,6 +16,7 @@ from xquant.analysis.shapes import Skeleton
 from xquant.methods.kvtc_codec import RANGE_BITS, Group, choices, chosen
 
 ALL, SOME = "kvtc-4bit:group=16,tail=0", "kvtc-4bit:group=16,tail=5,span=3"
+JOINT = "kvtc-4bit:group=16,tail=0,basis=joint"
 
 
 def filled(model: Any, spec: str, *parts: int) -> KVCache:
@@ -103,6 +104,16 @@ def test_more_bits_lose_less() -> None:
     assert lost == sorted(lost, reverse=True) and lost[3] < 0.1 * lost[0]
 
 
+def test_keys_and_values_that_tell_of_each_other_lose_less_together() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.copy_(layer.self_attn.k_proj.weight)
+    full = filled(model, "full:group=16", 96)
+    joint, apart = (filled(model, spec, 96) for spec in (JOINT, ALL))
+    assert error(joint, full) < error(apart, full)
+
+
 def alike() -> Any:
     """A model whose layers are the same, so that their keys and values tell much of each other's."""
     model = tiny("llama")
@@ -122,7 +133,7 @@ def test_layers_that_are_alike_lose_less_together() -> None:
     assert error(together, full) < error(apart, full)
 
 
-@pytest.mark.parametrize("spec", [ALL, SOME])
+@pytest.mark.parametrize("spec", [ALL, SOME, JOINT])
 def test_what_is_recalled_does_not_depend_on_how_tokens_came(spec: str) -> None:
     model = tiny("llama")
     cache, again = filled(model, spec, 40, 40, 16), filled(model, spec, 40, 40, 16)
@@ -134,7 +145,7 @@ def test_what_is_recalled_does_not_depend_on_how_tokens_came(spec: str) -> None:
 
 
 @pytest.mark.parametrize("pack", [None, "entropy"])
-@pytest.mark.parametrize("spec", [ALL, SOME])
+@pytest.mark.parametrize("spec", [ALL, SOME, JOINT])
 def test_a_file_holds_the_same(spec: str, pack: str | None, tmp_path: Path) -> None:
     cache = filled(tiny("llama"), spec, 64)
     other = loaded(cache, tmp_path / "c", pack=pack)

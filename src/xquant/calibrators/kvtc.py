@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..methods.key_value import KeyValueCodec
 from ..methods.kvtc import KVTC
-from ..methods.kvtc_codec import KINDS, choices
+from ..methods.kvtc_codec import choices
 from ..models import AttentionView
 from ..quant import Affine, Plain
 from ..threads import one_thread
@@ -20,9 +20,9 @@ SAMPLE = 1024
 
 
 class KVTCCalibrator:
-    """Finds ``mean`` ``[W]`` of each layer; ``key.basis`` and ``value.basis`` ``[P, W']``, its columns of the
-    principal components of all layers of its span, the largest first; and for the lowest layer of a span
-    ``key.error`` and ``value.error`` ``[.]``: the squared error of a token for each of the `choices`.
+    """Finds ``mean`` ``[W]`` of each layer; for each kind of components (`KVTC.kinds`) ``KIND.basis``
+    ``[P, W']``, its columns of the principal components of all layers of its span, the largest first; and for
+    the lowest layer of a span ``KIND.error`` ``[.]``: the squared error of a token for each of the `choices`.
     """
 
     def __init__(self, method: KVTC, views: Sequence[AttentionView]) -> None:
@@ -39,8 +39,8 @@ class KVTCCalibrator:
         found: dict[str, Tensor] = {}
         for span in self.method.spans(len(self.codecs)):
             means: dict[int, list[Tensor]] = {number: [] for number in span}
-            for part, kind in enumerate(KINDS):
-                rows = [self._rows(number)[part] for number in span]
+            for kind in self.method.kinds(self.codecs[span.start].view):
+                rows = [self._rows(number)[kind] for number in span]
                 widths = [each.shape[-1] for each in rows]
                 mean, basis, error = components(torch.cat(rows, -1))
                 found[f"{span.start}.{kind}.error"] = error
@@ -51,10 +51,11 @@ class KVTCCalibrator:
             found |= {f"{number}.mean": torch.cat(own) for number, own in means.items()}
         return found
 
-    def _rows(self, number: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens of a layer but sinks, ``[M, .]``."""
+    def _rows(self, number: int) -> dict[str, Tensor]:
+        """The rows of all tokens of a layer but sinks, ``[M, .]`` of each kind."""
         rows = self.stage.rows(number)[:, SINKS:].flatten(0, 1)
-        return self.codecs[number].exact(rows)
+        kinds = self.method.kinds(self.codecs[number].view)
+        return dict(zip(kinds, rows.split([*kinds.values()], -1), strict=True))
 
 
 def components(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

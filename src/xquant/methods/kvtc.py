@@ -21,6 +21,7 @@ class KVTC(Method):
     Stores, of keys before RoPE and of values, integers of 2, 4 or 8 bits for each component that has bits,
     and an fp16 scale and zero for each group of a token: together at most ``b`` bits a value. The first 4
     tokens and the last 128 stay full. ``cache.save(path, pack="entropy")`` codes the integers.
+    ``basis="joint"`` finds components of keys and values together, which loses far less.
 
     Differs from the paper: calibrated on text that the model writes, whose components are found exactly, not
     by a randomized SVD. Groups are of 16, 64, 256 or 1,024 components and begin at multiples of 16; the paper
@@ -50,6 +51,13 @@ class KVTC(Method):
     sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})
     tail: int = field(default=128, metadata=TAIL)
     span: int = field(default=0, metadata={"help": "layers that are coded together; 0: all"})
+    basis: str = field(
+        default="apart",
+        metadata={
+            "choices": ("apart", "joint"),
+            "help": "components of keys and of values, or of both together",
+        },
+    )
 
     @property
     def head(self) -> str:
@@ -67,6 +75,12 @@ class KVTC(Method):
     def calibrated_as(self) -> str:
         return replace(self, bits=CALIBRATED_AT, sink=4, tail=128, group=128).spec
 
+    def kinds(self, view: "AttentionView") -> dict[str, int]:
+        """What has components of its own, in the order of a row, with its numbers of a token in a layer."""
+        if self.basis == "joint":
+            return {"state": view.state_width}
+        return {"key": view.kv_width, "value": view.state_width - view.kv_width}
+
     def spans(self, layers: int) -> list[range]:
         """The numbers of the layers that are coded together, of so many."""
         size = self.span or layers
@@ -77,37 +91,36 @@ class KVTC(Method):
 
         from ..calibration import Expected
         from ..quant.affine import FP16_MAX
-        from .kvtc_codec import KINDS, choices, widths_of
+        from .kvtc_codec import choices
 
         wanted: dict[str, Expected] = {}
         for span in self.spans(len(views)):
-            widths = [widths_of(views[number]) for number in span]
-            counts = [sum(each) for each in zip(*widths, strict=True)]
-            for kind, count in zip(KINDS, counts, strict=True):
+            widths = {number: self.kinds(views[number]) for number in span}
+            for kind in widths[span.start]:
+                count = sum(own[kind] for own in widths.values())
                 size = (len(choices(count)),)
                 wanted[f"{span.start}.{kind}.error"] = Expected(size, torch.float32, least=0)
-            for number, own in zip(span, widths, strict=True):
-                mean = Expected((sum(own),), torch.float32, -FP16_MAX, FP16_MAX)
-                wanted[f"{number}.mean"] = mean
-                for kind, count, width in zip(KINDS, counts, own, strict=True):
-                    basis = Expected((count, width), torch.float16, -1, 1)
+                for number, own in widths.items():
+                    basis = Expected((count, own[kind]), torch.float16, -1, 1)
                     wanted[f"{number}.{kind}.basis"] = basis
+            for number in span:
+                size = (views[number].state_width,)
+                wanted[f"{number}.mean"] = Expected(size, torch.float32, -FP16_MAX, FP16_MAX)
         return wanted
 
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
     ) -> "list[LayerCodec]":
-        from .kvtc_codec import KINDS, KVTCCodec, chosen
+        from .kvtc_codec import KVTCCodec, chosen
 
         found = self.found(views, calibration)
         codecs: list[LayerCodec] = []
         for numbers in self.spans(len(views)):
-            groups = []
-            for kind in KINDS:
-                count = len(found[numbers.start][f"{kind}.basis"])
-                error = found[numbers.start][f"{kind}.error"]
-                groups.append(chosen(error, count, int(self.bits * count)))
-            if not any(groups):
+            groups, lowest = {}, found[numbers.start]
+            for kind in self.kinds(views[numbers.start]):
+                count = len(lowest[f"{kind}.basis"])
+                groups[kind] = chosen(lowest[f"{kind}.error"], count, int(self.bits * count))
+            if not any(groups.values()):
                 raise ValueError(
                     f"{self.spec}: no group of components takes so few bits: take more bits, or"
                     " code more layers together"

@@ -1,6 +1,6 @@
 """The codec of KVTC, and the dynamic program that deals out its bits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,6 @@ from .codec import by_block
 from .cost import RebuildCost
 from .key_value import StateCodec
 
-KINDS = "key", "value"
-"""What has components of its own."""
 UNIT = 16
 """Components of the smallest group. Groups begin at multiples of it."""
 SIZES = (1, 4, 16, 64)
@@ -31,11 +29,6 @@ class Group(NamedTuple):
     start: int
     size: int
     bits: int
-
-
-def widths_of(view: AttentionView) -> tuple[int, int]:
-    """Numbers of a token that are its keys, and its values."""
-    return view.kv_width, view.state_width - view.kv_width
 
 
 def choices(components: int) -> list[Group]:
@@ -101,7 +94,7 @@ class KVTCCodec(StateCodec):
     Args:
         found: the calibrated tensors of the layer.
         block: tokens of a sealed block.
-        groups: of keys and of values, the same for all layers of the span.
+        groups: of each kind of components (`KVTC.kinds`), the same for all layers of the span.
     """
 
     mixes = True
@@ -111,25 +104,30 @@ class KVTCCodec(StateCodec):
         view: AttentionView,
         found: dict[str, Tensor],
         block: int,
-        groups: Sequence[Sequence[Group]],
+        groups: Mapping[str, Sequence[Group]],
     ) -> None:
         super().__init__(view)
-        self.block, self._groups = block, groups
+        self.block = block
         self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
         self.mean = found["mean"].to(view.device)  # [W]
-        self.key_basis, self.value_basis = (
+        self._groups = [group for own in groups.values() for group in own]
+        self._bases = [  # of each kind [components with bits, numbers of the layer]
             _rows(found[f"{kind}.basis"], own).to(view.device, torch.float32)
-            for kind, own in zip(KINDS, groups, strict=True)
-        )  # [components with bits, numbers of the layer]
+            for kind, own in groups.items()
+        ]
 
     def join(self, span: "Sequence[KVTCCodec]") -> None:
         """Belong to a ``span`` of layers, bottom up."""
         self.span, self._layers = len(span), span
-        packed = [group for own in self._groups for group in own] if self is span[0] else []
+        packed = self._groups if self is span[0] else []
         # What packs nothing has blocks like the others, of no bytes.
         self.segments = tuple(
             Segment(group.size, Affine(group.bits, "token", 0)) for group in packed
         ) or (Segment(0, Plain(torch.float16)),)
+
+    @property
+    def added(self) -> list[Tensor]:
+        return [*super().added, *self._bases]
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         return features.float() - self.mean
@@ -144,14 +142,16 @@ class KVTCCodec(StateCodec):
         return [torch.stack(found).sum(0), *nothing]
 
     def _components(self, rows: Tensor) -> list[Tensor]:
-        """What rows ``[N, n, W]`` of the layer add to the components of its span, of keys and of values."""
-        parts = zip(self.exact(rows), (self.key_basis, self.value_basis), strict=True)
-        flat = [by_block(own.flatten(0, 1)[None], basis, self.block) for own, basis in parts]
-        return [each.view(*rows.shape[:2], -1) for each in flat]
+        """What rows ``[N, n, W]`` of the layer add to the components of its span, of each kind."""
+        parts = rows.flatten(0, 1)[None].split([basis.shape[1] for basis in self._bases], -1)
+        return [
+            by_block(own, basis, self.block).view(*rows.shape[:2], len(basis))
+            for own, basis in zip(parts, self._bases, strict=True)
+        ]
 
     def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
-        key, value = rows.float().tensor_split([len(self.key_basis)], -1)
-        states = linear(key, self.key_basis.T), linear(value, self.value_basis.T)
+        parts = rows.float().split([len(basis) for basis in self._bases], -1)
+        states = [linear(own, basis.T) for own, basis in zip(parts, self._bases, strict=True)]
         return torch.cat(states, -1).add_(self.mean).to(rows.dtype)
 
     @property
