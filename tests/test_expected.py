@@ -22,12 +22,8 @@ HALVES = Expected((2, 3), torch.float16, least=-4, most=4, rising=True)
     [
         *("tc-2bit", "tc-cl-2bit", "tc-cl-2bit:reach=1,basis=head", "kvquant-2bit-1%"),
         *("kvquant-2bit-1%:per=matrix,scales=online", "kvquant-2bit:datatype=nf"),
-        *(
-            "oscar-2bit",
-            "oscar-4bit:matrix=layer,sink=4",
-            "kvtc-4bit:span=3,basis=joint",
-            "kvtc-4bit",
-        ),
+        *("oscar-2bit", "oscar-4bit:matrix=layer,sink=4"),
+        *("kvtc-4bit", "kvtc-4bit:span=3,basis=joint"),
     ],
 )
 def test_what_is_found_and_what_is_planned_is_what_is_expected(family: str, spec: str) -> None:

@@ -14,7 +14,6 @@ from .changes import ChangingCache
 from .kernels.backend import MOST_QUERIES
 from .kernels.call import AttentionCall
 from .methods import AttentionInputs, LayerCodec, Method
-from .models import AttentionView
 from .report import Report, report_of
 from .saved.resting import RestingCache
 from .seam.check import check_input, check_rope, check_states, places
@@ -197,7 +196,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         if codecs is not self.stack.codecs:
             self._build(codecs)
 
-    def observe(self, view: AttentionView, given: Given) -> None:
+    def observe(self, given: Given) -> None:
         self.index.append(*places(self._family, given, self.index), given.ids)
         # A decode step on a GPU asks the device nothing.
         asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"

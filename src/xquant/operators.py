@@ -1,7 +1,7 @@
 """Operators of torch, ``torch.ops.xquant``: functions that a compiler calls and does not see into.
 
 `torch.library.custom_op` makes them too, with checks at every call that take as long as a small product.
-A decode step calls some seven operators in every layer.
+A decode step calls up to six operators in every layer.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,14 @@
 """KVTC: bits where they are worth most, and a past that many layers pack together."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from calibrated import calibration, make_cache
 from models import prompt, tiny
 from saving import loaded
+from together import alike, error, filled, recalls_as_converted, states
 from xquant import KVCache, PrefixStore, parse_method
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
@@ -17,23 +16,6 @@ from xquant.methods.kvtc_codec import RANGE_BITS, Group, choices, chosen
 
 ALL, SOME = "kvtc-4bit:group=16,tail=0", "kvtc-4bit:group=16,tail=5,span=3"
 JOINT = "kvtc-4bit:group=16,tail=0,basis=joint"
-
-
-def filled(model: Any, spec: str, *parts: int) -> KVCache:
-    cache = make_cache(model, spec)
-    with torch.inference_mode():
-        for part in prompt(2, sum(parts)).split(parts, 1):
-            model(part, past_key_values=cache, use_cache=True)
-    return cache
-
-
-def states(cache: KVCache) -> list[Tensor]:
-    return [state for layer in cache.compressed for state in layer.states()]
-
-
-def error(cache: KVCache, exact: KVCache) -> float:
-    pairs = zip(states(cache), states(exact), strict=True)
-    return sum(float((found - true).norm() / true.norm()) for found, true in pairs)
 
 
 def all_ways(components: int, start: int = 0) -> list[list[Group]]:
@@ -114,18 +96,6 @@ def test_keys_and_values_that_tell_of_each_other_lose_less_together() -> None:
     assert error(joint, full) < error(apart, full)
 
 
-def alike() -> Any:
-    """A model whose layers are the same, so that their keys and values tell much of each other's."""
-    model = tiny("llama")
-    first, *others = model.model.layers
-    with torch.no_grad():
-        for parameter in (*first.self_attn.o_proj.parameters(), *first.mlp.down_proj.parameters()):
-            parameter.mul_(0.1)
-        for layer in others:
-            layer.load_state_dict(first.state_dict())
-    return model
-
-
 def test_layers_that_are_alike_lose_less_together() -> None:
     model = alike()
     full = filled(model, "full:group=16", 96)
@@ -135,13 +105,7 @@ def test_layers_that_are_alike_lose_less_together() -> None:
 
 @pytest.mark.parametrize("spec", [ALL, SOME, JOINT])
 def test_what_is_recalled_does_not_depend_on_how_tokens_came(spec: str) -> None:
-    model = tiny("llama")
-    cache, again = filled(model, spec, 40, 40, 16), filled(model, spec, 40, 40, 16)
-    with torch.inference_mode():
-        logits = model(prompt(2, 1, seed=3), past_key_values=again).logits
-        copied = cache.converted("full:group=16")
-        expected = model(prompt(2, 1, seed=3), past_key_values=copied).logits
-    assert (logits - expected).norm() < 1e-3 * expected.norm()
+    recalls_as_converted(spec)
 
 
 @pytest.mark.parametrize("pack", [None, "entropy"])

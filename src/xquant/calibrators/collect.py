@@ -18,7 +18,6 @@ from .. import compat
 from ..kernels.call import AttentionCall
 from ..methods import LayerCodec
 from ..methods.key_value import flat_heads
-from ..models import AttentionView
 from ..models.rotation import rotate
 from ..seam.hooks import Attachment, attach
 from ..seam.passes import Given, ObservingCache
@@ -37,7 +36,7 @@ class _Recorder(DynamicCache, ObservingCache):
     def begin(self, batch: int, length: int, mask: Any) -> None:
         self.seen.clear()
 
-    def observe(self, view: AttentionView, given: Given) -> None:
+    def observe(self, given: Given) -> None:
         pass
 
     def update(

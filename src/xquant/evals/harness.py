@@ -27,7 +27,6 @@ from ..compat import CACHE
 from ..hub import PACKAGED
 from ..load import load_model
 from ..methods import Method
-from ..models import AttentionView
 from ..seam.passes import Given
 from ..spec import parse_method
 from .agreement import Comparison
@@ -139,6 +138,6 @@ class _RightPadded(KVCache):
         self._text = ids.flip(1).cumsum(1).flip(1) > 0
         self._text[:, 0] = True
 
-    def observe(self, view: AttentionView, given: Given) -> None:
+    def observe(self, given: Given) -> None:
         stop = self.index.length + given.x.shape[1]
-        super().observe(view, given._replace(mask=self._text[:, None, None, :stop]))
+        super().observe(given._replace(mask=self._text[:, None, None, :stop]))

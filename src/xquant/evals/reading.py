@@ -12,7 +12,6 @@ from ..calibration import Calibration
 from ..compat import CACHE
 from ..kernels.call import AttentionCall
 from ..methods import Method
-from ..models import AttentionView
 from ..seam.passes import Given, ObservingCache
 
 
@@ -53,9 +52,9 @@ class Together(DynamicCache, ObservingCache):
         for cache in self.caches:
             cache.begin(batch, length, mask)
 
-    def observe(self, view: AttentionView, given: Given) -> None:
+    def observe(self, given: Given) -> None:
         for cache in self.caches:
-            cache.observe(view, given)
+            cache.observe(given)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -33,6 +33,8 @@ ROPE: dict[str, Any] = {
     "help": "quantize keys before or after RoPE",
 }
 TAIL: dict[str, Any] = {"help": "most recent tokens kept full, at least (residual length)"}
+CALIBRATED_AT = 2
+"""The bits in the name of an artifact that is for any number of bits."""
 GROUP: dict[str, Any] = {"help": "quantization group; also the tokens of a sealed block"}
 
 

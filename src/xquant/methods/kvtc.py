@@ -2,15 +2,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import TAIL, Method, short
+from .base import CALIBRATED_AT, TAIL, Method, short
 
 if TYPE_CHECKING:
     from ..calibration import Calibration, Expected
     from ..models import AttentionView
     from .codec import LayerCodec
-
-CALIBRATED_AT = 2.0
-"""The bits in the name of an artifact, which is for any."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,9 +156,8 @@ class KVTCCodec(StateCodec):
 
     @property
     def rebuild_cost(self) -> RebuildCost | None:
-        return (
-            None  # no kernel attends to components, so how often they are multiplied is not known
-        )
+        # No kernel attends to components, so how often they are multiplied is not known.
+        return None
 
 
 def _rows(basis: Tensor, groups: Sequence[Group]) -> Tensor:

@@ -2,15 +2,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .base import TAIL, CodedMethod
+from .base import CALIBRATED_AT, TAIL, CodedMethod
 
 if TYPE_CHECKING:
     from ..calibration import Calibration, Expected
     from ..models import AttentionView
     from .codec import LayerCodec
-
-CALIBRATED_AT = 2
-"""The bits in the name of an artifact, which is for any."""
 
 
 def _clip(default: float, of: str) -> Any:

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from .base import Method, short
+from .base import CALIBRATED_AT, Method, short
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 Each = TypeVar("Each")
 
-CALIBRATED_AT = 2.0
-"""The bits in the name of an artifact, which is for any."""
 EMBEDDED = 256
 """Numbers that are known of every token of the vocabulary, at most."""
 

@@ -1,7 +1,6 @@
 """The attention functions by which layers ask the cache in use what to attend to."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,9 @@ WRAPPED = ("eager", "sdpa")
 
 
 def _attention(like: str) -> Callable[..., Any]:
-    own = partial(compat.attention_function, like)
+    def own(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, which a step over a compressed past does not even look up."""
+        return compat.attention_function(like, module)(module, *args, **kwargs)
 
     def attend(
         module: nn.Module,
@@ -41,7 +42,7 @@ def _attention(like: str) -> Callable[..., Any]:
         if current is not None and hooks is not None:
             handed = current.handed.pop(hooks.index, None)
         if hooks is None or current is None or handed is None:
-            return own(module)(module, query, plain(key), plain(value), attention_mask, **kwargs)
+            return own(module, query, plain(key), plain(value), attention_mask, **kwargs)
         reached = handed.reached(key, value)
         if isinstance(handed.key, Watched):
             hooks.learn(reached)
@@ -49,10 +50,10 @@ def _attention(like: str) -> Callable[..., Any]:
             raise hooks.attachment.unserved(hooks.index)
         key, value = plain(key), plain(value)
         if hooks.absorbs and not handed.whole:
-            return hooks.attend_to_latents(own(module), query, attention_mask, kwargs)
+            return hooks.attend_to_latents(own, query, attention_mask, kwargs)
         if handed.whole:
             hooks.see_expanded(handed, key, value)
-            return own(module)(module, query, key, value, attention_mask, **kwargs)
+            return own(module, query, key, value, attention_mask, **kwargs)
 
         query, key = (hooks.view.as_in_cache(heads) for heads in (query, key))
         cache, index, exact = current.cache, hooks.index, (query, key, value)
@@ -71,9 +72,9 @@ def _attention(like: str) -> Callable[..., Any]:
         if out is not None:
             return past_is_constant(out, *exact), None
         if keys is key:  # nothing came before
-            return own(module)(module, query, key, value, mask, **kwargs)
+            return own(module, query, key, value, mask, **kwargs)
         with torch.no_grad():
-            out, weights = own(module)(module, query, keys, values, mask, **kwargs)
+            out, weights = own(module, query, keys, values, mask, **kwargs)
         return past_is_constant(out, *exact), weights
 
     return attend

@@ -11,8 +11,9 @@ What is known during a forward pass belongs to the pass, and a pass to its threa
 with a cache each. In the order in which a forward pass meets them:
 
 1. `Attachment.model_begins` and `decoder_begins`: `cache.begin`.
-2. In each compressed layer, `LayerHooks.see_norm`, `see_attention` (`cache.observe`) and `see_key`; then the
-   layer calls ``cache.update``, which takes `Attachment.inputs` and gives back `Attachment.hand`.
+2. In each compressed layer, `LayerHooks.see_norm`, `see_attention` (in the lowest, `cache.observe`) and
+   `see_key`; then the layer calls ``cache.update``, which takes `Attachment.inputs` and gives back
+   `Attachment.hand`.
 3. The function of `attention.py`: `cache.attend`, or the model's implementation on `cache.answer`.
 4. `Attachment.decoder_ends` (`cache.finish`) and `model_ends`.
 """

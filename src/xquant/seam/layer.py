@@ -142,7 +142,7 @@ class LayerHooks:
         positions = current.positions if positions is None else positions
         axes = current.axes if axes is None else axes
         mask, rope = kwargs.get("attention_mask"), _pair(kwargs.get("position_embeddings"))
-        current.cache.observe(self.view, Given(x, positions, mask, rope, axes, current.ids))
+        current.cache.observe(Given(x, positions, mask, rope, axes, current.ids))
 
 
 def _pair(rope: Any) -> Pair | None:

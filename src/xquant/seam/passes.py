@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 
 from ..kernels.call import AttentionCall
-from ..models import AttentionView
 from ..models.rotation import Pair
 from .watched import Watched
 
@@ -58,7 +57,7 @@ class ObservingCache:
         """
 
     @abstractmethod
-    def observe(self, view: AttentionView, given: Given) -> None:
+    def observe(self, given: Given) -> None:
         """The attention of the lowest compressed layer is about to run on what it was given."""
 
     @abstractmethod

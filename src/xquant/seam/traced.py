@@ -81,8 +81,8 @@ def _attend(
     seen.raw_key = seen.raw_key if raw_key is None else raw_key
     cache: Any = current.cache
     key, value = cache.update(key, value, index)
-    named_options = zip(PASSED, given, strict=True)
-    options = {name: option for name, option in named_options if option is not None}
+    pairs = zip(PASSED, given, strict=True)
+    options = {name: option for name, option in pairs if option is not None}
     attention = compat.attention_function(hooks.implementation, hooks.view.module)
     out, _ = attention(hooks.view.module, query, key, value, mask, **options)
     return out.contiguous()
