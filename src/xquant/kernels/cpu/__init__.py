@@ -1,8 +1,8 @@
 """The native backend: C++ in ``csrc/``, and beside it the Python that calls each file.
 
-In a decode step `attention` (keys and values), or `rebuild` or `ranked` (what they are rebuilt from), points
-a structure of the C interface (`library`) to the blocks, the tail, the sinks and the newest tokens, and calls
-the function for the instruction set of this machine. `sealing` packs and unpacks blocks.
+In a decode step `attention` (keys and values), or `rebuilding` or `ranked` (what they are rebuilt from),
+points a structure of the C interface (`library`) to the blocks, the tail, the sinks and the newest tokens,
+and calls the function for the instruction set of this machine. `sealing` packs and unpacks blocks.
 """
 
 from typing import TYPE_CHECKING
@@ -13,10 +13,9 @@ from ...store.packer import TORCH, Packer
 from ...store.pages import PageLayout
 from ..backend import Backend, LayerAttention, Shared
 from ..paged import PagedAngles, PagedAttention
-from . import attention, library, ranked, rebuild
+from . import attention, library, ranked, rebuild, rebuilding
 from .paged import NativePages
 from .paged_rebuilding import NativeRebuiltPages
-from .rebuilding import KeyScores, PackedSum
 from .sealing import NativePacker
 
 if TYPE_CHECKING:
@@ -51,8 +50,8 @@ class Native(Backend):
         if layer.codec.rematerialized is None:
             return attention.NativeAttention(layer, self.name, shared.rope)
         if _is_ranked(layer.codec, layer.stream.block):
-            return ranked.ranked_attention(layer, self.name, shared.rope)
-        return rebuild.rebuilding_attention(layer, self.name, shared.rope)
+            return ranked.RankedAttention(layer, self.name, shared.rope)
+        return rebuilding.rebuilding_attention(layer, self.name, shared.rope)
 
     def paged(
         self,
@@ -68,16 +67,12 @@ class Native(Backend):
         assert angles is not None
         if codec.view.head_size % 16:
             return None
-        keys: KeyScores
-        sums: PackedSum
         if _is_ranked(codec, block):
-            keys = ranked.RankedKeys(rebuilt, block, isa)
-            sums = ranked.RankedSum(codec, block, isa)
-        elif rebuild.ValueSum.fits(codec, block):
-            keys = rebuild.KeyProduct(rebuilt, block, isa)
-            sums = rebuild.ValueSum(codec, block, isa)
-        else:
+            return ranked.RankedPages(rebuilt, layout, isa, scaling, softcap, angles)
+        if not rebuild.ValueSum.fits(codec, block):
             return None
+        keys = rebuild.KeyProduct(rebuilt, block, isa)
+        sums = rebuild.ValueSum(codec, block, isa)
         return NativeRebuiltPages(codec, layout, isa, keys, sums, scaling, softcap, angles)
 
 

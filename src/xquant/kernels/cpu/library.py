@@ -1,6 +1,6 @@
 """The native library: where it is, what this CPU can run of it, and its C interface (``csrc/xquant.h``).
 
-A structure here is the one there of the same name: `RankedSum` is ``xq_ranked_sum``. None has attributes
+A structure here is the one there of the same name: `RebuildSum` is ``xq_rebuild_sum``. None has attributes
 beside its fields: a name that is not a field is an error, and not a value that the library never sees.
 """
 
@@ -107,20 +107,28 @@ class RankedBlocks(Structure):
     ]
 
 
+class Turning(Structure):
+    __slots__ = ()
+    _fields_ = [
+        *((name, c_void_p) for name in ("cos", "sin", "start_cos", "start_sin")),
+        *((name, c_void_p) for name in ("wave", "wave_cos", "wave_sin")),
+        *((name, c_int64) for name in ("rope_batch", "rope_channel", "start_batch")),
+        *((name, c_int32) for name in ("rotary_pairs", "built", "waves", "unused")),
+    ]
+
+
 class RebuildScores(Structure):
     __slots__ = ()
     _fields_ = [
         ("key", Operand),
         *((name, c_void_p) for name in ("table", "limits", "weights", "weight_scale")),
-        *((name, c_void_p) for name in ("channel_scale", "weight_sums", "bias", "cos", "sin")),
-        *((name, c_void_p) for name in ("start_cos", "start_sin")),
+        *((name, c_void_p) for name in ("channel_scale", "weight_sums", "bias")),
+        ("turning", Turning),
         *((f"slow_{name}", c_void_p) for name in ("weights", "scale", "bias")),
-        *((name, c_void_p) for name in ("wave", "wave_cos", "wave_sin", "query", "scores")),
-        *((name, c_int64) for name in ("table_stride", "rope_batch", "rope_channel")),
-        ("start_batch", c_int64),
+        *((name, c_void_p) for name in ("query", "scores")),
+        ("table_stride", c_int64),
         *((name, c_int32) for name in ("batch", "columns", "block", "channels")),
-        *((name, c_int32) for name in ("kv_heads", "head_size", "rows", "rotary_pairs")),
-        *((name, c_int32) for name in ("built", "waves", "threads", "unused")),
+        *((name, c_int32) for name in ("kv_heads", "head_size", "rows", "threads")),
     ]
 
 
@@ -144,25 +152,16 @@ class RankedOperand(Structure):
     ]
 
 
-class RankedScores(Structure):
+class RankedAttend(Structure):
     __slots__ = ()
     _fields_ = [
-        ("key", RankedOperand),
-        *((name, c_void_p) for name in ("table", "limits", "weights", "weight_scale", "mean")),
-        *((name, c_void_p) for name in ("cos", "sin", "query", "scores")),
-        *((name, c_int64) for name in ("table_stride", "rope_batch", "rope_token")),
-        *((name, c_int32) for name in ("batch", "columns", "kv_heads", "width")),
-        *((name, c_int32) for name in ("rows", "rotary_pairs", "threads", "unused")),
-    ]
-
-
-class RankedSum(Structure):
-    __slots__ = ()
-    _fields_ = [
-        ("value", RankedOperand),
-        *((name, c_void_p) for name in ("table", "limits", "weights", "out")),
-        ("table_stride", c_int64),
-        *((name, c_int32) for name in ("batch", "columns", "rows", "threads")),
+        ("attend", Attend),
+        ("states", RankedOperand),
+        ("turning", Turning),
+        *((name, c_void_p) for name in ("weights", "weight_scale", "mean")),
+        *((f"slow_{name}", c_void_p) for name in ("weights", "norm", "mean")),
+        *((name, c_void_p) for name in ("value_weight", "value_mean")),
+        *((name, c_int32) for name in ("value_dtype", "unused")),
     ]
 
 
@@ -174,8 +173,7 @@ CALLS = {
     "ranked_decode": RankedBlocks,
     "rebuild_scores": RebuildScores,
     "rebuild_sum": RebuildSum,
-    "ranked_scores": RankedScores,
-    "ranked_sum": RankedSum,
+    "ranked_attend": RankedAttend,
     "weigh": Weigh,
 }
 """The functions of an instruction set, and what each is called with."""

@@ -1,6 +1,8 @@
-"""Attention over an engine's pages by the native library: the same function as in `attention`."""
+"""Attention over an engine's pages by the native library: the functions of `attention` and `ranked`."""
 
 import ctypes
+from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,44 +54,34 @@ class ExactRows:
         return [key, value]
 
 
-class NativePages(PagedAttention):
-    """Attends over one layer of packed keys and values.
+class LibraryPages(PagedAttention):
+    """Attends over one layer by one call of the library.
 
     Args:
+        call: of a layer; what depends on sequences is set here.
+        sources: the fields of that call, or of others, that are pointed to the pages of these segments.
         scaling, softcap: of scores; softcap 0 for none.
-        angles: needed where the codec keeps keys before RoPE.
     """
 
     def __init__(
         self,
         codec: LayerCodec,
         layout: PageLayout,
-        isa: str,
+        call: native.Attend,
+        sources: dict[int, Any],
         scaling: float,
         softcap: float,
-        angles: PagedAngles | None,
     ) -> None:
-        library = native.library()
-        assert library is not None
-        self._function = getattr(library, f"xq_attend_{isa}")
-        self._layout, self._turn = layout, codec.turns[0]
-        self._call = call = native.Attend()
+        self._layout, self._call, self._sources = layout, call, sources
+        self._turn = codec.turns[0]
         self._exact = ExactRows(call, codec.view)
-        self._constant = describe_layer(call, codec, layout.block)
         call.scaling, call.softcap = scaling, softcap
-        if not codec.rotated:
-            assert angles is not None
-            table = rope_table(angles.within)
-            self._constant += [table, *angles.starts]
-            call.rope_table = table.data_ptr()
-            call.start_cos, call.start_sin = (
-                native.address(t, torch.float32, *t.shape) for t in angles.starts
-            )
         call.query_head = call.out_head = codec.view.head_size
 
     def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
-        self._addresses = self._layout.addresses(pages)
-        for to, fields in zip((self._call.key, self._call.value), self._addresses, strict=True):
+        addresses = self._layout.addresses(pages)
+        self._addresses = [addresses[number] for number in self._sources]
+        for to, fields in zip(self._sources.values(), self._addresses, strict=True):
             for name, blocks in fields.items():
                 setattr(to, name, blocks.data_ptr())
         self._exact.bind(rings, sinks)
@@ -111,6 +103,45 @@ class NativePages(PagedAttention):
         call.dtype, call.query_batches = native.DTYPES[query.dtype], sequences.first.data_ptr()
         call.query_batch = call.query_token = query.stride(0)
         call.out_batch = call.out_token = out.stride(0)
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to attend over pages")
+        self._run()
         del kept  # the library has read it
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Attend.
+
+        Raises:
+            MemoryError: the library has none.
+        """
+
+
+class NativePages(LibraryPages):
+    """Attends over one layer of packed keys and values. ``angles`` are needed where the codec keeps keys
+    before RoPE."""
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        layout: PageLayout,
+        isa: str,
+        scaling: float,
+        softcap: float,
+        angles: PagedAngles | None,
+    ) -> None:
+        library, call = native.library(), native.Attend()
+        assert library is not None
+        self._function = getattr(library, f"xq_attend_{isa}")
+        self._constant = describe_layer(call, codec, layout.block)
+        super().__init__(codec, layout, call, {0: call.key, 1: call.value}, scaling, softcap)
+        if not codec.rotated:
+            assert angles is not None
+            table = rope_table(angles.within)
+            self._constant += [table, *angles.starts]
+            call.rope_table = table.data_ptr()
+            call.start_cos, call.start_sin = (
+                native.address(t, torch.float32, *t.shape) for t in angles.starts
+            )
+
+    def _run(self) -> None:
+        if self._function(ctypes.byref(self._call)):
+            raise MemoryError("not enough memory to attend over pages")

@@ -1,5 +1,5 @@
-"""Attention over an engine's pages whose keys and values are rebuilt from what is packed: the functions of
-`rebuild` and `ranked`, with sequences of unequal length.
+"""Attention over an engine's pages whose keys and values are rebuilt from affine codes: the functions of
+`rebuild`, with sequences of unequal length.
 
 The library gives scores with packed keys, their softmax together with the tokens that are kept as they are
 (csrc/weigh.h), and sums of what packed values come from. Products with weights are torch's.
@@ -15,7 +15,8 @@ from ...store.pages import PageLayout
 from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native
 from .paged import ExactRows
-from .rebuilding import KeyScores, PackedSum
+from .rebuild import KeyProduct, ValueSum
+from .turning import of_pages
 
 
 class NativeRebuiltPages(PagedAttention):
@@ -32,8 +33,8 @@ class NativeRebuiltPages(PagedAttention):
         codec: LayerCodec,
         layout: PageLayout,
         isa: str,
-        scores: KeyScores,
-        sums: PackedSum,
+        scores: KeyProduct,
+        sums: ValueSum,
         scaling: float,
         softcap: float,
         angles: PagedAngles,
@@ -43,7 +44,7 @@ class NativeRebuiltPages(PagedAttention):
         self._function = getattr(library, f"xq_weigh_{isa}")
         self._layout, self._scores, self._sums = layout, scores, sums
         self._scaling = scaling
-        self._angles = scores.angles_of(angles)
+        self._angles = of_pages(angles)
         self._heads = view.kv_heads
         matrix = rebuilt.value_weight.float().unflatten(0, (self._heads, -1))  # [G, D, C]
         self._back = matrix.mT.contiguous()

@@ -1,8 +1,9 @@
 """Attention over keys and values that are rebuilt from ranked codes, by the native library: csrc/ranked.h.
 
-As `rebuild`: scores with keys ``W_k x + m_k``, of which ``x`` is read from its codes, and sums of ``x``.
+Keys are ``W_k x + m_k`` and values ``W_v x + m_v``, of which ``x`` is read from its codes once for both.
 """
 
+import ctypes
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -11,15 +12,17 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
-from ...models.rotation import Pair
 from ...quant.operand import RankedOperand
 from ...quant.ranked import level_table, size_table
-from ...store.tokens import TokenIndex
+from ...store.pages import PageLayout
+from ..call import AttentionCall
 from ..paged import PagedAngles
-from ..rebuilding import at_columns
-from ..rope import BlockAngles, RopeTable
+from ..rope import BlockAngles, RopeAngles, RopeTable
+from ..slow import widened
 from . import library as native
-from .rebuilding import Angles, KeyScores, NativeRebuilding, PackedSum
+from .paged import LibraryPages
+from .rebuilding import RebuiltAttention
+from .turning import Angles, in_pairs, of_pages, point_to_angles
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -32,8 +35,10 @@ RUN = 32
 
 def unfit(codec: LayerCodec, block: int) -> str:
     """Why the library cannot attend on the ranked codes of a layer; empty where it can."""
-    device = codec.view.device.type
-    return "" if device == "cpu" else f"the layer is on {device}"
+    view = codec.view
+    if view.device.type != "cpu":
+        return f"the layer is on {view.device.type}"
+    return "" if view.dtype in native.DTYPES else f"{view.dtype} states"
 
 
 @cache
@@ -51,85 +56,141 @@ def zipped(weight: Tensor) -> Tensor:
     return weight.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4).contiguous()
 
 
-def by_state(weight: Tensor, heads: int) -> list[Tensor]:
-    """The weights ``[G * D, C]`` of keys as int16 ``[C, G, width]``, ``width`` the next multiple of 32, and
-    the unit of each of the ``C``."""
-    states = weight.float().T.unflatten(1, (heads, -1))
-    unit = states.abs().amax((1, 2)).clamp(min=1e-30) / WEIGHT_LIMIT
-    whole = (states / unit[:, None, None]).round().short()
-    return [zipped(_widened(whole)), unit]
+class RankedCall:
+    """The call of one layer, for its blocks or for pages.
 
-
-def _widened(x: Tensor) -> Tensor:
-    """Rows ``[..., D]`` with zeros up to a multiple of `RUN`."""
-    missing = -x.shape[-1] % RUN
-    return (torch.nn.functional.pad(x, (0, missing)) if missing else x).contiguous()
-
-
-def _describe(to: native.RankedOperand, codec: LayerCodec, block: int) -> list[Tensor]:
-    """Sets what does not change; returns what is pointed to."""
-    (segment,) = codec.segments
-    operand = segment.operand(block)
-    assert isinstance(operand, RankedOperand)
-    (sizes, zero), (levels, highest) = size_table(), level_words()
-    to.usual = native.address(operand.usual, torch.int16, segment.channels)
-    to.sizes = sizes[zero:].data_ptr()
-    to.levels, to.highest_level = levels.data_ptr(), highest.data_ptr()
-    to.counts[:] = operand.counts
-    to.block, to.channels = block, segment.channels
-    return [operand.usual, sizes, levels, highest]
-
-
-class RankedKeys(KeyScores):
-    """The native side of one layer's keys."""
+    Whoever has the blocks points ``to.states`` to them.
+    """
 
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
-        call = native.RankedScores()
-        super().__init__(f"xq_ranked_scores_{isa}", call, block)
-        assert codec.key_bias is not None
-        heads = codec.view.kv_heads
-        if "keys" not in codec.prepared:
-            codec.prepared["keys"] = by_state(codec.key_weight, heads)
-        weights, unit = codec.prepared["keys"]
-        mean = _widened(codec.key_bias.float().view(heads, -1))
-        self._constant = [*_describe(call.key, codec, block), weights, unit, mean]
-        channels, width = call.key.channels, mean.shape[1]
-        call.weights = native.address(weights, torch.int16, channels, heads, width)
-        call.weight_scale = native.address(unit, torch.float32, channels)
-        call.mean = native.address(mean, torch.float32, heads, width)
-        call.kv_heads, call.width = heads, width
-        call.rotary_pairs = codec.view.rotary_size // 2
+        library = native.library()
+        assert library is not None and codec.key_bias is not None and codec.value_bias is not None
+        self.to = to = native.RankedAttend()
+        self._codec, self._function = codec, getattr(library, f"xq_ranked_attend_{isa}")
+        self._turned: tuple[BlockAngles, int] | None = None
+        (segment,) = codec.segments
+        operand = segment.operand(block)
+        assert isinstance(operand, RankedOperand)
+        (sizes, zero), (levels, highest) = size_table(), level_words()
+        channels, width = segment.channels, codec.view.kv_width
+        states = to.states
+        states.usual = native.address(operand.usual, torch.int16, channels)
+        states.sizes = sizes[zero:].data_ptr()
+        states.levels, states.highest_level = levels.data_ptr(), highest.data_ptr()
+        states.counts[:] = operand.counts
+        states.block, states.channels = block, channels
+        value, mean = codec.value_weight, codec.value_bias.float().contiguous()
+        # Keys come from a copy in another order.
+        native.address(codec.key_weight, value.dtype, width, channels)
+        to.value_weight = native.address(value, value.dtype, width, channels)
+        to.value_dtype = native.DTYPES[value.dtype]
+        to.value_mean = native.address(mean, torch.float32, width)
+        self._constant = [operand.usual, sizes, levels, highest, value, mean]
 
-    def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
-        # Tokens that were cropped away have the angles of another: their scores are hidden.
-        cos, sin = at_columns(columns, 1, *index.rope_by_token())
-        return cos, sin
+    def turn(self, angles: Angles, rows: int) -> None:
+        """Point to the angles of packed keys, which the caller keeps, and to weights that suit ``rows`` query
+        rows of a key/value head."""
+        if isinstance(angles, BlockAngles):
+            if (
+                self._turned is not None
+                and angles.start is self._turned[0].start
+                and rows == self._turned[1]
+            ):
+                return
+            self._turned = angles, rows
+        else:
+            self._turned = None
+        to, prepared = self.to, self._codec.prepared
+        slow = point_to_angles(to.turning, self._codec.view, angles, rows)
+        built = to.turning.built
+        name = f"ranked keys from {built}" if slow else "ranked keys"
+        if name not in prepared:
+            prepared[name] = self._prepare(built)
+        to.weights, to.weight_scale, to.mean, *of_slow = (t.data_ptr() for t in prepared[name])
+        to.slow_weights, to.slow_norm, to.slow_mean = of_slow
 
-    def angles_of(self, angles: PagedAngles) -> Pair:
-        cos, sin = (t.contiguous()[None] for t in angles.every)
-        return cos, sin
+    def _prepare(self, built: int) -> list[Tensor]:
+        """The weight ``[G * D, C]`` of keys as int16, and their mean, as xq_ranked_attend takes them: the
+        first ``built`` channels of a head, and the rest as slow pairs."""
+        view, bias = self._codec.view, self._codec.key_bias
+        assert bias is not None
+        by_state = in_pairs(view, self._codec.key_weight).permute(2, 0, 1)  # [C, G, D]
+        unit = by_state.abs().amax((1, 2)).clamp(min=1e-30) / WEIGHT_LIMIT
+        whole = (by_state / unit[:, None, None]).round().short()
+        mean = in_pairs(view, bias)  # [G, D]
+        pairs = max(view.head_size - built, 0) // 2
+        slow = whole[..., built:].reshape(*whole.shape[:2], pairs, 2).contiguous()
+        slow_mean = mean[:, built:].reshape(len(mean), pairs, 2).mT
+        norm = slow.float().square().sum((2, 3)).sqrt().amax(0)
+        return [
+            zipped(_up_to(whole[..., :built], -(-built // RUN) * RUN)),
+            unit,
+            _up_to(mean[:, :built], built),
+            slow,
+            norm,
+            widened(slow_mean),
+        ]
 
-    def scores(
-        self, query: Tensor, table: Tensor, angles: Angles, limits: Tensor | None = None
-    ) -> Tensor:
-        assert not isinstance(angles, BlockAngles)
-        self.call.rope_token = angles[0].stride(1)
-        self._set_angles(angles)
-        return self._scores(_widened(query), table, limits)
+    def run(self) -> None:
+        """Attend.
+
+        Raises:
+            MemoryError: the library has none.
+        """
+        if self._function(ctypes.byref(self.to)):
+            raise MemoryError("not enough memory to attend over the packed cache")
 
 
-class RankedSum(PackedSum):
-    """Sums of the ranked codes that one layer's values come from."""
-
-    def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
-        call = native.RankedSum()
-        super().__init__(f"xq_ranked_sum_{isa}", call, codec.segments[-1].channels)
-        self._constant = _describe(call.value, codec, block)
+def _up_to(x: Tensor, size: int) -> Tensor:
+    """Rows ``[..., D]`` with zeros up to ``size``."""
+    return torch.nn.functional.pad(x, (0, size - x.shape[-1])).contiguous()
 
 
-def ranked_attention(layer: "CompressedLayer", isa: str, rope: RopeTable) -> NativeRebuilding:
-    """What attends over a layer of ranked codes."""
-    codec, block = layer.codec.rematerialized, layer.stream.block
-    assert codec is not None
-    keys, sums = RankedKeys(codec, block, isa), RankedSum(codec, block, isa)
-    return NativeRebuilding(layer, isa, rope, keys, sums)
+class RankedAttention(RebuiltAttention):
+    """Attends over one layer of ranked codes."""
+
+    def __init__(self, layer: "CompressedLayer", isa: str, rope: RopeTable) -> None:
+        codec = layer.codec.rematerialized
+        assert codec is not None
+        self._call = RankedCall(codec, layer.stream.block, isa)
+        super().__init__(layer, rope, self._call.to.attend, {0: self._call.to.states})
+
+    def _attend(self, call: AttentionCall, angles: RopeAngles | None) -> Tensor:
+        to, query = self._to, call.query
+        batch, heads, queries, size = query.shape
+        if self._layer.stream.tokens:
+            packed = self._packed_angles(angles)
+            self._call.turn(packed, to.group_heads * queries)
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        out = torch.empty(batch, queries, heads, size, dtype=query.dtype)
+        to.dtype, to.scaling = native.DTYPES[query.dtype], call.scaling
+        to.query, to.out = query.data_ptr(), out.data_ptr()
+        to.query_batch, to.query_head, to.query_token = query.stride()[:3]
+        to.out_batch, to.out_token, to.out_head = out.stride()[:3]
+        self._call.run()
+        return out
+
+
+class RankedPages(LibraryPages):
+    """Attends over one layer of ranked codes in an engine's pages."""
+
+    def __init__(
+        self,
+        codec: Rematerialized,
+        layout: PageLayout,
+        isa: str,
+        scaling: float,
+        softcap: float,
+        angles: PagedAngles,
+    ) -> None:
+        self._ranked = RankedCall(codec, layout.block, isa)
+        to, view = self._ranked.to.attend, codec.view
+        to.block, to.kv_heads, to.head_size = layout.block, view.kv_heads, view.head_size
+        to.group_heads = view.query_heads // view.kv_heads
+        super().__init__(codec, layout, to, {0: self._ranked.to.states}, scaling, softcap)
+        self._angles = of_pages(angles)
+
+    def _run(self) -> None:
+        to = self._ranked.to.attend
+        self._ranked.turn(self._angles, to.group_heads * to.queries)
+        self._ranked.run()

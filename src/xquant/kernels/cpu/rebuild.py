@@ -1,35 +1,23 @@
 """Attention over keys that are rebuilt from packed rows, by the native library: csrc/rebuild.h.
 
 A score is ``Q · R(p) (W_k x_p + b_k)``; the library multiplies the codes of ``x_p`` with int16 weights, so
-keys are never stored, and those of slow pairs never built (`slow`). It equals attention over
+keys are never stored, and those of slow pairs never built (`turning`). It equals attention over
 `CompressedLayer.read` but for the rounding of the weights to 15 bits and what waves miss.
 """
 
-from typing import TYPE_CHECKING
+import ctypes
 
 import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
-from ...models.rotation import Pair
 from ...quant.operand import Operand
 from ...quant.pack import Tile
-from ...store.tokens import TokenIndex
-from ..paged import PagedAngles
-from ..rebuilding import at_columns
-from ..rope import BlockAngles, RopeTable
-from ..slow import SlowPairs, slow_pairs, widened
+from ..slow import SlowPairs, widened
 from . import library as native
-from .rebuilding import Angles, KeyScores, NativeRebuilding, PackedSum, batch_stride
+from .turning import ROWS, SLOW_LIMIT, Angles, in_pairs, point_to_angles
 
-if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
-
-ROWS = 8
-"""As BUILT_ROWS in csrc/rebuild.h."""
-SLOW_LIMIT = 8191
-"""As in csrc/rebuild.h."""
 PAIRED = [0, 2, 1, 3]
 """The order of the channels of a quad in registers (csrc/tiles.h)."""
 
@@ -59,25 +47,25 @@ def unfit(codec: LayerCodec, block: int) -> str:
     return ""
 
 
-class KeyProduct(KeyScores):
-    """The native side of one layer's key projection."""
+class KeyProduct:
+    """Scores with the keys of one layer, which the library builds of packed blocks.
 
-    by_block = True
+    Whoever has the blocks points ``call.key`` to them.
+    """
 
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
-        call, view = native.RebuildScores(), codec.view
-        super().__init__(f"xq_rebuild_scores_{isa}", call, block)
+        library = native.library()
+        assert library is not None
+        self.call = call = native.RebuildScores()
+        view, self._block = codec.view, block
+        self._function = getattr(library, f"xq_rebuild_scores_{isa}")
         operand = codec.segments[0].operand(block)
         assert isinstance(operand, Operand) and operand.tile is not None
         call.key.bits, call.key.per_token = operand.bits, operand.per_token
         self._group = call.key.group = operand.tile.head
         call.block, call.channels = block, operand.channels
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
-        call.rotary_pairs = view.rotary_size // 2
-        self._codec, self._usual_rows = codec, view.query_heads // view.kv_heads
-        # Channels in the order of their pairs.
-        turned = torch.arange(view.rotary_size).view(2, -1).T.flatten()
-        self._order = torch.cat([turned, torch.arange(view.rotary_size, view.head_size)])
+        self._codec = codec
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = self._prepare()
         weights, unit, column, totals = codec.prepared["keys"]
@@ -90,8 +78,7 @@ class KeyProduct(KeyScores):
 
     def _ordered(self, rows: Tensor) -> Tensor:
         """Rows ``[G * D, ...]`` of heads in fp32, in the order of their pairs."""
-        heads = rows.float().unflatten(0, (-1, len(self._order)))
-        return heads[:, self._order].flatten(0, 1).contiguous()
+        return in_pairs(self._codec.view, rows).flatten(0, 1).contiguous()
 
     def _prepare(self) -> list[Tensor]:
         """int16 weights, the unit of each row ``[N]``, what columns were divided by ``[C]``, and sums by
@@ -112,7 +99,7 @@ class KeyProduct(KeyScores):
         the bias of keys ``[G, 2, width]``."""
 
         def by_pair(rows: Tensor) -> Tensor:
-            heads = self._ordered(rows).unflatten(0, (-1, len(self._order)))
+            heads = in_pairs(self._codec.view, rows)
             return heads[:, built:].unflatten(1, (-1, 2))  # [G, pairs, 2, ...]
 
         weight = by_pair(self._codec.key_weight) / self._codec.prepared["keys"][2]
@@ -122,62 +109,74 @@ class KeyProduct(KeyScores):
         bias = unit * 0 if bias is None else by_pair(bias)
         return [whole, *(widened(t.mT) for t in (unit, bias))]
 
-    def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
-        cos, sin = at_columns(columns, 2, *index.rope_by_channel())
-        return cos, sin
-
-    def angles_of(self, angles: PagedAngles) -> BlockAngles:
-        cos, sin = (t[None] for t in angles.starts)
-        return BlockAngles(angles.within, (cos, sin))
-
     def scores(
         self, query: Tensor, table: Tensor, angles: Angles, limits: Tensor | None = None
     ) -> Tensor:
-        call, size = self.call, query.shape[3]
-        call.start_cos = call.start_sin = None
-        call.built = size
-        if isinstance(angles, BlockAngles):
-            turned = self._set_blocks(angles, size, query.shape[2])
-        else:
-            turned = angles
-        call.rope_channel = turned[0].stride(1)
-        self._set_angles(turned)
-        return self._scores(query.contiguous(), table, limits)
+        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
+        ``table`` ``[B, c]``. With ``limits`` int32 ``[B]``, those of the blocks after so many tokens are not
+        written.
 
-    def _set_blocks(self, angles: BlockAngles, size: int, rows: int) -> Pair:
-        """Set the angles that blocks start at, and slow pairs. Returns those of the places of a block."""
-        call, (within, start) = self.call, angles
-        call.start_cos, call.start_sin = (t.data_ptr() for t in start)
-        call.start_batch = batch_stride(start[0])
-        if rows == self._usual_rows:
-            self._set_slow(slow_pairs(within, size, rows))
-        if "by pair" not in within.prepared:
-            within.prepared["by pair"] = tuple(t.T[None].contiguous() for t in within.angles)
-        by_pair: Pair = within.prepared["by pair"]
-        return by_pair
+        Raises:
+            MemoryError: the library has none.
+        """
+        call, query = self.call, query.contiguous()
+        batch, heads, rows, _ = query.shape
+        slow = point_to_angles(call.turning, self._codec.view, angles, rows)
+        if slow is not None:
+            self._set_slow(slow)
+        call.batch, call.columns = table.shape
+        scores = torch.empty(batch, heads, rows, call.columns * self._block)
+        table = table.int()
+        call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.limits = None if limits is None else limits.data_ptr()
+        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
+        call.threads = torch.get_num_threads()
+        if self._function(ctypes.byref(call)):
+            raise MemoryError("not enough memory to rebuild keys")
+        return scores
 
-    def _set_slow(self, slow: SlowPairs | None) -> None:
-        if slow is None:
-            return
+    def _set_slow(self, slow: SlowPairs) -> None:
         call, name = self.call, f"slow from {slow.built}"
         if name not in self._codec.prepared:
             self._codec.prepared[name] = self._prepare_slow(slow.built)
         call.slow_weights, call.slow_scale, call.slow_bias = (
             t.data_ptr() for t in self._codec.prepared[name]
         )
-        call.built, call.waves = slow.built, len(slow.wave)
-        call.wave, call.wave_cos, call.wave_sin = (t.data_ptr() for t in slow[1:])
 
 
-class ValueSum(PackedSum):
-    """The same of affine codes per token; no weight may be below 0."""
+class ValueSum:
+    """Sums of what one layer's values come from, affine codes with ranges per token.
+
+    Whoever has the blocks points ``call.value`` to them.
+    """
 
     def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
-        call, operand = native.RebuildSum(), codec.segments[-1].operand(block)
-        assert isinstance(operand, Operand)
-        super().__init__(f"xq_rebuild_sum_{isa}", call, operand.channels)
+        library, operand = native.library(), codec.segments[-1].operand(block)
+        assert library is not None and isinstance(operand, Operand)
+        self.call = call = native.RebuildSum()
+        self._function = getattr(library, f"xq_rebuild_sum_{isa}")
         call.value.bits, call.value.per_token, call.value.group = operand.bits, True, operand.group
         call.block, call.channels = block, operand.channels
+
+    def of(self, weights: Tensor, table: Tensor, limits: Tensor | None = None) -> Tensor:
+        """Sums fp32 ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights``
+        ``[B, r, c * n]`` (fp32, none below 0); with ``limits`` int32 ``[B]``, of the blocks with so many
+        tokens.
+
+        Raises:
+            MemoryError: the library has none.
+        """
+        call, weights = self.call, weights.contiguous()
+        out = torch.empty(*weights.shape[:2], call.channels)
+        call.batch, call.columns = table.shape
+        table = table.int()
+        call.table, call.table_stride = table.data_ptr(), table.stride(0)
+        call.limits = None if limits is None else limits.data_ptr()
+        call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
+        call.threads = torch.get_num_threads()
+        if self._function(ctypes.byref(call)):
+            raise MemoryError("not enough memory to sum values")
+        return out
 
     @staticmethod
     def fits(codec: LayerCodec, block: int) -> bool:
@@ -192,14 +191,6 @@ class ValueSum(PackedSum):
             and operand.tile.fits(block)
             and operand.group % 16 == 0
         )
-
-
-def rebuilding_attention(layer: "CompressedLayer", isa: str, rope: RopeTable) -> NativeRebuilding:
-    """What attends over a layer of affine codes."""
-    codec, block = layer.codec.rematerialized, layer.stream.block
-    assert codec is not None
-    sums = ValueSum(codec, block, isa) if ValueSum.fits(codec, block) else None
-    return NativeRebuilding(layer, isa, rope, KeyProduct(codec, block, isa), sums)
 
 
 def in_tile_order(weights: Tensor, group: int) -> Tensor:

@@ -1,183 +1,91 @@
-"""Attention over one layer whose keys and values the native library rebuilds, whatever they are packed as.
+"""Attention over one layer whose keys and values the native library rebuilds from what is packed.
 
-`rebuild` (affine codes) and `ranked` say how scores with packed keys are made, and sums of what packed values
-come from. Between them lies one softmax, together with the tokens that are kept as they are (csrc/weigh.h).
+`RebuiltAttention` is what every such layer needs: its blocks, and the tokens that are kept as they are.
+`NativeRebuilding` attends over affine codes, `ranked` over ranked ones.
 """
 
 import ctypes
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...models.rotation import Pair
-from ...store.tokens import TokenIndex
 from ..addresses import BlockAddresses
 from ..backend import LayerAttention
 from ..call import AttentionCall
-from ..paged import PagedAngles
-from ..rebuilding import TOKENS
+from ..rebuilding import TOKENS, at_columns
 from ..rope import BlockAngles, RopeAngles, RopeTable
 from . import library as native
 from .kept import point_to_kept
+from .rebuild import KeyProduct, ValueSum
+from .turning import Angles
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
-Angles = Pair | BlockAngles
 
-
-class KeyScores(ABC):
-    """Scores with the keys of one layer, which a function of the library builds of packed blocks.
+class RebuiltAttention(LayerAttention):
+    """What attends over one layer of blocks that keys and values come from.
 
     Args:
-        call: the function's; its ``key`` is pointed to the blocks by whoever has them.
-    """
-
-    by_block: bool = False
-    """Whether `scores` takes the angles of blocks where they are known."""
-
-    def __init__(self, function: str, call: Any, block: int) -> None:
-        library = native.library()
-        assert library is not None
-        self.call, self._block = call, block
-        self._function = getattr(library, function)
-
-    @abstractmethod
-    def angles(self, index: TokenIndex, like: Tensor, columns: Tensor) -> Pair:
-        """cos and sin, fp32, of the tokens in these ``columns`` of a cache, as `scores` takes them; of each
-        sequence first."""
-
-    @abstractmethod
-    def angles_of(self, angles: PagedAngles) -> Angles:
-        """The same for any sequence of an engine."""
-
-    @abstractmethod
-    def scores(
-        self, query: Tensor, table: Tensor, angles: Angles, limits: Tensor | None = None
-    ) -> Tensor:
-        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
-        ``table`` ``[B, c]``; angles may be of one sequence for all. With ``limits`` int32 ``[B]``, those of
-        the blocks after so many tokens are not written."""
-
-    def _scores(self, query: Tensor, table: Tensor, limits: Tensor | None) -> Tensor:
-        """The same of contiguous queries ``[B, G, r, .]``, where the angles are set.
-
-        Raises:
-            MemoryError: the library has none.
-        """
-        call = self.call
-        batch, heads, rows, _ = query.shape
-        call.batch, call.columns = table.shape
-        scores = torch.empty(batch, heads, rows, call.columns * self._block)
-        table = table.int()
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.limits = None if limits is None else limits.data_ptr()
-        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to rebuild keys")
-        return scores
-
-    def _set_angles(self, angles: Pair) -> None:
-        """Of every token; cos and sin are of the same strides."""
-        cos, sin = angles
-        self.call.cos, self.call.sin = cos.data_ptr(), sin.data_ptr()
-        self.call.rope_batch = batch_stride(cos)
-
-
-def batch_stride(of: Tensor) -> int:
-    return of.stride(0) if len(of) > 1 else 0
-
-
-class PackedSum:
-    """Sums of what one layer's values come from, by a function of the library.
-
-    Args:
-        call: the function's; its ``value`` is pointed to the blocks by whoever has them.
-    """
-
-    def __init__(self, function: str, call: Any, channels: int) -> None:
-        library = native.library()
-        assert library is not None
-        self.call, self._channels = call, channels
-        self._function = getattr(library, function)
-
-    def of(self, weights: Tensor, table: Tensor, limits: Tensor | None = None) -> Tensor:
-        """Sums fp32 ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights``
-        ``[B, r, c * n]`` (fp32); with ``limits`` int32 ``[B]``, of the blocks with so many tokens.
-
-        Raises:
-            MemoryError: the library has none.
-        """
-        call, weights = self.call, weights.contiguous()
-        out = torch.empty(*weights.shape[:2], self._channels)
-        call.batch, call.columns = table.shape
-        table = table.int()
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.limits = None if limits is None else limits.data_ptr()
-        call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to sum values")
-        return out
-
-
-class NativeRebuilding(LayerAttention):
-    """Attends over one layer whose keys the library rebuilds: it gives scores with packed keys, their softmax
-    together with the tokens that are kept as they are (csrc/weigh.h), and sums of what packed values come
-    from. The product of these sums with the weights is torch's.
-
-    Args:
-        scores: with these keys.
-        sums: of what values come from; None to decode it.
+        to: the call of the library's function.
+        sources: the fields of that call, or of others, that are pointed to the blocks of these segments.
     """
 
     def __init__(
         self,
         layer: "CompressedLayer",
-        isa: str,
         rope: RopeTable,
-        scores: KeyScores,
-        sums: "PackedSum | None",
+        to: native.Attend,
+        sources: dict[int, Any],
     ) -> None:
-        codec, library = layer.codec.rematerialized, native.library()
-        assert codec is not None and library is not None
-        self._layer, self._codec, self._rope = layer, codec, rope
-        self._scores, self._sums = scores, sums
-        self._followed = [FollowedBlocks(layer, 0, scores.call.key)]
-        if sums is not None:
-            self._followed.append(FollowedBlocks(layer, -1, sums.call.value))
-        self._function = getattr(library, f"xq_weigh_{isa}")
-        self._call = native.Weigh()
-        view, to = codec.view, self._call.attend
+        codec = layer.codec.rematerialized
+        assert codec is not None
+        self._layer, self._codec, self._rope, self._to = layer, codec, rope, to
+        self._addresses, self._sources = BlockAddresses(layer.stream), sources
+        view = codec.view
         to.block, to.kv_heads, to.head_size = layer.stream.block, view.kv_heads, view.head_size
         to.group_heads = view.query_heads // view.kv_heads
-        to.dtype, to.scaling = native.DTYPES[torch.float32], 1
-        self._bias = codec.value_bias
-        if self._bias is not None:
-            self._bias = self._bias.float().contiguous()
-            self._call.value_bias = native.address(self._bias, torch.float32, view.kv_width)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         if not call.is_plain:
             return None
-        layer, heads = self._layer, self._codec.view.kv_heads
-        batch, _, queries, size = call.query.shape
-        # [B, G, r, D], r = query heads times queries
-        left = (call.query.float() * call.scaling).reshape(batch, heads, -1, size)
-        before = max(layer.tokens - queries - layer.stream.tokens, 0)
-        angles, weights = self._block_angles(before), left[..., :0]
-        if layer.stream.tokens:
-            self._refresh()
-            weights = self._score(left, angles)
-        found = self._weigh(call, left, weights, before, angles)
-        if layer.stream.tokens:
-            matrix = self._codec.value_weight.unflatten(0, (heads, -1)).mT.float()  # [G, C, D]
-            found += self._sum(weights) @ matrix
+        layer = self._layer
+        before = max(layer.tokens - call.query.shape[2] - layer.stream.tokens, 0)
+        self._refresh()
+        angles = self._block_angles(before)
+        kept = self._point_to_kept(call, before, angles)
+        found = self._attend(call, angles)
+        del kept  # the library has read it
         layer.release_below()
-        return found.view(batch, -1, queries, size).transpose(1, 2).to(call.query.dtype)
+        return found
+
+    @abstractmethod
+    def _attend(self, call: AttentionCall, angles: RopeAngles | None) -> Tensor:
+        """``[B, t, H, D]``, where all that is kept is pointed to.
+
+        Raises:
+            MemoryError: the library has none.
+        """
+
+    def _refresh(self) -> None:
+        """Point to the blocks as they are now."""
+        addresses, stream = self._addresses, self._layer.stream
+        if not addresses.refresh() or addresses.table is None:
+            return
+        self._fields = [addresses.fields(number) for number in self._sources]
+        for to, fields in zip(self._sources.values(), self._fields, strict=True):
+            for name, blocks in fields.items():
+                setattr(to, name, blocks.data_ptr())
+        self._table, to = addresses.table.int(), self._to
+        to.lengths, to.table = addresses.lengths.data_ptr(), self._table.data_ptr()
+        to.table_stride = addresses.columns
+        # The column of the token in each place [c * n]; past the end of a block that was cropped, of any.
+        sizes, within = addresses.lengths.long()[:, None], torch.arange(stream.block)
+        columns = sizes.cumsum(0) - sizes + within
+        self._columns = columns.flatten().clamp(max=stream.tokens - 1)
 
     def _block_angles(self, before: int) -> RopeAngles | None:
         """Of the blocks, of the ``before`` tokens that follow them, and of sinks; None where blocks have
@@ -188,60 +96,30 @@ class NativeRebuilding(LayerAttention):
         columns = None if sinks is None else sinks.columns
         return self._rope.of(stream.lengths, stream.block, before, columns)
 
-    def _score(self, left: Tensor, angles: RopeAngles | None) -> Tensor:
-        if angles is not None and self._scores.by_block:
-            given: Angles = BlockAngles(angles.within, angles.start)
-        else:
-            given = self._scores.angles(self._layer.index, left, self._columns)
-        return self._scores.scores(left, self._table, given)
+    def _packed_angles(self, angles: RopeAngles | None) -> Angles:
+        """Of the blocks, or of their tokens."""
+        if angles is not None:
+            return BlockAngles(angles.within, angles.start)
+        # Tokens that were cropped away have the angles of another: their scores are hidden.
+        cos, sin = at_columns(self._columns, 2, *self._layer.index.rope_by_channel())
+        return cos, sin
 
-    def _refresh(self) -> None:
-        """Point to the blocks as they are now."""
-        changed = [blocks.refresh() for blocks in self._followed]
-        if not changed[0]:
-            return
-        stream, addresses = self._layer.stream, self._followed[0].addresses
-        assert addresses.table is not None
-        self._table = addresses.table.int()
-        self._call.attend.lengths = addresses.lengths.data_ptr()
-        # The column of the token in each place [c * n]; past the end of a block that was cropped, of any.
-        sizes, within = addresses.lengths.long()[:, None], torch.arange(stream.block)
-        columns = sizes.cumsum(0) - sizes + within
-        self._columns = columns.flatten().clamp(max=stream.tokens - 1)
-
-    def _weigh(
-        self,
-        call: AttentionCall,
-        left: Tensor,
-        scores: Tensor,
-        before: int,
-        angles: RopeAngles | None,
-    ) -> Tensor:
-        """Turn scores ``[B, G, r, c * n]`` into weights. Returns the sums ``[B, G, r, D]`` of what is kept as
-        it is, ``before`` tokens of it of the tail."""
-        layer, codec, to = self._layer, self._codec, self._call.attend
-        tail = sinks = None
+    def _point_to_kept(
+        self, call: AttentionCall, before: int, angles: RopeAngles | None
+    ) -> list[Tensor]:
+        """Point to what is kept as it is, ``before`` tokens of it of the tail."""
+        layer, codec = self._layer, self._codec
+        tail = sinks = turned = None
         if before:
             assert layer.tail is not None
             tail = layer.built.of(layer.tail[:, :before])
         if layer.sinks is not None:
             sinks = codec.exact(layer.sinks.rows.to(codec.view.dtype))
-        turned = None
         if angles is not None:
             turned = angles.tail, angles.sinks
         elif not codec.rotated:
             turned = self._token_angles(before)
-        kept = point_to_kept(to, layer, call, tail, sinks, turned)
-        found = torch.empty_like(left)
-        to.query, to.out = left.data_ptr(), found.data_ptr()
-        to.query_batch = to.out_batch = left.stride(0)
-        to.query_token = to.out_token = left.shape[3]
-        to.query_head = to.out_head = to.queries * left.shape[3]
-        self._call.scores, self._call.columns = scores.data_ptr(), len(layer.stream.lengths)
-        if self._function(ctypes.byref(self._call)):
-            raise MemoryError("not enough memory to attend over the packed cache")
-        del kept  # the library has read it
-        return found
+        return point_to_kept(self._to, layer, call, tail, sinks, turned)
 
     def _token_angles(self, before: int) -> tuple[Pair, Pair]:
         """Of the tail and of sinks, where blocks have none."""
@@ -251,6 +129,71 @@ class NativeRebuilding(LayerAttention):
         tail = _rows_at(cos, at), _rows_at(sin, at)
         at = at[:, :0] if sinks is None else sinks.columns.clamp(min=0)
         return tail, (_rows_at(cos, at), _rows_at(sin, at))
+
+
+def _rows_at(table: Tensor, places: Tensor) -> Tensor:
+    """The rows ``[B, t, .]`` in these places ``[B, t]`` of a table ``[B, T, .]``."""
+    return table.gather(1, places.long()[..., None].expand(-1, -1, table.shape[2])).contiguous()
+
+
+class NativeRebuilding(RebuiltAttention):
+    """Attends over one layer of affine codes: the library gives scores with packed keys, their softmax
+    together with the tokens that are kept as they are (csrc/weigh.h), and sums of what packed values come
+    from. The product of these sums with the weights is torch's.
+
+    Args:
+        scores: with its packed keys.
+        sums: of what its packed values come from; None to decode it.
+    """
+
+    def __init__(
+        self,
+        layer: "CompressedLayer",
+        isa: str,
+        rope: RopeTable,
+        scores: KeyProduct,
+        sums: ValueSum | None,
+    ) -> None:
+        library = native.library()
+        assert library is not None
+        self._call = native.Weigh()
+        sources = {0: scores.call.key} | ({} if sums is None else {-1: sums.call.value})
+        super().__init__(layer, rope, self._call.attend, sources)
+        self._scores, self._sums = scores, sums
+        self._function = getattr(library, f"xq_weigh_{isa}")
+        self._to.dtype, self._to.scaling = native.DTYPES[torch.float32], 1
+        self._bias = self._codec.value_bias
+        if self._bias is not None:
+            self._bias = self._bias.float().contiguous()
+            width = self._codec.view.kv_width
+            self._call.value_bias = native.address(self._bias, torch.float32, width)
+
+    def _attend(self, call: AttentionCall, angles: RopeAngles | None) -> Tensor:
+        sealed, heads = self._layer.stream.tokens, self._codec.view.kv_heads
+        batch, _, queries, size = call.query.shape
+        # [B, G, r, D], r = query heads times queries
+        left = (call.query.float() * call.scaling).reshape(batch, heads, -1, size)
+        weights = left[..., :0]
+        if sealed:
+            weights = self._scores.scores(left, self._table, self._packed_angles(angles))
+        found = self._weigh(left, weights)
+        if sealed:
+            matrix = self._codec.value_weight.unflatten(0, (heads, -1)).mT.float()  # [G, C, D]
+            found += self._sum(weights) @ matrix
+        return found.view(batch, -1, queries, size).transpose(1, 2).to(call.query.dtype)
+
+    def _weigh(self, left: Tensor, scores: Tensor) -> Tensor:
+        """Turn scores ``[B, G, r, c * n]`` into weights. Returns the sums ``[B, G, r, D]`` of what is kept as
+        it is."""
+        to, found = self._to, torch.empty_like(left)
+        to.query, to.out = left.data_ptr(), found.data_ptr()
+        to.query_batch = to.out_batch = left.stride(0)
+        to.query_token = to.out_token = left.shape[3]
+        to.query_head = to.out_head = to.queries * left.shape[3]
+        self._call.scores, self._call.columns = scores.data_ptr(), len(self._layer.stream.lengths)
+        if self._function(ctypes.byref(self._call)):
+            raise MemoryError("not enough memory to attend over the packed cache")
+        return found
 
     def _sum(self, weights: Tensor) -> Tensor:
         """Sums ``[B, G, r, C]`` of what packed values come from by weights ``[B, G, r, c * n]``."""
@@ -267,23 +210,9 @@ class NativeRebuilding(LayerAttention):
         return sums.view(*weights.shape[:3], -1)
 
 
-def _rows_at(table: Tensor, places: Tensor) -> Tensor:
-    """The rows ``[B, t, .]`` in these places ``[B, t]`` of a table ``[B, T, .]``."""
-    return table.gather(1, places.long()[..., None].expand(-1, -1, table.shape[2])).contiguous()
-
-
-class FollowedBlocks:
-    """Keeps an operand of the C interface pointed to the blocks of one segment."""
-
-    def __init__(self, layer: "CompressedLayer", number: int, to: Any) -> None:
-        self.addresses = BlockAddresses(layer.stream)
-        self._number, self._to = number, to
-
-    def refresh(self) -> bool:
-        """Follow the blocks; whether anything changed."""
-        changed = self.addresses.refresh()
-        if changed:
-            self._fields = self.addresses.fields(self._number)
-            for name, blocks in self._fields.items():
-                setattr(self._to, name, blocks.data_ptr())
-        return changed
+def rebuilding_attention(layer: "CompressedLayer", isa: str, rope: RopeTable) -> NativeRebuilding:
+    """What attends over a layer of affine codes."""
+    codec, block = layer.codec.rematerialized, layer.stream.block
+    assert codec is not None
+    sums = ValueSum(codec, block, isa) if ValueSum.fits(codec, block) else None
+    return NativeRebuilding(layer, isa, rope, KeyProduct(codec, block, isa), sums)

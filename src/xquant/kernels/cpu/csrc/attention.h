@@ -90,7 +90,7 @@ struct Task {
             values.prefetch_ranges(next);
             keys.rotate_query(j);
             keys.score(id, next);
-            exact.mask_packed(scratch.scores, n, start, valid);
+            mask_packed(call, rows, scratch.scores, n, start, valid);
             if (!softmax.update(scratch.scores, n)) continue;
             values.add(id, next);
         }

@@ -16,6 +16,17 @@ namespace {
 
 constexpr int CHUNK_ROWS = 64;  // the most of a task
 
+// Columns of the table with the first `limit` tokens; the last may have some of them, or must have all.
+inline int columns_up_to(const xq_attend& call, int limit, bool begun) {
+    if (!call.lengths) return (limit + (begun ? call.block - 1 : 0)) / call.block;
+    int found = 0;
+    for (int start = 0; start < limit; found++) {
+        start += call.lengths[found];
+        if (!begun && start > limit) break;
+    }
+    return found;
+}
+
 struct Part {
     int b, sequences;        // whose blocks; whose rows are those of b, b + 1, ...
     int first, last;         // blocks, by their columns in the table of b
@@ -46,20 +57,9 @@ struct Plan {
         shared = workspace.take<int32_t>(call.batch);
         columns = workspace.take<int32_t>(call.batch);
         std::fill(shared, shared + call.batch, -1);
-        for (int b = 0; b < call.batch; b++) columns[b] = columns_up_to(call.limits[b], true);
+        for (int b = 0; b < call.batch; b++) columns[b] = columns_up_to(call, call.limits[b], true);
         for (int b = 0; b < call.batch;) b += share_from(b);
         set_tasks();
-    }
-
-    // Columns of the table with the first `limit` tokens; the last may have some of them, or must have all.
-    int columns_up_to(int limit, bool begun) const {
-        if (!call.lengths) return (limit + (begun ? call.block - 1 : 0)) / call.block;
-        int found = 0;
-        for (int start = 0; start < limit; found++) {
-            start += call.lengths[found];
-            if (!begun && start > limit) break;
-        }
-        return found;
     }
 
     // With how many blocks, up to `most`, the tables of two sequences begin alike.
@@ -71,10 +71,10 @@ struct Plan {
     // Makes the parts of the sequences from b on that are read together. Returns how many sequences these are.
     int share_from(int b) {
         // One more sequence is taken in as long as no fewer blocks are saved by it.
-        int sequences = 1, blocks = call.batch > 1 ? columns_up_to(call.limits[b], false) : 0;
+        int sequences = 1, blocks = call.batch > 1 ? columns_up_to(call, call.limits[b], false) : 0;
         while (b + sequences < call.batch) {
             const int next = b + sequences;
-            const int both = alike(b, next, std::min(blocks, columns_up_to(call.limits[next], false)));
+            const int both = alike(b, next, std::min(blocks, columns_up_to(call, call.limits[next], false)));
             if (both == 0 || both * sequences < blocks * (sequences - 1)) break;
             blocks = both;
             sequences++;

@@ -16,6 +16,24 @@ inline float dot_rows(const float* a, const float* b, int size) {
     return dot;
 }
 
+// Caps and masks the scores [rows, n] with a block of packed tokens, of which `valid` are to be seen, the first of them
+// at `start` in the sequence. Sinks are in a block too, but count as exact tokens.
+inline void mask_packed(const xq_attend& call, const Rows& rows, float* scores, size_t stride, int start, int valid) {
+    for (int r = 0; r < rows.count; r++) {
+        float* s = scores + r * stride;
+        if (call.softcap > 0) soft_cap(s, valid, call.softcap);
+        if (call.mask) MaskRow(call, rows[r], start).add_to(s, valid);
+        for (int t = valid; t < call.block; t++) s[t] = -INFINITY;
+        for (int e = 0; e < call.exact_count; e++) {
+            const xq_exact& exact = call.exact[e];
+            for (int i = 0; exact.column && i < exact.count; i++) {
+                const int t = exact.column[(size_t)rows[r].b * exact.count + i] - start;
+                if (t >= 0 && t < valid) s[t] = -INFINITY;
+            }
+        }
+    }
+}
+
 // The exact tokens of a key/value head, for the rows of a task.
 struct ExactTokens {
     static constexpr int AT_A_TIME = 64;
@@ -43,24 +61,6 @@ struct ExactTokens {
         states = workspace.take<float>(AT_A_TIME * D);
         turned = workspace.take<float>(AT_A_TIME * D);
         row = workspace.take<float>(D);
-    }
-
-    // Caps and masks the scores [rows, n] with a block of packed tokens, of which `valid` are to be seen, the first of
-    // them at `start` in the sequence. Sinks are in a block too, but count as exact tokens.
-    void mask_packed(float* packed, size_t stride, int start, int valid) const {
-        for (int r = 0; r < rows; r++) {
-            float* s = packed + r * stride;
-            if (call.softcap > 0) soft_cap(s, valid, call.softcap);
-            if (call.mask) MaskRow(call, all[r], start).add_to(s, valid);
-            for (int t = valid; t < call.block; t++) s[t] = -INFINITY;
-            for (int e = 0; e < call.exact_count; e++) {
-                const xq_exact& exact = call.exact[e];
-                for (int i = 0; exact.column && i < exact.count; i++) {
-                    const int t = exact.column[(size_t)all[r].b * exact.count + i] - start;
-                    if (t >= 0 && t < valid) s[t] = -INFINITY;
-                }
-            }
-        }
     }
 
     // Attends to those of the one sequence that all rows are of.

@@ -107,9 +107,8 @@ struct RankedReader {
         return at_address<uint8_t>(operand.codes[id]);
     }
 
-    // Reads the levels of a block. `finish` gives, for 32 ranks from the given one on, what is made of their levels.
-    template <class F>
-    void read_levels(const uint8_t* packed, F finish) const {
+    // Reads the levels of a block.
+    void read_levels(const uint8_t* packed) const {
         const uint8_t* end = packed;
         for (int width = 0; width < ALL_WIDTHS; width++) end += packed_bytes(WIDTHS[width], n) * operand.counts[width];
         int first = 0;
@@ -118,7 +117,7 @@ struct RankedReader {
             for (int c = 0; c < count; c += STRIP) {
                 const PackedStrip strip{packed + c, count, end, n / WIDTHS[width].tokens / 8};
                 read_windows(width, strip, windows, std::make_integer_sequence<int, ALL_WIDTHS>());
-                look_up_strip(width, first + c, std::min(STRIP, count - c), finish);
+                look_up_strip(width, first + c, std::min(STRIP, count - c));
             }
             packed += packed_bytes(WIDTHS[width], n) * count;
             first += count;
@@ -126,16 +125,14 @@ struct RankedReader {
     }
 
   private:
-    template <class F>
-    void look_up_strip(int width, int first, int count, F finish) const {
+    void look_up_strip(int width, int first, int count) const {
         const int tokens = WIDTHS[width].tokens;
         for (int v = 0; v < tokens; v++) {
             const LargeTable table = load_large_table(operand.levels + width * TABLE_SIZE + v * WINDOWS);
             for (int c = 0; c < count; c += 32) {
-                const auto last = finish(first + c);
                 int16_t* to = levels + (size_t)v * stride + first + c;
                 for (int i = 0; i < n / tokens; i++, to += (size_t)tokens * stride)
-                    store(to, last(look_up(table, windows + (size_t)i * STRIP + c)));
+                    store(to, look_up(table, windows + (size_t)i * STRIP + c));
             }
         }
     }

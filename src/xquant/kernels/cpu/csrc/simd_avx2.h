@@ -202,6 +202,13 @@ inline Words widen(__m256i a) {
 }
 inline Words low_half(Words a) { return widen(a.lo); }
 inline Words high_half(Words a) { return widen(a.hi); }
+inline void transpose(Words (&rows)[16]) {
+    alignas(32) int32_t given[16][16], found[16][16];
+    for (int i = 0; i < 16; i++) store(given[i], rows[i]);
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) found[j][i] = given[i][j];
+    for (int i = 0; i < 16; i++) rows[i] = load(found[i]);
+}
 inline Words zip_low16(Words a, Words b) {
     return {_mm256_unpacklo_epi16(a.lo, b.lo), _mm256_unpacklo_epi16(a.hi, b.hi)};
 }

@@ -133,6 +133,28 @@ inline Words load_bytes(const uint8_t* p) {
 // The low and the high half of 32 int16, as numbers of 32 bits.
 inline Words low_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_castsi512_si256(a.v))}; }
 inline Words high_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(a.v, 1))}; }
+// Exchanges rows and columns of sixteen 32-bit lanes.
+inline void transpose(Words (&rows)[16]) {
+    __m512i by_2[16], by_4[16];
+    for (int i = 0; i < 16; i += 2) {
+        by_2[i] = _mm512_unpacklo_epi32(rows[i].v, rows[i + 1].v);
+        by_2[i + 1] = _mm512_unpackhi_epi32(rows[i].v, rows[i + 1].v);
+    }
+    for (int i = 0; i < 16; i++) {
+        const __m512i a = by_2[i / 4 * 4 + i % 4 / 2], b = by_2[i / 4 * 4 + i % 4 / 2 + 2];
+        by_4[i] = i % 2 ? _mm512_unpackhi_epi64(a, b) : _mm512_unpacklo_epi64(a, b);
+    }
+    for (int i = 0; i < 4; i++) {
+        const __m512i a = _mm512_shuffle_i32x4(by_4[i], by_4[4 + i], 0x88);
+        const __m512i b = _mm512_shuffle_i32x4(by_4[i], by_4[4 + i], 0xDD);
+        const __m512i c = _mm512_shuffle_i32x4(by_4[8 + i], by_4[12 + i], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(by_4[8 + i], by_4[12 + i], 0xDD);
+        rows[i].v = _mm512_shuffle_i32x4(a, c, 0x88);
+        rows[4 + i].v = _mm512_shuffle_i32x4(b, d, 0x88);
+        rows[8 + i].v = _mm512_shuffle_i32x4(a, c, 0xDD);
+        rows[12 + i].v = _mm512_shuffle_i32x4(b, d, 0xDD);
+    }
+}
 // 16-bit words of a and b alternately, from the low and from the high half of every 128 bits.
 inline Words zip_low16(Words a, Words b) { return {_mm512_unpacklo_epi16(a.v, b.v)}; }
 inline Words zip_high16(Words a, Words b) { return {_mm512_unpackhi_epi16(a.v, b.v)}; }

@@ -1,4 +1,4 @@
-// The softmax of a few queries where keys and values are rebuilt from what is packed (rebuild.h, ranked.h): between the
+// The softmax of a few queries where keys and values are rebuilt from what is packed (rebuild.h): between the
 // scores with packed keys, which are given, and the sums of packed values, which come after it. Scores become the
 // weights of packed tokens. Tokens that are kept exactly are scored, weighed and summed here.
 #pragma once
@@ -30,7 +30,7 @@ inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Works
         for (int j = 0, start = 0; j < given.columns; j++) {
             const int length = call.lengths ? call.lengths[j] : call.block;
             const int valid = std::max(std::min(length, limit - start), 0);
-            exact.mask_packed(scores + (size_t)j * call.block, tokens, start, valid);
+            mask_packed(call, all, scores + (size_t)j * call.block, tokens, start, valid);
             start += length;
         }
         seen = softmax.update(scores, tokens);

@@ -137,34 +137,40 @@ typedef struct {
     int32_t blocks, tokens, channels, dtype, threads;
 } xq_ranked_blocks;
 
+// How RoPE turns keys that are rebuilt (turning.h). Channels of a head are in the order of their pairs.
+typedef struct {
+    // By pair: [B, rotary_pairs, .] of every token, or with `start_cos` [rotary_pairs, n] of the places of a block
+    const float *cos, *sin;
+    const float *start_cos, *start_sin;  // [B, columns, rotary_pairs] of the positions that blocks start at; null: none
+    // Of slow pairs, those of channels `built` to D; `width`: their number, filled up to the next multiple of 16
+    const float *wave, *wave_cos, *wave_sin;      // [waves, n] by place, [waves, width]
+    int64_t rope_batch, rope_channel, start_batch;  // of cos and sin, start, in elements
+    int32_t rotary_pairs;  // RoPE rotates channels c and c + rotary_pairs
+    int32_t built, waves;  // channels of a head that are built, a multiple of 8: all, or those of pairs that are not slow
+    int32_t unused;
+} xq_turning;
+
 // xq_rebuild_scores: scores of queries with keys that are rebuilt from packed states [T, C] (rebuild.h).
 typedef struct {
     xq_operand key;        // codes of states, in tiles of all channels or of those of one range of a token
     const int32_t *table;  // [B, columns]
     const int32_t *limits; // [B] tokens to score, those after their block are not written; null: all
     // The weight [G * D, C] of keys is weights * weight_scale [G * D] and, with ranges per channel,
-    // * channel_scale [C], else 1. Rows of a head are in the order of their pairs (rebuild.h), also in what follows;
+    // * channel_scale [C], else 1. Rows of a head are in the order of their pairs, also in what follows;
     // kernels/cpu/rebuild.py puts them in the order of the tiles.
     const int16_t *weights;
     const float *weight_scale, *channel_scale;
     const float *weight_sums;  // [G * D, ranges of a token] of the weight, over each range; with ranges per token
     const float *bias;         // [G * D]; null: 0
-    // By pair: [B, rotary_pairs, .] of every token, or with `start_cos` [rotary_pairs, n] of the places of a block
-    const float *cos, *sin;
-    const float *start_cos, *start_sin;  // [B, columns, rotary_pairs] of the positions that blocks start at; null: none
-    // Of slow pairs (rebuild.h), those of rows `built` to D: weights [G, pairs, C, 2] * slow_scale [G, 2, width]
-    // * channel_scale. `width`: the next multiple of 16, filled up with zeros
+    xq_turning turning;
+    // Of slow pairs: weights [G, pairs, C, 2] * slow_scale [G, 2, width] * channel_scale, filled up with zeros
     const int16_t *slow_weights;
-    const float *slow_scale, *slow_bias;      // [G, 2, width]
-    const float *wave, *wave_cos, *wave_sin;  // [waves, n] by place, [waves, width]
+    const float *slow_scale, *slow_bias;  // [G, 2, width]
     const float *query;        // [B, G, rows, D], scaled, its channels as the model has them
     float *scores;             // [B, G, rows, columns * n]
-    int64_t table_stride, rope_batch, rope_channel, start_batch;  // of table, cos and sin, start, in elements
+    int64_t table_stride;      // elements
     int32_t batch, columns, block, channels;
-    int32_t kv_heads, head_size, rows;
-    int32_t rotary_pairs;      // RoPE rotates channels c and c + rotary_pairs
-    int32_t built, waves;      // rows of a head that are built, a multiple of 8: all, or those of pairs that are not slow
-    int32_t threads, unused;
+    int32_t kv_heads, head_size, rows, threads;
 } xq_rebuild_scores;
 
 // xq_rebuild_sum: sums of packed states by weights that are not negative (rebuild.h).
@@ -189,32 +195,21 @@ typedef struct {
     int32_t block, channels, unused;
 } xq_ranked_operand;
 
-// xq_ranked_scores: scores of queries with keys that are rebuilt from ranked states (ranked.h). A head has `width`
-// channels, D filled up with zeros to a multiple of 32.
+// xq_ranked_attend: attention of a few queries over packed tokens whose keys and values are products of ranked states,
+// and over exact tokens (ranked.h). P: slow pairs of a head.
 typedef struct {
-    xq_ranked_operand key;
-    const int32_t *table;       // [B, columns]
-    const int32_t *limits;      // as in xq_rebuild_scores
-    // The weight of keys is weights [C, G, width] * weight_scale [C]. kernels/cpu/ranked.py orders its channels.
+    xq_attend attend;            // but for its packed keys and values and their turning
+    xq_ranked_operand states;
+    xq_turning turning;
+    // The weight of keys is weights [C, G, .] * weight_scale [C], of a head those channels that are built, 32 of them and
+    // more in the order of kernels/cpu/ranked.py
     const int16_t *weights;
     const float *weight_scale;
-    const float *mean;          // [G, width], added to keys
-    const float *cos, *sin;     // [B, columns * n, .], the first `rotary_pairs` of each
-    const float *query;         // [B, G, rows, width], scaled
-    float *scores;              // [B, G, rows, columns * n]
-    int64_t table_stride, rope_batch, rope_token;  // of table, cos and sin, in elements
-    int32_t batch, columns, kv_heads, width, rows;
-    int32_t rotary_pairs;       // RoPE rotates channels c and c + rotary_pairs
-    int32_t threads, unused;
-} xq_ranked_scores;
-
-// xq_ranked_sum: sums of ranked states by weights (ranked.h).
-typedef struct {
-    xq_ranked_operand value;
-    const int32_t *table;  // [B, columns]
-    const int32_t *limits; // as in xq_rebuild_sum
-    const float *weights;  // [B, rows, columns * n]
-    float *out;            // [B, rows, C]
-    int64_t table_stride;  // elements
-    int32_t batch, columns, rows, threads;
-} xq_ranked_sum;
+    const float *mean;           // [G, built] added to keys
+    const int16_t *slow_weights; // [C, G, P, 2] those of slow pairs * weight_scale
+    const float *slow_norm;      // [G] the highest norm over the channels of slow_weights
+    const float *slow_mean;      // [G, 2, width]
+    const void *value_weight;    // [G * D, C]
+    const float *value_mean;     // [G * D] added to values
+    int32_t value_dtype, unused;
+} xq_ranked_attend;
