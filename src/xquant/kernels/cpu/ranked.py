@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 WEIGHT_LIMIT = 8191
-"""As in csrc/ranked.h."""
+"""As in csrc/ranked_blocks.h."""
 RUN = 32
 """Channels of a head whose weights are zipped with those of another state at a time."""
 
