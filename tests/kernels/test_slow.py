@@ -53,7 +53,7 @@ def test_there_are_none_where_nothing_is_gained() -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "spec", ["xquant-4bit:sink=2", "xquant-3bit:form=mha", "tc-3bit:sink=2", "tc-2bit:group=48"]
+    "spec", ["xquant-4bit:sink=2", "xquant-3bit:form=mha", "tc-8bit:sink=2", "tc-6bit:group=48"]
 )
 @torch.no_grad()
 def test_scores_are_those_of_keys_that_are_built(
@@ -64,7 +64,7 @@ def test_scores_are_those_of_keys_that_are_built(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("spec", ["xquant-4bit:group=32,sink=2", "tc-3bit:group=32,sink=2"])
+@pytest.mark.parametrize("spec", ["xquant-4bit:group=32,sink=2", "tc-8bit:group=32,sink=2"])
 @torch.no_grad()
 def test_keys_are_built_where_positions_jump_within_a_block(spec: str, path: str) -> None:
     case = Case(spec, path=path)

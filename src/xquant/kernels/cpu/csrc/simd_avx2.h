@@ -78,6 +78,15 @@ inline Words dot16(Words sum, Words a, Words b) {
             _mm256_add_epi32(sum.hi, _mm256_madd_epi16(a.hi, b.hi))};
 }
 
+// Not vpmaddubsw, whose sums of two products end at 32767.
+inline __m256i dot8(__m256i sum, __m256i a, __m256i b) {
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+inline Words dot8(Words sum, Words a, Words b) { return {dot8(sum.lo, a.lo, b.lo), dot8(sum.hi, a.hi, b.hi)}; }
+
 struct Table {
     __m256i low, high;  // the low and the high bytes of the 16 entries, each twice
 };
@@ -202,6 +211,13 @@ inline Words widen(__m256i a) {
 }
 inline Words low_half(Words a) { return widen(a.lo); }
 inline Words high_half(Words a) { return widen(a.hi); }
+inline __m256i narrow(__m256i a, __m256i b) {
+    const __m256i low = _mm256_set1_epi16(255);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_and_si256(a, low), _mm256_and_si256(b, low)), 0xD8);
+}
+inline Words narrow(Words a, Words b) { return {narrow(a.lo, a.hi), narrow(b.lo, b.hi)}; }
+inline Words join_bytes(Words a, Words b) { return (a & broadcast16(255)) | shift_left16<8>(b); }
+inline Words join_words(Words a, Words b) { return (a & broadcast(65535)) | shift_left32<16>(b); }
 inline void transpose(Words (&rows)[16]) {
     alignas(32) int32_t given[16][16], found[16][16];
     for (int i = 0; i < 16; i++) store(given[i], rows[i]);

@@ -58,6 +58,12 @@ inline Words dot16(Words sum, Words a, Words b) {
     return sum;
 }
 
+// sum + a0 * b0 + ... + a3 * b3 in every 32-bit lane, of the four bytes of a lane: a without a sign, b with one.
+inline Words dot8(Words sum, Words a, Words b) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum.v) : "v"(a.v), "v"(b.v));
+    return sum;
+}
+
 // A table of 16 int16, to look up an entry for every word of 0 to 15.
 struct Table {
     __m512i v;
@@ -133,6 +139,14 @@ inline Words load_bytes(const uint8_t* p) {
 // The low and the high half of 32 int16, as numbers of 32 bits.
 inline Words low_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_castsi512_si256(a.v))}; }
 inline Words high_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(a.v, 1))}; }
+// Of 32 and 32 int16 the low bytes, in order.
+inline Words narrow(Words a, Words b) {
+    return {_mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a.v)), _mm512_cvtepi16_epi8(b.v), 1)};
+}
+// The low bytes of 16-bit words of a and b alternately.
+inline Words join_bytes(Words a, Words b) { return (a & broadcast16(255)) | shift_left16<8>(b); }
+// The low words of 32-bit lanes of a and b alternately.
+inline Words join_words(Words a, Words b) { return (a & broadcast(65535)) | shift_left32<16>(b); }
 // Exchanges rows and columns of sixteen 32-bit lanes.
 inline void transpose(Words (&rows)[16]) {
     __m512i by_2[16], by_4[16];
