@@ -57,7 +57,7 @@ def tolerance(cache: KVCache) -> float:
         assert isinstance(segment.quantizer, Ranked)
         counts = zip(WIDTHS, segment.quantizer.counts, strict=True)
         narrow += sum(count for width, count in counts if width.bits <= 3)
-    return NARROW_TOLERANCE if narrow else 1.25 * TOLERANCE
+    return NARROW_TOLERANCE if narrow else 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -7,7 +7,7 @@
 // Channels that have no bits are left out. After all blocks the sums of a row are multiplied with V.
 //
 // The output equals attention over what `quant.ranked.Ranked.decode` gives, times the weights, to a relative error below
-// 1e-3 where all codes are wide; what narrow ones cost, ranked_columns.h says.
+// 2e-3 where all codes are wide; what narrow ones cost, ranked_columns.h says.
 #pragma once
 #include "ranked_blocks.h"
 
