@@ -46,6 +46,8 @@ def which_method() -> str:
 
     def pace(method: str) -> str:
         times = speed[method]["speedup_vs_full"]
+        if 0.9 < times < 1.1:
+            return "decodes about as fast as the full cache"
         if times < 1:
             return f"decodes {1 / times:.2g} times slower than the full cache"
         return f"decodes {times:.2g} times as fast as the full cache"

@@ -60,15 +60,18 @@ def _one_layer(row: Row) -> list[str]:
 
 @table
 def transform_decode() -> str:
-    short, long = by_method("bench-tc-smollm2-2k"), by_method("bench-tc-smollm2-8k")
+    contexts = {"2,048": "2k", "8,192": "8k", "32,768": "32k"}
+    runs = [by_method(f"bench-tc-smollm2-{name}") for name in contexts.values()]
     body = []
-    for method in short:
+    for method in runs[0]:
         cells = [code(method)]
-        for row in (short[method], long[method]):
-            cells += [f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"]
-            cells += [f"{row['cache_bytes'] / 1e6:.1f}"]
+        for row in (run.get(method) for run in runs):
+            cells += (
+                [f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"] if row else ["", ""]
+            )
+            cells += [f"{row['cache_bytes'] / 1e6:.1f}" if row else ""]
         body.append(cells)
-    head = [f"{n}{c}" for n in ("2,048: ", "8,192: ") for c in ("ms a token", "times full", "MB")]
+    head = [f"{n}: {c}" for n in contexts for c in ("ms a token", "times full", "MB")]
     return markdown(["cache", *(name.replace(": times", " times") for name in head)], body)
 
 
