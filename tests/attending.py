@@ -22,6 +22,12 @@ TOLERANCE = 1e-3
 NARROW_TOLERANCE = 2e-2
 """Where columns with codes of 3 bits and fewer are multiplied in 8 bits; the codes themselves miss by 15% and
 more. The fewer the columns, the less errors cancel."""
+
+
+def tolerance_of(spec: str) -> float:
+    return NARROW_TOLERANCE if spec.startswith("tc-") else TOLERANCE
+
+
 DEVICE = torch.device(os.environ.get("XQUANT_TEST_DEVICE", "cpu"))
 """Where caches are: the CPU but for Triton's kernels, where a GPU is asked for (see conftest.py)."""
 

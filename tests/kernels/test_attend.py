@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import TOLERANCE, Case, append, decoding_error, error, filled
+from attending import TOLERANCE, Case, append, decoding_error, error, filled, tolerance_of
 from models import left_padded, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
@@ -193,14 +193,14 @@ def test_plain_torch_reads_more(spec: str, head_size: int, queries: int) -> None
 @torch.no_grad()
 def test_keys_are_rebuilt_right(spec: str, path: str) -> None:
     case = Case(spec, path=path)
-    assert error(case, filled(case)) < TOLERANCE
+    assert error(case, filled(case)) < tolerance_of(spec)
     case = Case(spec, path=path, batch=3, queries=4, tokens=203, mask="bool", group_heads=4)
     cache = filled(case)
-    assert error(case, cache) < TOLERANCE
+    assert error(case, cache) < tolerance_of(spec)
     cache.crop(-17)
     cache.batch_select_indices(torch.tensor([1, 0, 1, 2]))
     case.batch, case.mask, case.softcap, case.sink_logits = 4, "float", 5.0, 1.0
-    assert error(case, cache) < TOLERANCE
+    assert error(case, cache) < tolerance_of(spec)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import TOLERANCE, Case, decoding_error, error, filled
+from attending import Case, decoding_error, error, filled, tolerance_of
 from models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
@@ -29,7 +29,7 @@ SPECS = [
 @torch.no_grad()
 def test_they_count_in_the_softmax(spec: str, path: str) -> None:
     case = Case(spec, path=path, sink_logits=1.0, tokens=400, layers=1)
-    assert error(case, filled(case)) < TOLERANCE
+    assert error(case, filled(case)) < tolerance_of(case.spec)
     case = Case(spec, path=path, batch=3, queries=4, tokens=203, mask="bool", group_heads=4)
     cache = filled(case)
     without = error(case, cache)
@@ -43,7 +43,7 @@ def test_they_count_in_the_softmax(spec: str, path: str) -> None:
 @torch.no_grad()
 def test_they_may_be_of_any_height(spec: str, height: float, path: str) -> None:
     case = Case(spec, path=path, mask="float", batch=2, sink_logits=height, softcap=5.0)
-    assert error(case, filled(case)) < TOLERANCE
+    assert error(case, filled(case)) < tolerance_of(case.spec)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -69,9 +69,9 @@ def test_a_query_that_sees_no_token_gets_nothing(spec: str, mask: str, path: str
 def test_a_call_without_them_follows_one_with(path: str) -> None:
     case = Case("kivi-4bit:group=32", path=path, layers=1, sink_logits=3.0)
     cache = filled(case)
-    assert error(case, cache) < TOLERANCE
+    assert error(case, cache) < tolerance_of(case.spec)
     case.sink_logits = None
-    assert error(case, cache) < TOLERANCE
+    assert error(case, cache) < tolerance_of(case.spec)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -109,7 +109,7 @@ def test_others_are_left_to_the_reference(path: str) -> None:
 @torch.no_grad()
 def test_any_shape_agrees(**drawn: Any) -> None:
     case = Case(**drawn, layers=1)
-    assert error(case, filled(case)) < TOLERANCE
+    assert error(case, filled(case)) < tolerance_of(case.spec)
 
 
 def test_gpt_oss_is_read_natively() -> None:
