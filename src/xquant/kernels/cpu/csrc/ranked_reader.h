@@ -61,7 +61,8 @@ template <int... I>
 void read_windows(int width, const PackedStrip& strip, uint8_t* out, std::integer_sequence<int, I...>) {
     using Windows = void (PackedStrip::*)(uint8_t*) const;
     static constexpr Windows all[] = {&PackedStrip::windows<WIDTHS[I].code, WIDTHS[I].window>...};
-    (strip.*all[width])(out);
+    const Windows found = all[width];  // apart: else GCC 12's check of bounds reads an index that it has not set
+    (strip.*found)(out);
 }
 
 struct RankedReader {
