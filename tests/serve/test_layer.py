@@ -208,7 +208,7 @@ def test_kernels_read_unequal_sequences(
     engine = Engine(_codec(wide, spec), softcap=4.0, keeping=keeping, backend=backend)
     assert engine.layer.in_place
     # Latents of random states differ more in size than those that a model makes.
-    tolerance = 5e-3 if spec.startswith("xquant") else 2e-2 if spec.startswith("tc-") else 1e-3
+    tolerance = 5e-3 if spec.startswith("xquant") else 5e-2 if spec.startswith("tc-") else 1e-3
     few = {0: 3, 1: 2, 2: 1, 3: 2}  # several new tokens, as many or not
     for step in [*STEPS[:20], few, {0: 5, 2: 5, 3: 5}, few]:
         assert engine.step(step, softcap=4.0) < tolerance
