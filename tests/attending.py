@@ -21,7 +21,7 @@ from xquant.methods import AttentionInputs
 TOLERANCE = 1e-3
 NARROW_TOLERANCE = 0.1
 """Where columns with codes of 3 bits and fewer are multiplied in 8 bits: keys miss by .4% of their narrow
-columns, a softmax of few tokens and large scores by ten times that. A wrong column misses by half and more."""
+columns, a softmax of few tokens and large scores by ten times that. A wrong column misses by half."""
 
 
 def tolerance_of(spec: str) -> float:
