@@ -94,6 +94,26 @@ def ranked_attention() -> str:
 
 
 @table
+def answers() -> str:
+    """16 sequences at two contexts, with blocks of their own or shared."""
+    names = {
+        "full": "full cache, sdpa",
+        "apart": "`kivi-4bit`, blocks of their own",
+        "together": "`kivi-4bit`, blocks of one prompt shared",
+        "padded": "`kivi-4bit`, padded to one length",
+    }
+    short, long = ({row["way"]: row for row in rows(f"answers-{n}")} for n in ("4k", "8k"))
+    body = []
+    for way, name in names.items():
+        cells = [name]
+        for row in (short[way], long[way]):
+            cells += [f"{row['ms_per_step']:.0f}", f"{row['speedup_vs_full']:.1f}"]
+        body.append(cells)
+    head = [f"{n}: {c}" for n in ("4,096", "8,192") for c in ("ms a step", "times full")]
+    return markdown(["cache", *head], body)
+
+
+@table
 def peak_memory() -> str:
     body = ([code(row["method"]), f"{row['peak_mb']:.0f}"] for row in rows("peak-memory"))
     return markdown(["cache", "MB"], body)
