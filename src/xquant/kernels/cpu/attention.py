@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
+from ...models import AttentionView
 from ...quant.operand import Operand
 from ...store.built import States
 from ..addresses import BlockAddresses
@@ -75,11 +76,15 @@ def describe(to: native.Operand, operand: Operand) -> list[Tensor]:
     return [levels, scale, zero, addresses]
 
 
-def describe_layer(call: native.Attend, codec: LayerCodec, block: int) -> list[Tensor]:
-    """Set what does not change of a layer. Returns what is pointed to."""
-    view = codec.view
+def describe_heads(call: native.Attend, view: AttentionView, block: int) -> None:
+    """Set how many heads there are, of how many channels, and the tokens of a block."""
     call.block, call.kv_heads, call.head_size = block, view.kv_heads, view.head_size
     call.group_heads = view.query_heads // view.kv_heads
+
+
+def describe_layer(call: native.Attend, codec: LayerCodec, block: int) -> list[Tensor]:
+    """Set what does not change of a layer. Returns what is pointed to."""
+    describe_heads(call, codec.view, block)
     constant: list[Tensor] = []
     for to, segment in zip((call.key, call.value), codec.segments, strict=True):
         operand = segment.operand(block)
@@ -88,7 +93,7 @@ def describe_layer(call: native.Attend, codec: LayerCodec, block: int) -> list[T
     if codec.offset is not None:
         offset = codec.offset.float().contiguous()
         constant.append(offset)
-        call.key.offset = native.address(offset, torch.float32, view.kv_width)
+        call.key.offset = native.address(offset, torch.float32, codec.view.kv_width)
     turn = codec.turns[1]
     if turn is not None:
         turn = turn.contiguous()

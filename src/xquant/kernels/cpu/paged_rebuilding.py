@@ -14,6 +14,7 @@ from ...methods import LayerCodec
 from ...store.pages import PageLayout
 from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native
+from .attention import describe_heads
 from .paged import ExactRows
 from .rebuild import KeyProduct, ValueSum
 from .turning import of_pages
@@ -51,8 +52,7 @@ class NativeRebuiltPages(PagedAttention):
         self._call = native.Weigh()
         call = self._call.attend
         self._exact = ExactRows(call, view)
-        call.block, call.kv_heads, call.head_size = layout.block, view.kv_heads, view.head_size
-        call.group_heads = view.query_heads // view.kv_heads
+        describe_heads(call, view, layout.block)
         call.dtype, call.scaling, call.softcap = native.DTYPES[torch.float32], 1, softcap
         if rebuilt.value_bias is not None:
             self._bias = rebuilt.value_bias.float().contiguous()

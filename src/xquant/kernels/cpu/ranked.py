@@ -20,6 +20,7 @@ from ..paged import PagedAngles
 from ..rope import BlockAngles, RopeAngles, RopeTable
 from ..slow import widened
 from . import library as native
+from .attention import describe_heads
 from .paged import LibraryPages
 from .rebuilding import RebuiltAttention
 from .turning import Angles, in_pairs, of_pages, point_to_angles
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 WEIGHT_LIMIT = 8191
-"""As in csrc/ranked_blocks.h."""
+"""As in csrc/ranked_columns.h."""
 RUN = 32
 """Channels of a head whose weights are zipped with those of another state at a time."""
 
@@ -67,7 +68,7 @@ class RankedCall:
         assert library is not None and codec.key_bias is not None and codec.value_bias is not None
         self.to = to = native.RankedAttend()
         self._codec, self._function = codec, getattr(library, f"xq_ranked_attend_{isa}")
-        self._turned: tuple[BlockAngles, int] | None = None
+        self._turned: tuple[BlockAngles | None, int] = None, 0
         (segment,) = codec.segments
         operand = segment.operand(block)
         assert isinstance(operand, RankedOperand)
@@ -90,16 +91,11 @@ class RankedCall:
     def turn(self, angles: Angles, rows: int) -> None:
         """Point to the angles of packed keys, which the caller keeps, and to weights that suit ``rows`` query
         rows of a key/value head."""
-        if isinstance(angles, BlockAngles):
-            if (
-                self._turned is not None
-                and angles.start is self._turned[0].start
-                and rows == self._turned[1]
-            ):
-                return
-            self._turned = angles, rows
-        else:
-            self._turned = None
+        of_blocks = angles if isinstance(angles, BlockAngles) else None
+        known, known_rows = self._turned
+        if of_blocks and known and of_blocks.start is known.start and rows == known_rows:
+            return
+        self._turned = of_blocks, rows
         to, prepared = self.to, self._codec.prepared
         slow = point_to_angles(to.turning, self._codec.view, angles, rows)
         built = to.turning.built
@@ -184,9 +180,8 @@ class RankedPages(LibraryPages):
         angles: PagedAngles,
     ) -> None:
         self._ranked = RankedCall(codec, layout.block, isa)
-        to, view = self._ranked.to.attend, codec.view
-        to.block, to.kv_heads, to.head_size = layout.block, view.kv_heads, view.head_size
-        to.group_heads = view.query_heads // view.kv_heads
+        to = self._ranked.to.attend
+        describe_heads(to, codec.view, layout.block)
         super().__init__(codec, layout, to, {0: self._ranked.to.states}, scaling, softcap)
         self._angles = of_pages(angles)
 

@@ -18,6 +18,7 @@ from ..call import AttentionCall
 from ..rebuilding import TOKENS, at_columns
 from ..rope import BlockAngles, RopeAngles, RopeTable
 from . import library as native
+from .attention import describe_heads
 from .kept import point_to_kept
 from .rebuild import KeyProduct, ValueSum
 from .turning import Angles
@@ -45,9 +46,7 @@ class RebuiltAttention(LayerAttention):
         assert codec is not None
         self._layer, self._codec, self._rope, self._to = layer, codec, rope, to
         self._addresses, self._sources = BlockAddresses(layer.stream), sources
-        view = codec.view
-        to.block, to.kv_heads, to.head_size = layer.stream.block, view.kv_heads, view.head_size
-        to.group_heads = view.query_heads // view.kv_heads
+        describe_heads(to, codec.view, layer.stream.block)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         if not call.is_plain:

@@ -184,4 +184,17 @@ struct ExactTokens {
     }
 };
 
+inline size_t attend_exact_bytes(const xq_attend& call) {
+    const int rows = rows_of_sequence(call);
+    return Rows::bytes(rows) + 4 * (size_t)rows * call.head_size + 64 + ExactTokens::bytes(call, rows);
+}
+
+// Attends to the exact tokens of one sequence and head, for all its rows.
+inline void attend_exact(const xq_attend& call, int b, int g, OnlineSoftmax softmax, Workspace& workspace) {
+    const Rows rows(call, b, g, 0, rows_of_sequence(call), workspace);
+    float* query = workspace.take<float>((size_t)rows.count * call.head_size);
+    load_queries(call, call.query, rows, query);
+    ExactTokens(call, g, rows, query, softmax, workspace).attend();
+}
+
 }  // namespace

@@ -137,23 +137,14 @@ struct RankedOutput {
     }
 };
 
-// Attends to the exact tokens of one sequence and head.
-inline void attend_exact(const xq_attend& call, int b, int g, OnlineSoftmax softmax, Workspace& workspace) {
-    const Rows rows(call, b, g, 0, rows_of_sequence(call), workspace);
-    float* query = workspace.take<float>((size_t)rows.count * call.head_size);
-    load_queries(call, call.query, rows, query);
-    ExactTokens(call, g, rows, query, softmax, workspace).attend();
-}
-
 // xq_ranked_attend.
 inline int ranked_attend(const xq_ranked_attend& given) {
     const xq_attend& call = given.attend;
-    const int rows = rows_of_sequence(call);
     static thread_local Workspace shared;
     RankedStates states(given);
     if (!states.reserve(shared)) return XQ_NO_MEMORY;
-    const size_t exact_bytes = Rows::bytes(rows) + 4 * (size_t)rows * call.head_size + 64 + ExactTokens::bytes(call, rows);
-    const size_t bytes = std::max({RankedBlocks::bytes(given), exact_bytes, RankedOutput::bytes(given)});
+    const size_t bytes =
+        std::max({RankedBlocks::bytes(given), attend_exact_bytes(call), RankedOutput::bytes(given)});
     int failed = 0;
 #pragma omp parallel num_threads(std::max(call.threads, 1)) reduction(+ : failed)
     {

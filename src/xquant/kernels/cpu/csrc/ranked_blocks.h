@@ -50,11 +50,11 @@ struct RankedBlocks {
     OnlineSoftmax softmax;           // of the rows of all heads, of sums by channel
     RankedReader states;
     TurnedScores turned;
-    const int built, slow_rows;  // of a head, that are built, and that are made for slow pairs
+    const int built;             // channels of a head
     const Columns<2> loud;       // with wide codes
     const Columns<4> quiet;
     SlowFactors slow;
-    float *slow_step, *slow_bias;  // [slow_rows]
+    float *slow_step, *slow_bias;  // [slow.rows] what turns products with them into rows
     float *size, *highest;       // [coded] of a level of 1, by rank; of the highest, times the unit of weights
     float* query;                // [heads, rows, D]
     float* scores;               // [heads, rows, n]
@@ -101,13 +101,12 @@ struct RankedBlocks {
           states(c.states, workspace),
           turned(c.turning, D, n, rows, workspace),
           built(built_of(c)),
-          slow_rows(slow_of(c)),
           loud(states, 0, loud_of(c.states), lanes_of(c), workspace),
           quiet(states, loud_of(c.states), quiet_of(c.states), lanes_of(c), workspace),
-          slow{slow_rows, turned.pairs, workspace.take<int32_t>((size_t)turned.pairs * slow_rows),
-               workspace.take<float>(slow_rows)} {
-        slow_step = workspace.take<float>(slow_rows);
-        slow_bias = workspace.take<float>(slow_rows);
+          slow{slow_of(c), turned.pairs, workspace.take<int32_t>((size_t)turned.pairs * slow_of(c)),
+               workspace.take<float>(slow_of(c))} {
+        slow_step = workspace.take<float>(slow.rows);
+        slow_bias = workspace.take<float>(slow.rows);
         size = workspace.take<float>(states.coded);
         highest = workspace.take<float>(states.coded);
         query = workspace.take<float>((size_t)heads * rows * D);
@@ -119,6 +118,7 @@ struct RankedBlocks {
             load_queries(call, call.query, Rows(call, b, g, 0, rows, workspace), query + (size_t)g * rows * D);
     }
 
+    // Sets the sizes of levels, and the steps of columns.
     void set_sizes() const {
         const auto& operand = given.states;
         int rank = 0;
@@ -138,20 +138,20 @@ struct RankedBlocks {
     void make_factors(int head) {
         const int width = turned.width;
         const float* mean = given.slow_mean + (size_t)head * 2 * width;
-        for (int i = 0; i < slow_rows; i++) {
+        for (int i = 0; i < slow.rows; i++) {
             const int at = i % BUILT_ROWS;
             const float step = turned.take_factors(i, at, nullptr, mean, slow_bias[i]);
             for (int j = 0; j < turned.pairs; j++)
-                slow.factors[(size_t)j * slow_rows + i] = turned.factors[(size_t)at * width + j];
+                slow.factors[(size_t)j * slow.rows + i] = turned.factors[(size_t)at * width + j];
             const float bound = step > 0 ? std::sqrt(turned.square()) * given.slow_norm[head] : 0;
             slow_step[i] = bound / WEIGHT_LIMIT;
             slow.inverse[i] = bound > 0 ? step * WEIGHT_LIMIT / bound : 0;
         }
     }
 
-    // The weights of a head: of channels that are built, and behind them of slow pairs.
+    // Takes the weights of a head: of channels that are built, and behind them of slow pairs.
     void take_weights(int head) {
-        if (slow_rows) make_factors(head);
+        make_factors(head);
         const int width = (built + 31) / 32 * 32;
         const size_t row = (size_t)heads * width, slow_row = (size_t)heads * turned.pairs * 2;
         const int16_t* weights = given.weights + (size_t)head * width;

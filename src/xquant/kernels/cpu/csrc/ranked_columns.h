@@ -22,10 +22,10 @@ struct SlowFactors {
 template <int PER_WORD>
 class Columns {
     static constexpr bool QUIET = PER_WORD == 4;
-    static constexpr int GROUP = QUIET ? 48 : 96;     // columns that share a step
-    static constexpr int SHRUNK = 508;               // of 2^15: from 16 bits of weights to 8, which end at 127
-    static constexpr float STEP = 32768.0f / SHRUNK; // of these 8 bits
-    static constexpr int RUN = QUIET ? 64 : 32;      // columns that are turned at a time
+    static constexpr int GROUP = QUIET ? 48 : 96;      // columns that share a step
+    static constexpr int SHRUNK = 508;                 // of 2^15: from 16 bits of weights to 8, which end at 127
+    static constexpr float STEP = 32768.0f / SHRUNK;   // of these 8 bits
+    static constexpr int RUN = QUIET ? 64 : 32;        // columns that are turned at a time
 
     const RankedReader& states;
     const int first, count, lanes, n;
@@ -148,7 +148,7 @@ class Columns {
         }
     }
 
-    // After all weights are there.
+    // Sets what sums begin with, after all weights are there.
     void set_offsets() const {
         if constexpr (QUIET)
             for (int group = 0; group < groups; group++) {

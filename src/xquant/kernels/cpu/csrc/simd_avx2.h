@@ -206,11 +206,6 @@ inline Words load_bytes(const uint8_t* p) {
     return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
 }
-inline Words widen(__m256i a) {
-    return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(a)), _mm256_cvtepi16_epi32(_mm256_extracti128_si256(a, 1))};
-}
-inline Words low_half(Words a) { return widen(a.lo); }
-inline Words high_half(Words a) { return widen(a.hi); }
 inline __m256i narrow(__m256i a, __m256i b) {
     const __m256i low = _mm256_set1_epi16(255);
     return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_and_si256(a, low), _mm256_and_si256(b, low)), 0xD8);

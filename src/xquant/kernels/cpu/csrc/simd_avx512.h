@@ -136,9 +136,6 @@ inline void store_bf16(uint16_t* p, Floats a) {
 inline Words load_bytes(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))};
 }
-// The low and the high half of 32 int16, as numbers of 32 bits.
-inline Words low_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_castsi512_si256(a.v))}; }
-inline Words high_half(Words a) { return {_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(a.v, 1))}; }
 // Of 32 and 32 int16 the low bytes, in order.
 inline Words narrow(Words a, Words b) {
     return {_mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a.v)), _mm512_cvtepi16_epi8(b.v), 1)};

@@ -9,8 +9,7 @@ namespace {
 
 inline size_t weigh_bytes(const xq_attend& call) {
     const int rows = rows_of_sequence(call), D = call.head_size;
-    return Rows::bytes(rows) + ExactTokens::bytes(call, rows) +
-           4 * ((size_t)rows * D + OnlineSoftmax::floats(rows, D)) + 2 * 64;
+    return Rows::bytes(rows) + attend_exact_bytes(call) + 4 * OnlineSoftmax::floats(rows, D) + 64;
 }
 
 // One sequence and key/value head. `scores` [rows, tokens] are those of its table.
@@ -20,11 +19,8 @@ inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Works
     const int tokens = given.columns * call.block, limit = call.limits[b];
     OnlineSoftmax softmax(workspace.take<float>(OnlineSoftmax::floats(rows, D)), rows, D);
     softmax.clear();
-    float* query = workspace.take<float>((size_t)rows * D);
+    attend_exact(call, b, g, softmax, workspace);
     const Rows all(call, b, g, 0, rows, workspace);
-    load_queries(call, call.query, all, query);
-    ExactTokens exact(call, g, all, query, softmax, workspace);
-    exact.attend();
     bool seen = false;
     if (limit > 0) {
         for (int j = 0, start = 0; j < given.columns; j++) {
