@@ -60,8 +60,13 @@ def test_packed_weights_and_compiled_models(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     full, ours = rows(["kivi-4bit:group=32"], packed=True, compiled=True, dtypes=BF16)
-    assert (full["packed"], ours["packed"]) == (False, True)
-    assert full["compiled"] and ours["compiled"] and ours["failed"] is None
+    assert ours["packed"] and ours["compiled"] and ours["failed"] is None
+    attentions, more = ("sdpa", "eager"), ("", " packed", " compiled", " packed compiled")
+    assert set(full["tried"]) == {f"bfloat16 {a}{each}" for a in attentions for each in more}
+    label = (
+        f"bfloat16 {full['kernel']}" + " packed" * full["packed"] + " compiled" * full["compiled"]
+    )
+    assert full["ms_per_token"] == full["tried"][label]
 
 
 def test_filling_gives_what_a_prefill_would_hold() -> None:

@@ -12,6 +12,7 @@ from .. import compat
 from ..cache import KVCache
 from ..kernels.call import AttentionCall
 from ..kernels.trial import random_states
+from ..linear import pack_weights
 from ..methods import Method
 
 FILL = 4096
@@ -30,6 +31,8 @@ class Contender(ABC):
     cache: Any
     alone: bool = True
     """Whether its attention can be timed apart from the rest of a step."""
+    packed: bool = False
+    """Whether steps run with packed weights."""
 
     @property
     @abstractmethod
@@ -50,9 +53,17 @@ class Contender(ABC):
         """The model as steps call it."""
         return self.model if self._compiled is None else self._compiled
 
-    def compile(self) -> None:
-        """Have steps run compiled."""
-        self._compiled = torch.compile(self.model)
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run compiled."""
+        return self._compiled is not None
+
+    def prepare(self, packed: bool, compiled: bool) -> None:
+        """Have steps run with packed weights, and compiled."""
+        if packed:
+            pack_weights(self.model)
+        self.packed = packed
+        self._compiled = torch.compile(self.model) if compiled else None
 
     def newest(self) -> tuple[Tensor, Tensor, Tensor]:
         """A random query ``[B, H, 1, D]``, and the key and value ``[B, G, 1, D]`` of its token."""
@@ -180,6 +191,7 @@ def fill(cache: KVCache, context: int, batch: int) -> None:
         cache.index.append(positions, torch.ones_like(positions, dtype=torch.bool))
         for layer in cache.compressed:
             layer.append(random_states(layer.codec.view, batch, length))
+            layer.release_below()  # as in a forward pass
         for layer in cache.compressed:
             layer.release()
 

@@ -9,7 +9,6 @@ import torch
 
 from .. import compat
 from ..calibrations import Calibrations
-from ..linear import pack_weights
 from ..methods import Method
 from . import capacity, flash
 from .clocks import reason
@@ -34,9 +33,9 @@ class Settings:
     sealing: bool = False
     """Also time how tokens are appended and sealed."""
     packed: bool = False
-    """Compressed caches decode with packed weights; the full cache with its own."""
+    """Compressed caches decode with packed weights; the full cache is tried with them, too."""
     compiled: bool = False
-    """Models are compiled, that of the full cache too."""
+    """The same of compiled models."""
     parts: bool = False
     """Also time what attention is made of: storing a token, codes and outliers."""
 
@@ -64,6 +63,9 @@ class Trial:
     """Whether it was given up, because another trial of this name, or the full cache, was much faster."""
     behind: float = 0
     """How many times as long as the full cache it took, where it was given up for that."""
+    packed: bool = False
+    compiled: bool = False
+    """Both as of the contender."""
     seconds: dict[str, list[float]] = field(default_factory=dict)
     """The times of all rounds, by job."""
     timed_by: dict[str, str] = field(default_factory=dict)
@@ -72,12 +74,14 @@ class Trial:
     @classmethod
     def of(cls, contender: Contender) -> "Trial":
         """The trial of a contender that is there."""
-        return cls(contender.name, contender.dtype, contender.setting, contender)
+        own = contender.name, contender.dtype, contender.setting, contender
+        return cls(*own, packed=contender.packed, compiled=contender.compiled)
 
     @property
     def label(self) -> str:
         """Dtype and setting, as a row names them."""
-        return f"{str(self.dtype).removeprefix('torch.')} {self.setting}"
+        words = str(self.dtype).removeprefix("torch."), self.setting
+        return " ".join([*words, *["packed"] * self.packed, *["compiled"] * self.compiled])
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -98,17 +102,25 @@ def on_cpu(
     contenders: list[Contender] = []
     for dtype, attention in FULL_SETTINGS:
         if dtype in settings.dtypes:
-            own = models.plain(dtype)
-            contenders.append(Full(own, attention, *settings.size))
-            if not settings.whole and dtype == torch.bfloat16 and attention == "sdpa":
-                contenders.append(Grouped(own, attention, *settings.size))
+            contenders += _full_on_cpu(models, dtype, attention, settings)
     for method in methods:
         for dtype in settings.dtypes if settings.whole else settings.dtypes[:1]:
-            contenders.append(_compressed(models, method, dtype, settings, calibrations))
-    if settings.compiled:
-        for contender in contenders:
-            contender.compile()
+            compressed = _compressed(models, method, dtype, settings, calibrations)
+            compressed.prepare(settings.packed, settings.compiled)
+            contenders.append(compressed)
     return [Trial.of(contender) for contender in contenders]
+
+
+def _full_on_cpu(
+    models: Models, dtype: torch.dtype, attention: str, settings: Settings
+) -> Iterator[Contender]:
+    for packed in range(1 + settings.packed):
+        for compiled in range(1 + settings.compiled):
+            full = Full(models.plain(dtype), attention, *settings.size)
+            full.prepare(bool(packed), bool(compiled))
+            yield full
+    if not settings.whole and dtype == torch.bfloat16 and attention == "sdpa":
+        yield Grouped(models.plain(dtype), attention, *settings.size)
 
 
 def on_gpu(
@@ -159,7 +171,4 @@ def _compressed(
     calibrations: Calibrations,
 ) -> Compressed:
     calibration = calibrations.of(method)
-    model = models.attached(dtype)
-    if settings.packed:
-        pack_weights(model)
-    return Compressed(model, method, *settings.size, calibration, settings.kernel)
+    return Compressed(models.attached(dtype), method, *settings.size, calibration, settings.kernel)

@@ -106,9 +106,13 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     " installed.",
 )
 @click.option(
-    "--packed", is_flag=True, help="Weights in oneDNN's layout for the compressed caches (CPU)."
+    "--packed",
+    is_flag=True,
+    help="Weights in oneDNN's layout for the compressed caches, and for more settings of the full one (CPU).",
 )
-@click.option("--compile", "compiled", is_flag=True, help="Compile the models of all caches (CPU).")
+@click.option(
+    "--compile", "compiled", is_flag=True, help="Models are compiled, in the same way (CPU)."
+)
 @click.option(
     "--largest-batch",
     is_flag=True,
