@@ -16,7 +16,7 @@ from .kernels.call import AttentionCall
 from .methods import AttentionInputs, LayerCodec, Method
 from .report import Report, report_of
 from .saved.resting import RestingCache
-from .seam.check import check_input, check_rope, check_states, places
+from .seam.check import check_input, check_not_recorded, check_rope, check_states, places
 from .seam.gradients import past_is_constant, without_gradients
 from .seam.hooks import attach
 from .seam.passes import Given, ObservingCache
@@ -217,8 +217,8 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         the rest, otherwise the keys and values of the whole context, ``[B, G, T, D]``.
 
         Raises:
-            ValueError: called by another model than the cache was made for, or outside a forward
-                pass; NaN in the hidden states.
+            ValueError: called by another model than the cache was made for, outside a forward pass, or
+                while a CUDA graph is recorded; NaN in the hidden states.
         """
         layer = self.layers[layer_idx]
         if not isinstance(layer, CompressedLayer):
@@ -226,6 +226,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             return own
         if torch.compiler.is_compiling():
             return self.attachment.trace(layer_idx, key_states, value_states)
+        check_not_recorded(key_states)
         self.stack.enter(layer)
         with without_gradients():
             self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))

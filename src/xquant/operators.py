@@ -13,14 +13,22 @@ _LIBRARY = torch.library.Library("xquant", "DEF")
 
 
 def operator(
-    name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+    name: str,
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    replays: bool = True,
 ) -> Callable[..., Any]:
     """The operator ``xquant::name`` of this ``schema``, run by ``function`` on any device, without gradients.
 
-    ``fake`` gives an empty result of the right shape and dtype, for the compiler. The result may not be one
-    of the arguments, or a view of one.
+    Args:
+        fake: gives an empty result of the right shape and dtype, for the compiler. The result may not be one
+            of the arguments, or a view of one.
+        replays: whether a CUDA graph may record it. Where not, the compiler records what is before and after
+            it (``mode="reduce-overhead"``), from torch 2.8 on.
     """
-    _LIBRARY.define(name + schema)
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    _LIBRARY.define(name + schema, tags=() if replays or unsafe is None else (unsafe,))
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"xquant::{name}", fake, lib=_LIBRARY)
     made: Callable[..., Any] = getattr(torch.ops.xquant, name).default

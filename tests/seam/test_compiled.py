@@ -157,6 +157,22 @@ def test_what_cannot_run_compiled_is_refused() -> None:
         decoded(wrapped(other), KVCache(other, SPEC))
 
 
+def test_no_cuda_graph_records_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no GPU in tests: the tag is what the compiler asks for, and a recording is pretended."""
+    if hasattr(torch.Tag, "cudagraph_unsafe"):
+        assert torch.Tag.cudagraph_unsafe in torch.ops.xquant.attend.default.tags
+    model = tiny("llama")
+    cache = KVCache(model, SPEC)
+    with torch.no_grad():
+        model(prompt(), past_key_values=cache)
+        before = cache.get_seq_length()
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ValueError, match="cannot be recorded in a CUDA graph"):
+            model(prompt(), past_key_values=cache)
+    assert cache.get_seq_length() == before
+
+
 def test_a_compiled_model_with_its_own_cache() -> None:
     model = tiny("llama")
     want = model(prompt()).logits

@@ -70,6 +70,19 @@ def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor
     return positions, real, axes
 
 
+def check_not_recorded(states: Tensor) -> None:
+    """Refuse to be a part of a CUDA graph: replayed, it would use the cache as it was when it was recorded.
+
+    Raises:
+        ValueError: a graph is being recorded on the device of ``states``.
+    """
+    if states.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a compressed cache grows, and cannot be recorded in a CUDA graph: torch.compile (torch 2.8 or"
+            " later) records what is between the attention of layers"
+        )
+
+
 def check_states(
     family: str, codec: LayerCodec, inputs: AttentionInputs, index: TokenIndex
 ) -> None:

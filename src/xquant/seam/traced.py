@@ -102,6 +102,7 @@ _operator = operator(
     " Tensor? s_aux, bool? is_causal) -> Tensor",
     _attend,
     _empty,
+    replays=False,  # the cache grows
 )
 
 
