@@ -19,6 +19,32 @@ def decode() -> str:
 
 
 @table
+def steps() -> str:
+    """Of SmolLM2 at 512 tokens: a step by how it is run, of the full cache with the faster attention."""
+    found = by_method("bench-step-smollm2-512")
+    full, ways = found.pop("full"), {}
+    for label, ms in full["tried"].items():
+        way = " ".join(label.split()[2:])
+        ways[way] = min(ms, ways.get(way, ms))
+    names = {"": "as it is", "compiled": "compiled", "packed": "packed weights"}
+    names["packed compiled"] = "packed weights, compiled"
+    body = [["full cache", names[way], f"{ms:.1f}"] for way, ms in ways.items()]
+    for method, row in found.items():
+        body.append([code(method), names["packed compiled"], f"{row['ms_per_token']:.1f}"])
+    return markdown(["cache", "the model", "ms a step"], body)
+
+
+@table
+def packed() -> str:
+    """Of SmolLM2 at 8,192 tokens, all with packed weights."""
+    body = (
+        [code(method), f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"]
+        for method, row in by_method("bench-packed-smollm2-8k").items()
+    )
+    return markdown(["cache", "ms a token", "times full"], body)
+
+
+@table
 def peers() -> str:
     """Of SmolLM2: the caches of the run at 32K, and what they take at each context."""
     short, middle, long = (by_method(f"bench-smollm2-{name}") for name in ("2k", "8k", "32k"))
