@@ -70,7 +70,7 @@ def main(context: int, rounds: int, target: str) -> None:
             "dtype": str(dtype).removeprefix("torch."),
             "context": context,
             "rounds": rounds,
-            "kernel": str(kernel),
+            "kernel": kernel.name,
             "multiplications": work,
             "layer_ms": layer,
             "products_ms": alone,
