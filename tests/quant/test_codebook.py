@@ -15,6 +15,7 @@ from xquant.quant.codebook import (
     outlier_count,
     uniform_levels,
 )
+from xquant.quant.levels import edges_of
 from xquant.quant.quantizer import OUTLIER_NBYTES, dense
 from xquant.quant.ranked import Ranked
 
@@ -60,6 +61,17 @@ def test_nearest_is_nearest(seed: int, bits: int) -> None:
     distance = (x[:, None] - levels).abs()
     found = distance.gather(1, codes.long()[:, None])[:, 0]
     torch.testing.assert_close(found, distance.min(1).values)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
+def test_nearest_is_the_place_among_the_edges(seed: int, bits: int) -> None:
+    """Whichever way it is found: numbers on an edge, equal levels and infinities too."""
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randint(-4, 5, (2**bits,), generator=generator).sort().values.float()
+    edges = edges_of(levels)
+    x = torch.cat([edges, levels, torch.randn(30, generator=generator), torch.tensor([torch.inf])])
+    x = torch.cat([x, -x])
+    assert torch.equal(nearest(x, levels), torch.bucketize(x, edges).to(torch.uint8))
 
 
 @settings(max_examples=100, deadline=None)

@@ -33,9 +33,19 @@ def normal_float_levels(bits: int) -> Tensor:
     return (levels / levels.abs().max()).sort().values.float()
 
 
+FEW = 32
+"""Levels up to which a CPU compares with each edge in turn sooner than it looks up their place."""
+
+
 def nearest(x: Tensor, levels: Tensor) -> Tensor:
     """Codes (uint8) of the levels (sorted, ``[2**b]``) nearest to ``x``; a tie takes the lower."""
-    return torch.bucketize(x, edges_of(levels)).to(torch.uint8)
+    edges = edges_of(levels)
+    if x.device.type != "cpu" or len(levels) > FEW:
+        return torch.bucketize(x, edges).to(torch.uint8)
+    codes = torch.zeros(x.shape, dtype=torch.uint8)
+    for edge in edges.tolist():
+        codes += x > edge
+    return codes
 
 
 def outlier_count(share: float, length: int) -> int:
