@@ -1,6 +1,7 @@
 """Tables of time and memory."""
 
 import statistics
+from collections.abc import Callable
 
 from .common import Row, by_method, code, markdown, rows, table
 
@@ -117,6 +118,34 @@ def ranked_attention() -> str:
         body.append([f"{shape}, {tokens:,}", f"{all_channels}, {coded}", *cells])
     head = ["shape, tokens", "`C`, of them coded", *map(code, kernels)]
     return markdown([*head, "product, coded", "product, all"], body)
+
+
+@table
+def prompts() -> str:
+    """Of SmolLM2: what reading a prompt takes of the full cache's time, and a chunk over a long past of its time
+    and of the peak of its process."""
+    every, half, past = (rows(name) for name in ("prefill", "prefill-bf16", "prefill-past"))
+    columns: dict[str, Callable[[str], str]] = {
+        "512, fp32": lambda method: _of_full(every, method, 512),
+        "2,048, fp32": lambda method: _of_full(every, method, 2048),
+        "2,048, bf16": lambda method: _of_full(half, method, 2048),
+        "512 after 16,384, fp32": lambda method: _of_full(past, method, 512),
+        "peak, MB": lambda method: f"{_row(past, method, 512)['peak_mb']:,.0f}",
+    }
+    methods = dict.fromkeys(row["method"] for row in every)
+    body = []
+    for method in methods:
+        name = "full cache" if method == "DynamicCache" else code(method)
+        body.append([name, *(cell(method) for cell in columns.values())])
+    return markdown(["tokens", *columns], body)
+
+
+def _row(found: list[Row], method: str, tokens: int) -> Row:
+    return next(row for row in found if (row["method"], row["tokens"]) == (method, tokens))
+
+
+def _of_full(found: list[Row], method: str, tokens: int) -> str:
+    return f"{_row(found, method, tokens)['ratio_to_dynamic_cache']:.2f}"
 
 
 @table
