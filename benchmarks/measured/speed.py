@@ -122,8 +122,7 @@ def ranked_attention() -> str:
 
 @table
 def prompts() -> str:
-    """Of SmolLM2: what reading a prompt takes of the full cache's time, and a chunk over a long past of its time
-    and of the peak of its process."""
+    """Of SmolLM2: what a prompt takes of the full cache's time, and a chunk over a long past."""
     every, half, past = (rows(name) for name in ("prefill", "prefill-bf16", "prefill-past"))
     columns: dict[str, Callable[[str], str]] = {
         "512, fp32": lambda method: _of_full(every, method, 512),
