@@ -48,13 +48,24 @@ def packed() -> str:
 @table
 def peers() -> str:
     """Of SmolLM2: the caches of the run at 32K, and what they take at each context."""
-    short, middle, long = (by_method(f"bench-smollm2-{name}") for name in ("2k", "8k", "32k"))
+    return _beside(**{"2K": "bench-smollm2-2k", "8K": "bench-smollm2-8k", "32K": "bench-smollm2-32k"})
+
+
+@table
+def peers_packed() -> str:
+    """The same with packed weights, of the full cache too."""
+    return _beside(**{"8K": "bench-packed-peers-8k", "32K": "bench-packed-peers-32k"})
+
+
+def _beside(**files: str) -> str:
+    found = [by_method(file) for file in files.values()]
+    first, *others = files
     body = []
-    for method, row in long.items():
-        times = (_a_token(found.get(method)) for found in (short, middle, long))
+    for method, row in found[-1].items():
         size = f"{row['cache_bytes'] / 1e6:.0f}" if row["cache_bytes"] else ""
-        body.append([code(method), *times, size])
-    return markdown(["cache", "2K, ms a token", "8K", "32K", "32K, MB"], body)
+        body.append([code(method), *(_a_token(one.get(method)) for one in found), size])
+    head = ["cache", f"{first}, ms a token", *others]
+    return markdown([*head, f"{head[-1]}, MB"], body)
 
 
 def _a_token(row: Row | None) -> str:
