@@ -48,7 +48,9 @@ def packed() -> str:
 @table
 def peers() -> str:
     """Of SmolLM2: the caches of the run at 32K, and what they take at each context."""
-    return _beside(**{"2K": "bench-smollm2-2k", "8K": "bench-smollm2-8k", "32K": "bench-smollm2-32k"})
+    return _beside(
+        **{"2K": "bench-smollm2-2k", "8K": "bench-smollm2-8k", "32K": "bench-smollm2-32k"}
+    )
 
 
 @table
