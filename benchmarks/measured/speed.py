@@ -1,7 +1,6 @@
 """Tables of time and memory."""
 
 import statistics
-from collections.abc import Callable
 
 from .common import Row, by_method, code, markdown, rows, table
 
@@ -33,16 +32,6 @@ def steps() -> str:
     for method, row in found.items():
         body.append([code(method), names["packed compiled"], f"{row['ms_per_token']:.1f}"])
     return markdown(["cache", "the model", "ms a step"], body)
-
-
-@table
-def packed() -> str:
-    """Of SmolLM2 at 8,192 tokens, all with packed weights."""
-    body = (
-        [code(method), f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"]
-        for method, row in by_method("bench-packed-smollm2-8k").items()
-    )
-    return markdown(["cache", "ms a token", "times full"], body)
 
 
 @table
@@ -137,27 +126,19 @@ def ranked_attention() -> str:
 def prompts() -> str:
     """Of SmolLM2: what a prompt takes of the full cache's time, and a chunk over a long past."""
     every, half, past = (rows(name) for name in ("prefill", "prefill-bf16", "prefill-past"))
-    columns: dict[str, Callable[[str], str]] = {
-        "512, fp32": lambda method: _of_full(every, method, 512),
-        "2,048, fp32": lambda method: _of_full(every, method, 2048),
-        "2,048, bf16": lambda method: _of_full(half, method, 2048),
-        "512 after 16,384, fp32": lambda method: _of_full(past, method, 512),
-        "peak, MB": lambda method: f"{_row(past, method, 512)['peak_mb']:,.0f}",
-    }
-    methods = dict.fromkeys(row["method"] for row in every)
+    timed = (every, 512), (every, 2048), (half, 2048), (past, 512)
     body = []
-    for method in methods:
+    for method in dict.fromkeys(row["method"] for row in every):
         name = "full cache" if method == "DynamicCache" else code(method)
-        body.append([name, *(cell(method) for cell in columns.values())])
-    return markdown(["tokens", *columns], body)
+        own = [_prompt(found, method, tokens) for found, tokens in timed]
+        times = [f"{row['ratio_to_dynamic_cache']:.2f}" for row in own]
+        body.append([name, *times, f"{own[-1]['peak_mb']:,.0f}"])
+    head = ["tokens", "512, fp32", "2,048, fp32", "2,048, bf16", "512 after 16,384, fp32"]
+    return markdown([*head, "peak, MB"], body)
 
 
-def _row(found: list[Row], method: str, tokens: int) -> Row:
+def _prompt(found: list[Row], method: str, tokens: int) -> Row:
     return next(row for row in found if (row["method"], row["tokens"]) == (method, tokens))
-
-
-def _of_full(found: list[Row], method: str, tokens: int) -> str:
-    return f"{_row(found, method, tokens)['ratio_to_dynamic_cache']:.2f}"
 
 
 @table

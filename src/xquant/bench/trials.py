@@ -4,6 +4,7 @@ forms, and so does every method."""
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -114,11 +115,11 @@ def on_cpu(
 def _full_on_cpu(
     models: Models, dtype: torch.dtype, attention: str, settings: Settings
 ) -> Iterator[Contender]:
-    for packed in range(1 + settings.packed):
-        for compiled in range(1 + settings.compiled):
-            full = Full(models.plain(dtype), attention, *settings.size)
-            full.prepare(bool(packed), bool(compiled))
-            yield full
+    ways = (sorted({False, asked}) for asked in (settings.packed, settings.compiled))
+    for packed, compiled in product(*ways):
+        full = Full(models.plain(dtype), attention, *settings.size)
+        full.prepare(packed, compiled)
+        yield full
     if not settings.whole and dtype == torch.bfloat16 and attention == "sdpa":
         yield Grouped(models.plain(dtype), attention, *settings.size)
 
