@@ -157,6 +157,7 @@ class RankedAttend(Structure):
     _fields_ = [
         ("attend", Attend),
         ("states", RankedOperand),
+        ("more", RankedOperand),
         ("turning", Turning),
         *((name, c_void_p) for name in ("weights", "weight_scale", "mean")),
         *((f"slow_{name}", c_void_p) for name in ("weights", "norm", "mean")),

@@ -1,6 +1,7 @@
 """Attention over keys and values that are rebuilt from ranked codes, by the native library: csrc/ranked.h.
 
-Keys are ``W_k x + m_k`` and values ``W_v x + m_v``, of which ``x`` is read from its codes once for both.
+Keys are ``W_k x + m_k`` and values ``W_v x + m_v``, of which ``x`` is read from its codes once for both. A
+second segment has states that only values are products of.
 """
 
 import ctypes
@@ -60,7 +61,7 @@ def zipped(weight: Tensor) -> Tensor:
 class RankedCall:
     """The call of one layer, for its blocks or for pages.
 
-    Whoever has the blocks points ``to.states`` to them.
+    Whoever has the blocks points the ``sources`` to them, the fields of the call by segment.
     """
 
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
@@ -69,24 +70,25 @@ class RankedCall:
         self.to = to = native.RankedAttend()
         self._codec, self._function = codec, getattr(library, f"xq_ranked_attend_{isa}")
         self._turned: tuple[BlockAngles | None, int] = None, 0
-        (segment,) = codec.segments
-        operand = segment.operand(block)
-        assert isinstance(operand, RankedOperand)
         (sizes, zero), (levels, highest) = size_table(), level_words()
-        channels, width = segment.channels, codec.view.kv_width
-        states = to.states
-        states.usual = native.address(operand.usual, torch.int16, channels)
-        states.sizes = sizes[zero:].data_ptr()
-        states.levels, states.highest_level = levels.data_ptr(), highest.data_ptr()
-        states.counts[:] = operand.counts
-        states.block, states.channels = block, channels
+        self.sources = dict(zip(range(len(codec.segments)), (to.states, to.more), strict=False))
+        for number, states in self.sources.items():
+            segment = codec.segments[number]
+            operand = segment.operand(block)
+            assert isinstance(operand, RankedOperand)
+            states.usual = native.address(operand.usual, torch.int16, segment.channels)
+            states.sizes = sizes[zero:].data_ptr()
+            states.levels, states.highest_level = levels.data_ptr(), highest.data_ptr()
+            states.counts[:] = operand.counts
+            states.block, states.channels = block, segment.channels
+        width, channels = codec.view.kv_width, to.states.channels + to.more.channels
         value, mean = codec.value_weight, codec.value_bias.float().contiguous()
         # Keys come from a copy in another order.
-        native.address(codec.key_weight, value.dtype, width, channels)
+        native.address(codec.key_weight, value.dtype, width, to.states.channels)
         to.value_weight = native.address(value, value.dtype, width, channels)
         to.value_dtype = native.DTYPES[value.dtype]
         to.value_mean = native.address(mean, torch.float32, width)
-        self._constant = [operand.usual, sizes, levels, highest, value, mean]
+        self._constant = [codec.segments, sizes, levels, highest, value, mean]
 
     def turn(self, angles: Angles, rows: int) -> None:
         """Point to the angles of packed keys, which the caller keeps, and to weights that suit ``rows`` query
@@ -149,7 +151,7 @@ class RankedAttention(RebuiltAttention):
         codec = layer.codec.rematerialized
         assert codec is not None
         self._call = RankedCall(codec, layer.stream.block, isa)
-        super().__init__(layer, rope, self._call.to.attend, {0: self._call.to.states})
+        super().__init__(layer, rope, self._call.to.attend, self._call.sources)
 
     def _attend(self, call: AttentionCall, angles: RopeAngles | None) -> Tensor:
         to, query = self._to, call.query
@@ -182,7 +184,7 @@ class RankedPages(LibraryPages):
         self._ranked = RankedCall(codec, layout.block, isa)
         to = self._ranked.to.attend
         describe_heads(to, codec.view, layout.block)
-        super().__init__(codec, layout, to, {0: self._ranked.to.states}, scaling, softcap)
+        super().__init__(codec, layout, to, self._ranked.sources, scaling, softcap)
         self._angles = of_pages(angles)
 
     def _run(self) -> None:

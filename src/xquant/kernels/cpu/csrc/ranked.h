@@ -4,6 +4,7 @@
 //     sum_t w_t v[t] = sum_c V_c scale_c (sum_t (w_t gain_t) level[t, c]) + sum_t w_t mean
 //
 // A block is unpacked once for all heads, and both sums are made of its levels. Between them lies an online softmax.
+// Where values are products of more states than keys, these are unpacked after the softmax, and summed alone.
 // Channels that have no bits are left out. After all blocks the sums of a row are multiplied with V.
 //
 // The output equals attention over what `quant.ranked.Ranked.decode` gives, times the weights, to a relative error below
@@ -17,7 +18,7 @@ namespace {
 // a sequence and head for exact tokens, with sums of values.
 struct RankedStates {
     const xq_ranked_attend& given;
-    const int splits, rows, D;
+    const int splits, rows, D, C;
     const size_t packed_size, exact_size;
     float *packed, *exact;
 
@@ -31,7 +32,8 @@ struct RankedStates {
           splits(splits_of(given.attend)),
           rows(rows_of_sequence(given.attend)),
           D(given.attend.head_size),
-          packed_size(OnlineSoftmax::floats(rows * given.attend.kv_heads, given.states.channels)),
+          C(given.states.channels + given.more.channels),
+          packed_size(OnlineSoftmax::floats(rows * given.attend.kv_heads, C)),
           exact_size(OnlineSoftmax::floats(rows, D)) {}
 
     bool reserve(Workspace& workspace) {
@@ -44,7 +46,7 @@ struct RankedStates {
     }
     OnlineSoftmax of_split(int b, int split) const {
         const int all = rows * given.attend.kv_heads;
-        return OnlineSoftmax(packed + ((size_t)b * splits + split) * packed_size, all, given.states.channels);
+        return OnlineSoftmax(packed + ((size_t)b * splits + split) * packed_size, all, C);
     }
     OnlineSoftmax of_exact(int b, int g) const {
         return OnlineSoftmax(exact + ((size_t)b * given.attend.kv_heads + g) * exact_size, rows, D);
@@ -61,10 +63,10 @@ struct RankedOutput {
 
     static size_t bytes(const xq_ranked_attend& c) {
         const size_t rows = rows_of_sequence(c.attend);
-        return 4 * rows * ((c.states.channels + 15) / 16 * 16 + 2) + 3 * 64;
+        return 4 * rows * ((c.states.channels + c.more.channels + 15) / 16 * 16 + 2) + 3 * 64;
     }
     RankedOutput(const xq_ranked_attend& given, const RankedStates& states, Workspace& workspace)
-        : given(given), states(states), C(given.states.channels), filled((C + 15) / 16 * 16) {
+        : given(given), states(states), C(states.C), filled((C + 15) / 16 * 16) {
         sums = workspace.take<float>((size_t)states.rows * filled);
         of_packed = workspace.take<float>(states.rows);
         of_exact = workspace.take<float>(states.rows);

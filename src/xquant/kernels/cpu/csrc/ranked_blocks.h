@@ -48,14 +48,15 @@ struct RankedBlocks {
     const int b, n, D, heads, rows;  // rows of a head
     const Rows of_head;              // those of the first head: masks are the same for all
     OnlineSoftmax softmax;           // of the rows of all heads, of sums by channel
-    RankedReader states;
+    RankedReader states, more;
     TurnedScores turned;
     const int built;             // channels of a head
     const Columns<2> loud;       // with wide codes
     const Columns<4> quiet;
     SlowFactors slow;
     float *slow_step, *slow_bias;  // [slow.rows] what turns products with them into rows
-    float *size, *highest;       // [coded] of a level of 1, by rank; of the highest, times the unit of weights
+    float *size, *more_size;     // [coded] of a level of 1, by rank
+    float* highest;              // [coded] of the highest level, times the unit of weights
     float* query;                // [heads, rows, D]
     float* scores;               // [heads, rows, n]
     int32_t* weights;            // [heads, rows, n / 2] of two tokens, two int16 each
@@ -64,7 +65,7 @@ struct RankedBlocks {
     static int loud_of(const xq_ranked_operand& states) {
         int loud = 0;
         for (int width = 0; width < ALL_WIDTHS; width++)
-            if (WIDTHS[width].code > 3 * WIDTHS[width].tokens) loud += states.counts[width];
+            if (WIDTHS[width].code > 4 * WIDTHS[width].tokens) loud += states.counts[width];
         return loud;
     }
     static int quiet_of(const xq_ranked_operand& states) { return RankedReader::coded_of(states) - loud_of(states); }
@@ -83,10 +84,11 @@ struct RankedBlocks {
         const xq_attend& call = c.attend;
         const size_t n = call.block, D = call.head_size, rows = rows_of_sequence(call), all = rows * call.kv_heads;
         const size_t slow = slow_of(c), lanes = lanes_of(c);
-        return RankedReader::bytes(c.states) + TurnedScores::bytes(c.turning, D, n, rows) + 2 * Rows::bytes(rows) +
+        const size_t coded = RankedReader::coded_of(c.states), more = RankedReader::coded_of(c.more);
+        return RankedReader::bytes(c.states) + RankedReader::bytes(c.more) + TurnedScores::bytes(c.turning, D, n, rows) + 2 * Rows::bytes(rows) +
                Columns<2>::bytes(loud_of(c.states), n, lanes) + Columns<4>::bytes(quiet_of(c.states), n, lanes) +
                4 * slow * (TurnedScores::slow_pairs(c.turning, D) + 3) +
-               8 * (size_t)RankedReader::coded_of(c.states) + 4 * all * (D + n + n / 2 + 1) + 10 * 64;
+               4 * (2 * coded + more) + 4 * all * (D + n + n / 2 + 1) + 11 * 64;
     }
     RankedBlocks(const xq_ranked_attend& c, int b, OnlineSoftmax softmax, Workspace& workspace)
         : given(c),
@@ -99,6 +101,7 @@ struct RankedBlocks {
           of_head(call, b, 0, 0, rows, workspace),
           softmax(softmax),
           states(c.states, workspace),
+          more(c.more, workspace),
           turned(c.turning, D, n, rows, workspace),
           built(built_of(c)),
           loud(states, 0, loud_of(c.states), lanes_of(c), workspace),
@@ -108,6 +111,7 @@ struct RankedBlocks {
         slow_step = workspace.take<float>(slow.rows);
         slow_bias = workspace.take<float>(slow.rows);
         size = workspace.take<float>(states.coded);
+        more_size = workspace.take<float>(more.coded);
         highest = workspace.take<float>(states.coded);
         query = workspace.take<float>((size_t)heads * rows * D);
         scores = workspace.take<float>((size_t)heads * rows * n);
@@ -118,17 +122,20 @@ struct RankedBlocks {
             load_queries(call, call.query, Rows(call, b, g, 0, rows, workspace), query + (size_t)g * rows * D);
     }
 
-    // Sets the sizes of levels, and the steps of columns.
-    void set_sizes() const {
-        const auto& operand = given.states;
+    // Sets what a level of 1 of each rank is.
+    static void set_sizes(const RankedReader& states, float* size) {
         int rank = 0;
         for (int width = ALL_WIDTHS - 1; width >= 0; width--)
-            for (int i = 0; i < operand.counts[width]; i++, rank++) {
-                const int channel = states.ranks.order[rank];
-                const float most = states.ranks.sizes[channel] * operand.highest_level[width];
-                size[rank] = most / LEVEL_SCALE;
-                highest[rank] = most * given.weight_scale[channel];
+            for (int i = 0; i < states.operand.counts[width]; i++, rank++) {
+                const float level = states.operand.highest_level[width] / LEVEL_SCALE;
+                size[rank] = states.ranks.sizes[states.ranks.order[rank]] * level;
             }
+    }
+
+    // Sets the steps of columns.
+    void set_steps() const {
+        for (int rank = 0; rank < states.coded; rank++)
+            highest[rank] = size[rank] * LEVEL_SCALE * given.weight_scale[states.ranks.order[rank]];
         loud.set_steps(highest);
         quiet.set_steps(highest);
     }
@@ -210,64 +217,75 @@ struct RankedBlocks {
 
     // Rounds the weights of all rows, times gains, to 16 bits. Their sum is below 2^16, so that sums of levels stay within
     // 32 bits.
-    void round_weights() const {
+    void round_weights(const float* gains) const {
         for (int r = 0; r < heads * rows; r++) {
-            float* weight = scores + (size_t)r * n;
+            const float* weight = scores + (size_t)r * n;
+            auto* to = (int16_t*)(weights + (size_t)r * n / 2);
+            const auto at = [&](int t) { return load_floats(weight + t) * load_floats(gains + t); };
             Floats total = broadcast_float(0), top = total;
             for (int t = 0; t < n; t += 16) {
-                const Floats x = load_floats(weight + t) * load_floats(states.gains + t);
-                store_floats(weight + t, x);
+                const Floats x = at(t);
                 total = total + x;
                 top = maximum(top, x);
             }
             weight_step[r] = std::max(sum(total) / (65535 - n), ::highest(top) / 32767);
             const Floats inverse = inverse_of(weight_step[r]);
-            for (int t = 0; t < n; t += 32) {
-                alignas(64) int32_t whole[32] = {};
-                for (int i = 0; i < std::min(32, n - t); i += 16)
-                    store(whole + i, to_nearest(load_floats(weight + t + i) * inverse));
-                for (int i = 0; i < std::min(32, n - t); i += 2)
-                    weights[((size_t)r * n + t + i) / 2] = whole[i] | whole[i + 1] << 16;
+            for (int t = 0; t < n; t += 16) store_low_words(to + t, to_nearest(at(t) * inverse));
+        }
+    }
+
+    // Adds the levels of the block to the sums of its channels, of which `sums` are the first row's, by the weights of
+    // `count` rows from r on.
+    void add_rows(const RankedReader& states, const float* size, float* sums, int r, int count) const {
+        const SumLevels sum_of = pick_sum_levels(count, std::make_integer_sequence<int, MOST_ROWS>());
+        alignas(64) int32_t found[MOST_ROWS * 32];
+        alignas(64) float sizes[32] = {}, scaled[MOST_ROWS * 32];
+        const size_t width = softmax.width;
+        for (int first = 0; first < states.coded; first += 32) {
+            sum_of(states.levels + first, states.stride, n, weights + (size_t)r * n / 2, found);
+            const int ranks = std::min(32, states.coded - first);
+            for (int i = 0; i < ranks; i++) sizes[place_of(i)] = size[first + i];
+            for (int i = 0; i < count * 32; i += 16) {
+                const Floats step = broadcast_float(weight_step[r + i / 32]);
+                store_floats(scaled + i, to_floats(load(found + i)) * (load_floats(sizes + i % 32) * step));
+            }
+            for (int i = 0; i < ranks; i++) {
+                float* to = sums + r * width + states.ranks.order[first + i];
+                const float* from = scaled + place_of(i);
+                for (int j = 0; j < count; j++) to[j * width] += from[j * 32];
             }
         }
     }
 
-    // Adds the levels of the block to the sums, by the weights of `rows` rows from r on.
-    void add_rows(int r, int rows) const {
-        const SumLevels sum_of = pick_sum_levels(rows, std::make_integer_sequence<int, MOST_ROWS>());
-        const int C = given.states.channels;
-        alignas(64) int32_t found[MOST_ROWS * 32];
-        for (int first = 0; first < states.coded; first += 32) {
-            sum_of(states.levels + first, states.stride, n, weights + (size_t)r * n / 2, found);
-            for (int i = 0; i < std::min(32, states.coded - first); i++) {
-                float* to = softmax.sums + (size_t)r * C + states.ranks.order[first + i];
-                const int place = place_of(i);
-                for (int j = 0; j < rows; j++)
-                    to[(size_t)j * C] += found[j * 32 + place] * (size[first + i] * weight_step[r + j]);
-            }
+    // The same by the weights of all rows.
+    void add(const RankedReader& states, const float* size, float* sums) const {
+        round_weights(states.gains);
+        const int all = heads * rows, parts = (all + MOST_ROWS - 1) / MOST_ROWS;
+        for (int i = 0; i < parts; i++) {
+            const int first = i * all / parts;
+            add_rows(states, size, sums, first, (i + 1) * all / parts - first);
         }
     }
 
     // Attends to the block in this column of the table, of which `valid` tokens from `start` on are to be seen.
     void attend(int column, int start, int valid) {
         if (!any_seen(call, of_head, start, valid)) return;
-        const uint8_t* packed = states.open(call.table[b * call.table_stride + column]);
-        set_sizes();
-        states.read_levels(packed);
+        const int64_t id = call.table[b * call.table_stride + column];
+        states.read(id);
+        set_sizes(states, size);
+        set_steps();
         loud.turn_levels();
         quiet.turn_levels();
         for (int head = 0; head < heads; head++) {
             score(head, column);
             mask_packed(call, of_head, scores + (size_t)head * rows * n, n, start, valid);
         }
-        const int all = heads * rows;
         if (!softmax.update(scores, n)) return;
-        round_weights();
-        const int parts = (all + MOST_ROWS - 1) / MOST_ROWS;
-        for (int i = 0; i < parts; i++) {
-            const int first = i * all / parts;
-            add_rows(first, (i + 1) * all / parts - first);
-        }
+        add(states, size, softmax.sums);
+        if (!more.coded) return;
+        more.read(id);
+        set_sizes(more, more_size);
+        add(more, more_size, softmax.sums + given.states.channels);
     }
 
     // Attends to the blocks of one split of the table.

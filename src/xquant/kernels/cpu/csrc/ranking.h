@@ -18,6 +18,13 @@ inline int nibble_at(const uint8_t* packed, int count, int i) {
     return i < half ? packed[i] & 15 : packed[i - half] >> 4;
 }
 
+// All of them.
+inline void unpack_nibbles(const uint8_t* packed, int count, int* out) {
+    const int half = (count + 1) / 2;
+    for (int i = 0; i < half; i++) out[i] = packed[i] & 15;
+    for (int i = half; i < count; i++) out[i] = packed[i - half] >> 4;
+}
+
 // 2^(steps / 3), from a table that points to the entry of 0 steps.
 inline float size_of(const float* sizes, int steps) { return sizes[std::min(std::max(steps, -FARTHEST), FARTHEST)]; }
 
@@ -35,20 +42,23 @@ class Ranking {
     }
 
     void read(const uint8_t* places, const int16_t* usual, const float* table) {
-        int highest = INT16_MIN, lowest = INT16_MAX;
-        for (int c = 0; c < channels; c++) {
-            const int power = nibble_at(places, channels, c) + usual[c] - USUAL_PLACE;
-            sizes[c] = size_of(table, power);
-            keys[c] = power;
-            order[c] = c;
-            highest = std::max(highest, power);
-            lowest = std::min(lowest, power);
+        const int C = channels;  // a copy, which nothing written to can change
+        int highest = INT16_MIN, lowest = INT16_MAX, *powers = keys, *to = order;
+        unpack_nibbles(places, C, powers);
+        for (int c = 0; c < C; c++) {
+            powers[c] += usual[c] - USUAL_PLACE;
+            highest = std::max(highest, powers[c]);
+            lowest = std::min(lowest, powers[c]);
         }
-        for (int c = 0; c < channels; c++) keys[c] = highest - keys[c];
+        for (int c = 0; c < C; c++) sizes[c] = size_of(table, powers[c]);
+        for (int c = 0; c < C; c++) {
+            to[c] = c;
+            powers[c] = highest - powers[c];
+        }
         // Most often all are near enough to each other for one digit.
-        for (int shift = 0; (highest - lowest) >> shift; shift += DIGIT) {
+        for (int shift = 0, range; (range = (highest - lowest) >> shift) > 0; shift += DIGIT) {
             std::swap(order, spare);
-            sort(shift, spare, order);
+            sort(shift, std::min(range + 1, 1 << DIGIT), spare, order);
         }
     }
 
@@ -57,11 +67,12 @@ class Ranking {
     const int channels;
     int *keys, *spare;
 
-    // Sorts channels by one digit of their keys. Those with the same digit keep their order.
-    void sort(int shift, const int* from, int* to) const {
-        int next[1 << DIGIT] = {};
+    // Sorts channels by one of `digits` digits of their keys. Those with the same digit keep their order.
+    void sort(int shift, int digits, const int* from, int* to) const {
+        int next[1 << DIGIT];
+        std::fill_n(next, digits, 0);
         for (int c = 0; c < channels; c++) next[digit(c, shift)]++;
-        for (int i = 0, start = 0; i < 1 << DIGIT; i++) {
+        for (int i = 0, start = 0; i < digits; i++) {
             const int count = next[i];
             next[i] = start;
             start += count;

@@ -113,6 +113,7 @@ struct LargeTable {
     const int16_t* entries;
 };
 inline LargeTable load_large_table(const int16_t* entries) { return {entries}; }
+template <int SIZE>
 inline Words look_up(const LargeTable& table, const uint8_t* p) {
     alignas(32) int16_t found[32];
     for (int i = 0; i < 32; i++) found[i] = table.entries[p[i]];
@@ -211,6 +212,21 @@ inline __m256i narrow(__m256i a, __m256i b) {
     return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_and_si256(a, low), _mm256_and_si256(b, low)), 0xD8);
 }
 inline Words narrow(Words a, Words b) { return {narrow(a.lo, a.hi), narrow(b.lo, b.hi)}; }
+inline Words load_twice(const uint8_t* p) {
+    const __m256i half = _mm256_loadu_si256((const __m256i*)p);
+    return {half, half};
+}
+inline Words join_halves(Words a, Words b) { return {a.lo, b.hi}; }
+inline Words swap_halves(Words a) { return {a.hi, a.lo}; }
+inline Words high_half_down4(Words a) { return {a.lo, _mm256_srli_epi16(a.hi, 4)}; }
+inline void store_halves(uint8_t* low, uint8_t* high, Words a) {
+    _mm256_storeu_si256((__m256i*)low, a.lo);
+    _mm256_storeu_si256((__m256i*)high, a.hi);
+}
+inline void store_low_words(int16_t* p, Words a) {
+    const __m256i packed = _mm256_packs_epi32(a.lo, a.hi);  // numbers are between -2^15 and 2^15
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xD8));
+}
 inline Words join_bytes(Words a, Words b) { return (a & broadcast16(255)) | shift_left16<8>(b); }
 inline Words join_words(Words a, Words b) { return (a & broadcast(65535)) | shift_left32<16>(b); }
 inline void transpose(Words (&rows)[16]) {

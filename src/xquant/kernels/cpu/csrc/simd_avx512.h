@@ -85,8 +85,11 @@ inline LargeTable load_large_table(const int16_t* entries) {
     for (int i = 0; i < 8; i++) table.v[i] = _mm512_loadu_si512(entries + 32 * i);
     return table;
 }
+// Bytes are below `SIZE`.
+template <int SIZE>
 inline Words look_up(const LargeTable& table, const uint8_t* p) {
     const __m512i at = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
+    if constexpr (SIZE <= 64) return {_mm512_permutex2var_epi16(table.v[0], at, table.v[1])};
     __m512i of_64[4];
     for (int i = 0; i < 4; i++) of_64[i] = _mm512_permutex2var_epi16(table.v[2 * i], at, table.v[2 * i + 1]);
     const __mmask32 odd = _mm512_test_epi16_mask(at, _mm512_set1_epi16(64));
@@ -140,6 +143,23 @@ inline Words load_bytes(const uint8_t* p) {
 inline Words narrow(Words a, Words b) {
     return {_mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(a.v)), _mm512_cvtepi16_epi8(b.v), 1)};
 }
+// 32 bytes in both halves.
+inline Words load_twice(const uint8_t* p) {
+    return {_mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)p))};
+}
+// The low half of a and the high half of b.
+inline Words join_halves(Words a, Words b) { return {_mm512_mask_mov_epi64(a.v, 0xF0, b.v)}; }
+inline Words swap_halves(Words a) { return {_mm512_shuffle_i64x2(a.v, a.v, 0x4E)}; }
+// Words of the high half shifted down by 4 bits.
+inline Words high_half_down4(Words a) {
+    return {_mm512_mask_srli_epi16(a.v, 0xFFFF0000, a.v, 4)};
+}
+inline void store_halves(uint8_t* low, uint8_t* high, Words a) {
+    _mm256_storeu_si256((__m256i*)low, _mm512_castsi512_si256(a.v));
+    _mm256_storeu_si256((__m256i*)high, _mm512_extracti64x4_epi64(a.v, 1));
+}
+// The low halves of the 32-bit lanes, in order.
+inline void store_low_words(int16_t* p, Words a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(a.v)); }
 // The low bytes of 16-bit words of a and b alternately.
 inline Words join_bytes(Words a, Words b) { return (a & broadcast16(255)) | shift_left16<8>(b); }
 // The low words of 32-bit lanes of a and b alternately.

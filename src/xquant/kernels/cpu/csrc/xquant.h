@@ -200,6 +200,7 @@ typedef struct {
 typedef struct {
     xq_attend attend;            // but for its packed keys and values and their turning
     xq_ranked_operand states;
+    xq_ranked_operand more;      // further states, of which only values are products; 0 channels: none
     xq_turning turning;
     // The weight of keys is weights [C, G, .] * weight_scale [C], of a head those channels that are built, 32 of them and
     // more in the order of kernels/cpu/ranked.py
@@ -209,7 +210,7 @@ typedef struct {
     const int16_t *slow_weights; // [C, G, P, 2] those of slow pairs * weight_scale
     const float *slow_norm;      // [G] the highest norm over the channels of slow_weights
     const float *slow_mean;      // [G, 2, width]
-    const void *value_weight;    // [G * D, C]
+    const void *value_weight;    // [G * D, C], C the channels of all states
     const float *value_mean;     // [G * D] added to values
     int32_t value_dtype, unused;
 } xq_ranked_attend;
