@@ -39,6 +39,7 @@ LOW = [
     "xquant-cl-3bit:group=8,form=gqa",
     "xquant-cl-1bit:group=8,form=gqa,stream=residual",
     "tc-2bit:group=16",
+    "tc-2bit:group=16,basis=keys-first",
     "tc-3.5bit:group=16,metric=identity,tail=5,sink=1",
     "tc-cl-1.5bit:group=16,sink=2",
     "tc-cl-4bit:group=16,basis=head,sink=0",

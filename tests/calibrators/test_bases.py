@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models import prompt, tiny
-from xquant import attach
+from xquant import attach, parse_method
 from xquant.calibrators.run import calibrate_on
 from xquant.calibrators.transform import (
     METRIC_RIDGE,
@@ -69,6 +69,26 @@ def test_heads_apart_do_not_mix() -> None:
     for channel in found["analysis"]:
         of_head = channel.double().abs() @ same_head(view)[:, :: view.head_size][:, : view.kv_heads]
         assert of_head.min() < 1e-3 * of_head.max()
+
+
+def test_keys_that_come_first_need_channels_of_their_own_alone() -> None:
+    model = tiny("llama")
+    view = attach(model).view.compressed[0]
+    found = calibrate_on(model, prompt(2, 200), "tc-2bit:basis=keys-first").layer(0)
+    width, exact = view.kv_width, {name: each.double() for name, each in found.items()}
+    analysis, synthesis = exact["analysis"], exact["synthesis"]
+    assert not synthesis[:width, width:].any() and not analysis[:width, width:].any()
+    rows = torch.randn(50, view.state_width, dtype=torch.float64)
+    channels = rows @ analysis.T
+    channels[:, width:] -= channels[:, :width] @ exact["from_keys"].T
+    torch.testing.assert_close(channels @ synthesis.T, rows, atol=0.05, rtol=0)
+
+
+def test_keys_do_not_come_first_where_they_tell_all() -> None:
+    """Of as many key heads as query heads: keys and values are one state X, and have its channels."""
+    view = attach(tiny("llama-mha")).view.compressed[0]
+    found = parse_method("tc-2bit:basis=keys-first").expected([view])
+    assert "0.from_keys" not in found and found["0.analysis"].shape[0] == view.hidden
 
 
 def test_samples_of_no_block_are_refused() -> None:

@@ -83,6 +83,7 @@ REBUILT = [
     "tc-0.5bit:group=128,sink=0",
     "tc-8bit:group=64,sink=3,tail=40",
     "tc-3.5bit:group=48,basis=head",
+    "tc-2bit:group=32,basis=keys-first",
     "tc-1bit:group=16,metric=identity",
 ]
 

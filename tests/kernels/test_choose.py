@@ -64,7 +64,12 @@ def test_plain_torch_reads_what_the_native_kernels_do_not(
 @needs_native
 def test_ranked_codes_are_read_natively_in_blocks_of_any_size() -> None:
     model = tiny("llama", head_dim=24, hidden_size=128)
-    for spec in ("tc-2bit", "tc-2bit:group=16", "tc-3bit:group=48,basis=head"):
+    for spec in (
+        "tc-2bit",
+        "tc-2bit:group=16",
+        "tc-3bit:group=48,basis=head",
+        "tc-2bit:basis=keys-first",
+    ):
         assert make_cache(model, spec).report().kernel == native.isas()[0]
     cache = make_cache(model, "tc-2bit:group=32", kernel="folded")
     assert cache.report().kernel == "folded (asked for)"

@@ -35,6 +35,7 @@ def test_every_width_is_read_right(bits: str) -> None:
         {"group_heads": 9, "queries": 4, "kv_heads": 1, "head_size": 64},
         {"spec": "tc-2bit:group=96", "tokens": 210, "head_size": 96, "kv_heads": 1},
         {"spec": "tc-3bit:group=32,basis=head", "group_heads": 1},
+        {"spec": "tc-2bit:group=32,basis=keys-first", "batch": 2, "queries": 2},
         {"tokens": 20},  # nothing is sealed
         {"tokens": 33, "queries": 5, "mask": "float"},  # queries are sealed
     ],

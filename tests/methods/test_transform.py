@@ -22,11 +22,13 @@ def filled(model: Any, spec: str, tokens: int = 128, attend: str = "chunk") -> K
 
 
 @pytest.mark.parametrize("bits", [1.1, 2, 2.7, 4])
-@pytest.mark.parametrize("name", ["tc", "tc-cl"])
+@pytest.mark.parametrize(
+    ("name", "basis"), [("tc", "joint"), ("tc", "keys-first"), ("tc-cl", "joint")]
+)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_budget_is_spent_and_not_more(family: str, name: str, bits: float) -> None:
+def test_a_budget_is_spent_and_not_more(family: str, name: str, basis: str, bits: float) -> None:
     model = tiny(family)
-    cache = filled(model, f"{name}-{bits}bit:group=64")
+    cache = filled(model, f"{name}-{bits}bit:group=64,basis={basis}")
     held = sum(layer.stream.nbytes for layer in cache.compressed)
     values = sum(
         2 * layer.codec.view.kv_width * layer.stream.tokens * 2 for layer in cache.compressed
@@ -35,7 +37,7 @@ def test_a_budget_is_spent_and_not_more(family: str, name: str, bits: float) -> 
     assert bits - 2 * per_token - 0.02 < 8 * held / values <= bits
 
 
-@pytest.mark.parametrize("name", ["tc", "tc-cl", "tc-cl-{}:reach=1"])
+@pytest.mark.parametrize("name", ["tc", "tc-{}:basis=keys-first", "tc-cl", "tc-cl-{}:reach=1"])
 def test_more_bits_bring_states_back_better(name: str) -> None:
     model = tiny("llama")
     full = filled(model, "full:group=64")

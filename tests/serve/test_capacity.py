@@ -9,6 +9,7 @@ import torch
 from xquant import Calibration, parse_method
 from xquant.analysis.shapes import shape_config
 from xquant.methods import LayerCodec
+from xquant.quant import Segment
 from xquant.quant.ranked import Ranked
 from xquant.serve.build import Model, codecs_of
 from xquant.serve.capacity import Room, StockRoom, Windows, room_of, stock_room
@@ -45,13 +46,15 @@ FORMULAS: dict[str, Any] = {
     "kivi-4bit": lambda codec: 2 * _rows(4, WIDTH) + 4 * WIDTH + 4 * TOKENS * ceil(WIDTH / 128),
     "kivi-2bit": lambda codec: 2 * _rows(2, WIDTH) + 4 * WIDTH + 4 * TOKENS * ceil(WIDTH / 128),
     "int4-gs64:rope=post": lambda codec: 2 * (_rows(4, WIDTH) + 4 * TOKENS * ceil(WIDTH / 64)),
-    "tc-2bit": lambda codec: _ranked(codec.segments[0].quantizer),
+    "tc-2bit": lambda codec: sum(map(_ranked, codec.segments)),
+    "tc-2bit:basis=keys-first": lambda codec: sum(map(_ranked, codec.segments)),
 }
 
 
-def _ranked(quantizer: Ranked) -> int:
-    codes = sum(TOKENS * width.bits * count / 8 for width, count in quantizer.runs)
-    return int(codes) + ceil(2 * WIDTH / 2) + ceil(TOKENS / 2)
+def _ranked(segment: Segment) -> int:
+    assert isinstance(segment.quantizer, Ranked)
+    codes = sum(TOKENS * width.bits * count / 8 for width, count in segment.quantizer.runs)
+    return int(codes) + ceil(segment.channels / 2) + ceil(TOKENS / 2)
 
 
 @pytest.mark.parametrize("spec", FORMULAS)

@@ -155,6 +155,7 @@ KERNEL_SPECS = [
     "kvquant-2bit-10%:group=32,datatype=int,scales=online,rope=post,sink=0",
     "xquant-4bit:group=32,form=gqa",
     "tc-2bit:group=32,sink=0",
+    "tc-2bit:group=32,sink=0,basis=keys-first",
     "quarot-4bit:group=32",
     "turboquant-3bit:group=32",
     "kvarn-k4v2:group=32",
@@ -168,6 +169,7 @@ SPECS = [
     "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
     "xquant-4bit:group=32,form=gqa",
     "tc-2bit:group=32,sink=0",
+    "tc-2bit:group=32,sink=0,basis=keys-first",
 ]
 
 

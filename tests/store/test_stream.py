@@ -2,13 +2,16 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sizes import block_nbytes
+from xquant.kernels.cpu import best
 from xquant.quant import Affine, Codebook, Plain, Ragged, Segment
-from xquant.quant.quantizer import OUTLIER_NBYTES
+from xquant.quant.quantizer import OUTLIER_NBYTES, dense
+from xquant.store.packer import TORCH, Packer
 from xquant.store.sealing import pack_rows
 from xquant.store.slabs import Slabs
 from xquant.store.stream import Stream
@@ -140,3 +143,22 @@ def test_blocks_are_read_across_slabs_and_copied_only_where_they_must_be() -> No
         chosen = torch.tensor(ids, dtype=torch.long)
         assert torch.equal(slabs.read(chosen), every[chosen])
     assert slabs.read(torch.tensor([4, 5])).data_ptr() == slabs.slabs[1][1].data_ptr()
+
+
+@pytest.mark.parametrize("packer", [TORCH, best().packer])
+def test_what_a_segment_tells_of_the_next_is_taken_from_it_as_it_is_read(packer: Packer) -> None:
+    """So errors of the first do not add up with those of the second."""
+    generator = torch.Generator().manual_seed(0)
+    told = torch.randn(5, 4, generator=generator)
+    known = torch.randn(3, 16, 4, generator=generator)
+    rows = torch.cat([known, known @ told.T + 0.1 * torch.randn(3, 16, 5, generator=generator)], -1)
+    segments = Segment(4, Affine(2, "channel", 16)), Segment(5, Affine(4, "channel", 16), told=told)
+    stream = Stream(segments, 16, packer)
+    packed = packer.pack_segments(segments, rows, None)
+    first, rest = stream.unpack(packed, 16, torch.float32).split([4, 5], -1)
+    error = (rest + first @ told.T - rows[..., 4:]).norm()
+    assert error < 0.2 * ((first - known) @ told.T).norm()
+    for number in range(3):
+        alone = packer.pack_segments(segments, rows[number : number + 1], None)
+        for own, together in zip(alone, packed, strict=True):
+            assert all(torch.equal(dense(own, k)[0], dense(together, k)[number]) for k in own)

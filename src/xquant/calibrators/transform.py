@@ -44,6 +44,8 @@ class TransformCalibrator:
       ``analysis @ (y - mean)``;
     * ``usual`` ``[C]``: the usual scale of every channel, see `Ranked`;
     * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank;
+    * where keys come first, ``from_keys`` ``[C - Ck, Ck]``: what the first ``Ck`` channels, from which alone
+      keys are made, tell of the others: see `Segment`. Ranks are then those of either part;
     * with prediction, ``predictor`` ``[W, W']`` and ``of_token`` ``[W, E]``: a row is expected to be
       ``predictor @ y' + of_token @ e + mean``, where ``y'`` are the decoded rows of the layers below, the
       nearest layer first, and ``e`` is the token's row of
@@ -68,9 +70,11 @@ class TransformCalibrator:
             found["embedding"] = table = self._embedding(views[0], count)
             of_tokens = table[self.stage.ids].float()
         for numbers in spans(range(len(views)), self.method.layers_together):
-            known = Known(below, of_tokens)
             rows = [self.stage.rows(number) for number in numbers]
-            layers, residual = self._span(numbers, rows, known)
+            if self.method.finds_keys_first(views[numbers[0]]):
+                layers = [self._keys_first(numbers[0], rows[0])]
+            else:
+                layers, residual = self._span(numbers, rows, Known(below, of_tokens))
             if depth := self.method.layers_below:
                 below = [*as_read(rows, residual, layers)[::-1], *below][:depth]
             for number, layer in zip(numbers, layers, strict=True):
@@ -137,6 +141,37 @@ class TransformCalibrator:
             layer["synthesis"] = of_synthesis.half().contiguous()
             layer |= spectrum(residual @ layer["analysis"].float().T)
         return found, residual
+
+    def _keys_first(self, number: int, rows: Tensor) -> dict[str, Tensor]:
+        """The tensors of a layer whose keys have channels of their own, from its rows ``[N, T, W]``.
+
+        To the values is added what makes an error of the sums cost the same whatever the error of the keys
+        is, and then taken off what the decoded keys tell of them. So both steps lose nothing but where codes
+        are so coarse that keys tell less of the values.
+        """
+        width = self.codecs[number].view.kv_width
+        metric = ridged(self.stage.metric(number))
+        keys, values = rows.tensor_split([width], -1)
+        across, of_values = metric[width:, :width], metric[width:, width:]
+        with one_thread():
+            added = torch.linalg.solve(of_values, across)
+        of_keys = metric[:width, :width] - across.T @ added
+        own, centred = own_basis(keys, of_keys)
+        (read,) = as_read([keys], centred, [own])
+        sums = values + keys @ added.float().T
+        predictor, _ = predict(read[:, SINKS:].flatten(0, 1), sums[:, SINKS:].flatten(0, 1))
+        rest, _ = own_basis(sums - read @ predictor.T, of_values)
+        lifted = rest["analysis"].float() @ added.float()
+        told = (predictor - added.float()) @ torch.cat([own["synthesis"], own["mean"][:, None]], 1)
+        synthesis = torch.block_diag(own["synthesis"], rest["synthesis"])
+        synthesis[width:, :width] = told[:, :-1]
+        analysis = torch.block_diag(own["analysis"], rest["analysis"])
+        analysis[width:, :width] = lifted
+        found = {name: torch.cat([own[name], rest[name]]) for name in ("mean", "usual", "profile")}
+        found["mean"][width:] += told[:, -1]
+        from_keys = analysis[width:] @ synthesis[:, :width]
+        halves = {"analysis": analysis, "synthesis": synthesis, "from_keys": from_keys}
+        return found | {name: each.half() for name, each in halves.items()}
 
 
 class Known(NamedTuple):
@@ -239,10 +274,27 @@ def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     return predictor, high - predictor @ low
 
 
-def root_of(metric: Tensor) -> Tensor:
-    """``L`` with ``L L^T`` the metric, and a ridge."""
+def ridged(metric: Tensor) -> Tensor:
+    """The metric, and a ridge."""
     ridge = METRIC_RIDGE * metric.diagonal().mean()
-    return torch.linalg.cholesky(metric + ridge * torch.eye(len(metric), dtype=metric.dtype))
+    return metric + ridge * torch.eye(len(metric), dtype=metric.dtype)
+
+
+def root_of(metric: Tensor) -> Tensor:
+    """``L`` with ``L L^T`` the `ridged` metric."""
+    return torch.linalg.cholesky(ridged(metric))
+
+
+def own_basis(states: Tensor, metric: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The tensors of states ``[N, T, W]`` that are coded by themselves, fp32, and the states less their mean.
+    ``metric``: `ridged`."""
+    mean = states[:, SINKS:].flatten(0, 1).mean(0)
+    centred = states - mean
+    inner = centred[:, SINKS:].flatten(0, 1).double()
+    root = torch.linalg.cholesky(metric)
+    analysis, synthesis = best_basis(inner.T @ inner / len(inner), root, len(metric))
+    found = {"mean": mean, "analysis": analysis.half().float(), "synthesis": synthesis}
+    return found | spectrum(centred @ found["analysis"].T), centred
 
 
 @one_thread()

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from .base import CALIBRATED_AT, Method, short
@@ -55,7 +56,10 @@ class Transform(Method):
     )
     basis: str = field(
         default="joint",
-        metadata={"choices": ("joint", "head"), "help": "of all heads together, or of each"},
+        metadata={
+            "choices": ("joint", "keys-first", "head"),
+            "help": "of all heads together, of keys and then of the values' rest, or of each head",
+        },
     )
 
     @property
@@ -72,6 +76,13 @@ class Transform(Method):
         """How many are coded together."""
         return 1
 
+    def finds_keys_first(self, view: "AttentionView") -> bool:
+        """Whether keys of a layer have channels of their own. Where keys and values have fewer channels than
+        numbers that would be more channels, and no fewer to rebuild keys from."""
+        from .transform_codec import channels
+
+        return self.basis == "keys-first" and channels(view) == view.state_width
+
     def known(self, views: "Sequence[AttentionView]") -> int:
         """Numbers of a token that a layer is predicted from beside the layers below; 0 for none."""
         return 0
@@ -87,9 +98,16 @@ class Transform(Method):
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
     ) -> "list[LayerCodec]":
+        from .transform_codec import runs
+
         found = self.found(views, calibration)
-        counts = self.allotted(views, [layer["profile"] for layer in found])
-        codecs = [self.codec(*of_layer) for of_layer in zip(views, found, counts, strict=True)]
+        each_layer = zip(views, found, strict=True)
+        parts = [layer["profile"].split(runs(view, layer)) for view, layer in each_layer]
+        counts = iter(self.allotted(views, [profile for each in parts for profile in each]))
+        codecs = [
+            self.codec(view, layer, list(islice(counts, len(each))))
+            for view, layer, each in zip(views, found, parts, strict=True)
+        ]
         if calibration is not None and self.known(views):
             codecs[0].embedding = calibration.tensors["embedding"].to(views[0].device)
         return codecs
@@ -97,7 +115,7 @@ class Transform(Method):
     def allotted(
         self, views: "Sequence[AttentionView]", profiles: "Sequence[Tensor]"
     ) -> list[tuple[int, ...]]:
-        """The counts of `Ranked` for each layer: together they take ``bits`` a value, scales included.
+        """The counts of `Ranked` for each profile: together they take ``bits`` a value, scales included.
 
         Raises:
             ValueError: the scales alone take more.
@@ -138,6 +156,8 @@ class Transform(Method):
                 "usual": Expected((count,), torch.int16, -FARTHEST_STEP, FARTHEST_STEP),
                 "profile": Expected((count,), torch.float32, least=0),
             }
+            if self.finds_keys_first(view):
+                layer["from_keys"] = Expected((width - view.kv_width, view.kv_width), torch.float16)
             if below := views[max(start - self.layers_below, 0) : start]:
                 known = sum(other.state_width for other in below)
                 layer["predictor"] = Expected((width, known), torch.float16)
@@ -147,7 +167,7 @@ class Transform(Method):
         return wanted
 
     def codec(
-        self, view: "AttentionView", found: "dict[str, Tensor]", counts: tuple[int, ...]
+        self, view: "AttentionView", found: "dict[str, Tensor]", counts: list[tuple[int, ...]]
     ) -> "LayerCodec":
         """The codec of a layer from its calibrated tensors."""
         from .transform_codec import TransformCodec
@@ -174,6 +194,10 @@ class PredictedTransform(Transform):
     example: ClassVar[str] = "tc-cl-1bit"
     not_causal: ClassVar[str] = "codes layers together"
     narrowest: ClassVar[float] = 0.5
+    basis: str = field(
+        default="joint",
+        metadata={"choices": ("joint", "head"), "help": "of all heads together, or of each"},
+    )
     reach: int = field(
         default=2, metadata={"least": 1, "help": "layers below that a layer is predicted from"}
     )
@@ -220,7 +244,7 @@ class PredictedTransform(Transform):
         return codecs
 
     def codec(
-        self, view: "AttentionView", found: "dict[str, Tensor]", counts: tuple[int, ...]
+        self, view: "AttentionView", found: "dict[str, Tensor]", counts: list[tuple[int, ...]]
     ) -> "LayerCodec":
         from .transform_codec import PredictedCodec
 

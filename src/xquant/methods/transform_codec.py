@@ -23,24 +23,42 @@ def channels(view: AttentionView) -> int:
     return width if view.key_norm is not None else min(width, view.hidden)
 
 
+def runs(view: AttentionView, found: Tensors) -> list[int]:
+    """Of how many channels each segment is: of all, or of those that keys come from and those that only
+    values come from."""
+    count = len(found["usual"])
+    return [view.kv_width, count - view.kv_width] if "from_keys" in found else [count]
+
+
 class _ChannelCodec(StateCodec):
     """Keeps keys before RoPE and values; packs ``C`` channels of their transform.
 
     The transform is computed in fp32: its channels differ in size by orders of magnitude.
+
+    Args:
+        found: what calibration found of the layer.
+        block: tokens of a block.
+        counts: of `Ranked`, for each of the `runs` of channels.
     """
 
-    synthesis: Tensor
-
     def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+        self, view: AttentionView, found: Tensors, block: int, counts: Sequence[tuple[int, ...]]
     ) -> None:
         super().__init__(view)
         self.block = block
         self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
         self.mean = found["mean"].to(view.device, view.dtype)  # [W]
         self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
-        self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
-        self.segments = (Segment(len(self.analysis), Ranked(found["usual"], counts)),)
+        self.from_keys: Tensor | None = None
+        if "from_keys" in found:
+            self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
+        usual = found["usual"].split(runs(view, found))
+        quantizers = [Ranked(*each) for each in zip(usual, counts, strict=True)]
+        told = [None, self.from_keys]
+        self.segments = tuple(
+            Segment(each.channels, each, told=of_keys)
+            for each, of_keys in zip(quantizers, told, strict=False)
+        )
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         rows = (features - (self.mean if predicted is None else predicted)).float()
@@ -49,13 +67,18 @@ class _ChannelCodec(StateCodec):
 
 
 class TransformCodec(Rematerialized, _ChannelCodec):
-    """Keys and values are each a product of the channels, and a constant."""
+    """Keys and values are each a product of the channels, keys of those of the first segment alone, and a
+    constant."""
 
     def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+        self, view: AttentionView, found: Tensors, block: int, counts: Sequence[tuple[int, ...]]
     ) -> None:
         super().__init__(view, found, block, counts)
-        self.key_weight, self.value_weight = self.synthesis.tensor_split([view.kv_width])
+        of_keys, of_values = found["synthesis"].tensor_split([view.kv_width])
+        of_keys = of_keys[:, : self.segments[0].channels]
+        self.key_weight, self.value_weight = (
+            each.to(view.device, view.dtype).contiguous() for each in (of_keys, of_values)
+        )
 
     @property
     def key_bias(self) -> Tensor:
@@ -64,6 +87,9 @@ class TransformCodec(Rematerialized, _ChannelCodec):
     @property
     def value_bias(self) -> Tensor:
         return self.mean[self.view.kv_width :]
+
+    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        return recalled[..., : self.segments[0].channels], recalled
 
     def keys(self, source: Tensor) -> Tensor:
         return linear(source, self.key_weight, self.key_bias)
@@ -76,11 +102,13 @@ class PredictedCodec(_ChannelCodec):
     feeds_above = True
     accumulated_width: int
     """Their channels."""
+    synthesis: Tensor
 
     def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: tuple[int, ...]
+        self, view: AttentionView, found: Tensors, block: int, counts: Sequence[tuple[int, ...]]
     ) -> None:
         super().__init__(view, found, block, counts)
+        self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
         self.from_below: Tensor | None = None  # [W, sum of the widths below]
         self.from_token: Tensor | None = None  # [W, E]
         self.reads_below = "predictor" in found

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -186,8 +186,11 @@ def dense(packed: Packed, name: str) -> Tensor:
 class Segment:
     """A run of neighbouring channels stored by one quantizer.
 
-    ``shared``: its codes are shared, those of the same segment in another layer's stream; only what its own
-    ranges need is stored here.
+    Args:
+        shared: its codes are shared, those of the same segment in another layer's stream; only what its own
+            ranges need is stored here.
+        told: fp32 ``[C, C']``, what the ``C'`` channels of the segment before it, as they are read, tell of
+            its own. That is taken off before these are packed, and not added when they are read.
 
     Raises:
         ValueError: the quantizer has tables for another number of channels.
@@ -196,6 +199,7 @@ class Segment:
     channels: int
     quantizer: Quantizer
     shared: bool = False
+    told: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         made_for = self.quantizer.channels

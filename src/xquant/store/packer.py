@@ -3,12 +3,13 @@
 The store packs each block once, when it is full, and unpacks it at every read that no kernel answers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..quant import Packed, Quantizer
+from ..quant import Packed, Quantizer, Segment
 
 
 class Packer:
@@ -32,6 +33,21 @@ class Packer:
         """
         with _as_written(x):
             return quantizer.encode(x, excluded)
+
+    def pack_segments(
+        self, segments: Sequence[Segment], rows: Tensor, excluded: Tensor | None
+    ) -> list[Packed]:
+        """The packed fields of every segment of blocks ``rows`` ``[N, n, C]``; see `pack`."""
+        parts = rows.split([segment.channels for segment in segments], -1)
+        found: list[Packed] = []
+        for i, (segment, own) in enumerate(zip(segments, parts, strict=True)):
+            if segment.told is not None:
+                before = torch.empty(parts[i - 1].shape, dtype=torch.float32, device=rows.device)
+                self.unpack(segments[i - 1].quantizer, found[-1], before)
+                # Each block is a product of its own: codes must not depend on which come together.
+                own = own - torch.stack([block @ segment.told.T for block in before])
+            found.append(self.pack(segment.quantizer, own, excluded))
+        return found
 
     def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
         """Decode blocks into ``out`` ``[N, n, C]``, which gives the dtype. It may be a slice along ``C`` of a

@@ -135,11 +135,7 @@ class Pages:
             ValueError: NaN; no page was written to.
         """
         segments = self.layout.segments
-        parts = rows.split([segment.channels for segment in segments], -1)
-        packed = [
-            self.packer.pack(segment.quantizer, part, excluded)
-            for segment, part in zip(segments, parts, strict=True)
-        ]
+        packed = self.packer.pack_segments(segments, rows, excluded)
         for segment, fields, new in zip(segments, self._fields, packed, strict=True):
             if segment.quantizer.sparse:
                 new, dropped = into_room(new, dense(fields, "outlier_excess").shape[1])

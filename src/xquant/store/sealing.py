@@ -86,6 +86,11 @@ def pack_rows(
     alike = defaultdict(list)
     for stream, own, fields in zip(streams, rows, packed, strict=True):
         hidden = None if excluded is None else excluded.to(own.device)
+        if any(segment.told is not None for segment in stream.segments):
+            in_turn = stream.packer.pack_segments(stream.segments, own, hidden)
+            for to, found in zip(fields, in_turn, strict=True):
+                to.update(found)
+            continue
         parts = own.split([s.channels for s in stream.segments], dim=-1)
         for segment, x, to in zip(stream.segments, parts, fields, strict=True):
             if stream.packer.joins(segment.quantizer, x):
@@ -93,8 +98,8 @@ def pack_rows(
                 alike[kind].append((x, to))
             else:
                 to.update(stream.packer.pack(segment.quantizer, x, hidden))
-    for (quantizer, shape, _, device, packer), found in alike.items():
-        xs, into = zip(*found, strict=True)
+    for (quantizer, shape, _, device, packer), pairs in alike.items():
+        xs, into = zip(*pairs, strict=True)
         hidden = None if excluded is None else excluded.to(device).repeat(len(xs), 1)
         joined = packer.pack(quantizer, torch.cat(xs), hidden)
         for name in joined:

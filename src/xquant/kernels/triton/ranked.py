@@ -1,9 +1,11 @@
 """Attention over keys that are rebuilt from ranked codes, by Triton: jit/ranked.py.
 
 As `rebuild`, with another kernel for scores and another for sums. Before them a third finds the order of the
-channels of every block, which is forgotten after the step.
+channels of every block, which is forgotten after the step. A second segment, of states that only values come
+from, is summed alone.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,70 +25,95 @@ RANKED = 64
 """Channels whose ranks a program finds."""
 
 
+@dataclass(frozen=True)
+class States:
+    """How the states of one segment are packed."""
+
+    usual: Tensor  # int32 [C]
+    runs: Tensor  # see `run_table`
+    first: int  # the place of its channels among those of all segments
+
+    @property
+    def channels(self) -> int:
+        return len(self.usual)
+
+
 class TritonRanked(TritonRebuilding):
     """Attends over one layer."""
 
     def _prepare(self) -> None:
         codec, block = self._codec, self._layer.stream.block
-        (segment,) = codec.segments
-        operand = segment.operand(block)
-        assert isinstance(operand, RankedOperand)
-        self._channels = self._program_channels = segment.channels
-        self._table = BlockTable(self._layer.stream, [None], self._device)
+        self._states: list[States] = []
+        self._program_channels = 0
+        for segment in codec.segments:
+            operand = segment.operand(block)
+            assert isinstance(operand, RankedOperand)
+            usual = operand.usual.to(self._device, torch.int32)
+            runs = run_table(operand, block).to(self._device)
+            self._states.append(States(usual, runs, self._program_channels))
+            self._program_channels += segment.channels
+        nothing = [None for _ in codec.segments]
+        self._table = BlockTable(self._layer.stream, nothing, self._device)
         if "triton keys" not in codec.prepared:
             codec.prepared["triton keys"] = by_channel(codec.key_weight)
         self._matrix = Matrix(*codec.prepared["triton keys"])
-        self._usual = operand.usual.to(self._device, torch.int32)
         sizes, zero = size_table()
         self._sizes = sizes.to(self._device)[zero:]
         self._levels = level_table().to(self._device)
-        self._runs = run_table(operand, block).to(self._device)
 
     def _scratch(self, launch: Launch) -> list[int]:
-        return 2 * [launch.batch * self._table.columns * self._channels]
+        blocks = launch.batch * self._table.columns
+        return [blocks * states.channels for states in self._states for _ in ("order", "size")]
 
     def _source(self, launch: Launch, scratch: list[Tensor]) -> Any:
-        """The channels of every block in the order of their scales, and these: two ``[B, columns, C]``."""
-        order, size = scratch[0].view(torch.int32), scratch[1]
-        table = self._table
-        rank[(table.columns, -(-self._channels // RANKED), launch.batch)](
-            order,
-            size,
-            table.blocks,
-            self._usual,
-            self._sizes,
-            table.columns,
-            self._channels,
-            RANKED=RANKED,
-        )
-        return order, size
+        """Of each segment, the channels of every block in the order of their scales, and these: two ``[B,
+        columns, C]``."""
+        table, found = self._table, []
+        for number, states in enumerate(self._states):
+            order, size = scratch[2 * number].view(torch.int32), scratch[2 * number + 1]
+            rank[(table.columns, -(-states.channels // RANKED), launch.batch)](
+                order,
+                size,
+                table.segment(number),
+                states.usual,
+                self._sizes,
+                table.columns,
+                states.channels,
+                RANKED=RANKED,
+            )
+            found.append((order, size))
+        return found
 
     def _score(self, launch: Launch, source: Any, scores: Tensor) -> None:
-        tables = self._runs, self._levels, self._sizes
-        of_keys = self._table.blocks, *source, *tables, self._matrix, self._bias
-        self._launch_scores(ranked_scores, launch, scores, of_keys, self._channels)
+        states = self._states[0]
+        tables = states.runs, self._levels, self._sizes
+        of_keys = self._table.segment(0), *source[0], *tables, self._matrix, self._bias
+        self._launch_scores(ranked_scores, launch, scores, of_keys, states.channels)
 
     def _sum(
         self, launch: Launch, source: Any, scores: Tensor, per_split: int, out: list[Tensor]
     ) -> None:
         table, rows = self._table, launch.groups * launch.rows
-        ranked_sums[(-(-table.columns // per_split), launch.batch * -(-rows // SUM_ROWS))](
-            scores,
-            *out,
-            table.blocks,
-            *source,
-            self._runs,
-            self._levels,
-            self._sizes,
-            table.columns,
-            per_split,
-            rows,
-            self._channels,
-            launch.batch,
-            ROWS=SUM_ROWS,
-            num_stages=1,  # what is added to is read and written in the loop
-            **self._block_constants,
-        )
+        for number, states in enumerate(self._states):
+            ranked_sums[(-(-table.columns // per_split), launch.batch * -(-rows // SUM_ROWS))](
+                scores,
+                *out,
+                table.segment(number),
+                *source[number],
+                states.runs,
+                self._levels,
+                self._sizes,
+                table.columns,
+                per_split,
+                rows,
+                states.channels,
+                states.first,
+                self._program_channels,
+                launch.batch,
+                ROWS=SUM_ROWS,
+                num_stages=1,  # what is added to is read and written in the loop
+                **self._block_constants,
+            )
 
 
 def by_channel(weight: Tensor) -> list[Tensor]:

@@ -252,6 +252,8 @@ def ranked_sums(
     blocks_per_split,
     rows,
     C,
+    first_channel,
+    channels,
     sequences,
     N: tl.constexpr,
     NP: tl.constexpr,
@@ -260,19 +262,21 @@ def ranked_sums(
     """Sum states of ranked codes by the softmax of scores, as `sum_states.sum_states` those of affine ones. A
     channel is at another rank in every block, so a program adds to its sums in memory.
 
-    Grid: splits, sequences times runs of ROWS rows. Arguments as there, and as in `ranked_scores`.
+    Grid: splits, sequences times runs of ROWS rows. Arguments as there, and as in `ranked_scores`. Sums have
+    ``channels`` channels, of which these are ``C``, from ``first_channel`` on.
     """
     split = tl.program_id(0)
     b, first_row = tl.program_id(1) % sequences, tl.program_id(1) // sequences * ROWS
     row, token = first_row + tl.arange(0, ROWS), tl.arange(0, NP)
     row_scores = scores + (b.to(tl.int64) * rows + row) * (columns * N)
     to = (split.to(tl.int64) * sequences + b) * rows + row
+    sums_to = sums_out + to * channels + first_channel
     begin, end = split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, columns)
     for first in range(0, C, CHUNK):
         channel = first + tl.arange(0, CHUNK)
         there = (channel < C)[:, None] & (row < rows)[None, :]
         tl.store(
-            sums_out + to[None, :] * C + channel[:, None],
+            sums_to[None, :] + channel[:, None],
             tl.zeros([CHUNK, ROWS], tl.float32),
             there,
         )
@@ -300,7 +304,7 @@ def ranked_sums(
                 added *= tl.load(size + ranks + first + at, at < count, 0)[:, None]
                 channel = tl.load(order + ranks + first + at, at < count, 0)
                 there = (at < count)[:, None] & (row < rows)[None, :]
-                out = sums_out + to[None, :] * C + channel[:, None]
+                out = sums_to[None, :] + channel[:, None]
                 tl.store(out, tl.load(out, there, 0) + added, there)
     tl.store(maxima_out + to * 2, maximum, row < rows)
     tl.store(maxima_out + to * 2 + 1, tl.sum(totals, 0), row < rows)
