@@ -25,9 +25,9 @@ from xquant.kernels.triton.jit.append import append
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.attend_exact import attend_exact
 from xquant.kernels.triton.jit.combine import combine
-from xquant.kernels.triton.jit.ranked import rank, ranked_scores, ranked_sums
+from xquant.kernels.triton.jit.ranked import decode, rank, ranked_scores, ranked_sums
 from xquant.kernels.triton.jit.rebuild import rebuild
-from xquant.kernels.triton.jit.seal import seal
+from xquant.kernels.triton.jit.seal import assign, seal
 from xquant.kernels.triton.jit.sum_states import CHANNEL_LANES, PLAIN, TOKEN_LANES, sum_states
 from xquant.kernels.triton.jit.unpack import CHANNEL, TILE, TOKEN
 from xquant.kernels.triton.operand import Layout
@@ -50,7 +50,7 @@ TYPES: dict[str, Any] = {
     "blocks": Blocks("*i64", "*i32", "*i32"),
     "rope": BlockRope("*fp32", "*fp32", "*fp32", "*fp32"),
     "shape": Shape("i32", "i32", "i32"),
-    "mask": "*bf16",
+    **dict.fromkeys(("mask", "rows_out"), "*bf16"),
     **dict.fromkeys(("sums_out", "maxima_out", "maxima", "offset", "sink_logits"), "*fp32"),
     **dict.fromkeys(("scores", "scores_out", "bias", "gain"), "*fp32"),
     **dict.fromkeys(("key_codebook", "value_codebook", "scale", "zero"), "*fp16"),
@@ -211,6 +211,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["ranked"]:
         for target in (80, 90, 100, "gfx942"):
             build(rank, {"RANKED": 64}, target=target)
+            build(decode, {"N": 128, "NP": 128}, target=target)
             build(ranked_scores, RANKED, target=target)
             build(ranked_sums, RANKED_SUMMING, target=target)
         sys.exit()
@@ -238,5 +239,11 @@ if __name__ == "__main__":
         build(sum_states, {"N": 128, "NP": 128, "ROWS": 32, **given})
     for below, weighted in ((True, True), (False, False)):
         build(accumulate, {**ACCUMULATING, "BELOW": below, "WEIGHTED": weighted}, sinks="*bf16")
+    for target in (80, 90, 100):
+        for by_token in (False, True):
+            given = {"N": 64, "NP": 64, "BITS": 3, "BY_TOKEN": by_token, "PLAIN": True}
+            build(
+                assign, {**head, **given}, target=target, rows="*fp32", edges="*fp32", plain="*u8"
+            )
     for given in SEALING:
         build(seal, {"D": 128, "DP": 128, "N": 64, "NP": 64, "BITS": 4, **given}, rows="*bf16")

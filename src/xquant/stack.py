@@ -52,11 +52,15 @@ class LayerStack:
             for codec in codecs
         }
         """Which backend attends over a layer, by the layer's number in the model."""
-        packer, below = packer_of(kernel), None
+        devices = {codec.view.device for codec in codecs}
+        packers = {device: packer_of(kernel, device) for device in devices}
+        below = None
         self.layers: list[CompressedLayer] = []
         for codec in codecs:
             kind = CompressedLayer if codec.kept is None else EvictingLayer
-            below = kind(codec, method, self.index, through_store, below, packer)
+            below = kind(
+                codec, method, self.index, through_store, below, packers[codec.view.device]
+            )
             self.layers.append(below)
         CompressedLayer.link(self.layers)
         self.carrier = self._carrier() if offload else None

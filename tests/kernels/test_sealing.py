@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.sealing import NativePacker
-from xquant.quant import Affine, Plain
+from xquant.quant import Affine, Plain, Quantizer
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
 from xquant.store.packer import TORCH
@@ -24,6 +24,7 @@ PATHS = native.isas()
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 paths = st.sampled_from(PATHS or ("none",))
+Made = TypeVar("Made", bound=Quantizer)
 
 
 @dataclass
@@ -75,15 +76,15 @@ def cases(draw: Any) -> Case:
 
 
 @contextmanager
-def not_torch(quantizer: Affine) -> Iterator[Affine]:
+def not_torch(quantizer: Made) -> Iterator[Made]:
     """The quantizer without its own encode and decode."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("torch was asked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Affine, "encode", refuse)
-        patch.setattr(Affine, "decode", refuse)
+        patch.setattr(type(quantizer), "encode", refuse)
+        patch.setattr(type(quantizer), "decode", refuse)
         yield quantizer
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.5")
 
@@ -18,7 +19,8 @@ from models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.triton import BACKEND, sealing
 from xquant.methods import AttentionInputs
-from xquant.quant import Affine
+from xquant.quant import Affine, Codebook, Ragged
+from xquant.quant.codebook import uniform_levels
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
 from xquant.store.sealing import seal
@@ -76,12 +78,57 @@ def test_codes_scale_and_zero_are_those_of_torch(
         assert torch.equal(ours, theirs), name
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    bits=st.integers(1, 8),
+    per=st.sampled_from(["token", "channel"]),
+    share=st.sampled_from([0.0, 0.02]),
+    head=st.sampled_from([32, 64, 96]),
+    heads=st.integers(1, 2),
+    lanes=st.sampled_from(["tokens", "channels"]),
+    tokens=st.sampled_from([32, 96]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    hidden=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_codes_of_codebooks_are_those_of_torch(
+    bits: int,
+    per: Any,
+    share: float,
+    head: int,
+    heads: int,
+    lanes: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    hidden: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.randn(2**bits, generator=generator).clamp(-1, 1).sort().values
+    quantizer = Codebook(bits, per, 0, levels, share, tile=Tile(head, lanes))
+    x = torch.randn(2, tokens, head * heads + 5, generator=generator).to(DEVICE, dtype)[..., 5:]
+    excluded = (torch.rand(2, tokens, generator=generator) < 0.2).to(DEVICE) if hidden else None
+    expected = quantizer.encode(x, excluded)
+    with not_torch(quantizer):
+        found = PACKER.pack(quantizer, x, excluded)
+    assert found.keys() == expected.keys()
+    for name, theirs in expected.items():
+        ours = found[name]
+        if isinstance(theirs, Ragged):
+            assert isinstance(ours, Ragged) and torch.equal(ours.flat(), theirs.flat())
+        else:
+            assert isinstance(ours, Tensor) and torch.equal(ours, theirs), name
+
+
 @pytest.mark.parametrize("per", ["token", "channel"])
 @pytest.mark.parametrize("lanes", ["tokens", "channels"])
-def test_nan_raises(per: Any, lanes: Any) -> None:
+@pytest.mark.parametrize("kind", ["affine", "codebook"])
+def test_nan_raises(per: Any, lanes: Any, kind: str) -> None:
     x = torch.randn(2, 32, 64, device=DEVICE)
     x[1, 30, 50] = torch.nan
-    quantizer = Affine(4, per, 32, tile=Tile(32, lanes))
+    quantizer: Affine | Codebook = Affine(4, per, 32, tile=Tile(32, lanes))
+    if kind == "codebook":
+        quantizer = Codebook(4, per, 32, uniform_levels(4), tile=Tile(32, lanes))
     with not_torch(quantizer), pytest.raises(ValueError, match="NaN cannot be quantized"):
         PACKER.pack(quantizer, x, None)
 
@@ -96,11 +143,10 @@ def test_what_it_does_not_pack_goes_to_torch() -> None:
         assert torch.equal(out, expected)
 
 
-def test_a_cache_is_sealed_to_the_same_bytes() -> None:
+@pytest.mark.parametrize("spec", ["kivi-2bit:group=32,sink=2", "nf4:group=32"])
+def test_a_cache_is_sealed_to_the_same_bytes(spec: str) -> None:
     model = tiny("llama", head_dim=32, hidden_size=128, num_hidden_layers=2).to(DEVICE)
-    caches = [
-        KVCache(model, "kivi-2bit:group=32,sink=2", kernel=k) for k in ("triton", "reference")
-    ]
+    caches = [KVCache(model, spec, kernel=k) for k in ("triton", "reference")]
     for cache in caches:
         with torch.no_grad():
             model(prompt(2, 70).to(DEVICE), past_key_values=cache, use_cache=True)

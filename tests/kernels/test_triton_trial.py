@@ -14,11 +14,14 @@ pytest.importorskip("triton", minversion="3.5")
 import interpreted
 from attending import DEVICE
 from calibrated import make_cache
-from models import tiny
+from models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels import choose, trial, triton
 from xquant.kernels.torch import FOLDED, REFERENCE
+from xquant.kernels.triton import decoding, sealing
 from xquant.kernels.triton.attention import TritonAttention
+from xquant.quant import Affine
+from xquant.quant.pack import Tile
 
 interpreted.mend()
 
@@ -163,3 +166,88 @@ def test_a_trial_leaves_random_numbers_as_they_were() -> None:
     torch.manual_seed(3)
     assert kernels("kivi-3bit:group=32", of=one)[1] == []
     assert torch.equal(torch.rand(1), expected)
+
+
+def sealed(spec: str = "kivi-4bit:group=32") -> tuple[KVCache, KVCache, list[str]]:
+    """A cache of ``auto`` and one of the reference with the same sealed blocks, and which warnings there
+    were."""
+    one = model()
+    caches = [make_cache(one, spec, kernel=kernel) for kernel in ("auto", "reference")]
+    with warnings.catch_warnings(record=True) as found, torch.no_grad():
+        warnings.simplefilter("always")
+        for cache in caches:
+            for length in (70, 40):  # the second time the packer is known
+                ids = prompt(2, length).to(DEVICE)
+                one(ids, past_key_values=cache, use_cache=True)
+    return *caches, [str(each.message) for each in found if each.category is RuntimeWarning]
+
+
+def same_bytes(one: KVCache, other: KVCache) -> bool:
+    pools = zip(one.compressed[0].stream.pool, other.compressed[0].stream.pool, strict=True)
+    return all(
+        torch.equal(ours[name].whole(), theirs[name].whole())
+        for ours, theirs in pools
+        for name in ours
+        if name in ("codes", "scale", "zero", "gain")
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "asked"),
+    [
+        ("kivi-4bit:group=32", "pack_affine"),
+        ("nf4:group=32", "pack_codebook"),
+        ("tc-cl-2bit:group=32", "unpack_ranked"),
+    ],
+)
+def test_a_packer_that_agrees_is_taken(
+    spec: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, calls = decoding if asked == "unpack_ranked" else sealing, 0
+    usual = getattr(module, asked)
+
+    def counted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return usual(*given)
+
+    monkeypatch.setattr(module, asked, counted)
+    ours, theirs, warned = sealed(spec)
+    assert calls > 2 and warned == [] and same_bytes(ours, theirs)
+
+
+def test_a_packer_that_does_not_agree_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, calls = sealing.pack_affine, 0
+
+    def other(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        packed = usual(*given)
+        return packed | {"scale": packed["scale"] * 1.01}
+
+    monkeypatch.setattr(sealing, "pack_affine", other)
+    ours, theirs, (warning,) = sealed()
+    assert calls == 2 and same_bytes(ours, theirs)  # keys and values have a layout each
+    assert warning.startswith(
+        "xquant: triton packs other bytes than torch, so blocks are packed in torch, which is slower."
+    )
+
+
+def test_a_packer_that_cannot_run_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "unpack_ranked", lambda *_: broken(None, None))
+    ours, theirs, (warning,) = sealed("tc-cl-2bit:group=32")
+    assert same_bytes(ours, theirs)
+    assert (
+        "triton failed: RuntimeError: no such instruction, so blocks are read in torch" in warning
+    )
+
+
+def test_bad_input_is_no_failure_of_a_packer() -> None:
+    packer = choose.packer_of("auto", torch.device(DEVICE))
+    x = torch.randn(2, 32, 64, device=DEVICE)
+    quantizer = Affine(4, "token", 32, tile=Tile(32, "tokens"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="NaN cannot be quantized"):
+            packer.pack(quantizer, x.masked_fill(x > 1, torch.nan), None)
+    packer.pack(quantizer, x, None)
+    assert packer.joins(quantizer, x)

@@ -350,7 +350,7 @@ def as_read(rows: list[Tensor], residual: Tensor, layers: list[dict[str, Tensor]
     sides = sum(side_nbytes(each.shape[-1], size) for each in states)
     budget = int(LOOP_BITS * residual.shape[-1]) - 8 * sides // size
     counts = allot([found["profile"] for found in layers], max(budget, 0))
-    losses, packer = [], packer_of("auto")
+    losses, packer = [], packer_of("auto", residual.device)
     for each, found, own_counts in zip(states, layers, counts, strict=True):
         quantizer, (parts, _) = Ranked(found["usual"], own_counts), blocks(each)
         read = torch.empty_like(parts)

@@ -58,6 +58,11 @@ class Backend(ABC):
         """What blocks are packed and unpacked with."""
         return TORCH
 
+    @property
+    def tried_packer(self) -> Packer:
+        """What ``auto`` packs with: where the backend is `tried`, what is compared with torch first."""
+        return self.packer
+
     @abstractmethod
     def unfit(self, codec: LayerCodec, block: int) -> str:
         """Why it cannot attend over a layer of blocks of ``block`` tokens; empty where it can."""

@@ -77,7 +77,9 @@ def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:
     return None if why else backend
 
 
-def packer_of(wanted: str) -> Packer:
-    """What a cache of this kernel packs its blocks with: what was asked for, torch where that cannot run."""
-    backend = cpu.best() if wanted == "auto" else BACKENDS[wanted]
-    return backend.packer
+def packer_of(wanted: str, device: torch.device) -> Packer:
+    """What a cache of this kernel packs the blocks of layers on ``device`` with: what was asked for, torch
+    where that cannot run."""
+    if wanted == "auto":
+        return fastest_first(device)[0].tried_packer
+    return BACKENDS[wanted].packer

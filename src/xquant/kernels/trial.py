@@ -1,13 +1,14 @@
-"""Trial: a backend is compared with the reference before ``auto`` takes it.
+"""Trial: a backend is compared with the reference before ``auto`` takes it, and a packer with torch.
 
 Kernels that a machine compiles for itself may meet a device, or a compiler, that no test has seen. So the
 first time that a kernel is to read a layout on a device, it attends over a few blocks of random states in a
 real store, and is taken where it gives what the reference gives. That is done once a process for each layout.
+Of the blocks that a packer is to pack or unpack first, it packs one in both ways.
 """
 
 import threading
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,13 +34,51 @@ SHOWN = 200
 
 _lock = threading.Lock()
 _failures: dict[Hashable, str] = {}
-_warned: set[tuple[str, torch.device]] = set()
+_warned: set[tuple[str, str, torch.device]] = set()
 
 
 def tolerance(dtype: torch.dtype) -> float:
     """The error of attention (2-norm, relative) up to which a kernel agrees with the reference, which rounds
     to ``dtype``: some roundings of this type, and of halves, in which kernels multiply."""
     return 2e-3 + 4 * torch.finfo(dtype).eps
+
+
+def failure_of(key: Hashable) -> str | None:
+    """What `remembered` has of a key; None before it was tried."""
+    with _lock:
+        return _failures.get(key)
+
+
+def remembered(
+    key: Hashable,
+    name: str,
+    compare: Callable[[], str],
+    what: str,
+    of: str,
+    device: torch.device,
+) -> str:
+    """Why what has this ``name`` is not to be taken, as ``compare`` finds once a process for every ``key``;
+    empty where it is. The first failure of a name on a device is a warning, too, that says ``what`` is done
+    in torch, and ``of`` what it was tried on."""
+    with _lock:
+        if key in _failures:
+            return _failures[key]
+        try:
+            failure = compare()
+        except Exception as failed:  # whatever a compiler or a driver raises
+            said = (str(failed).strip() or "nothing").splitlines()[-1]
+            failure = f"{name} failed: {type(failed).__name__}: {said[:SHOWN]}"
+        _failures[key] = failure
+        if failure and (name, what, device) not in _warned:
+            _warned.add((name, what, device))
+            on = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+            warnings.warn(
+                f"xquant: {failure}, so {what} in torch, which is slower. Please report this line, with the"
+                f" versions of xquant and Triton: {of}, {on}, torch {torch.__version__}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return failure
 
 
 class Trial:
@@ -57,12 +96,22 @@ class Trial:
     def failure(self, backend: Backend, codec: LayerCodec) -> str:
         """Why a backend that could read a layer is not to be taken for it; empty where it agrees with the
         reference. The first failure on a device is a warning, too."""
-        key = backend.name, self._layout(codec)
-        with _lock:
-            if key not in _failures:
-                _failures[key] = self._compare(backend, codec)
-                self._warn(_failures[key], backend, codec)
-            return _failures[key]
+        view = codec.view
+
+        def compare() -> str:
+            error = self._error(backend, codec)
+            if error <= tolerance(view.dtype):
+                return ""
+            return f"{backend.name} differs from the reference by {error:.2g}"
+
+        return remembered(
+            (backend.name, self._layout(codec)),
+            backend.name,
+            compare,
+            "attention runs",
+            f"{self._method.spec}, heads of {view.head_size}, {view.dtype}",
+            view.device,
+        )
 
     def _layout(self, codec: LayerCodec) -> Hashable:
         """What kernels are compiled for, and run on."""
@@ -74,30 +123,6 @@ class Trial:
             *(codec.rotated, codec.offset is None, self._rope.width),
             *(codec.reads_below, codec.feeds_above),
             *(None if operand is None else operand.layout for operand in operands),
-        )
-
-    def _compare(self, backend: Backend, codec: LayerCodec) -> str:
-        try:
-            error = self._error(backend, codec)
-        except Exception as failed:  # whatever a compiler or a driver raises
-            said = (str(failed).strip() or "nothing").splitlines()[-1]
-            return f"{backend.name} failed: {type(failed).__name__}: {said[:SHOWN]}"
-        if error <= tolerance(codec.view.dtype):
-            return ""
-        return f"{backend.name} differs from the reference by {error:.2g}"
-
-    def _warn(self, failure: str, backend: Backend, codec: LayerCodec) -> None:
-        device = codec.view.device
-        if not failure or (backend.name, device) in _warned:
-            return
-        _warned.add((backend.name, device))
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-        warnings.warn(
-            f"xquant: {failure}, so attention runs in torch, which is slower. Please report this line,"
-            f" with the versions of xquant and Triton: {self._method.spec}, heads of {codec.view.head_size},"
-            f" {codec.view.dtype}, {name}, torch {torch.__version__}",
-            RuntimeWarning,
-            stacklevel=2,
         )
 
     @torch.no_grad()

@@ -83,7 +83,11 @@ class Codebook(Grouped):
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         scaled = self.scaled(x, excluded)
         codes = nearest(scaled.x, self.levels.to(x.device).float())
-        packed: Packed = {"codes": self.pack(codes)}
+        return self.assembled(x, scaled, codes, self.pack(codes))
+
+    def assembled(self, x: Tensor, scaled: "Scaled", codes: Tensor, in_bits: Tensor) -> Packed:
+        """What is stored of blocks ``x`` whose codes ``[N, n, C]`` are packed as ``in_bits``."""
+        packed: Packed = {"codes": in_bits}
         if self.span is None:
             packed |= self._pack_ranges(scaled.scale, scaled.zero)
         if self.sparse:

@@ -80,7 +80,7 @@ class Wanted:
             None if codec.rotated else angles(),
             softcap,
             reader_of_pages(codec, block) if native else None,
-            packer_of(self.kernel),
+            packer_of(self.kernel, codec.view.device),
             exact(codec.view) if native else torch_attention,
             self.method.sink,
         )

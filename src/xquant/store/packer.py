@@ -31,7 +31,7 @@ class Packer:
         Raises:
             ValueError: ``x`` holds NaN in a token that sets a range.
         """
-        with _as_written(x):
+        with as_written(x):
             return quantizer.encode(x, excluded)
 
     def pack_segments(
@@ -52,7 +52,7 @@ class Packer:
     def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
         """Decode blocks into ``out`` ``[N, n, C]``, which gives the dtype. It may be a slice along ``C`` of a
         wider tensor."""
-        with _as_written(out):
+        with as_written(out):
             quantizer.decode(packed, out)
 
     def joins(self, quantizer: Quantizer, x: Tensor) -> bool:
@@ -65,7 +65,7 @@ class Packer:
         return self
 
 
-def _as_written(x: Tensor) -> torch.autocast:
+def as_written(x: Tensor) -> torch.autocast:
     """Arithmetic in the dtypes that quantizers ask for, whatever autocast takes elsewhere; it refuses to join
     scales in fp64."""
     return torch.autocast(x.device.type, enabled=False)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...quant import Packed, Quantizer
-from ...store.packer import Packer
+from ...quant import Affine, Packed, Quantizer
+from ...store.packer import Packer, as_written
 from ...store.pages import PageLayout
 from ...store.past import Accumulator
 from ..backend import Backend, LayerAttention, Shared
@@ -27,17 +27,28 @@ if TYPE_CHECKING:
 
 
 class TritonPacker(Packer):
-    """Packs affine codes by a launch, which takes blocks of several layers as well."""
+    """Packs affine codes, of blocks of several layers as well, and the codes of codebooks by a launch, and
+    decodes ranked codes by two."""
 
     def pack(self, quantizer: Quantizer, x: Tensor, excluded: Tensor | None) -> Packed:
         if not support.seals(quantizer, x):
             return super().pack(quantizer, x, excluded)
-        from .sealing import pack_affine
+        from .sealing import pack_affine, pack_codebook
 
-        return pack_affine(quantizer, x, excluded)
+        if isinstance(quantizer, Affine):
+            return pack_affine(quantizer, x, excluded)
+        with as_written(x):
+            return pack_codebook(quantizer, x, excluded)
+
+    def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
+        if not support.decodes(quantizer, out):
+            return super().unpack(quantizer, packed, out)
+        from .decoding import unpack_ranked
+
+        unpack_ranked(quantizer, packed, out)
 
     def joins(self, quantizer: Quantizer, x: Tensor) -> bool:
-        return support.seals(quantizer, x)
+        return type(quantizer) is Affine and support.seals(quantizer, x)
 
 
 class Triton(Backend):
@@ -49,6 +60,12 @@ class Triton(Backend):
     @property
     def packer(self) -> Packer:
         return TritonPacker()
+
+    @property
+    def tried_packer(self) -> Packer:
+        from .tried import TriedPacker
+
+        return TriedPacker()
 
     def unfit(self, codec: LayerCodec, block: int) -> str:
         return support.unfit(codec, block)

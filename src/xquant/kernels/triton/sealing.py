@@ -1,10 +1,14 @@
-"""Blocks packed by Triton in one launch: jit/seal.py. It equals `Affine.encode`, bit for bit."""
+"""Blocks packed by Triton: jit/seal.py. It equals `Affine.encode` and `Codebook.encode`, bit for bit.
+
+Affine codes take one launch. Of a codebook torch finds ranges and outliers, and the kernel the codes.
+"""
 
 import torch
 from torch import Tensor
 
-from ...quant import Affine, Packed
-from .jit.seal import seal
+from ...quant import Affine, Codebook, Packed
+from ...quant.levels import edges_of
+from .jit.seal import assign, seal
 from .support import power
 
 
@@ -52,3 +56,34 @@ def pack_affine(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed
     if bool(found_nan):
         raise ValueError("NaN cannot be quantized")
     return {**packed}
+
+
+def pack_codebook(quantizer: Codebook, x: Tensor, excluded: Tensor | None) -> Packed:
+    """The same of non-uniform codes.
+
+    Raises:
+        ValueError: as of `pack_affine`.
+    """
+    assert quantizer.tile is not None
+    scaled = quantizer.scaled(x, excluded)
+    blocks, tokens, channels = x.shape
+    head, bits = quantizer.tile.head, quantizer.bits
+    in_bits = quantizer.fields(tokens, channels)["codes"].empty(blocks, x.device)
+    # Outliers are stored as what their codes leave.
+    plain = torch.empty(x.shape if quantizer.sparse else 1, dtype=torch.uint8, device=x.device)
+    assign[(blocks, channels // head)](
+        scaled.x.contiguous(),
+        edges_of(quantizer.levels.to(x.device).float()),
+        in_bits.view(torch.int32),
+        plain,
+        channels,
+        D=head,
+        DP=power(head),
+        N=tokens,
+        NP=power(tokens),
+        BITS=bits,
+        BY_TOKEN=quantizer.tile.lanes == "tokens",
+        PLAIN=quantizer.sparse,
+        num_warps=8,
+    )
+    return quantizer.assembled(x, scaled, plain, in_bits)

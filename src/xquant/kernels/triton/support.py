@@ -11,13 +11,16 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
-from ...quant import Affine, Quantizer, Segment
+from ...quant import Affine, Codebook, Quantizer, Segment
 from ...quant.operand import Operand, RankedOperand
+from ...quant.ranked import Ranked
 from ..backend import uncoded
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 15
 """Of a head in a block, which a program holds in registers."""
+MOST_DECODED = 512
+"""Tokens of a block of ranked codes, of 32 channels of which a program holds the states."""
 OLDEST = Version("3.5")
 """Of Triton: the first with functions that are evaluated as a kernel is compiled."""
 
@@ -118,13 +121,21 @@ def power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def seals(quantizer: Quantizer, x: Tensor) -> TypeGuard[Affine]:
-    """Whether the kernel packs blocks ``x`` ``[N, n, C]``. Quantizers of this class and no other: one that is
-    derived from it may do something else."""
-    if type(quantizer) is not Affine or x.dtype not in DTYPES or not x.numel():
+def seals(quantizer: Quantizer, x: Tensor) -> TypeGuard[Affine | Codebook]:
+    """Whether a kernel packs blocks ``x`` ``[N, n, C]``. Quantizers of these classes and no other: one that
+    is derived from them may do something else."""
+    if type(quantizer) not in (Affine, Codebook) or x.dtype not in DTYPES or not x.numel():
         return False
+    assert isinstance(quantizer, Affine | Codebook)
     tile = quantizer.tile
     if tile is None or not tile.fits(x.shape[1]):
         return False
     fits = power(tile.head) * power(x.shape[1]) <= MOST_ELEMENTS
     return fits and not missing(x.device)
+
+
+def decodes(quantizer: Quantizer, out: Tensor) -> TypeGuard[Ranked]:
+    """Whether a kernel unpacks blocks into ``out`` ``[N, n, C]``."""
+    if type(quantizer) is not Ranked or out.dtype not in DTYPES or not out.numel():
+        return False
+    return out.stride(-1) == 1 and out.shape[1] <= MOST_DECODED and not missing(out.device)

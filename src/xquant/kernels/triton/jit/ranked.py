@@ -308,3 +308,54 @@ def ranked_sums(
                 tl.store(out, tl.load(out, there, 0) + added, there)
     tl.store(maxima_out + to * 2, maximum, row < rows)
     tl.store(maxima_out + to * 2 + 1, tl.sum(totals, 0), row < rows)
+
+
+@triton.jit(do_not_specialize=("columns", "tokens"))
+def decode(
+    rows_out,
+    order,
+    size,
+    blocks,
+    runs,
+    levels,
+    sizes,
+    columns,
+    block_stride,
+    token_stride,
+    C,
+    tokens,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+):
+    """Write the states of blocks, as `Ranked.decode`, bit for bit.
+
+    Grid: blocks, widths and one more, which writes the zeros of channels without bits.
+
+    Args:
+        rows_out: ``[columns, tokens, C]``, any float dtype, contiguous along ``C``, with its strides.
+        order, size: of `rank`.
+    """
+    number, part = tl.program_id(0), tl.program_id(1)
+    block, token = Block(blocks.addresses, columns, number), tl.arange(0, NP)
+    ranks, within = number.to(tl.int64) * C, (token < tokens)[:, None]
+    out = rows_out + number.to(tl.int64) * block_stride + token[:, None] * token_stride
+    coded = tl.load(runs + 3 * (WIDTHS - 1)) + tl.load(runs + 3 * (WIDTHS - 1) + 1)
+    if part == WIDTHS:
+        for start in range(coded, C, CHUNK):
+            at = start + tl.arange(0, CHUNK)
+            channel = tl.load(order + ranks + at, at < C, 0)
+            zeros = tl.zeros([NP, CHUNK], tl.float32)
+            tl.store(out + channel[None, :], zeros, within & (at < C)[None, :])
+    gain, codes = gains(block, sizes, token, N), packed_bytes(block, CODES)
+    for run in tl.static_range(WIDTHS):
+        if part == run:
+            first, count = tl.load(runs + 3 * run), tl.load(runs + 3 * run + 1)
+            packed = codes + tl.load(runs + 3 * run + 2)
+            for start in range(0, count, CHUNK):
+                at = start + tl.arange(0, CHUNK)
+                there = (token < N)[:, None] & (at < count)[None, :]
+                level = levels_at(packed, count, at[None, :], there, token[:, None], levels, run, N)
+                share = tl.load(size + ranks + first + at, at < count, 0)
+                channel = tl.load(order + ranks + first + at, at < count, 0)
+                rows = level * share[None, :] * gain[:, None]
+                tl.store(out + channel[None, :], rows, there & within)

@@ -1,4 +1,4 @@
-"""The kernel that seals blocks: ranges, affine codes, tiles and planes in one launch."""
+"""The kernels that seal blocks: affine codes with their ranges, or the codes of a codebook."""
 
 import triton
 import triton.language as tl
@@ -75,6 +75,50 @@ def store_plane(
 
 
 @triton.jit
+def tile_order(
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    """The tokens and the channels of a head in the order of a tile's codes, -1 for none."""
+    token, channel = tl.arange(0, NP), tl.arange(0, DP)
+    if BY_TOKEN:
+        token = tl.where(token < N, token, -1)
+        channel = index_at(channel, D, DP, BITS)
+    else:
+        token = index_at(token, N, NP, BITS)
+        channel = tl.where(channel < D, channel, -1)
+    return token, channel
+
+
+@triton.jit
+def store_tile(
+    codes,
+    code,
+    token,
+    channel,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):
+    """Write the codes of a program's block and head, which are in `tile_order`."""
+    tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    out = codes + tile * (D * N * BITS // 32)
+    for k in tl.static_range(4):
+        if BITS & (8 >> k):
+            if BY_TOKEN:
+                store_plane(out, code, token, D, DP, BITS, 8 >> k, NP)
+            else:
+                store_plane(out, code, channel, N, NP, BITS, 8 >> k, DP)
+
+
+@triton.jit
 def seal(
     rows,
     hidden,
@@ -127,14 +171,10 @@ def seal(
     rows += block * block_stride
     if HIDDEN:
         hidden += block * N
-    token, channel = tl.arange(0, NP), tl.arange(0, DP)
+    token, channel = tile_order(D, DP, N, NP, BITS, BY_TOKEN)
     if BY_TOKEN:
-        token = tl.where(token < N, token, -1)
-        channel = index_at(channel, D, DP, BITS)
         t, c = token[None, :], channel[:, None]
     else:
-        token = index_at(token, N, NP, BITS)
-        channel = tl.where(channel < D, channel, -1)
         t, c = token[:, None], channel[None, :]
     there = (t >= 0) & (c >= 0)
     x = tl.load(rows + t * token_stride + first + c, there, 0).to(tl.float32)
@@ -188,11 +228,46 @@ def seal(
         divisors = tl.where(member == j, scale32, divisors)
     code = tl.math.div_rn(x - zeros, divisors)
     code = tl.minimum(tl.maximum(code, 0), most) + TO_WHOLE - TO_WHOLE
-    code = code.to(tl.int32)
-    out = codes + (block * tl.num_programs(1) + tl.program_id(1)) * (D * N * BITS // 32)
-    for k in tl.static_range(4):
-        if BITS & (8 >> k):
-            if BY_TOKEN:
-                store_plane(out, code, token, D, DP, BITS, 8 >> k, NP)
-            else:
-                store_plane(out, code, channel, N, NP, BITS, 8 >> k, DP)
+    store_tile(codes, code.to(tl.int32), token, channel, D, DP, N, NP, BITS, BY_TOKEN)
+
+
+@triton.jit
+def assign(
+    rows,
+    edges,
+    codes,
+    plain,
+    C,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """Find and pack the codes of a codebook: how many edges are below a number, as `codebook.nearest`.
+
+    Grid: blocks, heads.
+
+    Args:
+        rows: fp32 ``[N, n, C]``, scaled to the range of the levels.
+        edges: fp32 ``[2**BITS - 1]``, rising.
+        codes: as `seal`.
+        plain: uint8 ``[N, n, C]``, the codes without an order, to write where ``PLAIN``.
+    """
+    token, channel = tile_order(D, DP, N, NP, BITS, BY_TOKEN)
+    if BY_TOKEN:
+        t, c = token[None, :], channel[:, None]
+    else:
+        t, c = token[:, None], channel[None, :]
+    there = (t >= 0) & (c >= 0)
+    at = tl.program_id(0).to(tl.int64) * N * C + t * C + tl.program_id(1) * D + c
+    x = tl.load(rows + at, there, 0)
+    code = tl.zeros(x.shape, tl.int32)
+    for k in tl.static_range(BITS):
+        more = code + (1 << (BITS - 1 - k))
+        code = tl.where(x > tl.load(edges + more - 1), more, code)
+    if PLAIN:
+        tl.store(plain + at, code.to(tl.uint8), there)
+    store_tile(codes, code, token, channel, D, DP, N, NP, BITS, BY_TOKEN)
