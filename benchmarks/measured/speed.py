@@ -48,6 +48,23 @@ def peers_packed() -> str:
     return _beside(**{"8K": "bench-packed-peers-8k", "32K": "bench-packed-peers-32k"})
 
 
+@table
+def peers_compiled() -> str:
+    """The same where models are compiled, too."""
+    return _beside(**{"8K": "bench-compiled-peers-8k"})
+
+
+@table
+def compiled_32k() -> str:
+    """SmolLM2 at 32,768 tokens, packed weights, compiled."""
+    head = ["cache", "ms a token", "times full"]
+    body = [
+        [code(m), f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"]
+        for m, row in by_method("bench-compiled-smollm2-32k").items()
+    ]
+    return markdown(head, body)
+
+
 def _beside(**files: str) -> str:
     found = [by_method(file) for file in files.values()]
     first, *others = files
@@ -56,7 +73,7 @@ def _beside(**files: str) -> str:
         size = f"{row['cache_bytes'] / 1e6:.0f}" if row["cache_bytes"] else ""
         body.append([code(method), *(_a_token(one.get(method)) for one in found), size])
     head = ["cache", f"{first}, ms a token", *others]
-    return markdown([*head, f"{head[-1]}, MB"], body)
+    return markdown([*head, f"{list(files)[-1]}, MB"], body)
 
 
 def _a_token(row: Row | None) -> str:
@@ -89,8 +106,18 @@ def _one_layer(row: Row) -> list[str]:
 
 @table
 def transform_decode() -> str:
-    contexts = {"2,048": "2k", "8,192": "8k", "32,768": "32k"}
-    runs = [by_method(f"bench-tc-smollm2-{name}") for name in contexts.values()]
+    return _by_context("bench-tc-smollm2", **{"2,048": "2k", "8,192": "8k", "32,768": "32k"})
+
+
+@table
+def transform_packed() -> str:
+    """The same with packed weights."""
+    return _by_context("bench-packed-smollm2", **{"8,192": "8k", "32,768": "32k"})
+
+
+def _by_context(files: str, **contexts: str) -> str:
+    """Decoding by method and context; the results of each context are in ``files`` and its short name."""
+    runs = [by_method(f"{files}-{name}") for name in contexts.values()]
     body = []
     for method in runs[0]:
         cells = [code(method)]

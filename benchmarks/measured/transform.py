@@ -19,6 +19,17 @@ def transform_texts() -> str:
 
 
 @table
+def transform_keys_first() -> str:
+    return texts(
+        **{
+            "WikiText-2": "tc-keys-first-wikitext2-smollm2",
+            "C4": "tc-keys-first-c4-smollm2",
+            "Python source": "tc-keys-first-code-smollm2",
+        }
+    )
+
+
+@table
 def transform_rest() -> str:
     """A line a method, KL and the same token for each text."""
     found: dict[str, dict[str, Row]] = {}

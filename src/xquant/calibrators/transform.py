@@ -145,9 +145,10 @@ class TransformCalibrator:
     def _keys_first(self, number: int, rows: Tensor) -> dict[str, Tensor]:
         """The tensors of a layer whose keys have channels of their own, from its rows ``[N, T, W]``.
 
-        To the values is added what makes an error of the sums cost the same whatever the error of the keys
-        is, and then taken off what the decoded keys tell of them. So both steps lose nothing but where codes
-        are so coarse that keys tell less of the values.
+        By the metric ``F`` an error of a key may cost more or less by an error of a value. With ``F_vv^-1
+        F_vk`` times the keys added to the values, that is no longer so: keys and these sums are coded by
+        themselves. Of the sums is coded what the decoded keys do not tell. So nothing is lost but where codes
+        are so coarse that keys tell less.
         """
         width = self.codecs[number].view.kv_width
         metric = ridged(self.stage.metric(number))
@@ -155,20 +156,20 @@ class TransformCalibrator:
         across, of_values = metric[width:, :width], metric[width:, width:]
         with one_thread():
             added = torch.linalg.solve(of_values, across)
-        of_keys = metric[:width, :width] - across.T @ added
-        own, centred = own_basis(keys, of_keys)
+        own, centred = own_basis(keys, metric[:width, :width] - across.T @ added)
+        added = added.float()
         (read,) = as_read([keys], centred, [own])
-        sums = values + keys @ added.float().T
+        sums = values + keys @ added.T
         predictor, _ = predict(read[:, SINKS:].flatten(0, 1), sums[:, SINKS:].flatten(0, 1))
         rest, _ = own_basis(sums - read @ predictor.T, of_values)
-        lifted = rest["analysis"].float() @ added.float()
-        told = (predictor - added.float()) @ torch.cat([own["synthesis"], own["mean"][:, None]], 1)
-        synthesis = torch.block_diag(own["synthesis"], rest["synthesis"])
-        synthesis[width:, :width] = told[:, :-1]
-        analysis = torch.block_diag(own["analysis"], rest["analysis"])
-        analysis[width:, :width] = lifted
+        back = predictor - added  # what values get of the decoded keys
         found = {name: torch.cat([own[name], rest[name]]) for name in ("mean", "usual", "profile")}
-        found["mean"][width:] += told[:, -1]
+        found["mean"][width:] += back @ own["mean"]
+        analysis, synthesis = (
+            torch.block_diag(own[name], rest[name]) for name in ("analysis", "synthesis")
+        )
+        analysis[width:, :width] = rest["analysis"] @ added
+        synthesis[width:, :width] = back @ own["synthesis"]
         from_keys = analysis[width:] @ synthesis[:, :width]
         halves = {"analysis": analysis, "synthesis": synthesis, "from_keys": from_keys}
         return found | {name: each.half() for name, each in halves.items()}
