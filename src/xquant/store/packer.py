@@ -44,8 +44,9 @@ class Packer:
             if segment.told is not None:
                 before = torch.empty(parts[i - 1].shape, dtype=torch.float32, device=rows.device)
                 self.unpack(segments[i - 1].quantizer, found[-1], before)
-                # Each block is a product of its own: codes must not depend on which come together.
-                own = own - torch.stack([block @ segment.told.T for block in before])
+                with as_written(rows):
+                    # Each block is a product of its own: codes must not depend on which come together.
+                    own = own - torch.stack([block @ segment.told.T for block in before])
             found.append(self.pack(segment.quantizer, own, excluded))
         return found
 
