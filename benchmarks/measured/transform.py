@@ -9,24 +9,18 @@ from .quality import counted_and_lost, passkeys, texts
 
 @table
 def transform_texts() -> str:
-    return texts(
-        **{
-            "WikiText-2": "tc-wikitext2-smollm2",
-            "C4": "tc-c4-smollm2",
-            "Python source": "tc-code-smollm2",
-        }
-    )
+    return _by_text("tc")
 
 
 @table
 def transform_keys_first() -> str:
-    return texts(
-        **{
-            "WikiText-2": "tc-keys-first-wikitext2-smollm2",
-            "C4": "tc-keys-first-c4-smollm2",
-            "Python source": "tc-keys-first-code-smollm2",
-        }
-    )
+    return _by_text("tc-keys-first")
+
+
+def _by_text(start: str) -> str:
+    """Of the results files that begin so, one for each text."""
+    names = {"WikiText-2": "wikitext2", "C4": "c4", "Python source": "code"}
+    return texts(**{text: f"{start}-{name}-smollm2" for text, name in names.items()})
 
 
 @table

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..methods.codec import by_block
 from ..quant import Packed, Quantizer, Segment
 
 
@@ -45,8 +46,8 @@ class Packer:
                 before = torch.empty(parts[i - 1].shape, dtype=torch.float32, device=rows.device)
                 self.unpack(segments[i - 1].quantizer, found[-1], before)
                 with as_written(rows):
-                    # Each block is a product of its own: codes must not depend on which come together.
-                    own = own - torch.stack([block @ segment.told.T for block in before])
+                    told = by_block(before.flatten(0, 1)[None], segment.told, before.shape[1])
+                own = own - told.view_as(own)
             found.append(self.pack(segment.quantizer, own, excluded))
         return found
 

@@ -1,6 +1,5 @@
 """Blocks of ranked codes decoded by Triton: jit/ranked.py. It equals `Ranked.decode`, bit for bit."""
 
-from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -8,12 +7,12 @@ from torch import Tensor
 
 from ...quant import Packed
 from ...quant.quantizer import dense
-from ...quant.ranked import Ranked, level_table, size_table, whole
+from ...quant.ranked import Ranked, whole
 from ...quant.trellis import WIDTHS
 from .arguments import Blocks
 from .block_table import FIELDS
 from .jit.ranked import decode, rank
-from .ranked import RANKED, run_table
+from .ranked import RANKED, run_table, tables
 from .support import power
 
 _own: WeakKeyDictionary[Ranked, dict[tuple[torch.device, int], tuple[Tensor, Tensor]]]
@@ -27,7 +26,7 @@ def unpack_ranked(quantizer: Ranked, packed: Packed, out: Tensor) -> None:
     fields = {name: dense(packed, name).contiguous() for name in packed}
     held, number = _addresses(fields, blocks, device), torch.zeros(1, dtype=torch.int32)
     usual, runs = _tables_of(quantizer, device, whole(tokens))
-    levels, sizes = _tables(device)
+    levels, sizes = tables(device)
     order = torch.empty(blocks * channels, dtype=torch.int32, device=device)
     size = torch.empty(blocks * channels, dtype=torch.float32, device=device)
     at = Blocks(held, number.to(device), number.to(device))
@@ -69,10 +68,3 @@ def _tables_of(quantizer: Ranked, device: torch.device, tokens: int) -> tuple[Te
         usual = quantizer.usual.to(device, torch.int32)
         known[device, tokens] = usual, run_table(operand, tokens).to(device)
     return known[device, tokens]
-
-
-@cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The levels of all widths, and from the middle on the sizes of whole steps."""
-    sizes, zero = size_table()
-    return level_table().to(device), sizes.to(device)[zero:]

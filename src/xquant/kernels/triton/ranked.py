@@ -6,6 +6,7 @@ from, is summed alone.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,9 +58,7 @@ class TritonRanked(TritonRebuilding):
         if "triton keys" not in codec.prepared:
             codec.prepared["triton keys"] = by_channel(codec.key_weight)
         self._matrix = Matrix(*codec.prepared["triton keys"])
-        sizes, zero = size_table()
-        self._sizes = sizes.to(self._device)[zero:]
-        self._levels = level_table().to(self._device)
+        self._levels, self._sizes = tables(self._device)
 
     def _scratch(self, launch: Launch) -> list[int]:
         blocks = launch.batch * self._table.columns
@@ -120,6 +119,13 @@ def by_channel(weight: Tensor) -> list[Tensor]:
     """A matrix ``[M, C]`` as fp16 ``[C, M]``, each of the ``M`` divided by its unit, and the units."""
     matrix = by_chunk(weight.float(), None)
     return [matrix.data[:, : weight.shape[1]].T.contiguous(), matrix.units]
+
+
+@cache
+def tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The levels of all widths, fp32 ``[widths, 2, 256]``, and sizes of whole steps, from that of 0 on."""
+    sizes, zero = size_table()
+    return level_table().to(device), sizes.to(device)[zero:]
 
 
 def run_table(operand: RankedOperand, block: int) -> Tensor:

@@ -83,15 +83,18 @@ def tile_order(
     BITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
 ):
-    """The tokens and the channels of a head in the order of a tile's codes, -1 for none."""
+    """The tokens and the channels of a head in the order of a tile's codes, -1 for none; and both again, to
+    broadcast to the tile."""
     token, channel = tl.arange(0, NP), tl.arange(0, DP)
     if BY_TOKEN:
         token = tl.where(token < N, token, -1)
         channel = index_at(channel, D, DP, BITS)
+        t, c = token[None, :], channel[:, None]
     else:
         token = index_at(token, N, NP, BITS)
         channel = tl.where(channel < D, channel, -1)
-    return token, channel
+        t, c = token[:, None], channel[None, :]
+    return token, channel, t, c
 
 
 @triton.jit
@@ -171,11 +174,7 @@ def seal(
     rows += block * block_stride
     if HIDDEN:
         hidden += block * N
-    token, channel = tile_order(D, DP, N, NP, BITS, BY_TOKEN)
-    if BY_TOKEN:
-        t, c = token[None, :], channel[:, None]
-    else:
-        t, c = token[:, None], channel[None, :]
+    token, channel, t, c = tile_order(D, DP, N, NP, BITS, BY_TOKEN)
     there = (t >= 0) & (c >= 0)
     x = tl.load(rows + t * token_stride + first + c, there, 0).to(tl.float32)
     x = tl.minimum(tl.maximum(x, -HALF_MAX), HALF_MAX)
@@ -256,11 +255,7 @@ def assign(
         codes: as `seal`.
         plain: uint8 ``[N, n, C]``, the codes without an order, to write where ``PLAIN``.
     """
-    token, channel = tile_order(D, DP, N, NP, BITS, BY_TOKEN)
-    if BY_TOKEN:
-        t, c = token[None, :], channel[:, None]
-    else:
-        t, c = token[:, None], channel[None, :]
+    token, channel, t, c = tile_order(D, DP, N, NP, BITS, BY_TOKEN)
     there = (t >= 0) & (c >= 0)
     at = tl.program_id(0).to(tl.int64) * N * C + t * C + tl.program_id(1) * D + c
     x = tl.load(rows + at, there, 0)
