@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .saved.resting import SavedCache
     from .seam.hooks import attach, detach
     from .spec import parse_method
+    from .static.cache import StaticKVCache
 
 __version__ = "0.1.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "QuaRot",
     "Report",
     "SavedCache",
+    "StaticKVCache",
     "Transform",
     "TurboQuant",
     "XQuant",
@@ -98,6 +100,7 @@ _HOMES = {
     **dict.fromkeys(("calibrate", "own_calibration"), "calibrators.run"),
     "PrefixStore": "prefixes",
     "SavedCache": "saved.resting",
+    "StaticKVCache": "static.cache",
     "load_model": "load",
     **dict.fromkeys(("pack_weights", "unpack_weights"), "linear"),
     "parse_method": "spec",

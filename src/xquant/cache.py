@@ -184,7 +184,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
 
     def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
         self._undo()
-        check_input(batch, length, mask, self.index)
+        check_input(batch, length, mask, self.index.batch, self.index.length)
         if self.index.length == 0:
             self._refresh()
         self.note = ""

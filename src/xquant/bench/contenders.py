@@ -2,6 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from ..cache import KVCache
 from ..kernels.call import AttentionCall
 from ..kernels.trial import random_states
 from ..linear import pack_weights
-from ..methods import Method
+from ..methods import LayerCodec, Method
+from ..static.cache import StaticKVCache
 
 FILL = 4096
 """Tokens of a sequence that are appended at a time, at most."""
+STATIC = "static"
+"""What the row of a `StaticKVCache` is called, after its method."""
 FILLED_ROWS = 8 * FILL
 """Tokens of all sequences together that are appended at a time, at most."""
 
@@ -127,6 +131,42 @@ class Compressed(Contender):
         self.cache.finish()
 
 
+class Static(Contender):
+    """A method's cache in memory of a fixed size."""
+
+    def __init__(
+        self,
+        model: Any,
+        method: Method,
+        size: tuple[int, int],
+        steps: int,
+        calibration: Any,
+        kernel: str,
+    ) -> None:
+        self.name, self.model = f"{method.spec} {STATIC}", model
+        context, self._batch = size
+        room = context + 2 * steps  # every job takes a step before the one that is timed
+        self.cache = StaticKVCache(model, method, room, calibration=calibration, kernel=kernel)
+        self.setting = self.cache.kernel
+        self.dtype = self.cache.layers[0].codec.view.dtype
+        for count in pieces(context, self._batch, method.group):
+            self.cache.fill(partial(self._states, count), self._batch, count)
+        self._newest = self.newest()
+
+    def _states(self, count: int, codec: LayerCodec) -> tuple[Tensor, Tensor]:
+        found = random_states(codec.view, self._batch, count)
+        return found.key, found.value
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.nbytes
+
+    def attend(self) -> None:
+        query, key, value = self._newest
+        call = AttentionCall(query, key, value, None, query.shape[-1] ** -0.5, None)
+        self.cache.attend_alone(call)
+
+
 class Full(Contender):
     """transformers' own uncompressed cache, with one of its attention implementations."""
 
@@ -182,11 +222,9 @@ class Grouped(Full):
 
 def fill(cache: KVCache, context: int, batch: int) -> None:
     """Give an empty cache ``context`` tokens with random states, without running the model."""
-    block = cache.method.group
-    piece = min(FILL, max(FILLED_ROWS // batch // block, 1) * block)
-    for start in range(0, context, piece):
-        length = min(piece, context - start)
-        device = cache.compressed[0].codec.view.device
+    start = 0
+    device = cache.compressed[0].codec.view.device
+    for length in pieces(context, batch, cache.method.group):
         positions = torch.arange(start, start + length, device=device).expand(batch, -1)
         cache.index.append(positions, torch.ones_like(positions, dtype=torch.bool))
         for layer in cache.compressed:
@@ -194,6 +232,13 @@ def fill(cache: KVCache, context: int, batch: int) -> None:
             layer.release_below()  # as in a forward pass
         for layer in cache.compressed:
             layer.release()
+        start += length
+
+
+def pieces(context: int, batch: int, block: int) -> list[int]:
+    """How many tokens are appended at a time to have ``context`` of them, in blocks of ``block``."""
+    piece = min(FILL, max(FILLED_ROWS // batch // block, 1) * block)
+    return [min(piece, context - start) for start in range(0, context, piece)]
 
 
 def head_sizes(model: Any) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from . import appending as sealing
 from . import capacity, trials
 from .ceilings import Ceilings, ceilings
 from .clocks import Clock, GraphClock, HostClock, Job
-from .contenders import Compressed, Contender, Models, Peer, attentions
+from .contenders import STATIC, Compressed, Contender, Models, Peer, attentions
 from .parts import parts_of
 from .trials import Settings, Trial
 
@@ -73,7 +73,8 @@ def bench(
     for name in dict.fromkeys(trial.name for trial in every):
         row, best = _row(name, every, settings, layers, limits)
         if limits.copy and limits.multiply:
-            row["roofline"] = _predict(row, models.model, known.get(name), limits)
+            of_method = known.get(name.removesuffix(f" {STATIC}"))
+            row["roofline"] = _predict(row, models.model, of_method, limits)
         if (settings.sealing or settings.parts) and best is not None and name in known:
             with best.noting_failure():
                 row["sealing"] = _time_sealing(best)

@@ -13,7 +13,7 @@ from ..calibrations import Calibrations
 from ..methods import Method
 from . import capacity, flash
 from .clocks import reason
-from .contenders import Compressed, Contender, Full, Grouped, Models
+from .contenders import Compressed, Contender, Full, Grouped, Models, Static
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 FULL_SETTINGS = tuple((dtype, attention) for dtype in DTYPES for attention in ("sdpa", "eager"))
@@ -37,6 +37,8 @@ class Settings:
     """Compressed caches decode with packed weights; the full cache is tried with them, too."""
     compiled: bool = False
     """The same of compiled models."""
+    static: bool = False
+    """Every method also takes part with a cache in memory of a fixed size."""
     parts: bool = False
     """Also time what attention is made of: storing a token, codes and outliers."""
 
@@ -109,6 +111,10 @@ def on_cpu(
             compressed = _compressed(models, method, dtype, settings, calibrations)
             compressed.prepare(settings.packed, settings.compiled)
             contenders.append(compressed)
+            if settings.static:
+                static = _static(models, method, dtype, settings, calibrations)
+                static.prepare(settings.packed, settings.compiled)
+                contenders.append(static)
     return [Trial.of(contender) for contender in contenders]
 
 
@@ -162,6 +168,17 @@ def _full_on_gpu(models: Models, dtype: torch.dtype, settings: Settings) -> list
                 make = flash.Stepping if whole else flash.Flash
                 trial.contender = make(model, cache, trial.setting)
     return trials
+
+
+def _static(
+    models: Models,
+    method: Method,
+    dtype: torch.dtype,
+    settings: Settings,
+    calibrations: Calibrations,
+) -> Static:
+    own = calibrations.of(method), settings.kernel
+    return Static(models.attached(dtype), method, settings.size, settings.steps, *own)
 
 
 def _compressed(

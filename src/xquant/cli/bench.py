@@ -114,6 +114,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     "--compile", "compiled", is_flag=True, help="Models are compiled, in the same way (CPU)."
 )
 @click.option(
+    "--static",
+    is_flag=True,
+    help="Also a StaticKVCache of every method, in a row of its own (CPU).",
+)
+@click.option(
     "--largest-batch",
     is_flag=True,
     help="Instead decode with all of a shape's weights, and as many sequences as fit beside them.",
@@ -143,6 +148,7 @@ def bench(
     peers: bool,
     packed: bool,
     compiled: bool,
+    static: bool,
     largest_batch: bool,
     memory: float | None,
     artifacts: Sequence[str],
@@ -165,8 +171,10 @@ def bench(
         )
     if peers and shape is not None:
         raise ValueError("--peers decode with a MODEL, not with a shape")
-    if (packed or compiled) and shape is not None:
-        raise ValueError("--packed and --compile time whole steps of a MODEL, not a shape")
+    if (packed or compiled or static) and shape is not None:
+        raise ValueError(
+            "--packed, --compile and --static time whole steps of a MODEL, not a shape"
+        )
     import torch
 
     from .. import parse_method
@@ -179,8 +187,8 @@ def bench(
         methods = with_dense(methods)
     calibrations = calibrations_for(methods, artifacts)
     where = find_device(device)
-    if (packed or compiled) and where.type != "cpu":
-        raise ValueError("--packed and --compile are timed on a CPU")
+    if (packed or compiled or static) and where.type != "cpu":
+        raise ValueError("--packed, --compile and --static are timed on a CPU")
     if where.type == "cuda":
         torch.cuda.set_device(where)  # where kernels are launched
     if compiled:  # every setting of the full cache is compiled by itself
@@ -197,6 +205,7 @@ def bench(
         sealing=sealing,
         packed=packed,
         compiled=compiled,
+        static=static,
         parts=parts,
     )
     facts = {"calibrations": " ".join(sorted(made.digest for made in calibrations))}

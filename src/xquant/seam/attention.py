@@ -33,6 +33,12 @@ def _attention(like: str) -> Callable[..., Any]:
         hooks: LayerHooks | None = getattr(module, NAME, None)
         if hooks is not None and hooks.traced is not None:
             seen, hooks.traced = hooks.traced, None
+            if seen.memory is not None:
+                softcap = kwargs.get("softcap") if like == "eager" else None
+                states, scaling = (query, key, value), kwargs.get("scaling")
+                return traced.attend_in_place(
+                    hooks.index, seen, *states, scaling, softcap, kwargs
+                ), None
             if seen.key is not None:
                 return traced.attend(
                     hooks.index, seen, query, key, value, attention_mask, kwargs

@@ -17,17 +17,17 @@ EXACT, ROUNDED = 1e-3, 5e-2
 """Relative errors that are allowed in fp32, and in other dtypes."""
 
 
-def check_input(batch: int, length: int, mask: Tensor | None, index: TokenIndex) -> None:
+def check_input(batch: int, length: int, mask: Tensor | None, sequences: int, held: int) -> None:
     """Refuse an input that does not go on with the tokens of a cache.
 
     Args:
         length: new tokens of each of ``batch`` sequences.
         mask: of padding, as the decoder was given it.
+        sequences: of the cache, 0 where it is empty, with ``held`` tokens each.
 
     Raises:
         ValueError: there is no new token, or it is of another batch.
     """
-    held = index.length
     if length == 0:
         raise ValueError(
             f"there is no new token: this cache holds {held} already, and goes on with the text that it"
@@ -37,9 +37,9 @@ def check_input(batch: int, length: int, mask: Tensor | None, index: TokenIndex)
         warn_of_another_text(
             f"the attention mask covers {mask.shape[1]} tokens, not {held + length}", held
         )
-    if index.batch not in (0, batch):
+    if sequences not in (0, batch):
         raise ValueError(
-            f"this cache holds a batch of {index.batch}, the input has {batch}: use"
+            f"this cache holds a batch of {sequences}, the input has {batch}: use"
             " batch_repeat_interleave or batch_select_indices, or a new cache"
         )
 

@@ -164,13 +164,14 @@ class Attachment:
 
     def decoder_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._begin(module, args, kwargs, torch.compiler.is_compiling())
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs | self._begin(module, args, kwargs, torch.compiler.is_compiling())
 
     @torch.compiler.disable
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
-    ) -> None:
+    ) -> dict[str, Any]:
+        """Have the cache begin. Returns what the decoder is given in place of its own inputs."""
         cache = _cache_among(args, kwargs)
         self._local.current = None
         inputs = _tokens_among(args, kwargs)
@@ -178,7 +179,7 @@ class Attachment:
         if cache is None or inputs is None:
             if last is not None and inputs is not None:
                 last.pass_over(*inputs.shape[:2])
-            return
+            return {}
         if cache.attachment is not self:
             raise ValueError(
                 "this cache was made for another model, or before detach: make a new one"
@@ -201,6 +202,12 @@ class Attachment:
         self._local.current = ForwardPass(cache, kwargs.get("position_ids"), ids)
         self._local.last = ref(cache)
         RUNNING.attachment = self
+        if not compiled or len(args) > 1:
+            return {}
+        fixed: dict[str, Any] = {**cache.fixed_inputs}
+        if fixed and kwargs.get("position_ids") is not None:
+            del fixed["position_ids"]
+        return fixed
 
     def _check_compiled(
         self,
@@ -245,10 +252,13 @@ class Attachment:
         key = self.hooks[index].view.as_in_cache(key)
         return AttentionInputs(inputs.x, inputs.residual, inputs.raw_key, key, value)
 
-    def trace(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """What a cache returns to layer ``index`` while it is compiled: the states as they are."""
+    def trace(
+        self, index: int, key: Tensor, value: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What a cache returns to layer ``index`` while it is compiled: the states as they are. ``memory``:
+        see `LayerPass`."""
         tracing = self.hooks[index].tracing()
-        tracing.key, tracing.value = key, value
+        tracing.key, tracing.value, tracing.memory = key, value, memory
         return key, value
 
     def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

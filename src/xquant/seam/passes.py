@@ -78,6 +78,11 @@ class ObservingCache:
         """All latents ``[B, 1, T, r]`` of layer ``index`` and their rotated parts ``[B, 1, T, R]``."""
         raise NotImplementedError
 
+    @property
+    def fixed_inputs(self) -> dict[str, Tensor]:
+        """What a compiled decoder is given in place of its own inputs, so that all steps are alike."""
+        return {}
+
     def pass_over(self, batch: int, length: int) -> None:
         """The model ran without this cache, the last that it was given, on ``length`` tokens of ``batch``
         sequences."""
@@ -105,6 +110,8 @@ class LayerPass:
         self.rope: Pair | None = None
         self.key: Tensor | None = None
         self.value: Tensor | None = None
+        self.memory: Tensor | None = None
+        """Of a cache that attends in memory that stays where it is: what tells one cache from another."""
 
 
 class Handed:

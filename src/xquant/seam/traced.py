@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .. import compat
+from ..kernels.call import AttentionCall
 from ..operators import operator
 from .layer import unusual
-from .passes import LayerPass
+from .passes import ForwardPass, LayerPass
 
 if TYPE_CHECKING:
     from .hooks import Attachment
@@ -38,15 +39,52 @@ def attend(
     cos, sin = seen.rope or (None, None)
     shown = seen.x, seen.residual, seen.raw_key
     given = [options.get(name) for name in PASSED]
-    why = ""
-    if key is not seen.key or value is not seen.value:
-        why = f"layer {index} works with the keys and values that its cache returns"
-    elif unusual(options):
-        why = "attention is asked for dropout, weights or biases"
+    why = _why_not(index, seen, key, value, options)
     out: Tensor = _operator(
         *shown, query, key, value, mask, seen.positions, cos, sin, index, why, *given
     )
     return out
+
+
+def _why_not(
+    index: int, seen: LayerPass, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> str:
+    if key is not seen.key or value is not seen.value:
+        return f"layer {index} works with the keys and values that its cache returns"
+    if unusual(options):
+        return "attention is asked for dropout, weights or biases"
+    return ""
+
+
+def attend_in_place(
+    index: int,
+    seen: LayerPass,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The same of a decode step with a cache that stays where it is: a graph that is recorded of it holds for
+    every step."""
+    why = _why_not(index, seen, key, value, options)
+    memory = seen.memory
+    out: Tensor = _operator_in_place(query, key, value, memory, index, why, scaling, softcap)
+    return out
+
+
+def _current() -> "tuple[Attachment, ForwardPass]":
+    """What runs in this thread.
+
+    Raises:
+        ValueError: nothing does.
+    """
+    attachment: Attachment | None = getattr(RUNNING, "attachment", None)
+    current = None if attachment is None else attachment.current
+    if attachment is None or current is None:
+        raise refused("hooks of its model did not run")
+    return attachment, current
 
 
 def _attend(
@@ -64,12 +102,9 @@ def _attend(
     why: str,
     *given: Any,
 ) -> Tensor:
-    attachment: Attachment | None = getattr(RUNNING, "attachment", None)
-    current = None if attachment is None else attachment.current
-    if attachment is None or current is None or x is None:
-        raise refused("hooks of its model did not run")
-    if why:
-        raise refused(why)
+    attachment, current = _current()
+    if why or x is None:
+        raise refused(why or "hooks of its model did not run")
     hooks = attachment.hooks[index]
     if not hooks.hands_over:
         raise refused("a pass that is not compiled must come before it")
@@ -103,6 +138,42 @@ _operator = operator(
     _attend,
     _empty,
     replays=False,  # the cache grows
+)
+
+
+def _attend_in_place(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    index: int,
+    why: str,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    attachment, current = _current()
+    if why:
+        raise refused(why)
+    view = attachment.hooks[index].view
+    query, key = view.as_in_cache(query), view.as_in_cache(key)
+    scaling = scaling or query.shape[-1] ** -0.5
+    call = AttentionCall(query, key, value, None, scaling, softcap)
+    out = current.cache.attend(index, call)
+    assert out is not None
+    return out
+
+
+def _empty_in_place(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return _empty(None, None, None, query, key, value)
+
+
+# ``memory`` is read by kernels. Given as an argument, it has a graph recorded anew for another cache.
+_operator_in_place = operator(
+    "attend_in_place",
+    "(Tensor query, Tensor key, Tensor value, Tensor memory, int index, str why, float? scaling,"
+    " float? softcap) -> Tensor",
+    _attend_in_place,
+    _empty_in_place,
 )
 
 

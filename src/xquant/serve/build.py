@@ -177,12 +177,20 @@ def codecs_of(
     Raises:
         ValueError: options that the model does not allow.
     """
-    made = method.codecs(layers, calibration)
-    found = [LatentsOfStates(c) if isinstance(c, LatentCodec) else c for c in made]
+    found = of_states(method.codecs(layers, calibration))
     if at_heads:
         for codec in found:
             codec.segments = tuple(_cut_at_heads(s, codec.view) for s in codec.segments)
     return found
+
+
+def of_states(codecs: Sequence[LayerCodec]) -> list[LayerCodec]:
+    """The same codecs, with keys and values for features where those are latents of `xquant`.
+
+    Raises:
+        ValueError: latents cannot be had of keys and values.
+    """
+    return [LatentsOfStates(c) if isinstance(c, LatentCodec) else c for c in codecs]
 
 
 def _cut_at_heads(segment: Segment, view: AttentionView) -> Segment:

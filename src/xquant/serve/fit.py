@@ -183,7 +183,7 @@ def parse(spec: Any) -> Method:
         method = parse_method(spec)
     except ValueError as error:
         raise ValueError(f"xquant: {error}") from None
-    if why := _unfit_options(method):
+    if why := unfit_options(method):
         raise _refused(method, why)
     return method
 
@@ -249,7 +249,8 @@ def unfit(codecs: Sequence[LayerCodec], stored: bool = False) -> str:
     return next(filter(None, reasons), "")
 
 
-def _unfit_options(method: Method) -> str:
+def unfit_options(method: Method) -> str:
+    """Why blocks of a method cannot be pages; empty where they can."""
     if method.group % PAGE_TOKENS:
         return f"a page holds a multiple of {PAGE_TOKENS} tokens, not {method.group}"
     if method.sink > method.group:

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from ..kernels.backend import Backend
+from ..kernels.paged import PagedAttention, Sequences
 from ..methods import LayerCodec
 from ..models import AttentionView
+from ..store import finite
 from ..store.packer import TORCH, Packer
 from ..store.pages import PageLayout, Pages
 from .exact import ExactAttention, torch_attention
 from .rotary import Angles
-from .step import Chunk, Step
+from .step import Chunk, Chunks, Step
 
 _LOG = logging.getLogger(__name__)
 _SLOTS = 16
@@ -106,10 +108,10 @@ class ServedLayer:
         self._scaling, self._softcap = scaling, softcap
         self._angles, self._packer, self._exact = angles, packer, exact
         self._sink, self._memory = sink, (0, 0)
-        self._paged = None
-        if backend is not None:
-            own = None if angles is None else angles.paged(block)
-            self._paged = backend.paged(codec, self.layout, scaling, softcap, own)
+        self.sinks = torch.empty(0)
+        """``[slots, S, W]``, as in rings."""
+        self._backend = backend
+        self._paged = self._reader()
 
     @property
     def row(self) -> int:
@@ -121,10 +123,28 @@ class ServedLayer:
         """Whether a kernel reads its pages, where a sequence has few new tokens."""
         return self._paged is not None
 
-    def bind(self, pool: Tensor, rings: Tensor, capacity: int, moved: int = 0) -> None:
+    def score(self, scaling: float, softcap: float) -> None:
+        """Make scores in this way from now on; softcap 0 for none."""
+        if (scaling, softcap) == (self._scaling, self._softcap):
+            return
+        self._scaling, self._softcap = scaling, softcap
+        self._paged = self._reader()
+        if self._memory != (0, 0):
+            self._bind_kernel()
+
+    def _reader(self) -> PagedAttention | None:
+        if self._backend is None:
+            return None
+        own = None if self._angles is None else self._angles.paged(self.block)
+        return self._backend.paged(self.codec, self.layout, self._scaling, self._softcap, own)
+
+    def bind(
+        self, pool: Tensor, rings: Tensor, capacity: int, moved: int = 0, slots: int = 0
+    ) -> None:
         """Keep the past in this memory of the engine: ``pool`` uint8 ``[N, ...]``, in which the page of each
         block begins ``moved`` bytes after its row, ``rings`` ``[M, ...]`` in the dtype of the model, each
-        with ``capacity`` rows, ``R``. Does nothing where it is bound to it already."""
+        with ``capacity`` rows, ``R``. There is room for the sinks of ``slots`` sequences; more is made where
+        more come. Does nothing where it is bound to it already."""
         memory = pool.data_ptr() + moved, rings.data_ptr()
         if memory == self._memory:
             return
@@ -133,14 +153,13 @@ class ServedLayer:
         self._pages = Pages(self.layout, pages, self._packer)
         rows = rings.view(len(rings), -1)[:, : capacity * self.row]
         self._rings, self._memory = rows.unflatten(1, (capacity, self.row)), memory
-        self._sinks = rings.new_zeros(0, self._sink, self.row)
-        """``[slots, S, W]``, as in rings"""
+        self.sinks = rings.new_zeros(slots, self._sink, self.row)
         self._given = pages
         self._bind_kernel()
 
     def _bind_kernel(self) -> None:
         if self._paged is not None:
-            self._paged.bind(self._given, self._rings, self._sinks)
+            self._paged.bind(self._given, self._rings, self.sinks)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, step: Step, out: Tensor) -> None:
         """Keep the new tokens, and attend; without gradients, as an engine runs.
@@ -156,28 +175,56 @@ class ServedLayer:
         decoding, chunks = step.readers(self.in_place)
         if step.filled or chunks.each:
             rows = torch.cat([key.flatten(1), value.flatten(1)], -1)
-            if step.filled:
-                self._seal(rows, step)
+            self.seal(rows, step)
         for sequences in decoding:
-            assert self._paged is not None
-            self._paged.attend(query, key, value, sequences, out)
+            self.attend_in_place(query, key, value, sequences, out)
         if chunks.each:
             states = [
-                self._read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
+                self.read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
             ]
             own, options = chunks.rows, (self._scaling, self._softcap)
             out[own] = self._exact(query[own], states, chunks, *options)
             # Last: a long ring may give the places of tokens that were read to new ones.
-            self._rings[chunks.places] = rows[chunks.kept]
+            self.hold(rows[chunks.kept], chunks)
 
-    def _seal(self, rows: Tensor, step: Step) -> None:
-        """Pack the whole blocks of every sequence."""
+    def attend_in_place(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
+    ) -> None:
+        """`PagedAttention.attend`, where the layer is `in_place`."""
+        assert self._paged is not None
+        self._paged.attend(query, key, value, sequences, out)
+
+    def hold(self, rows: Tensor, chunks: Chunks) -> None:
+        """Put the rows ``[., W]`` of `Chunks.kept` into rings."""
+        self._rings[chunks.places] = rows
+
+    def seal(self, rows: Tensor, step: Step) -> None:
+        """Pack the whole blocks of every sequence, of what rings hold and the new ``rows`` ``[T, W]``."""
+        if not step.filled:
+            return
         blocks = []
         for run, places, count in step.filled:
             held = self._rings[places]
             new = rows[run.start : run.start + count * self.block - len(held)]
             whole = torch.cat([held, new]) if len(held) else new
             blocks.append(whole.unflatten(0, (count, self.block)))
+        self.keep(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
+
+    def seal_held(self, step: Step) -> None:
+        """The same where rings have all rows of these blocks, the new ones too.
+
+        Raises:
+            ValueError: NaN or infinity in one of them.
+        """
+        if not step.filled:
+            return
+        blocks = []
+        for filled in step.filled:
+            ring, first = filled.places[0], filled.run.before // self.block
+            tokens = torch.arange(first * self.block, (first + filled.blocks) * self.block)
+            rows = self._rings[ring, tokens % self._rings.shape[1]]
+            finite.check_rows(rows, self.codec.view.index)
+            blocks.append(rows.unflatten(0, (filled.blocks, self.block)))
         self.keep(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
 
     def keep(self, rows: Tensor, pages: Tensor, starts: Tensor, slots: Tensor | None) -> None:
@@ -203,12 +250,12 @@ class ServedLayer:
         states = (part.flatten(1) for part in self._decoded(pages, starts))
         rows = torch.cat([*states], -1).unflatten(0, (len(pages), self.block))
         if slots is not None:
-            rows[starts == 0, : self._sink] = self._sinks[slots]
+            rows[starts == 0, : self._sink] = self.sinks[slots]
         return rows
 
     def packed(self, pages: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """What these pages hold, as bytes ``[m, .]``, and the sinks in these slots, ``[., S, W]``."""
-        return self.layout.compact(self._given[pages]), self._sinks[[] if slots is None else slots]
+        return self.layout.compact(self._given[pages]), self.sinks[[] if slots is None else slots]
 
     def put(self, packed: Tensor, pages: Tensor, sinks: Tensor, slots: Tensor | None) -> None:
         """The inverse of `packed`."""
@@ -232,12 +279,13 @@ class ServedLayer:
         slots. Returns which tokens are sinks, bool ``[m, n]``; None where none is."""
         if not len(slots):
             return None
-        if (most := int(slots.max())) >= len(self._sinks):
-            more = self._sinks.new_zeros(most + _SLOTS, *self._sinks.shape[1:])
-            self._sinks = torch.cat([self._sinks, more])
+        if (most := int(slots.max())) >= len(self.sinks):
+            more = self.sinks.new_zeros(most + _SLOTS, *self.sinks.shape[1:])
+            self.sinks = torch.cat([self.sinks, more])
             self._bind_kernel()
-        self._sinks[slots] = blocks[first, : self._sink]
-        return first[:, None] & (torch.arange(self.block) < self._sink)
+        self.sinks[slots] = blocks[first, : self._sink]
+        sinks = first[:, None] & (torch.arange(self.block) < self._sink)
+        return sinks.to(blocks.device)
 
     def _packed(self, blocks: Tensor, starts: Tensor) -> Tensor:
         """What is packed of blocks ``[m, n, W]`` that begin at positions ``starts`` ``[m]``."""
@@ -250,7 +298,7 @@ class ServedLayer:
             blocks = torch.cat([turned.flatten(2), value], -1)
         return self.codec.encode(blocks[None], None)[0]
 
-    def _read(self, chunk: Chunk, new: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, chunk: Chunk, new: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, ``[tokens, G, D]``, that the ``new`` rows of a sequence read."""
         width = self.codec.view.kv_width
         new = new[max(chunk.sealed - chunk.run.before, 0) :]
@@ -260,7 +308,7 @@ class ServedLayer:
             return keys, values
         old, older = self._decoded(chunk.pages, torch.arange(len(chunk.pages)) * self.block)
         if chunk.slot is not None:
-            sinks = (self._heads(part) for part in self._sinks[chunk.slot].split(width, -1))
+            sinks = (self._heads(part) for part in self.sinks[chunk.slot].split(width, -1))
             old, older = (
                 torch.cat([kept, coded[self._sink :]])
                 for kept, coded in zip(sinks, (old, older), strict=True)

@@ -123,7 +123,7 @@ class Pages:
 
     def __init__(self, layout: PageLayout, pages: Tensor, packer: Packer = TORCH) -> None:
         self.layout, self.packer = layout, packer
-        self._fields = layout.fields(pages)
+        self._fields, self._device = layout.fields(pages), pages.device
         self.dropped = 0
         """Outliers that found no room, and are read as their codes."""
 
@@ -147,7 +147,7 @@ class Pages:
         """The blocks in the pages of these ``numbers`` ``[m]``, decoded: ``[m, n, C]``."""
         widths = [segment.channels for segment in self.layout.segments]
         shape = len(numbers), self.layout.block, sum(widths)
-        rows = torch.empty(shape, dtype=dtype, device=numbers.device)
+        rows = torch.empty(shape, dtype=dtype, device=self._device)
         for segment, fields, out in zip(
             self.layout.segments, self._fields, rows.split(widths, -1), strict=True
         ):

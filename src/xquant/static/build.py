@@ -1,0 +1,90 @@
+"""The layers of a `StaticKVCache`, and why a method or a model has none."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.choose import Choice, choose, packer_of
+from ..kernels.trial import Trial
+from ..methods import LayerCodec, Method
+from ..models import ModelView
+from ..serve.build import of_states
+from ..serve.fit import unfit, unfit_options
+from ..serve.rotary import Angles
+from .layer import StaticLayer
+
+
+def check_method(method: Method) -> None:
+    """
+    Raises:
+        ValueError: its blocks cannot be pages.
+    """
+    if why := unfit_options(method):
+        raise _refused(method, why)
+
+
+def layers_of(
+    view: ModelView, method: Method, made: Sequence[LayerCodec], room: int, kernel: str
+) -> tuple[list[StaticLayer], list[Choice]]:
+    """The layers of a model, empty, and what attends over each.
+
+    Args:
+        made: the codecs of the method for it.
+        room: tokens of a sequence.
+        kernel: as `KVCache` takes it.
+
+    Raises:
+        ValueError: the model or the method cannot be served in this way, or the kernel cannot be used.
+    """
+    codecs = _codecs(view, method, made)
+    angles = None if all(codec.rotated for codec in codecs) else _angles(view, method, room)
+    trial = Trial(codecs, method, view.rope)
+    layers, choices = [], []
+    for codec in codecs:
+        choice = choose(codec, method.group, False, trial, kernel)
+        packer = packer_of(kernel, codec.view.device)
+        own = None if codec.rotated else angles
+        layer = StaticLayer(codec, method, room, own, choice.backend, packer)
+        layers.append(layer)
+        choices.append(choice if layer.in_place else _whole(choice))
+    return layers, choices
+
+
+def _codecs(view: ModelView, method: Method, made: Sequence[LayerCodec]) -> list[LayerCodec]:
+    for index, why in view.skipped.items():
+        raise _refused(method, f"layer {index} has {why}")
+    if not view.rope.width:
+        raise _refused(method, "the model has no rotary embedding")
+    if any(layer.latents or layer.value_size != layer.head_size for layer in view.compressed):
+        raise _refused(method, "the model keeps latents (MLA), or values of another size than keys")
+    try:
+        codecs = of_states(made)
+    except ValueError as error:
+        raise _refused(method, str(error)) from None
+    if why := unfit(codecs):
+        raise _refused(method, why)
+    return codecs
+
+
+def _angles(view: ModelView, method: Method, room: int) -> Angles:
+    rope, device = view.rope, view.compressed[0].device
+    if rope.drifts or rope.switches:
+        raise _refused(
+            method,
+            "it keeps keys before RoPE, and the model's has other frequencies for long inputs",
+        )
+    # Blocks are whole, and so is the last, of which a part has room.
+    positions = torch.arange(room + method.group, device=device)[None]
+    cos, sin = rope(torch.empty(0, dtype=torch.float32, device=device), positions)
+    half = cos.shape[-1] // 2
+    return Angles(cos[0, :, :half], sin[0, :, :half])
+
+
+def _whole(choice: Choice) -> Choice:
+    """A backend that reads no pages: steps decode the whole past."""
+    why = choice.why or "it reads no pages of such layers"
+    return Choice(choice.backend, f"decodes the whole past: {why}")
+
+
+def _refused(method: Method, why: str) -> ValueError:
+    return ValueError(f"{method.spec} has no static cache: {why}; use KVCache")

@@ -1,0 +1,363 @@
+"""StaticKVCache: a `KVCache` whose memory is taken once, for decoding in steps of one shape."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+
+from .. import compat
+from ..calibration import Calibration
+from ..kernels.backend import MOST_QUERIES
+from ..kernels.call import AttentionCall
+from ..methods import LayerCodec, Method
+from ..seam.check import check_input, check_not_recorded, real_tokens
+from ..seam.gradients import past_is_constant
+from ..seam.hooks import attach
+from ..seam.passes import Given, ObservingCache
+from ..serve.sinks import Slots
+from ..serve.step import Keeping
+from ..spec import parse_method
+from ..store import finite
+from ..store.built import States
+from .build import check_method, layers_of
+from .layer import StaticLayer
+from .places import Places, State
+
+
+class StaticKVCache(Cache, ObservingCache):
+    """A KV cache of ``model``, compressed by ``method``, with room for ``room`` tokens of each sequence.
+
+    The memory is taken when the first tokens come, and nothing in it moves: pages of packed blocks, and a
+    ring of recent tokens for each sequence. A decode step asks the host for nothing but the number of tokens,
+    so it costs less in Python than one of `KVCache`, and a compiled one can be recorded in a CUDA graph
+    (``torch.compile(model, mode="reduce-overhead")``). What tokens read is what they read in a `KVCache`, up
+    to rounding: blocks are packed of keys that are turned back from RoPE.
+
+    The sequences of a batch stay, so there is no beam search, and at most 16 tokens can be dropped at a time.
+
+    Args:
+        model: a causal language model of transformers, all of whose layers attend to all tokens. The cache
+            sets hooks on it.
+        method: a method, or its spec string. Layers are packed one by one, from keys and values.
+        room: tokens of a sequence, padding included.
+        calibration: as of `KVCache`, as ``kernel``.
+
+    Raises:
+        ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing
+            or made for something else, or a model or a method that cannot be served in this way.
+        OSError: the calibration's file cannot be read.
+        TypeError: ``model`` is not a transformers model.
+
+    Examples:
+        >>> from xquant import StaticKVCache
+        >>> cache = StaticKVCache(model, "kivi-4bit", room=512)
+        >>> out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> out.shape[1] - cache.get_seq_length()  # the newest token has not been read yet
+        1
+    """
+
+    traceable = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: str | Method,
+        room: int,
+        calibration: Calibration | str | PathLike[str] | None = None,
+        kernel: str = "auto",
+    ) -> None:
+        self.method, self.room = parse_method(method), room
+        if room < 1:
+            raise ValueError(f"room for {room} tokens: it is 1 at least")
+        check_method(self.method)
+        if isinstance(calibration, str | PathLike):
+            calibration = Calibration.load(calibration)
+        self._calibration, self._kernel = calibration, kernel
+        self.attachment = attach(model)
+        super().__init__(layers=self._made_layers())
+        self._places: Places | None = None
+        self._positions: dict[int, Tensor] = {}
+        self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
+        self._forget_pass()
+
+    @property
+    def _device(self) -> torch.device:
+        return self.layers[0].codec.view.device
+
+    def _made_layers(self) -> list[StaticLayer]:
+        self._made = self.attachment.codecs.of(self.method, self._calibration)
+        own = self.method, self._made, self.room, self._kernel
+        layers, self._choices = layers_of(self.attachment.view, *own)
+        return layers
+
+    @property
+    def kernel(self) -> str:
+        """What attends over the layers in a decode step, and why nothing faster does."""
+        self.attachment.wrap()
+        hooks = self.attachment.hooks.values()
+        return ", ".join(
+            dict.fromkeys(
+                str(choice) if each.hands_over is not False else each.why_whole
+                for choice, each in zip(self._choices, hooks, strict=True)
+            )
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Of all memory that is reserved; 0 before the first tokens come."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens held, padding included. Those of a forward pass count once it has succeeded."""
+        return 0 if self._places is None else self._places.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """How many tokens a mask covers, and the first."""
+        return self.get_seq_length() + query_length, 0
+
+    # -- a forward pass ----------------------------------------------------------------------------
+
+    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+        check_not_recorded(self._no_mask)
+        self._forget_pass()
+        held = self.get_seq_length()
+        sequences = 0 if self._places is None or not held else self._places.batch
+        check_input(batch, length, mask, sequences, held)
+        if held + length > self.room:
+            raise ValueError(
+                f"{length} new tokens do not fit: this cache has room for {self.room}, and holds {held}"
+            )
+        if not held:
+            self._reserve(batch)
+        places = self._places
+        assert places is not None
+        few = held > 0 and length <= MOST_QUERIES
+        new = self._real(mask, batch, length, few)
+        plain = mask is None or mask.dim() == 2
+        places.begin(new)
+        self._in_place = (
+            few
+            and plain
+            and bool(new.all())
+            and all(layer.in_place for layer in self.layers)
+            and all(hooks.hands_over for hooks in self.attachment.hooks.values())
+        )
+        if self._in_place:
+            self._sequences = places.sequences()
+            self.memory = self._sequences.limits
+        self._began = True
+
+    def _reserve(self, batch: int) -> None:
+        """Be ready for the first tokens of a batch; layers are built anew where weights have changed."""
+        codecs = self.attachment.codecs.of(self.method, self._calibration, thoroughly=True)
+        if codecs is not self._made:
+            self.layers, self._places = self._made_layers(), None
+        if self._places is not None and self._places.batch == batch:
+            self._places.clear()
+            return
+        method = self.method
+        capacity = method.group + method.tail + MOST_QUERIES
+        slots = Slots(method.sink) if method.sink else None
+        keeping = Keeping(method.group, capacity, method.tail, slots=slots)
+        self._places = Places(batch, self.room, keeping, self._device)
+        for layer in self.layers:
+            layer.places = None
+
+    def _real(self, mask: Tensor | None, batch: int, length: int, few: bool) -> Tensor:
+        """Which of the new tokens are not padding, bool ``[B, t]`` on the CPU."""
+        # A decode step on a GPU asks the device nothing.
+        if mask is None or (few and mask.device.type != "cpu" and mask.dim() == 2):
+            return torch.ones(batch, length, dtype=torch.bool)
+        if mask.dim() == 2:
+            return mask[:, -length:].cpu().bool()
+        return real_tokens(mask, batch, length, mask.device).cpu()
+
+    @property
+    def fixed_inputs(self) -> dict[str, Tensor]:
+        """Inputs of the decoder in place of those that differ in size from step to step, or that only the
+        number of tokens tells."""
+        if not self._in_place:
+            return {}
+        assert self._places is not None
+        held, count = self._places.length, self._places.new.shape[1]
+        if count not in self._positions:
+            self._positions[count] = torch.zeros(1, count, dtype=torch.int64, device=self._device)
+        self._positions[count].copy_(torch.arange(held, held + count)[None], non_blocking=True)
+        return {"attention_mask": self._no_mask, "position_ids": self._positions[count]}
+
+    def observe(self, given: Given) -> None:
+        """What is kept is given to `update`."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> States:
+        """Store a layer's new states, as the model's attention calls it.
+
+        Returns the new states where our attention function attends in place, otherwise the keys and values of
+        the whole context, ``[B, G, T, D]``.
+
+        Raises:
+            ValueError: called outside a forward pass of the model, or states that are not finite.
+        """
+        if torch.compiler.is_compiling():
+            memory = self.memory if self._in_place else None
+            return self.attachment.trace(layer_idx, key_states, value_states, memory)
+        self.attachment.inputs(layer_idx, key_states, value_states)
+        layer = self._entered(layer_idx, key_states.dtype)
+        if self._in_place:
+            return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
+        view = layer.codec.view
+        with torch.no_grad():
+            key, value = layer.whole(view.as_in_cache(key_states), value_states)
+            key = view.as_in_model(key)
+        if self.get_seq_length():
+            key, value = (
+                past_is_constant(whole, new)
+                for whole, new in ((key, key_states), (value, value_states))
+            )
+        if self.attachment.hooks[layer_idx].hands_over is False:
+            return key, value
+        return self.attachment.hand(layer_idx, key, value, whole=True)
+
+    def _entered(self, index: int, dtype: torch.dtype) -> StaticLayer:
+        """The layer that the forward pass has come to, with its memory for states of this dtype."""
+        layer: StaticLayer = self.layers[index]
+        layer.seen = True
+        if layer.places is None:
+            assert self._places is not None
+            layer.reserve(self._places, dtype)
+        return layer
+
+    def fill(self, states: Callable[[LayerCodec], States], batch: int, count: int) -> None:
+        """Hold ``count`` more tokens of each sequence that no model computed, for benchmarks.
+
+        Args:
+            states: gives keys and values ``[B, G, count, D]`` of a layer.
+        """
+        self.begin(batch, count, None)
+        for index, layer in enumerate(self.layers):
+            key, value = states(layer.codec)
+            self._entered(index, key.dtype).keep(key, value)
+        self._in_place = False
+        self.finish()
+
+    def attend_alone(self, call: AttentionCall) -> None:
+        """Compute the attention of one token in every layer, and keep nothing, for benchmarks."""
+        self.begin(len(call.query), 1, None)
+        assert self._places is not None
+        self._sequences = self._places.sequences()
+        for layer in self.layers:
+            layer.attend(call, self._sequences)
+        self._forget_pass()
+
+    def attend(self, index: int, call: AttentionCall) -> Tensor | None:
+        layer: StaticLayer = self.layers[index]
+        if layer is self.layers[-1] and finite.asked_at_once(call.key.device):
+            # What is not finite in a layer is not finite in those above it.
+            for states in (call.key, call.value):
+                finite.check_rows(states, index)
+        return layer.attend(call, self._sequences)
+
+    def answer(
+        self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        layer: StaticLayer = self.layers[index]
+        return *layer.whole(key, value), mask
+
+    @torch.no_grad()
+    def finish(self, failed: bool = False) -> None:
+        """End a forward pass: one that ``failed``, or fails here, leaves the cache as it was before.
+
+        Raises:
+            ValueError: NaN or infinity in what is packed.
+        """
+        seen = [layer.seen for layer in self.layers]
+        # Where the pass is compiled, none was seen.
+        partly = any(seen) and not all(seen)
+        if failed or partly or not self._began:
+            self._forget_pass()
+            return
+        assert self._places is not None
+        try:
+            for layer in self.layers:
+                layer.settle()
+        except BaseException:
+            self._forget_pass()
+            raise
+        for layer in self.layers:
+            layer.hold()
+        self._places.advance()
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._began = self._in_place = False
+        for layer in self.layers:
+            layer.forget_pass()
+
+    def snapshot(self) -> State | None:
+        self._forget_pass()
+        return None if self._places is None else self._places.snapshot()
+
+    def restore(self, state: State | None) -> None:
+        self._forget_pass()
+        if state is None or self._places is None:
+            self.reset()
+            return
+        if state[0].shape[1] < self._places.length:
+            for layer in self.layers:
+                layer.put_back()
+        self._places.restore(state)
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Empty the cache for another batch. The memory stays until a batch of another size comes."""
+        if self._places is not None:
+            self._places.clear()
+        self._forget_pass()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep.
+
+        Raises:
+            ValueError: more than 16 are to be dropped, and some of those that stay are no longer at hand.
+        """
+        self._forget_pass()
+        length = self.get_seq_length()
+        keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
+        if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
+            keep = length
+        keep = min(max(keep, 0), length)
+        if not keep:
+            self.reset()
+        elif keep < length:
+            assert self._places is not None
+            state = self._places.without(length - keep)
+            if state is None:
+                raise ValueError(
+                    f"a static cache drops its newest {MOST_QUERIES} tokens at most, not {length - keep}:"
+                    " use KVCache"
+                )
+            self._places.restore(state)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise ValueError("the sequences of a static cache stay as they are: use KVCache")
+
+    reorder_cache = batch_select_indices
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(repeats))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StaticKVCache":
+        """A cache of its own for the same model, which is how a prompt's cache is used again."""
+        own = self.attachment.view.model, self.method, self.room, self._calibration, self._kernel
+        other = memo[id(self)] = type(self)(*own)
+        self._forget_pass()
+        if self._places is not None:
+            other._places = self._places.copied()
+            for to, layer in zip(other.layers, self.layers, strict=True):
+                to.take(layer, other._places)
+        return other

@@ -1,0 +1,208 @@
+"""StaticLayer: one layer of a `StaticKVCache`, its past in pages and rings that never move.
+
+Letters: ``B`` sequences, ``t`` new tokens of each, ``H`` query heads, ``G`` key/value heads of size ``D``,
+``W = 2 G D``.
+"""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..kernels.backend import Backend
+from ..kernels.call import AttentionCall
+from ..kernels.paged import Sequences
+from ..methods import LayerCodec, Method
+from ..serve.layer import ServedLayer
+from ..serve.rotary import Angles
+from ..store import finite
+from ..store.built import States
+from ..store.packer import Packer
+from ..store.pages import aligned
+from .places import Places
+
+
+class StaticLayer(CacheLayerMixin):
+    """Keeps keys and values of one layer.
+
+    Args:
+        room: tokens of a sequence.
+        angles: of the rotary embedding; None where the codec keeps keys after it.
+        backend: what reads pages in place and packs blocks.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        method: Method,
+        room: int,
+        angles: Angles | None,
+        backend: Backend,
+        packer: Packer,
+    ) -> None:
+        self.codec, self.room = codec, room
+        scaling = codec.view.head_size**-0.5  # until attention says another
+        self._served = ServedLayer(
+            codec, method.group, scaling, angles, 0.0, backend, packer, sink=method.sink
+        )
+        self._pages = self._rings = torch.empty(0)
+        self.places: Places | None = None
+        self._replaced: Tensor | None = None
+        self.forget_pass()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a kernel reads its pages."""
+        return self._served.in_place
+
+    @property
+    def nbytes(self) -> int:
+        """Of all memory that is reserved."""
+        return sum(t.nbytes for t in self._memory)
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where its memory lies."""
+        return [t.data_ptr() for t in self._memory]
+
+    @property
+    def _memory(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._pages, self._rings, self._served.sinks
+
+    def reserve(self, places: Places, dtype: torch.dtype) -> None:
+        """Take the memory for a batch."""
+        device, batch = self.codec.view.device, places.batch
+        stride = aligned(self._served.layout.nbytes)
+        pages = torch.empty(batch * places.columns, stride, dtype=torch.uint8, device=device)
+        shape = batch, places.keeping.capacity, self._served.row
+        # Rows that were never written are multiplied by weights of 0.
+        self._use(places, pages, torch.zeros(shape, dtype=dtype, device=device))
+
+    def _use(self, places: Places, pages: Tensor, rings: Tensor) -> None:
+        self.places, self._pages, self._rings = places, pages, rings
+        self._served.bind(pages, rings, rings.shape[1], slots=places.batch)
+
+    def take(self, other: "StaticLayer", places: Places) -> None:
+        """Have a copy of what another layer holds, whose batch has these ``places`` here."""
+        if other.places is not None:
+            self._use(places, other._pages.clone(), other._rings.clone())
+            self._served.sinks.copy_(other._served.sinks)
+
+    # -- a forward pass ----------------------------------------------------------------------------
+
+    def forget_pass(self) -> None:
+        """Forget what holds for one forward pass only."""
+        self._pending: Tensor | None = None
+        self.seen = False
+        """Whether this pass has come to the layer."""
+
+    def attend(self, call: AttentionCall, sequences: Sequences) -> Tensor:
+        """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
+        padding, and each comes before the next."""
+        self._check_dtype(call.key)
+        self._served.score(call.scaling, call.softcap or 0.0)
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        self._served.attend_in_place(query, key, value, sequences, out)
+        return out.unflatten(0, (call.query.shape[0], -1))
+
+    def keep(self, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the newest tokens: pack whole blocks, and give the others to rings in `hold`.
+
+        Args:
+            key: ``[B, G, t, D]``, rotated, as ``value``.
+
+        Returns:
+            the rows ``[T, W]`` of those that are no padding.
+
+        Raises:
+            ValueError: they are not finite.
+        """
+        places = self.places
+        assert places is not None
+        self._check_dtype(key)
+        real = places.new.to(key.device)
+        states = [t.detach().transpose(1, 2)[real] for t in (key, value)]
+        rows = torch.cat([t.flatten(1) for t in states], -1)
+        finite.check_rows(rows, self.codec.view.index)
+        self._served.seal(rows, places.step)
+        self._pending = rows[places.step.readers(native=False)[1].kept]
+        return rows
+
+    def whole(self, key: Tensor, value: Tensor) -> States:
+        """The same, and keys and values of all tokens, ``[B, G, ., D]``; zeros of padding, and of a sequence
+        that has no new token."""
+        rows, places = self.keep(key, value), self.places
+        assert places is not None
+        if not places.length:
+            return key, value
+        every = torch.cat([places.real, places.new], 1).to(key.device)
+        shape = (*key.shape[:2], every.shape[1], key.shape[3])
+        found = key.new_zeros(shape), value.new_zeros(shape)
+        _, chunks = places.step.readers(native=False)
+        for sequence, chunk in zip(places.members, chunks.each, strict=True):
+            own = self._served.read(chunk, rows[chunk.run.start : chunk.run.stop])
+            for to, read in zip(found, own, strict=True):
+                to[sequence, :, every[sequence]] = read.transpose(0, 1)
+        return found
+
+    def settle(self) -> None:
+        """The pass has succeeded: seal whole blocks of what was read in place.
+
+        Raises:
+            ValueError: NaN or infinity in one of them.
+        """
+        if self._pending is None:
+            assert self.places is not None
+            self._served.seal_held(self.places.step)
+
+    def hold(self) -> None:
+        """Put what was read as a whole into rings. Comes after all layers have settled."""
+        self._replaced = None
+        if self._pending is not None:
+            assert self.places is not None
+            self._replaced = self._rings.clone() if self.places.length else None
+            self._served.hold(self._pending, self.places.step.readers(native=False)[1])
+        self.forget_pass()
+
+    def put_back(self) -> None:
+        """Bring back the rings as they were before the newest pass."""
+        if self._replaced is not None:
+            self._rings.copy_(self._replaced)
+        self._replaced = None
+
+    def _check_dtype(self, states: Tensor) -> None:
+        if states.dtype != self._rings.dtype:
+            raise ValueError(
+                f"layer {self.codec.view.index} gives {states.dtype} states, and the cache holds"
+                f" {self._rings.dtype} ones: the model was cast since; cast it back, or reset() the cache"
+            )
+
+    # -- transformers' contract of a layer ---------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        return 0 if self.places is None else self.places.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.room
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.places is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise ValueError("the layers of a StaticKVCache are filled by its own update()")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> States:
+        raise ValueError("use the cache's own update()")
