@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from attending import NARROW_TOLERANCE, TOLERANCE, Case, decoding_error, error, filled
@@ -47,7 +47,11 @@ specs = st.builds(
 )
 def test_any_shape_agrees(**drawn: Any) -> None:
     case = Case(**drawn)
-    cache = filled(case)
+    try:
+        cache = filled(case)
+    except ValueError as refused:  # half a bit is less than the scales of few channels take
+        assume("take more bits" not in str(refused))
+        raise
     assert error(case, cache) < tolerance(cache)
 
 

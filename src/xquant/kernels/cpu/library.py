@@ -160,7 +160,7 @@ class RankedAttend(Structure):
         ("more", RankedOperand),
         ("turning", Turning),
         *((name, c_void_p) for name in ("weights", "weight_scale", "mean")),
-        *((f"slow_{name}", c_void_p) for name in ("weights", "norm", "mean")),
+        *((f"slow_{name}", c_void_p) for name in ("weights", "bytes", "units", "norm", "mean")),
         *((name, c_void_p) for name in ("value_weight", "value_mean")),
         *((name, c_int32) for name in ("value_dtype", "unused")),
     ]

@@ -105,7 +105,7 @@ class RankedCall:
         if name not in prepared:
             prepared[name] = self._prepare(built)
         to.weights, to.weight_scale, to.mean, *of_slow = (t.data_ptr() for t in prepared[name])
-        to.slow_weights, to.slow_norm, to.slow_mean = of_slow
+        to.slow_weights, to.slow_bytes, to.slow_units, to.slow_norm, to.slow_mean = of_slow
 
     def _prepare(self, built: int) -> list[Tensor]:
         """The weight ``[G * D, C]`` of keys as int16, and their mean, as xq_ranked_attend takes them: the
@@ -125,6 +125,7 @@ class RankedCall:
             unit,
             _up_to(mean[:, :built], built),
             slow,
+            *in_bytes(slow),
             norm,
             widened(slow_mean),
         ]
@@ -137,6 +138,16 @@ class RankedCall:
         """
         if self._function(ctypes.byref(self.to)):
             raise MemoryError("not enough memory to attend over the packed cache")
+
+
+def in_bytes(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights of slow pairs, int16 ``[C, G, P, 2]``, in 8 bits for narrow codes: uint8, 128 too high,
+    ``[C, G, (P + 1) / 2 * 4]``, and what 1 of them is, fp32 ``[C, G]``."""
+    flat = weights.flatten(2).float()
+    units = torch.nn.functional.pad(flat.abs(), (0, 1), value=1.0).amax(-1) / 127
+    numbers = (flat / units[..., None]).round()
+    whole = torch.nn.functional.pad(numbers, (0, flat.shape[-1] % 4)) + 128
+    return whole.to(torch.uint8).contiguous(), units
 
 
 def _up_to(x: Tensor, size: int) -> Tensor:

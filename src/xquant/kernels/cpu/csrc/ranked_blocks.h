@@ -87,8 +87,8 @@ struct RankedBlocks {
         const size_t coded = RankedReader::coded_of(c.states), more = RankedReader::coded_of(c.more);
         return RankedReader::bytes(c.states) + RankedReader::bytes(c.more) + TurnedScores::bytes(c.turning, D, n, rows) + 2 * Rows::bytes(rows) +
                Columns<2>::bytes(loud_of(c.states), n, lanes) + Columns<4>::bytes(quiet_of(c.states), n, lanes) +
-               4 * slow * (TurnedScores::slow_pairs(c.turning, D) + 3) +
-               4 * (2 * coded + more) + 4 * all * (D + n + n / 2 + 1) + 11 * 64;
+               4 * (SlowFactors::size(slow, TurnedScores::slow_pairs(c.turning, D)) + 2 * slow) +
+               4 * (2 * coded + more) + 4 * all * (D + n + n / 2 + 1) + 14 * 64;
     }
     RankedBlocks(const xq_ranked_attend& c, int b, OnlineSoftmax softmax, Workspace& workspace)
         : given(c),
@@ -106,8 +106,7 @@ struct RankedBlocks {
           built(built_of(c)),
           loud(states, 0, loud_of(c.states), lanes_of(c), workspace),
           quiet(states, loud_of(c.states), quiet_of(c.states), lanes_of(c), workspace),
-          slow{slow_of(c), turned.pairs, workspace.take<int32_t>((size_t)turned.pairs * slow_of(c)),
-               workspace.take<float>(slow_of(c))} {
+          slow(slow_of(c), turned.pairs, workspace) {
         slow_step = workspace.take<float>(slow.rows);
         slow_bias = workspace.take<float>(slow.rows);
         size = workspace.take<float>(states.coded);
@@ -148,24 +147,25 @@ struct RankedBlocks {
         for (int i = 0; i < slow.rows; i++) {
             const int at = i % BUILT_ROWS;
             const float step = turned.take_factors(i, at, nullptr, mean, slow_bias[i]);
-            for (int j = 0; j < turned.pairs; j++)
-                slow.factors[(size_t)j * slow.rows + i] = turned.factors[(size_t)at * width + j];
             const float bound = step > 0 ? std::sqrt(turned.square()) * given.slow_norm[head] : 0;
             slow_step[i] = bound / WEIGHT_LIMIT;
-            slow.inverse[i] = bound > 0 ? step * WEIGHT_LIMIT / bound : 0;
+            slow.set(i, turned.factors + (size_t)at * width, step, bound);
         }
+        if constexpr (FAST_BYTES) slow.narrow_all();
     }
 
     // Takes the weights of a head: of channels that are built, and behind them of slow pairs.
     void take_weights(int head) {
         make_factors(head);
         const int width = (built + 31) / 32 * 32;
-        const size_t row = (size_t)heads * width, slow_row = (size_t)heads * turned.pairs * 2;
+        const size_t row = (size_t)heads * width, pairs = turned.pairs, bytes = (pairs + 1) / 2 * 4;
         const int16_t* weights = given.weights + (size_t)head * width;
-        const int16_t* slow_weights = given.slow_weights + (size_t)head * turned.pairs * 2;
+        const SlowWeights slow_weights{given.slow_weights + head * pairs * 2, heads * pairs * 2,
+                                       given.slow_bytes + head * bytes, heads * bytes,
+                                       given.slow_units + head, (size_t)heads};
         const auto take = [&](const auto& columns) {
             columns.gather(weights, row, width);
-            columns.make_slow(slow, slow_weights, slow_row, built);
+            columns.make_slow(slow, slow_weights, built);
             columns.set_offsets();
         };
         take(loud);

@@ -14,8 +14,65 @@ constexpr int WEIGHT_LIMIT = 8191;  // the highest weight, as in kernels/cpu/ran
 // What rows of slow pairs are made of: see turning.h.
 struct SlowFactors {
     const int rows, pairs;  // rows: filled up to 16
+    const int words;        // of two pairs, of 8 bits
     int32_t* factors;       // [pairs, rows] two int16 each
     float* inverse;         // [rows] what a product of factors and weights is multiplied by to be a weight
+    // The same of 8 bits, for narrow codes where bytes are multiplied faster.
+    int32_t* bytes;         // [words, rows]
+    int32_t* offsets;       // [rows] what sums begin with: weights are stored 128 too high
+    float* byte_inverse;    // [rows]
+
+    static int words_of(int pairs) { return FAST_BYTES ? (pairs + 1) / 2 : 0; }
+    // Floats and integers of all of it.
+    static size_t size(int rows, int pairs) { return (size_t)rows * (pairs + words_of(pairs) + 3); }
+    SlowFactors(int rows, int pairs, Workspace& workspace)
+        : rows(rows), pairs(pairs), words(words_of(pairs)) {
+        factors = workspace.take<int32_t>((size_t)pairs * rows);
+        inverse = workspace.take<float>(rows);
+        bytes = workspace.take<int32_t>((size_t)words * rows);
+        offsets = workspace.take<int32_t>(rows);
+        byte_inverse = workspace.take<float>(rows);
+    }
+
+    // Sets the factors of row i, of 16 bits in steps of `step`, of which the weights have `highest` for the highest. A
+    // product times step / bound is a weight in units of 1 / WEIGHT_LIMIT.
+    void set(int i, const int32_t* from, float step, float bound) const {
+        for (int j = 0; j < pairs; j++) factors[(size_t)j * rows + i] = from[j];
+        inverse[i] = bound > 0 ? step * WEIGHT_LIMIT / bound : 0;
+    }
+
+    // Makes those of 8 bits, after all rows are set.
+    void narrow_all() const {
+        const float top = highest_weight(2 * pairs, SLOW_LIMIT), shrunk = 127 / top;
+        const Floats scale = broadcast_float(shrunk / 65536);
+        for (int i = 0; i < rows; i += 16) {
+            Words total = zero_words();
+            for (int w = 0; w < words; w++) {
+                Words found[4];
+                for (int k = 0; k < 4; k++) {
+                    const int j = 2 * w + k / 2;
+                    const Words both = j < pairs ? load(factors + (size_t)j * rows + i) : zero_words();
+                    const Words high = k % 2 ? both & broadcast(~65535) : shift_left32<16>(both);
+                    found[k] = to_nearest(to_floats(high) * scale);
+                }
+                const Words four = join_bytes(join_words(found[0], found[2]), join_words(found[1], found[3]));
+                total = dot8(total, broadcast(0x01010101), four);
+                store(bytes + (size_t)w * rows + i, four);
+            }
+            store_floats(byte_inverse + i, load_floats(inverse + i) * broadcast_float(1 / shrunk));
+            store(offsets + i, to_nearest(to_floats(total) * broadcast_float(-128)));
+        }
+    }
+};
+
+// Weights of slow pairs, of one head: of channel c those from c * row on.
+struct SlowWeights {
+    const int16_t* weights;  // [pairs, 2]
+    size_t row;
+    const uint8_t* bytes;    // [words, 4], 128 too high
+    size_t byte_row;
+    const float* units;      // what 1 of `bytes` is in `weights`
+    size_t unit_row;
 };
 
 // PER_WORD columns lie beside each other in 32 bits.
@@ -120,23 +177,43 @@ class Columns {
         }
     }
 
-    // Makes rows of slow pairs from weights [C, ., pairs, 2] for the lanes from `lane` on, AT_A_TIME columns at a time.
-    void make_slow(const SlowFactors& slow, const int16_t* from, size_t row, int lane) const {
+    // Makes rows of slow pairs for the lanes from `lane` on, AT_A_TIME columns at a time.
+    void make_slow(const SlowFactors& slow, const SlowWeights& from, int lane) const {
         constexpr int AT_A_TIME = 8;
+        constexpr bool BYTES = QUIET && FAST_BYTES;
         const Floats shrunk = broadcast_float(QUIET ? 1 / STEP : 1);
         for (int c = 0; c < count; c += AT_A_TIME) {
-            const int16_t* column[AT_A_TIME];
-            for (int k = 0; k < AT_A_TIME; k++) column[k] = from + channel(c + k) * row;
+            const int16_t* weights[AT_A_TIME];
+            const uint8_t* bytes[AT_A_TIME];
+            float units[AT_A_TIME];
+            for (int k = 0; k < AT_A_TIME; k++) {
+                const size_t column = channel(c + k);
+                weights[k] = from.weights + column * from.row;
+                bytes[k] = from.bytes + column * from.byte_row;
+                units[k] = from.units[column * from.unit_row];
+            }
             for (int i = 0; i < slow.rows; i += 16) {
                 Words sums[AT_A_TIME];
-                for (Words& sum : sums) sum = zero_words();
-                for (int j = 0; j < slow.pairs; j++) {
-                    const Words factor = load(slow.factors + (size_t)j * slow.rows + i);
-                    for (int k = 0; k < AT_A_TIME; k++)
-                        sums[k] = dot16(sums[k], factor, broadcast(pair_at(column[k], j)));
+                for (Words& sum : sums) sum = BYTES ? load(slow.offsets + i) : zero_words();
+                const int steps = BYTES ? slow.words : slow.pairs;
+                for (int j = 0; j < steps; j++) {
+                    const Words factor = load((BYTES ? slow.bytes : slow.factors) + (size_t)j * slow.rows + i);
+                    for (int k = 0; k < AT_A_TIME; k++) {
+                        if constexpr (BYTES) {
+                            int32_t four;
+                            std::memcpy(&four, bytes[k] + 4 * j, 4);
+                            sums[k] = dot8(sums[k], broadcast(four), factor);
+                        } else {
+                            sums[k] = dot16(sums[k], factor, broadcast(pair_at(weights[k], j)));
+                        }
+                    }
                 }
-                const Floats inverse = load_floats(slow.inverse + i) * shrunk;
-                for (Words& sum : sums) sum = to_nearest(to_floats(sum) * inverse);
+                const Floats inverse = load_floats((BYTES ? slow.byte_inverse : slow.inverse) + i) * shrunk;
+                for (int k = 0; k < AT_A_TIME; k++) {
+                    Floats scale = inverse;
+                    if constexpr (BYTES) scale = scale * broadcast_float(units[k]);
+                    sums[k] = to_nearest(to_floats(sums[k]) * scale);
+                }
                 for (int k = 0; k < AT_A_TIME; k += PER_WORD) {
                     int32_t* to = at((c + k) / PER_WORD, lane + i);
                     if constexpr (QUIET)

@@ -208,6 +208,8 @@ typedef struct {
     const float *weight_scale;
     const float *mean;           // [G, built] added to keys
     const int16_t *slow_weights; // [C, G, P, 2] those of slow pairs * weight_scale
+    const uint8_t *slow_bytes;   // [C, G, (P + 1) / 2, 4] the same of 8 bits: (byte - 128) * slow_units [C, G]
+    const float *slow_units;
     const float *slow_norm;      // [G] the highest norm over the channels of slow_weights
     const float *slow_mean;      // [G, 2, width]
     const void *value_weight;    // [G * D, C], C the channels of all states
