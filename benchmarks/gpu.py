@@ -132,20 +132,23 @@ def stages(device: str, quick: bool, output: Path) -> list[Stage]:
         bench("sealing", 40, "sealing", kernel, "--sealing", both, kvquant),
         bench("largest", 120, "largest", "--largest-batch", largest, both),
         bench("xquant-cl", 40, "deltas", kernel, "--method xquant-cl-2bit"),
-        Stage("ranked", 120, _tests(quick, ranked=True)),  # their kernels take long to compile
+        Stage("static", 60, _tests(quick, "static")),  # a whole step as a graph
+        Stage("ranked", 120, _tests(quick, "ranked")),  # their kernels take long to compile
     ]
 
 
-def _tests(quick: bool, ranked: bool = False) -> list[str]:
+def _tests(quick: bool, of: str = "kernels") -> list[str]:
     """pytest on the kernels, on many workers where it knows how: most of the time they are compiled."""
     command = ["-m", "pytest", "-vv", "-p", "no:cacheprovider", "--tb=short"]
     if quick:
         return [*command, "tests/kernels/test_triton.py::test_parts_are_joined"]
     if find_spec("xdist"):
         command += ["-n", str(min(os.cpu_count() or 1, 12))]
+    if of == "static":
+        return [*command, "tests/static/test_recorded.py", "tests/static/test_trial.py"]
     files = sorted((ROOT / "tests" / "kernels").glob("test_triton*.py"))
     names = [str(file.relative_to(ROOT)) for file in files]
-    return [*command, *(name for name in names if ("ranked" in name) == ranked)]
+    return [*command, *(name for name in names if ("ranked" in name) == (of == "ranked"))]
 
 
 def run(stage: Stage, device: str, output: Path, seconds: float, kept: str) -> Done:
@@ -221,7 +224,7 @@ class Report:
         common = {name: known[0][name] for name in ("schema", "environment")} if known else {}
         attention = self.rows("kivi-4bit", "kivi-2bit", "kvquant", "xquant", "xquant-cl")
         reached = bars(attention)
-        logs = [self._output / f"{name}.log" for name in ("tests", "ranked")]
+        logs = [self._output / f"{name}.log" for name in ("tests", "static", "ranked")]
         said = "\n".join(log.read_text() for log in logs if log.exists())
         checked = tests(said) if said else {}
         for name, rows in (

@@ -32,7 +32,9 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def code(name: str) -> str:
-    return f"`{name}`"
+    """A method's spec as code; what a row says after it, as text."""
+    spec, *more = name.split(" ", 1)
+    return ", ".join([f"`{spec}`", *more])
 
 
 def error(row: Row) -> str:

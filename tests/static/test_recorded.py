@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from attending import DEVICE
 from models import left_padded, prompt, tiny
 from waits import Silent
 from xquant import StaticKVCache
@@ -54,6 +55,19 @@ def test_all_steps_are_one_graph_of_one_shape(model: Any, backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == 4
     again = decoded(fast, StaticKVCache(model, SPEC, ROOM), ids, settled=0)
     assert torch.equal(again, found)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="XQUANT_TEST_DEVICE is not cuda")
+def test_a_graph_that_was_recorded_holds_for_other_steps_and_caches() -> None:
+    model = tiny("llama", head_dim=32, hidden_size=64, num_hidden_layers=3).to(DEVICE)
+    fast = torch.compile(model, mode="reduce-overhead", dynamic=False)
+    for seed in (1, 2):
+        ids = prompt(2, 110, seed=seed).to(DEVICE)
+        found, wanted = (
+            decoded(each, StaticKVCache(model, SPEC, ROOM, kernel="triton"), ids)
+            for each in (fast, model)
+        )
+        assert (found - wanted).norm() < 2e-2 * wanted.norm()
 
 
 def test_generate_compiled_with_padding(model: Any) -> None:
@@ -121,7 +135,6 @@ def test_every_step_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a CUDA graph of one step holds for all; and the device is asked for nothing."""
     pytest.importorskip("triton", minversion="3.5")
     import interpreted
-    from attending import DEVICE
     from xquant.kernels.triton import paged
 
     interpreted.mend()

@@ -105,7 +105,7 @@ class Trial:
             return f"{backend.name} differs from the reference by {error:.2g}"
 
         return remembered(
-            (backend.name, self._layout(codec)),
+            (backend.name, self.layout(codec)),
             backend.name,
             compare,
             "attention runs",
@@ -113,7 +113,7 @@ class Trial:
             view.device,
         )
 
-    def _layout(self, codec: LayerCodec) -> Hashable:
+    def layout(self, codec: LayerCodec) -> Hashable:
         """What kernels are compiled for, and run on."""
         view, block = codec.view, self._method.group
         operands = (segment.operand(block) for segment in codec.segments)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..kernels.choose import Choice, choose, packer_of
+from ..kernels.torch import REFERENCE
 from ..kernels.trial import Trial
 from ..methods import LayerCodec, Method
 from ..models import ModelView
@@ -12,6 +13,7 @@ from ..serve.build import of_states
 from ..serve.fit import unfit, unfit_options
 from ..serve.rotary import Angles
 from .layer import StaticLayer
+from .trial import failure, tried_room
 
 
 def check_method(method: Method) -> None:
@@ -44,6 +46,9 @@ def layers_of(
         choice = choose(codec, method.group, False, trial, kernel)
         packer = packer_of(kernel, codec.view.device)
         own = None if codec.rotated else angles
+        tried = choice.backend.tried and kernel == "auto"
+        if tried and (why := failure(choice.backend, codec, method, own, trial)):
+            choice = Choice(REFERENCE, why)
         layer = StaticLayer(codec, method, room, own, choice.backend, packer)
         layers.append(layer)
         choices.append(choice if layer.in_place else _whole(choice))
@@ -74,7 +79,8 @@ def _angles(view: ModelView, method: Method, room: int) -> Angles:
             "it keeps keys before RoPE, and the model's has other frequencies for long inputs",
         )
     # Blocks are whole, and so is the last, of which a part has room.
-    positions = torch.arange(room + method.group, device=device)[None]
+    most = max(room, tried_room(method)) + method.group
+    positions = torch.arange(most, device=device)[None]
     cos, sin = rope(torch.empty(0, dtype=torch.float32, device=device), positions)
     half = cos.shape[-1] // 2
     return Angles(cos[0, :, :half], sin[0, :, :half])

@@ -17,14 +17,12 @@ from ..seam.check import check_input, check_not_recorded, real_tokens
 from ..seam.gradients import past_is_constant
 from ..seam.hooks import attach
 from ..seam.passes import Given, ObservingCache
-from ..serve.sinks import Slots
-from ..serve.step import Keeping
 from ..spec import parse_method
 from ..store import finite
 from ..store.built import States
 from .build import check_method, layers_of
 from .layer import StaticLayer
-from .places import Places, State
+from .places import Places, State, keeping_of
 
 
 class StaticKVCache(Cache, ObservingCache):
@@ -158,11 +156,7 @@ class StaticKVCache(Cache, ObservingCache):
         if self._places is not None and self._places.batch == batch:
             self._places.clear()
             return
-        method = self.method
-        capacity = method.group + method.tail + MOST_QUERIES
-        slots = Slots(method.sink) if method.sink else None
-        keeping = Keeping(method.group, capacity, method.tail, slots=slots)
-        self._places = Places(batch, self.room, keeping, self._device)
+        self._places = Places(batch, self.room, keeping_of(self.method), self._device)
         for layer in self.layers:
             layer.places = None
 
