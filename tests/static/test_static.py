@@ -1,6 +1,7 @@
 """StaticKVCache: what a KVCache reads, in memory that never moves."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -252,6 +253,38 @@ def test_the_newest_tokens_can_be_dropped(model: Any, spec: str) -> None:
     assert cache.get_seq_length() == 98
     cache.crop(-98)
     assert cache.get_seq_length() == 0
+
+
+def test_a_pass_that_failed_does_not_forbid_to_drop_tokens(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, ends = prompt(1, 250), (45, *range(46, 70))
+    cache, never = (StaticKVCache(model, SPEC, ROOM) for _ in range(2))
+    for each in (cache, never):
+        logits(model, each, ids, 60)
+    with monkeypatch.context() as patched:
+        patched.setattr(model.lm_head, "forward", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            logits(model, cache, ids, 240)
+    for each in (cache, never):
+        each.crop(-16)
+    assert torch.equal(logits(model, cache, ids, *ends), logits(model, never, ids, *ends))
+
+
+def test_inference_mode_may_begin_and_end(model: Any) -> None:
+    cache, ids = StaticKVCache(model, "kivi-4bit:group=32,sink=2", ROOM), prompt(1, 120)
+    found = []
+    for at in range(20, 100, 4):
+        start = cache.get_seq_length()
+        with torch.inference_mode(at % 8 == 0):
+            found.append(logits(model, cache, ids[:, :at], *range(start + 1, at + 1)))
+    want = logits(model, StaticKVCache(model, cache.method, ROOM), ids, *range(1, 97))
+    assert close(torch.cat([each.clone() for each in found], 1), want)
+
+
+def test_it_is_not_pickled(model: Any) -> None:
+    with pytest.raises(TypeError, match="is not saved: use KVCache"):
+        pickle.dumps(StaticKVCache(model, SPEC, ROOM))
 
 
 def test_assisted_generation(model: Any) -> None:

@@ -134,7 +134,7 @@ class StaticKVCache(Cache, ObservingCache):
         assert places is not None
         few = held > 0 and length <= MOST_QUERIES
         new = self._real(mask, batch, length, few)
-        plain = mask is None or mask.dim() == 2
+        plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
         places.begin(new)
         self._in_place = (
             few
@@ -163,13 +163,17 @@ class StaticKVCache(Cache, ObservingCache):
     def _real(self, mask: Tensor | None, batch: int, length: int, few: bool) -> Tensor:
         """Which of the new tokens are not padding, bool ``[B, t]`` on the CPU."""
         # A decode step on a GPU asks the device nothing.
-        if mask is None or (few and mask.device.type != "cpu" and mask.dim() == 2):
+        asks = isinstance(mask, Tensor) and not (
+            few and mask.device.type != "cpu" and mask.dim() == 2
+        )
+        if mask is None or not asks:
             return torch.ones(batch, length, dtype=torch.bool)
         if mask.dim() == 2:
             return mask[:, -length:].cpu().bool()
         return real_tokens(mask, batch, length, mask.device).cpu()
 
     @property
+    @torch.inference_mode(False)  # what is made within it could not be written to outside
     def fixed_inputs(self) -> dict[str, Tensor]:
         """Inputs of the decoder in place of those that differ in size from step to step, or that only the
         number of tokens tells."""
@@ -281,8 +285,13 @@ class StaticKVCache(Cache, ObservingCache):
         except BaseException:
             self._forget_pass()
             raise
-        for layer in self.layers:
-            layer.hold()
+        try:
+            for layer in self.layers:
+                layer.hold()
+        except BaseException:  # an interruption
+            for layer in self.layers:
+                layer.put_back()
+            raise
         self._places.advance()
         self._forget_pass()
 
@@ -300,10 +309,9 @@ class StaticKVCache(Cache, ObservingCache):
         if state is None or self._places is None:
             self.reset()
             return
-        if state[0].shape[1] < self._places.length:
-            for layer in self.layers:
-                layer.put_back()
-        self._places.restore(state)
+        passed = state[0].shape[1] < self._places.length
+        back = [passed and layer.put_back() for layer in self.layers]
+        self._places.restore(state, rings=all(back))
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -335,7 +343,7 @@ class StaticKVCache(Cache, ObservingCache):
                     f"a static cache drops its newest {MOST_QUERIES} tokens at most, not {length - keep}:"
                     " use KVCache"
                 )
-            self._places.restore(state)
+            self._places.restore(state, rings=False)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise ValueError("the sequences of a static cache stay as they are: use KVCache")
@@ -344,6 +352,9 @@ class StaticKVCache(Cache, ObservingCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.batch_select_indices(torch.arange(repeats))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a StaticKVCache is not saved: use KVCache")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticKVCache":
         """A cache of its own for the same model, which is how a prompt's cache is used again."""

@@ -73,6 +73,7 @@ class StaticLayer(CacheLayerMixin):
     def _memory(self) -> tuple[Tensor, Tensor, Tensor]:
         return self._pages, self._rings, self._served.sinks
 
+    @torch.inference_mode(False)  # what is made within it could not be written to outside
     def reserve(self, places: Places, dtype: torch.dtype) -> None:
         """Take the memory for a batch."""
         device, batch = self.codec.view.device, places.batch
@@ -169,11 +170,12 @@ class StaticLayer(CacheLayerMixin):
             self._served.hold(self._pending, self.places.step.readers(native=False)[1])
         self.forget_pass()
 
-    def put_back(self) -> None:
-        """Bring back the rings as they were before the newest pass."""
-        if self._replaced is not None:
-            self._rings.copy_(self._replaced)
-        self._replaced = None
+    def put_back(self) -> bool:
+        """Bring back rings as they were before the newest pass; False where it wrote to them in place."""
+        replaced, self._replaced = self._replaced, None
+        if replaced is not None:
+            self._rings.copy_(replaced)
+        return replaced is not None
 
     def _check_dtype(self, states: Tensor) -> None:
         if states.dtype != self._rings.dtype:

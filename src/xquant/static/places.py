@@ -14,7 +14,7 @@ from ..methods import Method
 from ..serve.sinks import Slots
 from ..serve.step import Keeping, Run, Step
 
-State = tuple[Tensor, list[int]]
+State = tuple[Tensor, list[int], list[int]]
 _MOVING = "limits", "held", "new", "sinks"
 """What of `Sequences` changes from step to step, beside what only the host asks."""
 
@@ -76,11 +76,17 @@ class Places:
         everyone = len(runs) == len(new)
         members: slice | list[int] = slice(None) if everyone else self.members
         self.step = Step(runs, self._table[members], self._rings[members], self.keeping)
+
+    def _write(self) -> None:
+        """Rings are given the new tokens."""
         ends = zip(self._written, self._lengths, self._counts, strict=True)
         self._written = [max(most, length + count) for most, length, count in ends]
 
+    @torch.inference_mode(False)  # what is made within it could not be written to outside
     def sequences(self) -> Sequences:
-        """What kernels read in this step, at the same addresses in every step of as many tokens."""
+        """What kernels read in this step, at one address in all steps of as many tokens; they give the
+        new ones to rings."""
+        self._write()
         (own,), _ = self.step.readers(native=True)
         held = self._fixed.get(own.queries)
         if held is None:
@@ -104,7 +110,8 @@ class Places:
         return numbers.clone().to(self._device)
 
     def advance(self) -> None:
-        """The new tokens are held from now on."""
+        """The new tokens are held from now on, and rings have them."""
+        self._write()
         self.real = torch.cat([self.real, self.new], 1)
         self._lengths = [a + b for a, b in zip(self._lengths, self._counts, strict=True)]
 
@@ -117,10 +124,13 @@ class Places:
     # -- and back ------------------------------------------------------------------------------------
 
     def snapshot(self) -> State:
-        return self.real, self._lengths
+        return self.real, self._lengths, self._written
 
-    def restore(self, state: State) -> None:
-        self.real, self._lengths = state
+    def restore(self, state: State, rings: bool) -> None:
+        """Hold what was held at the time of a `snapshot`; ``rings``: they have what they had then, too."""
+        self.real, self._lengths, written = state
+        if rings:
+            self._written = written
 
     def without(self, tokens: int) -> State | None:
         """As `snapshot` after the newest ``tokens`` are dropped; None where rings no longer have what is read
@@ -131,4 +141,4 @@ class Places:
         for length, written in zip(lengths, self._written, strict=True):
             if self.keeping.sealed(Run(0, 0, length)) < written - capacity:
                 return None
-        return real, list(lengths)
+        return real, list(lengths), self._written
