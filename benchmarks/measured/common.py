@@ -32,9 +32,9 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def code(name: str) -> str:
-    """A method's spec as code; what a row says after it, as text."""
-    spec, *more = name.split(" ", 1)
-    return ", ".join([f"`{spec}`", *more])
+    """As code; the row of a `StaticKVCache` says so as text."""
+    spec = name.removesuffix(" static")
+    return f"`{name}`" if spec == name else f"`{spec}`, static"
 
 
 def error(row: Row) -> str:
