@@ -99,6 +99,23 @@ def test_the_graph_may_be_recorded(monkeypatch: pytest.MonkeyPatch, model: Any) 
     assert cache.get_seq_length() == 62
 
 
+def test_no_two_caches_have_one_mark(model: Any) -> None:
+    """Nor one cache for two memories. An address that was freed would come back."""
+    marks, ids = set(), prompt(2, 70)
+    with torch.no_grad():
+        for _ in range(5):
+            cache = StaticKVCache(model, SPEC, ROOM)
+            for rows in (1, 2):
+                decoded(model, cache, ids[:rows])
+                marks.add(cache._mark.data_ptr())
+                cache.reset()
+            decoded(model, cache, ids)
+            marks.add(cache._mark.data_ptr())
+            marks.add(copy.deepcopy(cache)._mark.data_ptr())
+            del cache
+    assert len(marks) == 15  # a batch of as many sequences as before keeps its memory
+
+
 PASSING = {"query", "key", "value", "out", "sums", "sums_out", "maxima", "maxima_out"}
 """Arguments that a graph gives memory which stays: what layers compute, and what kernels leave each other."""
 

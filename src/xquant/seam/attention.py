@@ -33,7 +33,7 @@ def _attention(like: str) -> Callable[..., Any]:
         hooks: LayerHooks | None = getattr(module, NAME, None)
         if hooks is not None and hooks.traced is not None:
             seen, hooks.traced = hooks.traced, None
-            if seen.memory is not None:
+            if seen.mark is not None:
                 softcap = kwargs.get("softcap") if like == "eager" else None
                 states, scaling = (query, key, value), kwargs.get("scaling")
                 return traced.attend_in_place(

@@ -253,12 +253,12 @@ class Attachment:
         return AttentionInputs(inputs.x, inputs.residual, inputs.raw_key, key, value)
 
     def trace(
-        self, index: int, key: Tensor, value: Tensor, memory: Tensor | None = None
+        self, index: int, key: Tensor, value: Tensor, mark: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What a cache returns to layer ``index`` while it is compiled: the states as they are. ``memory``:
-        see `LayerPass`."""
+        """What a cache returns to layer ``index`` while it is compiled: the states as they are. ``mark``: see
+        `LayerPass`."""
         tracing = self.hooks[index].tracing()
-        tracing.key, tracing.value, tracing.memory = key, value, memory
+        tracing.key, tracing.value, tracing.mark = key, value, mark
         return key, value
 
     def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:

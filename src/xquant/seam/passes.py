@@ -110,8 +110,8 @@ class LayerPass:
         self.rope: Pair | None = None
         self.key: Tensor | None = None
         self.value: Tensor | None = None
-        self.memory: Tensor | None = None
-        """Of a cache that attends in memory that stays where it is: what tells one cache from another."""
+        self.mark: Tensor | None = None
+        """Of a cache that attends in memory that stays where it is: what tells it from others."""
 
 
 class Handed:

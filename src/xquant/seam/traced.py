@@ -69,8 +69,8 @@ def attend_in_place(
     """The same of a decode step with a cache that stays where it is: a graph that is recorded of it holds for
     every step."""
     why = _why_not(index, seen, key, value, options)
-    memory = seen.memory
-    out: Tensor = _operator_in_place(query, key, value, memory, index, why, scaling, softcap)
+    given = query, key, value, seen.mark, index
+    out: Tensor = _operator_in_place(*given, why, scaling, softcap)
     return out
 
 
@@ -145,7 +145,7 @@ def _attend_in_place(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    memory: Tensor,
+    mark: Tensor,
     index: int,
     why: str,
     scaling: float | None,
@@ -167,10 +167,10 @@ def _empty_in_place(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tenso
     return _empty(None, None, None, query, key, value)
 
 
-# ``memory`` is read by kernels. Given as an argument, it has a graph recorded anew for another cache.
+# By its ``mark`` a graph is recorded anew for another cache: see `static.mark`.
 _operator_in_place = operator(
     "attend_in_place",
-    "(Tensor query, Tensor key, Tensor value, Tensor memory, int index, str why, float? scaling,"
+    "(Tensor query, Tensor key, Tensor value, Tensor mark, int index, str why, float? scaling,"
     " float? softcap) -> Tensor",
     _attend_in_place,
     _empty_in_place,

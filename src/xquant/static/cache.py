@@ -22,6 +22,7 @@ from ..store import finite
 from ..store.built import States
 from .build import check_method, layers_of
 from .layer import StaticLayer
+from .mark import new_mark
 from .places import Places, State, keeping_of
 
 
@@ -145,7 +146,6 @@ class StaticKVCache(Cache, ObservingCache):
         )
         if self._in_place:
             self._sequences = places.sequences()
-            self.memory = self._sequences.limits
         self._began = True
 
     def _reserve(self, batch: int) -> None:
@@ -157,6 +157,7 @@ class StaticKVCache(Cache, ObservingCache):
             self._places.clear()
             return
         self._places = Places(batch, self.room, keeping_of(self.method), self._device)
+        self._mark = new_mark(self._device)
         for layer in self.layers:
             layer.places = None
 
@@ -201,8 +202,8 @@ class StaticKVCache(Cache, ObservingCache):
             ValueError: called outside a forward pass of the model, or states that are not finite.
         """
         if torch.compiler.is_compiling():
-            memory = self.memory if self._in_place else None
-            return self.attachment.trace(layer_idx, key_states, value_states, memory)
+            mark = self._mark if self._in_place else None
+            return self.attachment.trace(layer_idx, key_states, value_states, mark)
         self.attachment.inputs(layer_idx, key_states, value_states)
         layer = self._entered(layer_idx, key_states.dtype)
         if self._in_place:
@@ -362,7 +363,7 @@ class StaticKVCache(Cache, ObservingCache):
         other = memo[id(self)] = type(self)(*own)
         self._forget_pass()
         if self._places is not None:
-            other._places = self._places.copied()
+            other._places, other._mark = self._places.copied(), new_mark(self._device)
             for to, layer in zip(other.layers, self.layers, strict=True):
                 to.take(layer, other._places)
         return other

@@ -45,7 +45,8 @@ class StaticLayer(CacheLayerMixin):
         packer: Packer,
     ) -> None:
         self.codec, self.room = codec, room
-        scaling = codec.view.head_size**-0.5  # until attention says another
+        # Where attention says another, the reader of pages is made again, which no graph may record.
+        scaling = getattr(codec.view.module, "scaling", None) or codec.view.head_size**-0.5
         self._served = ServedLayer(
             codec, method.group, scaling, angles, 0.0, backend, packer, sink=method.sink
         )
