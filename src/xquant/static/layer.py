@@ -88,6 +88,7 @@ class StaticLayer(CacheLayerMixin):
         self.places, self._pages, self._rings = places, pages, rings
         self._served.bind(pages, rings, rings.shape[1], slots=places.batch)
 
+    @torch.inference_mode(False)
     def take(self, other: "StaticLayer", places: Places) -> None:
         """Have a copy of what another layer holds, whose batch has these ``places`` here."""
         if other.places is not None:
