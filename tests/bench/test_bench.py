@@ -274,3 +274,12 @@ def test_parts_are_packing_codes_and_outliers() -> None:
     assert sparse["dense_us"] == dense["dense_us"] == codes
     assert sparse["sparse_us"] == pytest.approx(taken - codes)
     assert dense["sparse_us"] == plain["sparse_us"] == 0
+
+
+def test_static_caches_have_rows_of_their_own() -> None:
+    full, growing, static = rows(["kivi-4bit:group=32"], static=True, dtypes=BF16)
+    assert static["method"] == "kivi-4bit:group=32 static" and static["failed"] is None
+    assert static["ms_per_token"] > 0 and static["attention_ms_per_layer"] > 0
+    # Memory for all tokens that may come, and recent ones as they are.
+    assert growing["cache_bytes"] < static["cache_bytes"]
+    assert full["cache_bytes"] > 0

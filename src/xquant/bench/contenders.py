@@ -14,7 +14,8 @@ from ..cache import KVCache
 from ..kernels.call import AttentionCall
 from ..kernels.trial import random_states
 from ..linear import pack_weights
-from ..methods import LayerCodec, Method
+from ..methods import Method
+from ..models import AttentionView
 from ..static.cache import StaticKVCache
 
 FILL = 4096
@@ -153,8 +154,8 @@ class Static(Contender):
             self.cache.fill(partial(self._states, count), self._batch, count)
         self._newest = self.newest()
 
-    def _states(self, count: int, codec: LayerCodec) -> tuple[Tensor, Tensor]:
-        found = random_states(codec.view, self._batch, count)
+    def _states(self, count: int, view: AttentionView) -> tuple[Tensor, Tensor]:
+        found = random_states(view, self._batch, count)
         return found.key, found.value
 
     @property

@@ -12,7 +12,8 @@ from .. import compat
 from ..calibration import Calibration
 from ..kernels.backend import MOST_QUERIES
 from ..kernels.call import AttentionCall
-from ..methods import LayerCodec, Method
+from ..methods import Method
+from ..models import AttentionView
 from ..seam.check import check_input, check_not_recorded, real_tokens
 from ..seam.gradients import past_is_constant
 from ..seam.hooks import attach
@@ -230,7 +231,7 @@ class StaticKVCache(Cache, ObservingCache):
             layer.reserve(self._places, dtype)
         return layer
 
-    def fill(self, states: Callable[[LayerCodec], States], batch: int, count: int) -> None:
+    def fill(self, states: Callable[[AttentionView], States], batch: int, count: int) -> None:
         """Hold ``count`` more tokens of each sequence that no model computed, for benchmarks.
 
         Args:
@@ -238,7 +239,7 @@ class StaticKVCache(Cache, ObservingCache):
         """
         self.begin(batch, count, None)
         for index, layer in enumerate(self.layers):
-            key, value = states(layer.codec)
+            key, value = states(layer.codec.view)
             self._entered(index, key.dtype).keep(key, value)
         self._in_place = False
         self.finish()
