@@ -3,8 +3,12 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+
+from xquant.kernels import choose, trial, triton
+from xquant.kernels.torch import FOLDED, REFERENCE
 
 _PATCH = interpreter._patch_lang_tensor
 _DOT = interpreter.InterpreterBuilder.create_dot
@@ -14,6 +18,14 @@ def mend() -> None:
     """Have the interpreter of Triton 3.6 do what it does not."""
     interpreter._patch_lang_tensor = _allow_bounds
     interpreter.InterpreterBuilder.create_dot = _multiply
+
+
+def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have ``auto`` choose on the CPU as on a GPU, in a process that has tried nothing yet."""
+    monkeypatch.setattr(choose, "fastest_first", lambda device: (triton.BACKEND, FOLDED, REFERENCE))
+    monkeypatch.setattr(FOLDED, "gains", lambda codec, block: False)  # as on a GPU
+    monkeypatch.setattr(trial, "_failures", {})
+    monkeypatch.setattr(trial, "_warned", set())
 
 
 def _allow_bounds(tensor: Any, scope: Any) -> None:

@@ -16,8 +16,7 @@ from attending import DEVICE
 from calibrated import make_cache
 from models import prompt, tiny
 from xquant import KVCache
-from xquant.kernels import choose, trial, triton
-from xquant.kernels.torch import FOLDED, REFERENCE
+from xquant.kernels import choose, trial
 from xquant.kernels.triton import decoding, sealing
 from xquant.kernels.triton.attention import TritonAttention
 from xquant.quant import Affine
@@ -31,10 +30,7 @@ ATTEND = TritonAttention.attend
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has tried nothing yet."""
-    monkeypatch.setattr(choose, "fastest_first", lambda device: (triton.BACKEND, FOLDED, REFERENCE))
-    monkeypatch.setattr(FOLDED, "gains", lambda codec, block: False)  # as on a GPU
-    monkeypatch.setattr(trial, "_failures", {})
-    monkeypatch.setattr(trial, "_warned", set())
+    interpreted.take_for_a_gpu(monkeypatch)
 
 
 def model(**options: Any) -> Any:

@@ -13,8 +13,6 @@ import interpreted
 from attending import DEVICE
 from models import prompt, tiny
 from xquant import StaticKVCache
-from xquant.kernels import choose, trial, triton
-from xquant.kernels.torch import FOLDED, REFERENCE
 from xquant.kernels.triton.paged import TritonPages
 
 interpreted.mend()
@@ -26,10 +24,7 @@ ATTEND = TritonPages.attend
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has tried nothing yet."""
-    monkeypatch.setattr(choose, "fastest_first", lambda device: (triton.BACKEND, FOLDED, REFERENCE))
-    monkeypatch.setattr(FOLDED, "gains", lambda codec, block: False)  # as on a GPU
-    monkeypatch.setattr(trial, "_failures", {})
-    monkeypatch.setattr(trial, "_warned", set())
+    interpreted.take_for_a_gpu(monkeypatch)
 
 
 def made(spec: str = SPEC) -> tuple[Any, StaticKVCache, list[str]]:

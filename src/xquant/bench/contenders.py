@@ -20,10 +20,10 @@ from ..static.cache import StaticKVCache
 
 FILL = 4096
 """Tokens of a sequence that are appended at a time, at most."""
-STATIC = "static"
-"""What the row of a `StaticKVCache` is called, after its method."""
 FILLED_ROWS = 8 * FILL
 """Tokens of all sequences together that are appended at a time, at most."""
+STATIC = "static"
+"""What the row of a `StaticKVCache` is called, after its method."""
 
 
 class Contender(ABC):

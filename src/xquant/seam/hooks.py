@@ -204,10 +204,7 @@ class Attachment:
         RUNNING.attachment = self
         if not compiled or len(args) > 1:
             return {}
-        fixed: dict[str, Any] = {**cache.fixed_inputs}
-        if fixed and kwargs.get("position_ids") is not None:
-            del fixed["position_ids"]
-        return fixed
+        return {**cache.fixed_inputs(positions=kwargs.get("position_ids") is None)}
 
     def _check_compiled(
         self,

@@ -78,9 +78,11 @@ class ObservingCache:
         """All latents ``[B, 1, T, r]`` of layer ``index`` and their rotated parts ``[B, 1, T, R]``."""
         raise NotImplementedError
 
-    @property
-    def fixed_inputs(self) -> dict[str, Tensor]:
-        """What a compiled decoder is given in place of its own inputs, so that all steps are alike."""
+    def fixed_inputs(self, positions: bool) -> dict[str, Tensor]:
+        """What a compiled decoder is given in place of its own inputs, so that all steps are alike.
+
+        ``positions``: whether it was given none, int64 ``[1, t]``.
+        """
         return {}
 
     def pass_over(self, batch: int, length: int) -> None:

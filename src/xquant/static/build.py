@@ -17,9 +17,10 @@ from .trial import failure, tried_room
 
 
 def check_method(method: Method) -> None:
-    """
+    """Refuse a method whose blocks cannot be pages.
+
     Raises:
-        ValueError: its blocks cannot be pages.
+        ValueError: it is one.
     """
     if why := unfit_options(method):
         raise _refused(method, why)

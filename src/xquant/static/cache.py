@@ -174,19 +174,21 @@ class StaticKVCache(Cache, ObservingCache):
             return mask[:, -length:].cpu().bool()
         return real_tokens(mask, batch, length, mask.device).cpu()
 
-    @property
     @torch.inference_mode(False)  # what is made within it could not be written to outside
-    def fixed_inputs(self) -> dict[str, Tensor]:
+    def fixed_inputs(self, positions: bool) -> dict[str, Tensor]:
         """Inputs of the decoder in place of those that differ in size from step to step, or that only the
         number of tokens tells."""
         if not self._in_place:
             return {}
+        fixed = {"attention_mask": self._no_mask}
+        if not positions:
+            return fixed
         assert self._places is not None
         held, count = self._places.length, self._places.new.shape[1]
         if count not in self._positions:
             self._positions[count] = torch.zeros(1, count, dtype=torch.int64, device=self._device)
         self._positions[count].copy_(torch.arange(held, held + count)[None], non_blocking=True)
-        return {"attention_mask": self._no_mask, "position_ids": self._positions[count]}
+        return fixed | {"position_ids": self._positions[count]}
 
     def observe(self, given: Given) -> None:
         """What is kept is given to `update`."""
