@@ -25,7 +25,7 @@ from xquant.kernels.triton.jit.append import append
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.attend_exact import attend_exact
 from xquant.kernels.triton.jit.combine import combine
-from xquant.kernels.triton.jit.ranked import decode, rank, ranked_scores, ranked_sums
+from xquant.kernels.triton.jit.ranked import decode, rank
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.seal import assign, seal
 from xquant.kernels.triton.jit.sum_states import CHANNEL_LANES, PLAIN, TOKEN_LANES, sum_states
@@ -54,6 +54,7 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(("sums_out", "maxima_out", "maxima", "offset", "sink_logits"), "*fp32"),
     **dict.fromkeys(("scores", "scores_out", "bias", "gain"), "*fp32"),
     **dict.fromkeys(("key_codebook", "value_codebook", "scale", "zero"), "*fp16"),
+    "addresses": "*i64",
     **dict.fromkeys(("sink_columns", "codes", "found_nan"), "*i32"),
     **dict.fromkeys(("size", "size_out", "levels", "sizes"), "*fp32"),
     **dict.fromkeys(("order", "order_out", "runs", "usual"), "*i32"),
@@ -63,7 +64,7 @@ TYPES: dict[str, Any] = {
 
 
 def decoding(head: int, block: int, **given: Any) -> dict[str, Any]:
-    common = {"PAGED": False, "OFFSET": False, "MASK": 0, "SOFTCAP": False, "SINKS": 0, "ROWS": 8}
+    common = {"PAGED": False, "OFFSET": False, "MASK": 0, "SOFTCAP": False, "SINKS": 0, "ROWS": 4}
     return {"D": head, "DP": padded(head), "N": block, "NP": padded(block), **common, **given}
 
 
@@ -160,11 +161,6 @@ SUMMING = [
     {"SOURCE": PLAIN.value, "D": 128, "DP": 128, "LAYOUT": None},
 ]
 BLOCK = {"N": 128, "NP": 128}
-RANKED = {
-    **{**BLOCK, "D": 128, "DP": 128, "HEADS": 2, "ROWS": 8},
-    **{"SINKS": 1, "MASK": 0, "SOFTCAP": False},
-}
-RANKED_SUMMING = {**BLOCK, "ROWS": 32}
 ACCUMULATING = {
     **{"N": 128, "NP": 128, "OUT": 128, "CHUNK": 64, "CHUNKS": 16, "TILE": 128},
     "LAYOUT": layout(2, TOKEN, 128, per_token=True),
@@ -212,8 +208,6 @@ if __name__ == "__main__":
         for target in (80, 90, 100, "gfx942"):
             build(rank, {"RANKED": 64}, target=target)
             build(decode, {"N": 128, "NP": 128}, target=target)
-            build(ranked_scores, RANKED, target=target)
-            build(ranked_sums, RANKED_SUMMING, target=target)
         sys.exit()
     build(attend, DECODING[0], target="gfx942")
     build(rebuild, REBUILDING[0], target="gfx942")

@@ -5,15 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import platformdirs
-
 CACHE = "XQUANT_CACHE"
 """The environment variable that names the folder of what is kept."""
 
 
 def cache_folder() -> Path:
     """Where what was made once is kept: the folder that `CACHE` names, else the platform's for caches."""
-    return Path(os.environ.get(CACHE) or platformdirs.user_cache_dir("xquant"))
+    if named := os.environ.get(CACHE):
+        return Path(named)
+    import platformdirs  # not on every machine that names a folder
+
+    return Path(platformdirs.user_cache_dir("xquant"))
 
 
 def write_atomically(target: str | Path, content: str | bytes) -> None:

@@ -70,22 +70,16 @@ class Triton(Backend):
     def unfit(self, codec: LayerCodec, block: int) -> str:
         return support.unfit(codec, block)
 
-    def gains(self, codec: LayerCodec, block: int) -> bool:
-        # Kernels of ranked codes take a minute to compile, for a gain that nobody has measured.
-        return not support.ranked(codec, block)
-
     def missing(self, codec: LayerCodec) -> str:
         return support.missing(codec.view.device)
 
     def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
         from .attention import TritonAttention
-        from .ranked import TritonRanked
         from .rebuild import TritonRebuilding
 
         kind: type[TritonAttention | TritonRebuilding] = TritonAttention
         if layer.codec.rematerialized is not None:
-            ranked = support.ranked(layer.codec, layer.stream.block)
-            kind = TritonRanked if ranked else TritonRebuilding
+            kind = TritonRebuilding
         return kind(layer, shared.rope, shared.workspace)
 
     def paged(

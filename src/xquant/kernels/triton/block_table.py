@@ -9,8 +9,21 @@ from ...store.stream import Stream
 from ..addresses import BlockAddresses
 from .arguments import Blocks
 
-FIELDS = ("codes", "scale", "zero", "outlier_count", "outlier_excess", "outlier_channel", "gain")
-"""The packed fields of a segment, in the order in which a kernel finds their addresses."""
+FIELDS = (
+    "codes",
+    "scale",
+    "zero",
+    "outlier_count",
+    "outlier_excess",
+    "outlier_channel",
+    "gain",
+    "",
+)
+"""The packed fields of a segment, in the order in which a kernel finds their addresses. The last is none:
+with eight of them, those of the next segment begin at a multiple of 16 bytes too. A kernel is compiled anew
+where an argument ceases to."""
+ALIGNED = 4
+"""Numbers of int32 in 16 bytes."""
 Offline = tuple[Tensor, Tensor] | None
 
 
@@ -42,9 +55,10 @@ class BlockTable:
         fields = [self._fields(number) for number in range(len(self._offline))]
         by_block = torch.stack([addresses for segment in fields for addresses in segment])
         addresses = by_block.to(self._device, non_blocking=True)[:, found.table]
-        spans = torch.stack(
-            [found.lengths.cumsum(0, dtype=torch.int32) - found.lengths, found.lengths]
-        )
+        begins = found.lengths.cumsum(0, dtype=torch.int32) - found.lengths
+        # Rows of a size that keeps the second where the first is: at a multiple of 16 bytes.
+        spans = torch.zeros(2, -(-self.columns // ALIGNED) * ALIGNED, dtype=torch.int32)
+        spans[:, : self.columns] = torch.stack([begins, found.lengths])
         self.blocks = Blocks(addresses, *spans.to(self._device, non_blocking=True))
 
     def segment(self, number: int) -> Blocks:

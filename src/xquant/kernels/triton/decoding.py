@@ -1,19 +1,22 @@
 """Blocks of ranked codes decoded by Triton: jit/ranked.py. It equals `Ranked.decode`, bit for bit."""
 
+from functools import cache
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...quant import Packed
+from ...quant.operand import RankedOperand
 from ...quant.quantizer import dense
-from ...quant.ranked import Ranked, whole
+from ...quant.ranked import Ranked, level_table, size_table, whole
 from ...quant.trellis import WIDTHS
-from .arguments import Blocks
 from .block_table import FIELDS
 from .jit.ranked import decode, rank
-from .ranked import RANKED, run_table, tables
 from .support import power
+
+RANKED = 64
+"""Channels whose ranks a program finds."""
 
 _own: WeakKeyDictionary[Ranked, dict[tuple[torch.device, int], tuple[Tensor, Tensor]]]
 _own = WeakKeyDictionary()
@@ -24,20 +27,19 @@ def unpack_ranked(quantizer: Ranked, packed: Packed, out: Tensor) -> None:
     blocks, tokens, channels = out.shape
     device = out.device
     fields = {name: dense(packed, name).contiguous() for name in packed}
-    held, number = _addresses(fields, blocks, device), torch.zeros(1, dtype=torch.int32)
+    addresses = _addresses(fields, blocks, device)
     usual, runs = _tables_of(quantizer, device, whole(tokens))
     levels, sizes = tables(device)
     order = torch.empty(blocks * channels, dtype=torch.int32, device=device)
     size = torch.empty(blocks * channels, dtype=torch.float32, device=device)
-    at = Blocks(held, number.to(device), number.to(device))
-    rank[(blocks, -(-channels // RANKED), 1)](
-        order, size, at, usual, sizes, blocks, channels, RANKED=RANKED
+    rank[(blocks, -(-channels // RANKED))](
+        order, size, addresses, usual, sizes, blocks, channels, RANKED=RANKED
     )
     decode[(blocks, len(WIDTHS) + 1)](
         out,
         order,
         size,
-        at,
+        addresses,
         runs,
         levels,
         sizes,
@@ -68,3 +70,19 @@ def _tables_of(quantizer: Ranked, device: torch.device, tokens: int) -> tuple[Te
         usual = quantizer.usual.to(device, torch.int32)
         known[device, tokens] = usual, run_table(operand, tokens).to(device)
     return known[device, tokens]
+
+
+@cache
+def tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The levels of all widths, fp32 ``[widths, 2, 256]``, and sizes of whole steps, from that of 0 on."""
+    sizes, zero = size_table()
+    return level_table().to(device), sizes.to(device)[zero:]
+
+
+def run_table(operand: RankedOperand, block: int) -> Tensor:
+    """What `jit.ranked` calls ``runs``, int32 ``[widths, 3]``."""
+    rows, first, start = [], 0, 0
+    for width, count in zip(WIDTHS[::-1], operand.counts[::-1], strict=True):
+        rows.append((first, count, start))
+        first, start = first + count, start + count * width.nbytes(block)
+    return torch.tensor(rows, dtype=torch.int32)

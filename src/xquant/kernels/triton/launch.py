@@ -16,9 +16,10 @@ from .support import power
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
+LEAST_ROWS = 4
 MOST_ROWS = 64
 """Rows of one program: query heads times queries of a key/value head."""
-MOST_SUMS = 1 << 13
+MOST_SUMS = 1 << 12
 """Rows times channels of one program."""
 WAVES = 2
 """Programs that are started for every multiprocessor."""
@@ -51,7 +52,7 @@ def padded_rows(rows: int) -> int:
 
 def program_rows(rows: int, size: int) -> int:
     """Of a program that keeps sums of values, in heads of ``size`` channels."""
-    return min(padded_rows(rows), MOST_SUMS // power(size))
+    return min(max(power(rows), LEAST_ROWS), MOST_SUMS // power(size))
 
 
 class Launch(NamedTuple):

@@ -36,7 +36,7 @@ class PackedStates:
         return min(CHUNK, power(self.tile))
 
     def order(self) -> Tensor:
-        """The channels of a tile chunk by chunk, in the order of `unpack.tile_order`; -1 where there is
+        """The channels of a tile chunk by chunk, in the order of `codes.tile_order`; -1 where there is
         none."""
         bits = self.layout.bits
         width = min(bits & -bits, 4)

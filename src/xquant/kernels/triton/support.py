@@ -76,8 +76,9 @@ def unfit(codec: LayerCodec, block: int) -> str:
 
 def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:
     """The same of a layer whose keys and values are rebuilt."""
-    if ranked(codec, block):
-        return ""
+    if isinstance(codec.segments[0].operand(block), RankedOperand):
+        # Read in place, they took some 20 times as long as fp16 by the instructions of the kernels.
+        return "ranked codes, which are decoded once and multiplied by torch"
     keys, values = (affine(segment, block) for segment in (codec.segments[0], codec.segments[-1]))
     if keys is None or values is None:
         return "what keys and values come from has no affine codes"
@@ -93,11 +94,6 @@ def _unfit_rebuilt(codec: Rematerialized, block: int) -> str:
     if values.group % 32 or (by_token and power(values.group) * power(block) > MOST_ELEMENTS):
         return f"ranges of {values.group} channels in blocks of {block}"
     return ""
-
-
-def ranked(codec: LayerCodec, block: int) -> bool:
-    """Whether a layer has ranked codes."""
-    return isinstance(codec.segments[0].operand(block), RankedOperand)
 
 
 def affine(segment: Segment, block: int) -> Operand | None:

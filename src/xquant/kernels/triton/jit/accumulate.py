@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
+from .codes import QUARTER, block_at, lane_order, tile_order
 from .states import packed_chunk
-from .unpack import QUARTER, Block, lane_order, tile_order
 
 
 @triton.jit(do_not_specialize=("columns", "sink_count"))
@@ -49,7 +49,7 @@ def accumulate(
         TILE: channels of a tile of the packed rows, whose ``LAYOUT`` is an `operand.Layout`.
     """
     column, run, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    block = Block(blocks.addresses, tl.num_programs(2) * columns, b * columns + column)
+    block = block_at(blocks.addresses + b * columns + column, tl.num_programs(2) * columns)
     begin, token = tl.load(blocks.begins + column), lane_order(N, NP)
     if WEIGHTED:
         channel = run * OUT + tl.arange(0, OUT)

@@ -3,8 +3,21 @@
 import triton
 import triton.language as tl
 
-from .exact import Channels, Queries, add_exact, load_rows, store_split
-from .products import block_scores, block_sums, high_and_low, reciprocal, to_halves
+from .codes import FIELDS, QUARTER, block_at, index_at, lane_order, moved, tile_order
+from .exact import Channels, add_exact, load_rows, queries_of, store_split
+from .halves import as_words
+from .products import (
+    LOW,
+    block_scores,
+    block_sums,
+    folded_sums,
+    folds,
+    key_words,
+    one_column,
+    reciprocal,
+    two_columns,
+    value_words,
+)
 from .softmax import (
     LOWEST,
     Mask,
@@ -14,7 +27,6 @@ from .softmax import (
     soft_capped,
     softmax_weights,
 )
-from .unpack import FIELDS, QUARTER, Block, lane_order, tile_order
 
 VARYING = (
     "columns", "limits", "new_runs", "tail_runs", "sink_runs", "mask_batch_stride", "mask_query_stride",
@@ -117,7 +129,7 @@ def attend(
     channel = tile_order(D, DP, KEY.bits, DP)
     partner_channel = tl.where(channel < half, channel + half, channel - half)
     value_channel = lane_order(D, DP)
-    token = tile_order(N, NP, VALUE.bits, NP)
+    token = index_at(tl.arange(0, NP), N, NP, VALUE.bits)
 
     row, place, pointer, there, states = load_rows(
         query, own, head, tl.program_id(2), channel, shape, scaling, ROWS
@@ -128,9 +140,8 @@ def attend(
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([DP, ROWS], tl.float32)
     if split == 0:
-        high, unit = to_halves(states)
         maximum, total, sums = add_exact(
-            Queries(high, unit, place), key, value, tail, sinks,
+            queries_of(states, place), key, value, tail, sinks,
             mask, mask_row, b, head, limit, new_runs, tail_runs, sink_runs, shape,
             Channels(channel, partner_channel, value_channel), softcap, maximum, total, sums,
             D, ROTATE and not PAGED, PAGED, MASK, SOFTCAP,
@@ -149,6 +160,8 @@ def attend(
             both = (token >= 0)[:, None] & (pair >= 0)[None, :]
             within_cos = tl.load(rope.within_cos + within, both, 0).to(tl.float16)
             within_sin = tl.load(rope.within_sin + within, both, 0).to(tl.float16)
+            within_cos = as_words(within_cos, NP, DP // 2)
+            within_sin = as_words(within_sin, NP, DP // 2)
         if SINKS:
             sink = tl.arange(0, SINKS)
             if PAGED:
@@ -157,26 +170,55 @@ def attend(
                 at = sinks.columns + b * sink_runs + sink
                 sink_column = tl.load(at, sink < sink_runs, -1)
         field_stride = tl.num_programs(1) // shape.kv_heads * columns
-        totals = tl.zeros([NP, ROWS], tl.float32)  # by token, and summed over them at last
+        folded: tl.constexpr = folds(VALUE.span, VALUE.codebook, VALUE.count_bytes)
+        # By token, and summed over them at last: of weights, and of what `folded_sums` adds up.
+        totals = tl.zeros([NP, ROWS], tl.float32)
+        rest = tl.zeros([NP, ROWS], tl.float32)
+        both_sums = tl.zeros([DP, 2 * ROWS], tl.float32)
         unit = tl.max(tl.sqrt(states * states + partner * partner), 0)[None, :]
         states, partner = states * reciprocal(unit), partner * reciprocal(unit)
-        high, low = high_and_low(states)
-        for column in range(first, tl.minimum(first + per_split, columns)):
+        queries = two_columns(states, 1)
+        stop = tl.minimum(first + per_split, columns)
+        # Where a block lies is loaded a block ahead.
+        if PAGED:
+            pages = blocks.table + b * blocks.table_stride
+            keys, values = block_at(blocks.addresses, 2), block_at(blocks.addresses + 2 * FIELDS, 2)
+            key_steps = block_at(blocks.addresses + 1, 2)
+            value_steps = block_at(blocks.addresses + 2 * FIELDS + 1, 2)
+            page = tl.load(pages + first).to(tl.int64)
+            key_block, value_block = moved(keys, key_steps, page), moved(values, value_steps, page)
+            begin, length = first * N, limit - first * N
+        else:
+            at = blocks.addresses + b * columns
+            values_at = at + FIELDS * field_stride
+            key_block = block_at(at + first, field_stride)
+            value_block = block_at(values_at + first, field_stride)
+            begin = tl.load(blocks.begins + first)
+            length = tl.minimum(tl.load(blocks.lengths + first), limit - begin)
+        for column in range(first, stop):
+            key_codes = key_words(key_block, token, head, D, DP, N, KEY.bits)
+            value_codes = value_words(value_block, value_channel, head, D, N, NP, VALUE.bits)
+            after = tl.minimum(column + 1, stop - 1)
             if PAGED:
-                page = tl.load(blocks.table + b * blocks.table_stride + column).to(tl.int64)
-                key_block = Block(blocks.addresses, 2, 0, page)
-                start, begin, length = column, column * N, limit - column * N
+                start, next_begin, next_length = column, begin + N, length - N
+                page = tl.load(pages + after).to(tl.int64)
+                next_keys, next_values = (
+                    moved(keys, key_steps, page),
+                    moved(values, value_steps, page),
+                )
             else:
-                start, begin = b * columns + column, tl.load(blocks.begins + column)
-                length = tl.minimum(tl.load(blocks.lengths + column), limit - begin)
-                key_block = Block(blocks.addresses, field_stride, start)
+                start = b * columns + column
+                next_begin = tl.load(blocks.begins + after)
+                next_length = tl.minimum(tl.load(blocks.lengths + after), limit - next_begin)
+                next_keys = block_at(at + after, field_stride)
+                next_values = block_at(values_at + after, field_stride)
             if ROTATE:
                 angle = start * half + channel % half
                 start_cos = tl.load(rope.start_cos + angle, channel >= 0, 0)[:, None]
                 start_sin = tl.load(rope.start_sin + angle, channel >= 0, 0)[:, None]
-                high, low = high_and_low(states * start_cos + partner * start_sin)
+                queries = two_columns(states * start_cos + partner * start_sin, 1)
             scores = block_scores(
-                key_block, key_codebook, offset, high, low, token, channel,
+                key_block, key_codes, key_codebook, offset, queries, token, channel,
                 within_cos, within_sin, head, shape.kv_heads, D, DP, N, NP, KEY, OFFSET, ROTATE,
             )  # fmt: skip
             scores *= unit / QUARTER
@@ -188,14 +230,35 @@ def attend(
                 seen = seen & (tl.min(distance, 0) > 0)
             scores = masked(scores, mask, mask_row, begin + token, seen[:, None], MASK)
             weights, shrink, maximum = softmax_weights(scores, maximum)
-            fields = key_block.addresses + FIELDS * key_block.field_stride
-            block_values = block_sums(
-                Block(fields, key_block.field_stride, key_block.place, key_block.page), value_codebook,
-                weights, token, value_channel, head, shape.kv_heads, D, DP, N, NP, VALUE,
-            )  # fmt: skip
-            sums = sums * shrink[None, :] + block_values
+            both_shrink = tl.reshape(tl.join(shrink, shrink), (2 * ROWS,))[None, :]
+            if folded:
+                block_values, added = folded_sums(
+                    value_block,
+                    value_codes,
+                    weights,
+                    token,
+                    value_channel,
+                    head,
+                    D,
+                    DP,
+                    N,
+                    NP,
+                    VALUE,
+                )
+                rest = rest * shrink[None, :] + added
+            else:
+                block_values = block_sums(
+                    value_block, value_codes, value_codebook, two_columns(weights, LOW, True),
+                    tile_order(N, NP, VALUE.bits, NP), value_channel, head, shape.kv_heads,
+                    D, DP, N, NP, VALUE,
+                )  # fmt: skip
+            both_sums = both_sums * both_shrink + block_values
             totals = totals * shrink[None, :] + weights
-        total, sums = tl.sum(totals, 0), sums / QUARTER
+            key_block, value_block, begin, length = next_keys, next_values, next_begin, next_length
+        total, sums = tl.sum(totals, 0), one_column(both_sums, LOW)
+        sums /= QUARTER
+        if folded:
+            sums += tl.sum(rest, 0)[None, :]
 
     rows = shape.group_heads * shape.queries
     to = (split.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row

@@ -3,8 +3,7 @@
 import triton
 import triton.language as tl
 
-from .exact import Channels, Queries, add_exact, load_rows, store_split
-from .products import to_halves
+from .exact import Channels, add_exact, load_rows, queries_of, store_split
 from .softmax import LOWEST, Mask, mask_rows
 
 VARYING = ("limit", "new_runs", "tail_runs", "sink_runs", "mask_batch_stride", "mask_query_stride")
@@ -57,9 +56,8 @@ def attend_exact(
     )
     mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
     mask_row = mask_rows(mask, b, place)
-    high, unit = to_halves(states)
     maximum, total, sums = add_exact(
-        Queries(high, unit, place), key, value, tail, sinks, mask, mask_row,
+        queries_of(states, place), key, value, tail, sinks, mask, mask_row,
         b, head, limit, new_runs, tail_runs, sink_runs, shape,
         Channels(channel, partner_channel, channel), softcap,
         tl.full([ROWS], LOWEST, tl.float32), tl.zeros([ROWS], tl.float32),

@@ -9,18 +9,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .products import quarter
+from .codes import QUARTER
+from .products import LOW, one_column, quarter, reciprocal, two_columns
 from .softmax import NONE, masked, soft_capped, softmax_step
-from .unpack import QUARTER
 
 STEP = tl.constexpr(32)  # tokens that are read at a time
 
 
 class Queries(NamedTuple):
-    """The rows of a program, as `products.to_halves` makes them."""
+    """The rows of a program, as `queries_of` makes them."""
 
     data: Any
-    """fp16 ``[K, R]``."""
+    """fp16 ``[K, 2 R]``: see `products.two_columns`."""
     unit: Any
     """fp32 ``[1, R]``: what scores are to be multiplied with."""
     place: Any
@@ -34,6 +34,13 @@ class Channels(NamedTuple):
     partner: Any
     """The channel with which RoPE rotates each of ``key``."""
     value: Any
+
+
+@triton.jit
+def queries_of(states, place):
+    """`Queries` of scaled queries fp32 ``[K, R]``; each is divided by its largest element."""
+    unit = tl.max(tl.abs(states), 0)[None, :]
+    return Queries(two_columns(states * reciprocal(unit), 1), unit, place)
 
 
 @triton.jit
@@ -134,7 +141,7 @@ def add_rows(
             partner = tl.where((channel < half)[None, :], partner, -partner)
             angle = token[:, None] * half + (channel % half)[None, :]
             keys = keys * tl.load(cos + angle, whole, 0) - partner * tl.load(sin + angle, whole, 0)
-        scores = tl.dot(quarter(keys), queries.data) * (queries.unit / QUARTER)
+        scores = one_column(tl.dot(quarter(keys), queries.data), 1) * (queries.unit / QUARTER)
         if SOFTCAP:
             scores = soft_capped(scores, softcap)
         if LISTED:
@@ -150,7 +157,8 @@ def add_rows(
         row = value + place.to(tl.int64)[None, :] * value_stride
         whole = (token < count)[None, :] & (value_channel >= 0)[:, None]
         values = tl.load(row + value_channel[:, None], whole, 0).to(tl.float32)
-        sums += tl.dot(quarter(values), weights.to(tl.float16)) / QUARTER
+        product = tl.dot(quarter(values), two_columns(weights, LOW))
+        sums += one_column(product, LOW) / QUARTER
     return maximum, total, sums
 
 

@@ -8,9 +8,21 @@ too, so that keys and values are rounded, and nothing else that matters.
 import triton
 import triton.language as tl
 
-from .unpack import CODES, QUARTER, decode, field, levels_of, load_codes
+from .codes import (
+    CENTERED,
+    QUARTER,
+    center,
+    in_tile_order,
+    levels_of,
+    load_words,
+    pointer,
+    unpacked,
+)
+from .halves import add, as_halves, multiply, multiply_add, negative, word_of
+from .unpack import decode, token_ranges
 
 HALF_MAX = tl.constexpr(65504.0)
+LOW = tl.constexpr(2048.0)  # what is left of weights is multiplied with: they may be small
 
 
 @triton.jit
@@ -40,22 +52,60 @@ def high_and_low(x):
 
 
 @triton.jit
+def two_columns(x, LOW: tl.constexpr, IN_TILE_ORDER: tl.constexpr = False):
+    """``x`` fp32 ``[K, R]`` in fp16 ``[K, 2 R]``: beside each column what rounding leaves of it, times LOW.
+    Rows are those of ``x``, or these `codes.in_tile_order`."""
+    high = x.to(tl.float16).to(tl.float32)
+    both = tl.reshape(tl.join(high, (x - high) * LOW), (x.shape[0], 2 * x.shape[1]))
+    if IN_TILE_ORDER:
+        both = in_tile_order(both, x.shape[0], 2 * x.shape[1])
+    # Last: Triton 3.6 cannot compile products with what was reshaped.
+    return both.to(tl.float16)
+
+
+@triton.jit
+def one_column(x, LOW: tl.constexpr):
+    """Of a product ``[M, 2 R]`` with `two_columns`, that with the numbers they were made of."""
+    high, low = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return high + low * (1 / LOW)
+
+
+@triton.jit
 def rotated(x, cos, sin, M: tl.constexpr, K: tl.constexpr):
-    """``x`` ``[M, K]`` after RoPE by ``cos`` and ``sin`` ``[M, K / 2]``; channels ``K`` are in the order of
-    `unpack.tile_order`."""
-    low, high = tl.split(tl.permute(tl.reshape(x, (M, 2, 2, K // 4)), (0, 1, 3, 2)))
-    cos, sin = tl.reshape(cos, (M, 2, K // 4)), tl.reshape(sin, (M, 2, K // 4))
-    both = tl.join(low * cos - high * sin, high * cos + low * sin)
-    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), (M, K))
+    """``x`` ``[M, K / 2]`` after RoPE by ``cos`` and ``sin`` ``[M, K / 4]``, all by words; channels are in
+    the order of `codes.tile_order`."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (M, 2, 2, K // 8)), (0, 1, 3, 2)))
+    cos, sin = tl.reshape(cos, (M, 2, K // 8)), tl.reshape(sin, (M, 2, K // 8))
+    first = multiply_add(low, cos, multiply(negative(high), sin))
+    second = multiply_add(high, cos, multiply(low, sin))
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 1, 3, 2)), (M, K // 2))
+
+
+@triton.jit
+def key_words(
+    block, token, head, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr
+):
+    """The packed codes of a head's keys, `codes.load_words`."""
+    words = pointer(block.codes, tl.int32) + head * (D * N * BITS // 32)
+    return load_words(words, token, D, DP, BITS)
+
+
+@triton.jit
+def value_words(
+    block, channel, head, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BITS: tl.constexpr
+):
+    """The same of its values."""
+    words = pointer(block.codes, tl.int32) + head * (D * N * BITS // 32)
+    return load_words(words, channel, N, NP, BITS)
 
 
 @triton.jit
 def block_scores(
     block,
+    words,
     codebook,
     offset,
-    high,
-    low,
+    queries,
     token,
     channel,
     within_cos,
@@ -70,28 +120,28 @@ def block_scores(
     OFFSET: tl.constexpr,
     ROTATE: tl.constexpr,
 ):
-    """A quarter of the scores of a block, fp32 ``[NP, R]``: ``R(r) (k + offset) . (high + low)`` of its keys.
+    """A quarter of the scores of a block, fp32 ``[NP, R]``: ``R(r) (k + offset) . q`` of its keys.
 
     Args:
-        high: queries fp16 ``[DP, R]``; and ``low``, what rounding left of them: see `high_and_low`.
-        within_cos: fp16 ``[NP, DP / 2]``, the rotation ``R(r)`` of each place of a block, as ``within_sin``.
+        queries: fp16 ``[DP, 2 R]``, of `two_columns`.
+        within_cos: words ``[NP, DP / 4]``, the rotation ``R(r)`` of each place of a block, as ``within_sin``.
         offset: fp32 ``[G D]``, the bias of keys, which their codes do without.
     """
-    BITS: tl.constexpr = LAYOUT.bits
-    words = field(block, CODES, tl.int32) + head * (D * N * BITS // 32)
-    level = levels_of(load_codes(words, token, D, DP, BITS, NP), codebook, LAYOUT, NP, DP)
+    level = levels_of(words, codebook, LAYOUT)
     keys = decode(block, level, token, channel, head * D, D, N, kv_heads * D, LAYOUT, True, NP, DP)
     if OFFSET:
         mean = tl.load(offset + head * D + channel, channel >= 0, 0) * QUARTER
-        keys += mean.to(tl.float16)[None, :]
+        low, high = tl.split(tl.reshape(mean.to(tl.float16), (DP // 2, 2)))
+        keys = add(keys, word_of(low, high)[None, :])
     if ROTATE:
         keys = rotated(keys, within_cos, within_sin, NP, DP)
-    return tl.dot(keys, high, tl.dot(keys, low))
+    return one_column(tl.dot(as_halves(keys, NP, DP), queries), 1)
 
 
 @triton.jit
 def block_sums(
     block,
+    words,
     codebook,
     weights,
     token,
@@ -104,12 +154,44 @@ def block_sums(
     NP: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """A quarter of the sums of a block's values by ``weights``, fp32 ``[NP, R]``, of at most 1: fp32
-    ``[DP, R]``."""
-    BITS: tl.constexpr = LAYOUT.bits
-    words = field(block, CODES, tl.int32) + head * (D * N * BITS // 32)
-    level = levels_of(load_codes(words, channel, N, NP, BITS, DP), codebook, LAYOUT, DP, NP)
+    """A quarter of the sums of a block's values by ``weights`` fp16 ``[NP, R]``: fp32 ``[DP, R]``."""
+    level = levels_of(words, codebook, LAYOUT)
     values = decode(
         block, level, token, channel, head * D, D, N, kv_heads * D, LAYOUT, False, NP, DP
     )
-    return tl.dot(values, weights.to(tl.float16))
+    return tl.dot(as_halves(values, DP, NP), weights)
+
+
+@triton.constexpr_function
+def folds(span: int, codebook: bool, count_bytes: int) -> bool:
+    """Whether values of such a layout are multiplied as they are packed, by `folded_sums`."""
+    return span == 2 and not codebook and not count_bytes
+
+
+@triton.jit
+def folded_sums(
+    block,
+    words,
+    weights,
+    token,
+    channel,
+    head,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """Sums of a block's values ``code * scale + zero`` of tokens by ``weights`` fp32 ``[NP, R]``. The scale
+    goes into the weights::
+
+        sum w (code * scale + zero) = sum (w scale) (code - center) + sum w (zero + center scale)
+
+    Tokens are in the order of their places. Returns a quarter of the first sum as of `two_columns`, fp32
+    ``[DP, 2 R]``, and what the second adds up, ``[NP, R]``.
+    """
+    scale, zero = token_ranges(block, token, head * D, N, LAYOUT)
+    levels = as_halves(unpacked(words, LAYOUT.bits, CENTERED), DP, NP)
+    middle = zero + center(LAYOUT.bits) * scale
+    columns = two_columns(weights * scale[:, None], LOW, True)
+    return tl.dot(levels, columns), weights * middle[:, None]

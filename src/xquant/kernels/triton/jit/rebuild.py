@@ -4,11 +4,11 @@
 import triton
 import triton.language as tl
 
+from .codes import QUARTER, block_at, lane_order
 from .exact import row_pointers
 from .products import HALF_MAX, high_and_low, reciprocal
 from .softmax import Mask, mask_rows, masked, soft_capped
 from .states import packed_chunk, row_chunk
-from .unpack import QUARTER, Block, lane_order
 
 VARYING = ("columns", "limit", "sink_count", "mask_batch_stride", "mask_query_stride")
 """What changes from step to step: nothing is compiled anew for it."""
@@ -208,7 +208,7 @@ def rebuild(
         SINKS: a power of two from ``sink_count`` on, 0 where there are none.
     """
     column, head, b = tl.program_id(0), tl.program_id(1) * HEADS, tl.program_id(2)
-    block = Block(blocks.addresses, tl.num_programs(2) * columns, b * columns + column)
+    block = block_at(blocks.addresses + b * columns + column, tl.num_programs(2) * columns)
     begin, length = tl.load(blocks.begins + column), tl.load(blocks.lengths + column)
     token, channel = lane_order(N, NP), head_channels(D, HEADS * DP, DP)
     here = channel >= 0

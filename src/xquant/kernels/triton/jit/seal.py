@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .unpack import LANES, index_at, run_width
+from .codes import LANES, index_at, run_width
 
 HALF_MAX = tl.constexpr(65504.0)
 CHUNK = tl.constexpr(32)  # elements of a range that are read at a time

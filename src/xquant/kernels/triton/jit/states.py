@@ -1,14 +1,16 @@
 """The rows that keys and values are projected from, inside a Triton kernel.
 
 They come a chunk of channels of a block at a time, as the left side of a product. The matrix on the right has
-its channels in the same order (`unpack.tile_order`, `matrices.by_chunk`).
+its channels in the same order (`codes.tile_order`, `matrices.by_chunk`).
 """
 
 import triton
 import triton.language as tl
 
+from .codes import levels_of, load_words, pointer, tile_order
+from .halves import as_halves
 from .products import HALF_MAX
-from .unpack import CODES, decode, field, levels_of, load_codes, tile_order
+from .unpack import decode
 
 
 @triton.jit
@@ -26,16 +28,16 @@ def packed_chunk(
     """A quarter of a chunk of a packed block, fp16 ``[NP, CHUNK]``. Chunks follow each other through tiles of
     ``TILE`` channels, whose lanes are tokens.
 
-    ``token`` ``[NP]``: as of `unpack.lane_order`. Where there is no channel or no token, numbers are finite.
+    ``token`` ``[NP]``: as of `codes.lane_order`. Where there is no channel or no token, numbers are finite.
     """
     BITS: tl.constexpr = LAYOUT.bits
     chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
     tile, part = chunk // chunks, chunk % chunks
-    words = field(block, CODES, tl.int32) + tile * (TILE * N * BITS // 32)
-    codes = load_codes(words, token, TILE, CHUNK, BITS, NP, part)
+    words = pointer(block.codes, tl.int32) + tile * (TILE * N * BITS // 32)
+    level = levels_of(load_words(words, token, TILE, CHUNK, BITS, part), None, LAYOUT)
     channel = tile_order(TILE, CHUNK, BITS, CHUNK, part)
-    level = levels_of(codes, None, LAYOUT, NP, CHUNK)
-    return decode(block, level, token, channel, tile * TILE, TILE, N, C, LAYOUT, True, NP, CHUNK)
+    states = decode(block, level, token, channel, tile * TILE, TILE, N, C, LAYOUT, True, NP, CHUNK)
+    return as_halves(states, NP, CHUNK)
 
 
 @triton.jit

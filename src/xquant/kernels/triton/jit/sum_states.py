@@ -3,19 +3,11 @@
 import triton
 import triton.language as tl
 
-from .products import block_sums
+from .codes import QUARTER, block_at, lane_order, levels_of, load_words, pointer, tile_order
+from .halves import as_halves
+from .products import block_sums, value_words
 from .softmax import LOWEST, softmax_weights
-from .unpack import (
-    CODES,
-    QUARTER,
-    Block,
-    decode,
-    field,
-    lane_order,
-    levels_of,
-    load_codes,
-    tile_order,
-)
+from .unpack import decode
 
 PLAIN = tl.constexpr(0)  # rows that are not packed
 CHANNEL_LANES = tl.constexpr(1)  # packed rows whose lanes are channels
@@ -79,7 +71,7 @@ def sum_states(
     sums = tl.zeros([DP, ROWS], tl.float32)
     start = split * blocks_per_split
     for column in range(start, tl.minimum((split + 1) * blocks_per_split, columns)):
-        block = Block(blocks.addresses, sequences * columns, b * columns + column)
+        block = block_at(blocks.addresses + b * columns + column, sequences * columns)
         there = (row < rows)[None, :] & (token >= 0)[:, None]
         place = (column * N + token)[:, None]
         block_scores = tl.load(row_scores[None, :] + place, there, float("-inf"))
@@ -87,15 +79,16 @@ def sum_states(
         totals = totals * shrink[None, :] + weights
         sums *= shrink[None, :]
         if SOURCE == CHANNEL_LANES:
+            words = value_words(block, channel, run, D, N, NP, LAYOUT.bits)
             sums += block_sums(
-                block, None, weights, token, channel, run, C // D, D, DP, N, NP, LAYOUT
+                block, words, None, weights.to(tl.float16), token, channel, run, C // D, D, DP, N, NP, LAYOUT
             ) / QUARTER  # fmt: skip
         elif SOURCE == TOKEN_LANES:
-            words = field(block, CODES, tl.int32) + run * (D * N * LAYOUT.bits // 32)
-            codes = load_codes(words, token, D, DP, LAYOUT.bits, NP)
-            level = levels_of(codes, None, LAYOUT, NP, DP)
+            words = pointer(block.codes, tl.int32) + run * (D * N * LAYOUT.bits // 32)
+            level = levels_of(load_words(words, token, D, DP, LAYOUT.bits), None, LAYOUT)
             states = decode(block, level, token, channel, run * D, D, N, C, LAYOUT, True, NP, DP)
-            sums += tl.dot(tl.trans(states), weights.to(tl.float16)) / QUARTER
+            states = tl.trans(as_halves(states, NP, DP))
+            sums += tl.dot(states, weights.to(tl.float16)) / QUARTER
         else:
             tokens = (tl.load(blocks.begins + column) + token).to(tl.int64)
             here_too = (token >= 0) & (token < tl.load(blocks.lengths + column))

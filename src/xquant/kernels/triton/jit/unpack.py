@@ -1,264 +1,54 @@
-"""Packed blocks to numbers, inside a Triton kernel (docs/format.md).
+"""Packed blocks to states, inside a Triton kernel: codes (`codes`) with their scales, zeros and outliers.
 
 A state is ``code * scale + zero``, with ``codebook[code]`` in place of the code where there is one, plus the
-residual of an outlier. The kernels hold a QUARTER of it in fp16::
-
-    state / 4 = level * scale + base
-    level     = (code - center) / 4       or  codebook[code] / 4
-    base      = (zero + center * scale) / 4
-
-A tile is the left side of a product ``[M, K]``: lanes by what is summed over. It is made so that a thread has
-in registers what its matrix instruction takes, without a word to other threads: from packed words only by
-shifts by constants, masks and views. So the summed axis comes in the order of `tile_order`, and the right
-side follows it: what stands in even places of a run of words first, then what stands in odd ones. Every
-byte of codes is loaded once.
-
-``LAYOUT`` is the `operand.Layout` of a segment.
+residual of an outlier. The kernels hold a QUARTER of it in fp16, ``level * scale + zero / 4``.
 """
-
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from .codes import QUARTER, pointer
+from .halves import as_halves, as_words, constant, halves_of, higher, lower, multiply, multiply_add
 
 # How far a range reaches within a head of a block: see `operand.Layout`.
 TILE = tl.constexpr(0)
 CHANNEL = tl.constexpr(1)
 TOKEN = tl.constexpr(2)
 
-LANES = tl.constexpr(16)  # of a tile
-QUARTER = tl.constexpr(
-    0.25
-)  # of a state: a rotation of the largest that is stored stays within fp16
-
-# The fields of a segment: see `block_table.FIELDS`.
-CODES = tl.constexpr(0)
-SCALE = tl.constexpr(1)
-ZERO = tl.constexpr(2)
-OUTLIER_COUNT = tl.constexpr(3)
-OUTLIER_EXCESS = tl.constexpr(4)
-OUTLIER_CHANNEL = tl.constexpr(5)
-GAIN = tl.constexpr(6)
-FIELDS = tl.constexpr(7)
-
-
-class Block(NamedTuple):
-    """One block of a segment, by the addresses of its fields."""
-
-    addresses: Any
-    """int64 ``[FIELDS, field_stride]``."""
-    field_stride: Any
-    place: Any
-    """Which block."""
-    page: Any = None
-    """Of an engine, where blocks lie in pages: its number. In `arguments.Pages` each field has the address in
-    page 0 at ``place``, and behind it how far pages lie apart."""
-
-
-@triton.jit
-def field(block, number: tl.constexpr, dtype: tl.constexpr):
-    """A pointer to a field of a block."""
-    found = block.addresses + number * block.field_stride + block.place
-    address = tl.load(found)
-    if block.page is not None:
-        address += block.page * tl.load(found + 1)
-    return tl.multiple_of(address, 16).to(tl.pointer_type(dtype))
-
-
-# -- the order of a tile ---------------------------------------------------------------------------
-
-
-@triton.constexpr_function
-def run_width(bits: int) -> int:
-    """The width of the plane with the most runs; at least two runs, which are the halves of a rotation."""
-    return min(bits & -bits, 4)
-
-
-@triton.jit
-def index_at(place, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, chunk=0):
-    """The index along the summed axis at each ``place`` of a chunk of ``PADDED`` places, run by run; -1 where
-    there is none.
-
-    A chunk takes its part of every run of the packed rows, so that no byte belongs to two chunks.
-    """
-    if SUMMED == PADDED:
-        return place
-    else:
-        run: tl.constexpr = SUMMED * run_width(BITS) // 8
-        padded: tl.constexpr = PADDED * run_width(BITS) // 8
-        within = chunk * padded + place % padded
-        return tl.where(within < run, place // padded * run + within, -1)
-
-
-@triton.jit
-def tile_order(
-    SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, chunk=0
-):
-    """The indices along the summed axis in the order in which a tile has them, the first ``COUNT``: those in
-    even places, then those in odd ones; -1 where there is none."""
-    place = tl.arange(0, COUNT)
-    place = place % (PADDED // 2) * 2 + place // (PADDED // 2)
-    return index_at(place, SUMMED, PADDED, BITS, chunk)
-
-
-@triton.jit
-def lane_order(COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """``COUNT`` lanes in the order of `scale_and_base`: even ones, then odd ones; -1 from ``COUNT`` on."""
-    place = tile_order(PADDED, PADDED, 8, PADDED)
-    return tl.where(place < COUNT, place, -1)
-
-
-# -- codes -----------------------------------------------------------------------------------------
-
-
-@triton.constexpr_function
-def mantissa_mask(width: int, bits: int, low: int) -> int:
-    """The mask of ``width`` bits of a code, from bit ``low`` on, with the code at the top of the mantissas
-    of two halves."""
-    return (((1 << width) - 1) << (10 - bits + low)) * 0x10001
-
-
-@triton.constexpr_function
-def exponents(bits: int) -> int:
-    """The exponent of 2^bits, in two halves."""
-    return ((15 + bits) << 10) * 0x10001
-
-
-@triton.jit
-def shifted_right(word, BY: tl.constexpr):
-    """A word shifted to the right; to the left where ``BY`` is negative."""
-    if BY >= 0:
-        return word >> BY
-    else:
-        return word << -BY
-
-
-@triton.jit
-def bit_fields(
-    word, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr
-):
-    """A word shifted by FIRST, FIRST + STEP, ..., and masked: as many new axes of two as ``COUNT`` has bits,
-    the highest last."""
-    if COUNT == 1:
-        return shifted_right(word, FIRST) & MASK
-    else:
-        half: tl.constexpr = COUNT // 2
-        return tl.join(
-            bit_fields(word, FIRST, half, STEP, MASK),
-            bit_fields(word, FIRST + half * STEP, half, STEP, MASK),
-        )
-
-
-@triton.jit
-def _load_plane(
-    words,
-    at,
-    there,
-    chunk,
-    SUMMED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr,
-):
-    """The part of `load_codes` that the plane of ``WIDTH`` bits holds. Rows of several runs of the narrowest
-    plane lie in a run of this one, each with holes of its own."""
-    low: tl.constexpr = BITS // (2 * WIDTH) * (2 * WIDTH)  # the bit of the code that it begins with
-    runs: tl.constexpr = WIDTH // run_width(BITS)
-    rows: tl.constexpr = SUMMED * run_width(BITS) // 32
-    padded: tl.constexpr = PADDED * run_width(BITS) // 32
-    within = chunk * padded + tl.arange(0, padded)[None, :]
-    row = SUMMED * low // 32 + tl.arange(0, runs)[:, None] * rows + within
-    place = words + at[:, None, None] + row[None, :, :] * LANES
-    word = tl.load(place, there[:, None, None] & (within < rows)[None, :, :], 0)
-    # Codes of bytes 0 and 2, or 1 and 3, come together, and go to the top of the mantissas of two halves.
-    count: tl.constexpr = 16 // WIDTH
-    part = bit_fields(word, BITS - low - 10, count, WIDTH, mantissa_mask(WIDTH, BITS, low))
-    if count == 2:
-        part = tl.permute(part, (0, 3, 1, 2))
-    elif count == 4:
-        part = tl.permute(part, (0, 4, 3, 1, 2))
-    elif count == 8:
-        part = tl.permute(part, (0, 5, 4, 3, 1, 2))
-    else:
-        part = tl.permute(part, (0, 6, 5, 4, 3, 1, 2))
-    return tl.reshape(part, (M, PADDED // 2))
-
-
-@triton.jit
-def load_codes(
-    words,
-    lane,
-    SUMMED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BITS: tl.constexpr,
-    M: tl.constexpr,
-    chunk=0,
-):
-    """The codes of a chunk of a head, in the order of `tile_order`: int32 ``[M, PADDED / 2]``, two codes in
-    each, at the top of the mantissas of two halves.
-
-    ``words``: the tiles of the head, by int32; ``lane`` ``[M]``: numbers of lanes, -1 where there is none.
-    """
-    at = lane // LANES * (SUMMED * BITS // 32 * LANES) + lane % LANES
-    if BITS & 8:
-        return _load_plane(words, at, lane >= 0, chunk, SUMMED, PADDED, BITS, 8, M)
-    codes = tl.zeros([M, PADDED // 2], tl.int32)
-    for k in tl.static_range(3):
-        if BITS & (4 >> k):
-            plane = _load_plane(words, at, lane >= 0, chunk, SUMMED, PADDED, BITS, 4 >> k, M)
-            codes = codes | plane
-    return codes
-
-
-@triton.jit
-def as_halves(word, M: tl.constexpr, K: tl.constexpr):
-    """int32 ``[M, K / 2]`` as fp16 ``[M, K]``."""
-    low = word.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.join(low, high), (M, K))
-
-
-@triton.jit
-def levels_of(codes, codebook, LAYOUT: tl.constexpr, M: tl.constexpr, K: tl.constexpr):
-    """The level of each code, exactly, fp16 ``[M, K]``; ``codes`` as of `load_codes`, ``codebook`` fp16
-    ``[2**bits]``."""
-    BITS: tl.constexpr = LAYOUT.bits
-    if LAYOUT.codebook:
-        most: tl.constexpr = (1 << BITS) - 1
-        low, high = (codes >> (10 - BITS)) & most, (codes >> (26 - BITS)) & most
-        return tl.load(codebook + tl.reshape(tl.join(low, high), (M, K))) * QUARTER
-    else:
-        # With the exponent of 2^BITS / 4, a mantissa is that and a quarter of the code.
-        return as_halves(codes | exponents(BITS - 2), M, K) - (0.375 * (1 << BITS))
-
-
-@triton.constexpr_function
-def center(bits: int, codebook: bool) -> float:
-    """The middle of the codes, which `levels_of` takes away from them."""
-    return 0 if codebook else (1 << bits) / 2
-
 
 # -- scales and zeros ------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load_along(block, place, K: tl.constexpr):
-    """Scales and zeros along an axis, fp16 ``[K]`` each, in the order of `tile_order`.
+def _along(field_words, place):
+    """Scales or zeros along the summed axis, words ``[K / 2]`` in the order of codes.
 
-    ``place`` ``[K / 2]``: where those of the first half lie, -1 where there is none. Those of the second
-    half are their neighbours. Both are loaded by words, because what is narrower is not loaded ahead.
+    ``place`` ``[K / 2]``: where those in even places lie, -1 where there is none; those in odd places are
+    their neighbours. They are loaded by words, because what is narrower is not loaded ahead.
     """
-    scale, zero = field(block, SCALE, tl.int32), field(block, ZERO, tl.int32)
-    words = tl.load(scale + place // 2, place >= 0, 0), tl.load(zero + place // 2, place >= 0, 0)
-    return _neighbours(words[0], K), _neighbours(words[1], K)
+    HALF: tl.constexpr = place.shape[0]
+    loaded = tl.load(field_words + place // 2, place >= 0, 0)
+    first, second = tl.split(tl.reshape(loaded, (HALF // 2, 2)))
+    both = tl.join(lower(first, second), higher(first, second))
+    return tl.reshape(tl.trans(both), (HALF,))
 
 
 @triton.jit
-def _neighbours(word, K: tl.constexpr):
-    low = word.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.reshape(tl.trans(tl.join(low, high)), (K,))
+def _across(field_words, place):
+    """Scales or zeros of lanes, words ``[M]`` with one of them in both halves; ``place`` ``[M]``: where they
+    lie, -1 where there is none."""
+    loaded = tl.load(field_words + place // 2, place >= 0, 0)
+    return tl.where(place % 2 == 0, lower(loaded, loaded), higher(loaded, loaded))
+
+
+@triton.jit
+def token_ranges(block, token, first, N: tl.constexpr, LAYOUT: tl.constexpr):
+    """Scale and zero of each ``token`` of a head whose first channel is ``first``, fp32; of ranges over all
+    channels of a token."""
+    place = tl.where(token >= 0, first // LAYOUT.group * N + token, -1)
+    scale = halves_of(_across(pointer(block.scale, tl.int32), place))[0]
+    zero = halves_of(_across(pointer(block.zero, tl.int32), place))[0]
+    return scale.to(tl.float32), zero.to(tl.float32)
 
 
 @triton.jit
@@ -274,21 +64,15 @@ def scale_and_base(
     LAYOUT: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):
-    """``scale`` and ``base`` in fp16, both broadcast to ``[DP, NP]`` or, with ``TOKENS_FIRST``, ``[NP, DP]``.
+    """``scale`` and ``base`` by words, both broadcast to ``[DP, NP / 2]`` or, with ``TOKENS_FIRST``,
+    ``[NP, DP / 2]``.
 
     ``token`` ``[NP]`` and ``channel`` ``[DP]``: those of the tile, even ones first, -1 where there is none;
     ``first``: the channel of the token that the head begins with.
     """
     SPAN: tl.constexpr = LAYOUT.span
-    if SPAN == CHANNEL:
-        even = tl.min(tl.reshape(channel, (2, DP // 2)), 0)
-        scale, base = _load_along(block, tl.where(even >= 0, first + even, -1), DP)
-    elif SPAN == TOKEN:
-        even = tl.min(tl.reshape(token, (2, NP // 2)), 0)
-        place = tl.where(even >= 0, first // LAYOUT.group * N + even, -1)
-        scale, base = _load_along(block, place, NP)
-    else:
-        scales, zeros = field(block, SCALE, tl.float16), field(block, ZERO, tl.float16)
+    if SPAN == TILE:
+        scales, zeros = pointer(block.scale, tl.float16), pointer(block.zero, tl.float16)
         if TOKENS_FIRST:
             t, c = token[:, None], channel[None, :]
         else:
@@ -298,14 +82,23 @@ def scale_and_base(
         else:
             place = t // LAYOUT.group * C + first + c
         there = (t >= 0) & (c >= 0)
-        scale, base = tl.load(scales + place, there, 0), tl.load(zeros + place, there, 0)
-    base = base * QUARTER + scale * (center(LAYOUT.bits, LAYOUT.codebook) * QUARTER)
-    if SPAN == TILE:
-        return scale, base
-    elif (SPAN == TOKEN) == TOKENS_FIRST:
-        return scale[:, None], base[:, None]
+        M: tl.constexpr = place.shape[0]
+        K: tl.constexpr = place.shape[1]
+        scale = as_words(tl.load(scales + place, there, 0), M, K)
+        zero = as_words(tl.load(zeros + place, there, 0), M, K)
     else:
-        return scale[None, :], base[None, :]
+        scales, zeros = pointer(block.scale, tl.int32), pointer(block.zero, tl.int32)
+        own, start = channel, first
+        if SPAN == TOKEN:
+            own, start = token, first // LAYOUT.group * N
+        if (SPAN == CHANNEL) == TOKENS_FIRST:
+            even = tl.min(tl.reshape(own, (2, own.shape[0] // 2)), 0)
+            place = tl.where(even >= 0, start + even, -1)
+            scale, zero = _along(scales, place)[None, :], _along(zeros, place)[None, :]
+        else:
+            place = tl.where(own >= 0, start + own, -1)
+            scale, zero = _across(scales, place)[:, None], _across(zeros, place)[:, None]
+    return scale, multiply(zero, constant(QUARTER))
 
 
 # -- outliers --------------------------------------------------------------------------------------
@@ -330,11 +123,14 @@ def residuals(
     ``[DP]`` as in `scale_and_base`.
     """
     # They lie token by token.
-    by_token = tl.reshape(tl.trans(tl.reshape(token, (2, NP // 2))), (NP,))
+    by_token = token
+    if not TOKENS_FIRST:
+        by_token = tl.reshape(tl.trans(tl.reshape(token, (2, NP // 2))), (NP,))
     count = tl.load(counts + by_token, by_token >= 0, 0).to(tl.int32)
     start = tl.cumsum(count, 0) - count
-    count = tl.reshape(tl.trans(tl.reshape(count, (NP // 2, 2))), (NP,))
-    start = tl.reshape(tl.trans(tl.reshape(start, (NP // 2, 2))), (NP,))
+    if not TOKENS_FIRST:
+        count = tl.reshape(tl.trans(tl.reshape(count, (NP // 2, 2))), (NP,))
+        start = tl.reshape(tl.trans(tl.reshape(start, (NP // 2, 2))), (NP,))
     # A token's outliers lie by channel: those of this head follow those of the heads before it.
     before, of_head = tl.zeros([NP], tl.int32), tl.zeros([NP], tl.int32)
     for i in range(tl.max(count, 0)):
@@ -371,18 +167,21 @@ def decode(
     NP: tl.constexpr,
     DP: tl.constexpr,
 ):
-    """A quarter of the states of a head of a block, ``level * scale + base`` and residuals, in fp16: shape
-    ``[DP, NP]`` or, with ``TOKENS_FIRST``, ``[NP, DP]``.
+    """A quarter of the states of a head of a block, ``level * scale + base`` and residuals, by words: shape
+    ``[DP, NP / 2]`` or, with ``TOKENS_FIRST``, ``[NP, DP / 2]``; ``level`` as of `levels_of`.
 
     It computes in halves, two in a register: most of the time of a product goes into this.
     """
     scale, base = scale_and_base(block, token, channel, first, N, NP, DP, C, LAYOUT, TOKENS_FIRST)
-    states = level * scale + base
+    states = multiply_add(level, scale, base)
     COUNT_BYTES: tl.constexpr = LAYOUT.count_bytes
     if COUNT_BYTES:
-        counts = field(block, OUTLIER_COUNT, tl.uint8 if COUNT_BYTES == 1 else tl.int16)
-        residual = field(block, OUTLIER_EXCESS, tl.float16)
-        channels = field(block, OUTLIER_CHANNEL, tl.int16)
+        counts = pointer(block.outlier_count, tl.uint8 if COUNT_BYTES == 1 else tl.int16)
+        residual = pointer(block.outlier_excess, tl.float16)
+        channels = pointer(block.outlier_channel, tl.int16)
         tile = residuals(counts, residual, channels, token, channel, first, D, TOKENS_FIRST, NP, DP)
-        states = (states.to(tl.float32) + tile * QUARTER).to(tl.float16)
+        M: tl.constexpr = tile.shape[0]
+        K: tl.constexpr = tile.shape[1]
+        states = as_halves(states, M, K).to(tl.float32) + tile * QUARTER
+        states = as_words(states.to(tl.float16), M, K)
     return states
