@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...quant import Affine, Codebook, Packed
 from ...quant.levels import edges_of
+from .device import start
 from .jit.seal import assign, seal
 from .support import power
 
@@ -29,7 +30,10 @@ def pack_affine(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed
     packed = {name: field.empty(blocks, x.device) for name, field in fields.items()}
     found_nan = torch.zeros(1, dtype=torch.int32, device=x.device)
     hides = excluded is not None and not per_token
-    seal[(blocks, channels // head)](
+    start(
+        seal,
+        (blocks, channels // head),
+        x.device,
         x,
         excluded.contiguous() if excluded is not None and hides else found_nan,
         packed["codes"].view(torch.int32),
@@ -71,7 +75,10 @@ def pack_codebook(quantizer: Codebook, x: Tensor, excluded: Tensor | None) -> Pa
     in_bits = quantizer.fields(tokens, channels)["codes"].empty(blocks, x.device)
     # Outliers are stored as what their codes leave.
     plain = torch.empty(x.shape if quantizer.sparse else 1, dtype=torch.uint8, device=x.device)
-    assign[(blocks, channels // head)](
+    start(
+        assign,
+        (blocks, channels // head),
+        x.device,
         scaled.x.contiguous(),
         edges_of(quantizer.levels.to(x.device).float()),
         in_bits.view(torch.int32),
