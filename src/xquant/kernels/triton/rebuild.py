@@ -53,6 +53,8 @@ class TritonRebuilding(LayerAttention):
         view = codec.view
         self._codec, self._device = codec, view.device
         self._nothing = torch.zeros(1, device=view.device)
+        # Of the type of rows that are there: for others a kernel would be another.
+        self._no_rows = torch.zeros(1, 0, 2 * view.kv_width, dtype=view.dtype, device=view.device)
         bias = codec.key_bias
         self._bias = self._nothing if bias is None else bias.float().contiguous()
         pairs = view.kv_heads % 2 == 0 and power(view.head_size) <= MOST_PAIRED
@@ -146,7 +148,7 @@ class TritonRebuilding(LayerAttention):
 
     def _attend_exact(self, launch: Launch, sums: Tensor, maxima: Tensor) -> None:
         """Attend to what is kept exactly; its keys and values are projected as the model does."""
-        layer, tail, sinks = self._layer, self._nothing, self._nothing
+        layer, tail, sinks = self._layer, self._no_rows, self._no_rows
         columns, sink_count = sink_columns(layer, self._table.blocks.begins)
         if layer.tail is not None and launch.before:
             tail = torch.cat(layer.built.of(layer.tail[:, : launch.before]), -1)
