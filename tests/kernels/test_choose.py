@@ -96,7 +96,7 @@ def test_the_folded_kernel_is_refused_what_it_cannot_read(spec: str, why: str) -
 
 def test_a_kernel_that_is_none_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="kernel is one of auto, triton, avx512, avx2, folded, reference"
+        ValueError, match="kernel is one of auto, cuda, triton, avx512, avx2, folded, reference"
     ):
         KVCache(tiny("llama"), "kivi-4bit", kernel="fast")
 

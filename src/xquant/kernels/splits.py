@@ -18,15 +18,16 @@ RESERVED = 1024
 
 
 @lru_cache(4096)
-def blocks_per_split(columns: int, programs: int, slots: int) -> int:
+def blocks_per_split(columns: int, programs: int, slots: int, beside: int = 0) -> int:
     """How many of ``columns`` blocks a program reads, where ``programs`` times the splits run in ``slots``:
     of the splits that take the least time, the fewest.
 
-    What is kept exactly is a split of its own, and a short one: it is not counted.
+    What is kept exactly is a split of its own, and a short one: it is not counted, but where it takes a slot
+    (``beside`` 1).
     """
 
     def time(splits: int) -> int:
-        return -(-programs * splits // slots) * (-(-columns // splits) + FIXED)
+        return -(-programs * (splits + beside) // slots) * (-(-columns // splits) + FIXED)
 
     return max(-(-columns // min(range(1, columns + 1), key=time, default=1)), 1)
 

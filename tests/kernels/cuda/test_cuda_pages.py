@@ -1,4 +1,4 @@
-"""The CUDA kernel over an engine's pages, on the CPU, against exact attention over what the pages decode to."""
+"""The CUDA kernel over an engine's pages, on the CPU, against exact attention over what they decode to."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,14 +1,13 @@
 """The CUDA backend: attention over packed keys and values in CUDA C++, for GPUs of NVIDIA.
 
-``csrc/`` has the kernel, compiled for each kind of layer when it is first used (`program`). `attention` gives it what
-a cache has in its store, or an engine in its pages, by the structures of `arguments`. `support` says which layers it
-reads. Blocks are packed by Triton.
+``csrc/`` has the kernel, compiled for each kind of layer when it is first used (`program`). `attention` gives
+it what a cache has in its store, or an engine in its pages, by the structures of `arguments`. `support` says
+which layers it reads. Blocks are packed by Triton.
 """
 
 from typing import TYPE_CHECKING
 
 from ...methods import LayerCodec
-from ...store.packer import Packer
 from ...store.pages import PageLayout
 from ..backend import Backend, LayerAttention, Shared
 from ..paged import PagedAngles, PagedAttention

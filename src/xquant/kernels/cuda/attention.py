@@ -1,7 +1,7 @@
 """Attention over packed keys and values by CUDA: csrc/attend.cu, one launch for a layer.
 
-It equals attention over `CompressedLayer.read` but for roundings to fp16. A cache and an engine's pages are two
-ways to say where blocks are.
+It equals attention over `CompressedLayer.read` but for roundings to fp16. A cache and an engine's pages are
+two ways to say where blocks are.
 """
 
 from typing import TYPE_CHECKING
@@ -13,11 +13,12 @@ from ...methods import LayerCodec
 from ...quant.operand import Operand
 from ...store.pages import PageLayout
 from ..backend import LayerAttention
+from ..block_table import FIELDS, BlockTable
 from ..call import AttentionCall
+from ..packed_call import packed_call
 from ..paged import PagedAngles, PagedAttention, Sequences
 from ..rope import RopeTable
-from ..triton.block_table import FIELDS, BlockTable
-from ..triton.launch import launch_of
+from ..splits import blocks_per_split
 from ..workspace import Workspace
 from . import program, support
 from .arguments import MASKS, Arguments, Heads
@@ -29,8 +30,6 @@ ROWS = 4
 """Rows of a tile: query heads times queries of a key/value head."""
 MOST_TILES = 2
 """Of a program."""
-FIXED = 2
-"""What a program costs beside its blocks, in blocks."""
 
 
 class Packed:
@@ -79,7 +78,8 @@ class Packed:
         plain = not (arguments.mask_kind or arguments.softcap or arguments.sinks.data)
         kind = ("TILES", tiles), ("PAGED", int(paged)), ("PLAIN", int(plain))
         made = program.program(self.device, (*self._constants, *kind))
-        splits = 1 + splits_of(columns, of_heads * row_programs, made.slots)
+        each = blocks_per_split(columns, of_heads * row_programs, made.slots, beside=1)
+        splits = 1 + -(-columns // each)
         sizes = splits * of_heads * rows * self.size, splits * of_heads * rows * 2
         if (
             workspace is None
@@ -94,18 +94,6 @@ class Packed:
         made.launch((splits, of_heads, row_programs), arguments)
 
 
-def splits_of(columns: int, programs: int, slots: int) -> int:
-    """Into how many parts ``columns`` blocks are split, so that ``programs`` of each take the least time where
-    ``slots`` run at a time."""
-    best, least = 0, float("inf")
-    for each in range(1, columns + 1):
-        splits = -(-columns // each)
-        taken = -(-(splits + 1) * programs // slots) * (each + FIXED)
-        if taken < least:
-            best, least = splits, taken
-    return best
-
-
 class CudaAttention(LayerAttention):
     """Attends over one layer of a cache."""
 
@@ -117,7 +105,7 @@ class CudaAttention(LayerAttention):
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
-        launch = launch_of(self._layer, call, self._rope)
+        launch = packed_call(self._layer, call, self._rope)
         if launch is None or (launch.mask is not None and launch.mask.dtype not in MASKS):
             return None
         table, layer, made = self._table, self._layer, self._arguments
@@ -145,8 +133,7 @@ class CudaAttention(LayerAttention):
         made.sinks.count = 0 if sinks is None else sinks.columns.shape[1]
         for exact, (cos, sin) in ((made.tail, launch.tail), (made.sinks, launch.sinks)):
             exact.cos, exact.sin = (None, None) if rotated else (cos.data_ptr(), sin.data_ptr())
-        _, *strides = launch.mask_arguments(blocks.begins)
-        made.mask_batch, made.mask_query, made.mask_token = strides
+        made.mask_batch, made.mask_query, made.mask_token = launch.mask_strides
         made.count(
             mask_kind=0 if launch.mask is None else MASKS[launch.mask.dtype],
             columns=table.columns,

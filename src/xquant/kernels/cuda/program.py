@@ -1,4 +1,4 @@
-"""Programs for one kind of GPU: CUDA C++ compiled by NVRTC, which torch brings, and launched by the driver."""
+"""Programs for a GPU: CUDA C++ compiled by NVRTC, which torch brings, and launched by the driver."""
 
 import ctypes
 import hashlib
@@ -25,8 +25,7 @@ _known: dict[Any, "Program"] = {}
 
 
 def program(device: torch.device, constants: tuple[tuple[str, int], ...]) -> "Program":
-    """The kernel for a device, compiled for these constants; once a process, and from disk where it was compiled
-    before.
+    """The kernel for a device, compiled for these constants: once a process, and once for the disk.
 
     Raises:
         RuntimeError: it does not compile, or the driver refuses it.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..block_table import BlockTable
 from .arguments import Matrix, Rows
-from .block_table import BlockTable
 from .device import start
 from .jit.accumulate import accumulate
 from .launch import row_strides, sink_columns

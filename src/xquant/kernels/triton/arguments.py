@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..block_table import Blocks as Blocks
+
 
 class Heads(NamedTuple):
     """States of heads ``[B, heads, t, D]``; the channels of a head lie beside each other."""
@@ -48,16 +50,6 @@ class ExactRows(NamedTuple):
     """int32 ``[B, t]``, of sinks: where each stands among the tokens, -1 where it is not sealed yet."""
     capacity: int | None = None
     """Of a ring, ``R``; None for rows that have an end."""
-
-
-class Blocks(NamedTuple):
-    """The blocks of the sequences: see `BlockTable`."""
-
-    addresses: Any
-    """int64 ``[fields, B, columns]``."""
-    begins: Any
-    """int32 ``[columns]``: the first token of each, as ``lengths``, the number of its tokens."""
-    lengths: Any
 
 
 class Pages(NamedTuple):

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ..backend import LayerAttention
+from ..block_table import BlockTable
 from ..call import AttentionCall
 from ..rope import RopeTable
 from ..workspace import Workspace
 from .arguments import Heads
-from .block_table import BlockTable
 from .device import Slots, start
 from .jit.attend import attend
 from .jit.combine import combine

@@ -1,12 +1,12 @@
 """Launch: the arguments that every launch of one attention call shares."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...models.rotation import Pair
 from ..call import AttentionCall
+from ..packed_call import PackedCall, packed_call
 from ..rope import RopeTable
 from ..splits import blocks_per_split
 from .arguments import BlockRope, ExactRows, Heads, Shape
@@ -38,53 +38,13 @@ def program_rows(rows: int, size: int) -> int:
     return min(max(power(rows), LEAST_ROWS), MOST_SUMS // power(size))
 
 
-class Launch(NamedTuple):
-    """The newest tokens, and how many there are before them."""
-
-    query: Tensor
-    """``[B, H, t, D]``, the channels of a head beside each other, as in keys and values."""
-    key: Tensor
-    """``[B, G, t, D]``, as the values."""
-    value: Tensor
-    mask: Tensor | None
-    scaling: float
-    softcap: float
-    sink_logits: Tensor | None  # fp32 [H]
-    past: int
-    """Tokens before the newest."""
-    limit: int
-    """Of them, those in blocks."""
-    before: int
-    """Of them, those in the tail."""
-    start: Pair
-    """The rotations of `RopeAngles`; empty where keys are kept after RoPE."""
-    within: Pair
-    tail: Pair
-    sinks: Pair
-
-    @property
-    def batch(self) -> int:
-        return self.query.shape[0]
-
-    @property
-    def groups(self) -> int:
-        """Key/value heads."""
-        return self.key.shape[1]
-
-    @property
-    def size(self) -> int:
-        """Channels of a head."""
-        return self.query.shape[3]
+class Launch(PackedCall):
+    """A call, with what Triton's kernels ask of it."""
 
     @property
     def shape(self) -> Shape:
         heads, queries = self.query.shape[1:3]
         return Shape(queries, heads // self.groups, self.groups)
-
-    @property
-    def rows(self) -> int:
-        """Query heads times queries of a key/value head."""
-        return self.query.shape[1] * self.query.shape[2] // self.groups
 
     @property
     def padded_rows(self) -> int:
@@ -100,10 +60,6 @@ class Launch(NamedTuple):
     def row_programs(self) -> int:
         """Programs for all rows of a key/value head."""
         return -(-self.rows // self.program_rows)
-
-    def new_out(self) -> Tensor:
-        """``[B, t, H, D]``, not written yet."""
-        return torch.empty_like(self.query.transpose(1, 2), memory_format=torch.contiguous_format)
 
     # -- as the kernels take them --------------------------------------------------------------
 
@@ -127,13 +83,8 @@ class Launch(NamedTuple):
         )
 
     def mask_arguments(self, nothing: Tensor) -> tuple[Tensor, int, int, int]:
-        """The mask, or ``nothing`` in its place, and its strides of sequences, queries and tokens; 0 where
-        there is one for all."""
-        if self.mask is None:
-            return nothing, 0, 0, 0
-        sizes = zip(self.mask.stride(), self.mask.shape, strict=True)
-        batch, _, query, token = (stride if size > 1 else 0 for stride, size in sizes)
-        return self.mask, batch, query, token
+        """The mask, or ``nothing`` in its place, and its strides."""
+        return nothing if self.mask is None else self.mask, *self.mask_strides
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -160,27 +111,5 @@ def sink_columns(layer: "CompressedLayer", nowhere: Tensor) -> tuple[Tensor, int
 
 def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) -> Launch | None:
     """What the launches for ``call`` share; None where no kernel can answer it."""
-    query, key, value, mask, scaling, softcap, sink_logits = call
-    if not call.is_plain:
-        return None
-    stream, device = layer.stream, layer.codec.view.device
-    if layer.source is not None and layer.source.codec.view.device != device:
-        return None
-    past = layer.tokens - query.shape[2]
-    limit = min(stream.tokens, past)
-    before = past - limit
-    if layer.codec.rotated:
-        nothing = torch.empty(0, device=device)
-        pairs = [(nothing, nothing)] * 4
-    else:
-        columns = None if layer.sinks is None else layer.sinks.columns
-        angles = rope.of(stream.lengths, stream.block, before, columns)
-        if angles is None:
-            return None
-        rotations = angles.start, angles.within.angles, angles.tail, angles.sinks
-        pairs = [(cos.to(device), sin.to(device)) for cos, sin in rotations]
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-    if sink_logits is not None:
-        sink_logits = sink_logits.float().contiguous()
-    cap = softcap or 0.0
-    return Launch(query, key, value, mask, scaling, cap, sink_logits, past, limit, before, *pairs)
+    found = packed_call(layer, call, rope)
+    return None if found is None else Launch(*found)

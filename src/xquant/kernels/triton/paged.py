@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...store.pages import PageLayout
+from ..block_table import FIELDS
 from ..paged import PagedAngles, PagedAttention, Sequences
 from .arguments import BlockRope, ExactRows, Heads, Pages, Shape
 from .attention import PackedHeads
-from .block_table import FIELDS
 from .device import Slots, start
 from .jit.append import append
 from .jit.attend import attend

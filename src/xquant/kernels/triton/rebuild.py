@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...quant.operand import Operand
 from ..backend import LayerAttention
+from ..block_table import BlockTable
 from ..call import AttentionCall
 from ..rebuilding import recalled_rows
 from ..rope import RopeTable
@@ -19,7 +20,6 @@ from ..splits import blocks_per_split
 from ..workspace import Workspace
 from .arguments import Heads, Matrix, Rows, Shape
 from .attention import combine_splits
-from .block_table import BlockTable
 from .device import Slots, start
 from .jit.attend_exact import attend_exact
 from .jit.combine import combine

@@ -1,13 +1,13 @@
 """BlockTable: the addresses of a layer's packed blocks, on the device."""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...store.stream import Stream
-from ..addresses import BlockAddresses
-from .arguments import Blocks
+from ..store.stream import Stream
+from .addresses import BlockAddresses
 
 FIELDS = (
     "codes",
@@ -25,6 +25,16 @@ where an argument ceases to."""
 ALIGNED = 4
 """Numbers of int32 in 16 bytes."""
 Offline = tuple[Tensor, Tensor] | None
+
+
+class Blocks(NamedTuple):
+    """The blocks of the sequences: see `BlockTable`."""
+
+    addresses: Any
+    """int64 ``[fields, B, columns]``."""
+    begins: Any
+    """int32 ``[columns]``: the first token of each, as ``lengths``, the number of its tokens."""
+    lengths: Any
 
 
 class BlockTable:
