@@ -66,6 +66,8 @@ class Case:
     """Of the learned scores of query heads, which have no values, the one in the middle."""
     turned: float = 1.0
     """The part of a head that RoPE turns."""
+    query_size: float = 1.0
+    """Near 0, all tokens have the same weight."""
 
 
 def filled(case: Case) -> KVCache:
@@ -159,7 +161,7 @@ def error(case: Case, cache: KVCache) -> float:
     shape = (case.batch, case.kv_heads * case.group_heads, case.queries, case.head_size)
     wide = torch.randn((*shape[:3], case.head_size + 3), generator=generator)
     wide = wide.to(DEVICE, case.dtype)
-    query = wide[..., 3:]  # neither contiguous nor aligned
+    query = case.query_size * wide[..., 3:]  # neither contiguous nor aligned
     new = torch.randn(
         2, case.batch, case.queries, case.kv_heads, case.head_size, generator=generator
     )
