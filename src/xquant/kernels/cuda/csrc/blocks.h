@@ -34,8 +34,9 @@ struct Prepared {  // of one block
 struct Ring {
     word key[KEY_WORDS], value[VALUE_WORDS];
 };
-struct Scaled {  // queries over their units: of a thread's row, four channels and those HEAD / 2 behind them
-    floats4 query[TILES][QUADS][2][32];
+struct Scaled {
+    floats4 query[TILES][QUADS][2][32];   // over their units: of a thread's row, four channels, and those behind them
+    float unit[TILES][4], sum[TILES][4];  // of each row: its largest pair, and the sum of its channels
 };
 
 CONSTANT word both(word half) { return half * 0x10001u; }
