@@ -13,7 +13,8 @@ from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
-from xquant.kernels.triton import launch, support
+from xquant.kernels.triton import support
+from xquant.kernels.triton.device import Slots
 
 interpreted.mend()
 
@@ -77,7 +78,7 @@ def test_every_shape_is_read_right(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 100])
 def test_splits_are_combined(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
+    monkeypatch.setattr(Slots, "of", lambda *args, **constants: count)
     one = case("kivi-4bit:group=32", kv_heads=1, tokens=170)
     assert error(one, filled(one)) < TOLERANCE
 

@@ -25,7 +25,8 @@ from xquant.bench.clocks import capture
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.choose import reader_of_pages
 from xquant.kernels.paged import PagedAttention, Sequences
-from xquant.kernels.triton import BACKEND, launch, paged
+from xquant.kernels.triton import BACKEND, paged
+from xquant.kernels.triton.device import Slots
 from xquant.methods import LayerCodec
 from xquant.models import view_model
 from xquant.serve.build import codecs_of
@@ -236,12 +237,12 @@ def test_any_sequences_read_their_own(
     assert torch.equal(memory.rings, rings)
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 50])
+@pytest.mark.parametrize("slots", [1, 100])
 def test_splits_are_of_the_blocks_that_are_there(
-    multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+    slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the engine allows sequences to be."""
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(Slots, "of", lambda *args, **constants: slots)
     torch.manual_seed(3)
     codec = codec_of("kivi-4bit:group=32", 32, 2, 2)
     memory = Memory(codec, 40, 0)

@@ -15,7 +15,8 @@ import interpreted
 from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
 from models import prompt, tiny
 from xquant import KVCache, attach
-from xquant.kernels.triton import launch, matrices
+from xquant.kernels.triton import matrices
+from xquant.kernels.triton.device import Slots
 from xquant.kernels.triton.jit.unpack import TILE
 from xquant.kernels.triton.matrices import PackedStates, by_chunk
 from xquant.kernels.triton.operand import Layout
@@ -100,7 +101,7 @@ def test_every_shape_is_rebuilt_right(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("count", [1, 100])
 @pytest.mark.parametrize("spec", ["xquant-4bit:group=32,form=gqa", "xquant-cl-4bit:group=32"])
 def test_splits_are_combined(spec: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: count)
+    monkeypatch.setattr(Slots, "of", lambda *args, **constants: count)
     one = case(spec, tokens=170, layers=3)
     assert error(one, filled(one)) < TOLERANCE
 

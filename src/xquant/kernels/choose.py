@@ -6,13 +6,14 @@ import torch
 
 from ..methods import LayerCodec
 from ..store.packer import Packer
-from . import KERNELS, cpu, triton
+from . import KERNELS, cpu, cuda, triton
 from .backend import Backend, unread
 from .torch import FOLDED, REFERENCE
 from .trial import Trial
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (triton.BACKEND, *cpu.BACKENDS.values(), FOLDED, REFERENCE)
+    backend.name: backend
+    for backend in (cuda.BACKEND, triton.BACKEND, *cpu.BACKENDS.values(), FOLDED, REFERENCE)
 }
 
 
@@ -29,8 +30,8 @@ class Choice:
 
 def fastest_first(device: torch.device) -> tuple[Backend, ...]:
     """What ``auto`` asks for a layer on ``device``, in this order; the last reads everything."""
-    native = triton.BACKEND if device.type == "cuda" else cpu.best()
-    return native, FOLDED, REFERENCE
+    natives = (cuda.BACKEND, triton.BACKEND) if device.type == "cuda" else (cpu.best(),)
+    return *natives, FOLDED, REFERENCE
 
 
 def choose(
@@ -53,17 +54,17 @@ def choose(
     if wanted not in KERNELS:
         raise ValueError(f"kernel is one of {', '.join(KERNELS)}, not '{wanted}'")
     if wanted == "auto":
-        native, *others = fastest_first(codec.view.device)
-        why = refusal(native)
-        if not why and not native.gains(codec, block):
-            why = f"{native.name} only where it is asked for"
-        if not why and native.tried:
-            why = trial.failure(native, codec)
-        if not why:
-            return Choice(native, "agrees with the reference" if native.tried else "")
+        *natives, folded, reference = fastest_first(codec.view.device)
+        for native in natives:
+            why = refusal(native)
+            if not why and native.tried:
+                why = trial.failure(native, codec)
+            if not why:
+                return Choice(native, "agrees with the reference" if native.tried else "")
         if why == cpu.library.absence():
             cpu.library.warn_of_absence()
-        return Choice(next(b for b in others if not refusal(b) and b.gains(codec, block)), why)
+        gains = not refusal(folded) and folded.gains(codec, block)
+        return Choice(folded if gains else reference, why)
     backend = BACKENDS[wanted]
     if why := refusal(backend):
         raise ValueError(f"kernel '{wanted}' cannot be used: {why}")
@@ -72,14 +73,18 @@ def choose(
 
 def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:
     """The backend that may read the pages of a layer in an engine; None where none can."""
-    backend = triton.BACKEND if codec.view.device.type == "cuda" else cpu.best()
-    why = unread(codec) or backend.unfit(codec, block) or backend.missing(codec)
-    return None if why else backend
+    *natives, _, _ = fastest_first(codec.view.device)
+    for backend in natives:
+        if not (unread(codec) or backend.unfit(codec, block) or backend.missing(codec)):
+            return backend
+    return None
 
 
 def packer_of(wanted: str, device: torch.device) -> Packer:
     """What a cache of this kernel packs the blocks of layers on ``device`` with: what was asked for, torch
     where that cannot run."""
+    first = fastest_first(device)[0]
+    packing = triton.BACKEND if first is cuda.BACKEND else first
     if wanted == "auto":
-        return fastest_first(device)[0].tried_packer
-    return BACKENDS[wanted].packer
+        return packing.tried_packer
+    return (packing if wanted == "cuda" else BACKENDS[wanted]).packer

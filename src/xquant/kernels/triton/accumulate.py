@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .arguments import Matrix, Rows
 from .block_table import BlockTable
+from .device import start
 from .jit.accumulate import accumulate
 from .launch import row_strides, sink_columns
 from .matrices import PackedStates, by_chunk
@@ -68,7 +69,10 @@ class TritonAccumulator:
             shape = len(layer.stream.table), layer.stream.tokens, self._codec.width
             out = torch.empty(shape, dtype=self._codec.view.dtype, device=self._codec.view.device)
         columns, sink_count = sink_columns(layer, table.blocks.begins)
-        accumulate[(table.columns, self._programs, len(out))](
+        start(
+            accumulate,
+            (table.columns, self._programs, len(out)),
+            out.device,
             Rows(out, *row_strides(out)),
             table.blocks,
             self._matrix,

@@ -16,6 +16,7 @@ from ..rope import RopeTable
 from ..workspace import Workspace
 from .arguments import Heads
 from .block_table import BlockTable
+from .device import Slots, start
 from .jit.attend import attend
 from .jit.combine import combine
 from .launch import Launch, launch_of, sink_columns, splits_of
@@ -72,6 +73,7 @@ class TritonAttention(LayerAttention):
         self._packed = PackedHeads(layer.codec, layer.stream.block)
         offline = [operand.offline for operand in self._packed.operands]
         self._table = BlockTable(layer.stream, offline, layer.codec.view.device)
+        self._slots = Slots(attend, layer.codec.view.device)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
@@ -81,22 +83,18 @@ class TritonAttention(LayerAttention):
         table, layer, nothing = self._table, self._layer, self._packed.nothing
         table.refresh()
         device, heads = launch.query.device, launch.batch * launch.groups
-        splits = splits_of(table.columns, heads * launch.row_programs, device)
-        rows = heads * splits * launch.rows
-        sums, maxima = self._workspace.take(device, rows * launch.size, rows * 2)
         tail = nothing if layer.tail is None else layer.tail
         sinks = nothing if layer.sinks is None else layer.sinks.rows
         columns, sink_count = sink_columns(layer, table.blocks.begins)
-        out = launch.new_out()
-        attend[(splits, heads, launch.row_programs)](
+        given = (
             *launch.heads,
             *launch.exact_rows(tail, sinks, columns),
             *launch.mask_arguments(nothing),
             table.blocks,
             launch.rope,
             *self._packed.tables,
-            sums,
-            maxima,
+        )
+        numbers = (
             table.columns,
             launch.limit,
             launch.past,
@@ -105,19 +103,31 @@ class TritonAttention(LayerAttention):
             launch.shape,
             launch.scaling,
             launch.softcap,
-            ROWS=launch.program_rows,
-            SINKS=sink_count and power(sink_count),
-            PAGED=False,
+        )
+        constants = {
+            "ROWS": launch.program_rows,
+            "SINKS": sink_count and power(sink_count),
+            "PAGED": False,
             **launch.constants,
             **self._packed.constants,
-        )
+        }
+        slots = self._slots.of(*given, nothing, nothing, *numbers, **constants)
+        splits = splits_of(table.columns, heads * launch.row_programs, slots)
+        rows = heads * splits * launch.rows
+        sums, maxima = self._workspace.take(device, rows * launch.size, rows * 2)
+        grid = splits, heads, launch.row_programs
+        start(attend, grid, device, *given, sums, maxima, *numbers, **constants)
+        out = launch.new_out()
         combine_splits(sums, maxima, splits, launch, out)
         return out
 
 
 def combine_splits(sums: Tensor, maxima: Tensor, splits: int, launch: Launch, out: Tensor) -> None:
     """Write to ``out`` ``[B, t, H, D]`` the combination of ``splits`` of every row."""
-    combine[(launch.rows, launch.batch * launch.groups, 1)](
+    start(
+        combine,
+        (launch.rows, launch.batch * launch.groups, 1),
+        out.device,
         sums,
         maxima,
         Heads.of(out.transpose(1, 2)),

@@ -12,6 +12,7 @@ from ...quant.quantizer import dense
 from ...quant.ranked import Ranked, level_table, size_table, whole
 from ...quant.trellis import WIDTHS
 from .block_table import FIELDS
+from .device import start
 from .jit.ranked import decode, rank
 from .support import power
 
@@ -32,10 +33,13 @@ def unpack_ranked(quantizer: Ranked, packed: Packed, out: Tensor) -> None:
     levels, sizes = tables(device)
     order = torch.empty(blocks * channels, dtype=torch.int32, device=device)
     size = torch.empty(blocks * channels, dtype=torch.float32, device=device)
-    rank[(blocks, -(-channels // RANKED))](
-        order, size, addresses, usual, sizes, blocks, channels, RANKED=RANKED
-    )
-    decode[(blocks, len(WIDTHS) + 1)](
+    grid = blocks, -(-channels // RANKED)
+    ranked = order, size, addresses, usual, sizes, blocks, channels
+    start(rank, grid, device, *ranked, RANKED=RANKED)
+    start(
+        decode,
+        (blocks, len(WIDTHS) + 1),
+        device,
         out,
         order,
         size,

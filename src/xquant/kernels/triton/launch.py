@@ -1,6 +1,5 @@
 """Launch: the arguments that every launch of one attention call shares."""
 
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from ...models.rotation import Pair
 from ..call import AttentionCall
 from ..rope import RopeTable
+from ..splits import blocks_per_split
 from .arguments import BlockRope, ExactRows, Heads, Shape
 from .jit.softmax import ADDED, BOOLS, NONE
 from .support import power
@@ -21,28 +21,11 @@ MOST_ROWS = 64
 """Rows of one program: query heads times queries of a key/value head."""
 MOST_SUMS = 1 << 12
 """Rows times channels of one program."""
-WAVES = 2
-"""Programs that are started for every multiprocessor."""
 
 
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the device; a few in the interpreter."""
-    if device.type != "cuda":
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def blocks_per_split(columns: int, programs: int, device: torch.device) -> int:
-    """How many of ``columns`` blocks a program reads, so that ``programs`` times the splits keep the device
-    busy, with one more split left for what is kept exactly."""
-    wanted = WAVES * multiprocessors(device) // programs - 1
-    return max(-(-columns // max(wanted, 1)), 1)
-
-
-def splits_of(columns: int, programs: int, device: torch.device) -> int:
+def splits_of(columns: int, programs: int, slots: int) -> int:
     """How many splits `attend` has: the first for what is kept exactly, the others for the blocks."""
-    return 1 + -(-columns // blocks_per_split(columns, programs, device))
+    return 1 + -(-columns // blocks_per_split(columns, programs, slots))
 
 
 def padded_rows(rows: int) -> int:

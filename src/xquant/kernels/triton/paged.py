@@ -14,6 +14,7 @@ from ..paged import PagedAngles, PagedAttention, Sequences
 from .arguments import BlockRope, ExactRows, Heads, Pages, Shape
 from .attention import PackedHeads
 from .block_table import FIELDS
+from .device import Slots, start
 from .jit.append import append
 from .jit.attend import attend
 from .jit.combine import combine
@@ -42,6 +43,7 @@ class TritonPages(PagedAttention):
         self._layout, self._packed = layout, PackedHeads(codec, layout.block)
         self._scaling, self._softcap = scaling, softcap
         self._device, self._size, self._kv_heads = view.device, view.head_size, view.kv_heads
+        self._slots = Slots(attend, view.device)
         nothing = self._packed.nothing
         self._rope = BlockRope(*[nothing] * 4)
         if not codec.rotated:
@@ -73,13 +75,9 @@ class TritonPages(PagedAttention):
         rows, heads = shape.queries * shape.group_heads, len(limits) * shape.kv_heads
         of_program, nothing = program_rows(rows, size), self._packed.nothing
         row_programs = -(-rows // of_program)
-        splits = splits_of(table.shape[1], heads * row_programs, self._device)
-        # Of torch's allocator, which gives a CUDA graph memory that stays its own.
-        sums = torch.empty(splits * heads * rows * size, device=self._device)
-        maxima = torch.empty(splits * heads * rows * 2, device=self._device)
         rings = self._exact(self._rings, self._rings.shape[1])
         sinks = None if sequences.sinks is None else self._exact(self._sinks, None)
-        attend[(splits, heads, row_programs)](
+        given = (
             *(_rows_of(states) for states in (query, key, value)),
             rings,
             sinks,
@@ -87,8 +85,8 @@ class TritonPages(PagedAttention):
             Pages(self._addresses, table, table.stride(0)),
             self._rope,
             *self._packed.tables,
-            sums,
-            maxima,
+        )
+        numbers = (
             0,
             limits,
             sequences.new,
@@ -97,14 +95,26 @@ class TritonPages(PagedAttention):
             shape,
             self._scaling,
             self._softcap,
-            ROWS=of_program,
-            SINKS=0 if sequences.sinks is None else power(sequences.sink),
-            PAGED=True,
-            MASK=NONE.value,
-            SOFTCAP=bool(self._softcap),
-            **self._packed.constants,
         )
-        combine[(rows, heads, 1)](
+        constants = {
+            "ROWS": of_program,
+            "SINKS": 0 if sequences.sinks is None else power(sequences.sink),
+            "PAGED": True,
+            "MASK": NONE.value,
+            "SOFTCAP": bool(self._softcap),
+            **self._packed.constants,
+        }
+        slots = self._slots.of(*given, nothing, nothing, *numbers, **constants)
+        splits = splits_of(table.shape[1], heads * row_programs, slots)
+        # Of torch's allocator, which gives a CUDA graph memory that stays its own.
+        sums = torch.empty(splits * heads * rows * size, device=self._device)
+        maxima = torch.empty(splits * heads * rows * 2, device=self._device)
+        grid = splits, heads, row_programs
+        start(attend, grid, self._device, *given, sums, maxima, *numbers, **constants)
+        start(
+            combine,
+            (rows, heads, 1),
+            self._device,
             sums,
             maxima,
             _rows_of(out),
@@ -120,7 +130,10 @@ class TritonPages(PagedAttention):
             PARTIAL=False,
         )
         width = shape.kv_heads * size
-        append[(len(limits), shape.queries)](
+        start(
+            append,
+            (len(limits), shape.queries),
+            self._device,
             _rows_of(key),
             _rows_of(value),
             rings,

@@ -4,7 +4,7 @@ Keys are rebuilt and scored block by block. Values: see `rebuilding`. It equals 
 `CompressedLayer.read`.
 """
 
-from math import gcd
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +15,17 @@ from ..backend import LayerAttention
 from ..call import AttentionCall
 from ..rebuilding import recalled_rows
 from ..rope import RopeTable
+from ..splits import blocks_per_split
 from ..workspace import Workspace
 from .arguments import Heads, Matrix, Rows, Shape
 from .attention import combine_splits
 from .block_table import BlockTable
+from .device import Slots, start
 from .jit.attend_exact import attend_exact
 from .jit.combine import combine
 from .jit.rebuild import rebuild
 from .jit.sum_states import CHANNEL_LANES, PLAIN, TOKEN_LANES, sum_states
-from .launch import Launch, blocks_per_split, launch_of, row_strides, sink_columns
+from .launch import Launch, launch_of, row_strides, sink_columns
 from .matrices import CHUNK, PackedStates, by_chunk
 from .operand import KernelOperand
 from .support import power
@@ -51,6 +53,8 @@ class TritonRebuilding(LayerAttention):
         view = codec.view
         self._codec, self._device = codec, view.device
         self._nothing = torch.zeros(1, device=view.device)
+        # Of the type of rows that are there: for others a kernel would be another.
+        self._no_rows = torch.zeros(1, 0, 2 * view.kv_width, dtype=view.dtype, device=view.device)
         bias = codec.key_bias
         self._bias = self._nothing if bias is None else bias.float().contiguous()
         pairs = view.kv_heads % 2 == 0 and power(view.head_size) <= MOST_PAIRED
@@ -89,8 +93,8 @@ class TritonRebuilding(LayerAttention):
             "NORM": norm is not None,
             **packed,
         }
-        self._sum_constants = {**self._block_constants, **self._summed()}
-        self._program_channels = self._sum_constants["D"]
+        self._sum_constants = {"ROWS": SUM_ROWS, **self._block_constants, **self._summed()}
+        self._slots = Slots(sum_states, view.device)
 
     def _summed(self) -> dict[str, Any]:
         """What `sum_states` is compiled for: which channels a program sums, and how they are packed."""
@@ -118,24 +122,20 @@ class TritonRebuilding(LayerAttention):
         self._table.refresh()
         rows, size = launch.batch * launch.groups * launch.rows, launch.size
         channels, columns = self._codec.value_weight.shape[1], self._table.columns
-        sequences = launch.batch * -(-launch.groups * launch.rows // SUM_ROWS)
-        programs = -(-channels // self._program_channels) * sequences
-        per_split = blocks_per_split(columns, programs, self._device)
+        source = self._source() if columns else None
+        per_split = self._blocks_per_split(launch, source) if columns else 1
         splits = -(-columns // per_split)
         # Of the last combination, the exact tokens are one split, all blocks are the other.
-        sums, maxima, scores, coded_sums, coded_maxima, *scratch = self._workspace.take(
+        sums, maxima, scores, *coded = self._workspace.take(
             self._device,
             2 * rows * size,
             2 * rows * 2,
             rows * columns * self._layer.stream.block,
             splits * rows * channels,
             splits * rows * 2,
-            *self._scratch(launch),
         )
         self._attend_exact(launch, sums, maxima)
         if columns:
-            coded = [coded_sums, coded_maxima]
-            source = self._source(launch, scratch)
             self._score(launch, source, scores)
             self._sum(launch, source, scores, per_split, coded)
             values = self._project(launch, coded, splits, maxima[2 * rows :])
@@ -148,13 +148,16 @@ class TritonRebuilding(LayerAttention):
 
     def _attend_exact(self, launch: Launch, sums: Tensor, maxima: Tensor) -> None:
         """Attend to what is kept exactly; its keys and values are projected as the model does."""
-        layer, tail, sinks = self._layer, self._nothing, self._nothing
+        layer, tail, sinks = self._layer, self._no_rows, self._no_rows
         columns, sink_count = sink_columns(layer, self._table.blocks.begins)
         if layer.tail is not None and launch.before:
             tail = torch.cat(layer.built.of(layer.tail[:, : launch.before]), -1)
         if layer.sinks is not None:
             sinks = torch.cat(self._codec.exact(layer.sinks.rows), -1)
-        attend_exact[(launch.batch * launch.groups, launch.row_programs)](
+        start(
+            attend_exact,
+            (launch.batch * launch.groups, launch.row_programs),
+            self._device,
             *launch.heads,
             *launch.exact_rows(tail, sinks, columns),
             *launch.mask_arguments(self._nothing),
@@ -173,11 +176,7 @@ class TritonRebuilding(LayerAttention):
             **launch.constants,
         )
 
-    def _scratch(self, launch: Launch) -> list[int]:
-        """What more of the workspace is wanted."""
-        return []
-
-    def _source(self, launch: Launch, scratch: list[Tensor]) -> Any:
+    def _source(self) -> Any:
         """What else keys and values come from: sums over layers ``[B, T, C]``, where it is these."""
         recalled = recalled_rows(self._layer)
         if recalled is None:
@@ -201,7 +200,10 @@ class TritonRebuilding(LayerAttention):
         blocks to what keys are made with."""
         table = self._table
         columns, sink_count = sink_columns(self._layer, table.blocks.begins)
-        kernel[(table.columns, launch.groups // self._program_heads, launch.batch)](
+        start(
+            kernel,
+            (table.columns, launch.groups // self._program_heads, launch.batch),
+            self._device,
             Heads.of(launch.query),
             columns,
             *launch.mask_arguments(self._nothing),
@@ -225,21 +227,31 @@ class TritonRebuilding(LayerAttention):
         self, launch: Launch, source: Any, scores: Tensor, per_split: int, out: list[Tensor]
     ) -> None:
         """Write the splits of the sums of what values come from, and their maxima."""
-        table, channels = self._table, self._codec.value_weight.shape[1]
-        rows = launch.groups * launch.rows
-        splits, runs = -(-table.columns // per_split), -(-channels // self._sum_constants["D"])
-        sum_states[(splits, runs, launch.batch * -(-rows // SUM_ROWS))](
-            scores,
-            *out,
-            table.segment(len(self._layer.codec.segments) - 1),
+        grid = -(-self._table.columns // per_split), *self._sum_grid(launch)
+        given = self._sum_arguments(launch, source, per_split)
+        start(sum_states, grid, self._device, scores, *out, *given, **self._sum_constants)
+
+    def _blocks_per_split(self, launch: Launch, source: Any) -> int:
+        """How many blocks a program sums."""
+        given = self._sum_arguments(launch, source, 1)
+        slots = self._slots.of(*[self._nothing] * 3, *given, **self._sum_constants)
+        return blocks_per_split(self._table.columns, prod(self._sum_grid(launch)), slots)
+
+    def _sum_grid(self, launch: Launch) -> tuple[int, int]:
+        """Runs of channels, and sequences times runs of rows."""
+        runs = -(-self._codec.value_weight.shape[1] // self._sum_constants["D"])
+        return runs, launch.batch * -(-launch.groups * launch.rows // SUM_ROWS)
+
+    def _sum_arguments(self, launch: Launch, source: Any, per_split: int) -> tuple[Any, ...]:
+        """Of `sum_states`, behind its workspace."""
+        return (
+            self._table.segment(len(self._layer.codec.segments) - 1),
             source,
-            table.columns,
+            self._table.columns,
             per_split,
-            rows,
-            channels,
+            launch.groups * launch.rows,
+            self._codec.value_weight.shape[1],
             launch.batch,
-            ROWS=SUM_ROWS,
-            **self._sum_constants,
         )
 
     def _project(
@@ -256,7 +268,10 @@ class TritonRebuilding(LayerAttention):
             dtype=weight.dtype,
             device=self._device,
         )
-        combine[(rows, launch.batch, -(-channels // COMBINED))](
+        start(
+            combine,
+            (rows, launch.batch, -(-channels // COMBINED)),
+            self._device,
             *coded,
             Heads(combined, rows * channels, channels, 0),
             maxima_out,

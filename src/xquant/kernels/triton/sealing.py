@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...quant import Affine, Codebook, Packed
 from ...quant.levels import edges_of
+from .device import start
 from .jit.seal import assign, seal
 from .support import power
 
@@ -28,10 +29,16 @@ def pack_affine(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed
     fields = quantizer.fields(tokens, channels)
     packed = {name: field.empty(blocks, x.device) for name, field in fields.items()}
     found_nan = torch.zeros(1, dtype=torch.int32, device=x.device)
-    hides = excluded is not None and not per_token
-    seal[(blocks, channels // head)](
+    hidden = found_nan
+    if not per_token:
+        # Read where it hides nothing, too: a kernel that does not read it would be another.
+        hidden = x.new_zeros(blocks, tokens, dtype=torch.bool) if excluded is None else excluded
+    start(
+        seal,
+        (blocks, channels // head),
+        x.device,
         x,
-        excluded.contiguous() if excluded is not None and hides else found_nan,
+        hidden.contiguous(),
         packed["codes"].view(torch.int32),
         packed["scale"],
         packed["zero"],
@@ -48,7 +55,7 @@ def pack_affine(quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed
         PER_TOKEN=per_token,
         GROUP=group,
         BY_TOKEN=by_token,
-        HIDDEN=hides,
+        HIDDEN=not per_token,
         ETA=quantizer.eta != 0,
         num_warps=8,
         enable_fp_fusion=False,  # as torch computes
@@ -71,7 +78,10 @@ def pack_codebook(quantizer: Codebook, x: Tensor, excluded: Tensor | None) -> Pa
     in_bits = quantizer.fields(tokens, channels)["codes"].empty(blocks, x.device)
     # Outliers are stored as what their codes leave.
     plain = torch.empty(x.shape if quantizer.sparse else 1, dtype=torch.uint8, device=x.device)
-    assign[(blocks, channels // head)](
+    start(
+        assign,
+        (blocks, channels // head),
+        x.device,
         scaled.x.contiguous(),
         edges_of(quantizer.levels.to(x.device).float()),
         in_bits.view(torch.int32),

@@ -1,0 +1,216 @@
+"""Attention over packed keys and values by CUDA: csrc/attend.cu, one launch for a layer.
+
+It equals attention over `CompressedLayer.read` but for roundings to fp16. A cache and an engine's pages are two
+ways to say where blocks are.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...methods import LayerCodec
+from ...quant.operand import Operand
+from ...store.pages import PageLayout
+from ..backend import LayerAttention
+from ..call import AttentionCall
+from ..paged import PagedAngles, PagedAttention, Sequences
+from ..rope import RopeTable
+from ..triton.block_table import FIELDS, BlockTable
+from ..triton.launch import launch_of
+from ..workspace import Workspace
+from . import program, support
+from .arguments import MASKS, Arguments, Heads
+
+if TYPE_CHECKING:
+    from ...store.layer import CompressedLayer
+
+ROWS = 4
+"""Rows of a tile: query heads times queries of a key/value head."""
+MOST_TILES = 2
+"""Of a program."""
+FIXED = 2
+"""What a program costs beside its blocks, in blocks."""
+
+
+class Packed:
+    """How a layer's keys and values are packed, and the programs that read them."""
+
+    def __init__(self, codec: LayerCodec, block: int) -> None:
+        view = codec.view
+        keys, values = (segment.operand(block) for segment in codec.segments)
+        assert isinstance(keys, Operand) and isinstance(values, Operand)
+        self.device, self.size, self.groups = view.device, view.head_size, view.kv_heads
+        self.offset = None if codec.offset is None else codec.offset.float().contiguous()
+        self._constants = (
+            ("HEAD", view.head_size),
+            ("BLOCK", block),
+            ("KEY_BITS", keys.bits),
+            ("VALUE_BITS", values.bits),
+            ("KEY_PER_TOKEN", int(keys.per_token)),
+            ("ROTATE", int(not codec.rotated)),
+            ("STATE", support.DTYPES[view.dtype]),
+        )
+        self._ranges = {"key_group": keys.group, "value_group": values.group}
+        self._arrived = torch.zeros(0, dtype=torch.int32, device=view.device)
+
+    def arguments(self) -> Arguments:
+        """With what all calls share."""
+        made = Arguments()
+        made.point_to(key_offset=self.offset)
+        made.count(kv_heads=self.groups, **self._ranges)
+        return made
+
+    def launch(
+        self,
+        arguments: Arguments,
+        batch: int,
+        columns: int,
+        queries: int,
+        heads: int,
+        workspace: Workspace | None,
+    ) -> None:
+        """Attend with ``queries`` new tokens of each sequence and ``heads`` query heads."""
+        group = heads // self.groups
+        rows, of_heads = queries * group, batch * self.groups
+        tiles = min(-(-rows // ROWS), MOST_TILES)
+        row_programs = -(-rows // (ROWS * tiles))
+        paged = arguments.table is not None
+        plain = not (arguments.mask_kind or arguments.softcap or arguments.sinks.data)
+        kind = ("TILES", tiles), ("PAGED", int(paged)), ("PLAIN", int(plain))
+        made = program.program(self.device, (*self._constants, *kind))
+        splits = 1 + splits_of(columns, of_heads * row_programs, made.slots)
+        sizes = splits * of_heads * rows * self.size, splits * of_heads * rows * 2
+        if (
+            workspace is None
+        ):  # of torch's allocator, which gives a CUDA graph memory that stays its own
+            sums, maxima = (torch.empty(size, device=self.device) for size in sizes)
+        else:
+            sums, maxima = workspace.take(self.device, *sizes)
+        if len(self._arrived) < of_heads * row_programs:
+            self._arrived = self._arrived.new_zeros(of_heads * row_programs)
+        arguments.point_to(sums=sums, maxima=maxima, arrived=self._arrived)
+        arguments.count(queries=queries, group_heads=group)
+        made.launch((splits, of_heads, row_programs), arguments)
+
+
+def splits_of(columns: int, programs: int, slots: int) -> int:
+    """Into how many parts ``columns`` blocks are split, so that ``programs`` of each take the least time where
+    ``slots`` run at a time."""
+    best, least = 0, float("inf")
+    for each in range(1, columns + 1):
+        splits = -(-columns // each)
+        taken = -(-(splits + 1) * programs // slots) * (each + FIXED)
+        if taken < least:
+            best, least = splits, taken
+    return best
+
+
+class CudaAttention(LayerAttention):
+    """Attends over one layer of a cache."""
+
+    def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
+        self._layer, self._rope, self._workspace = layer, rope, workspace
+        self._packed = Packed(layer.codec, layer.stream.block)
+        self._table = BlockTable(layer.stream, [None, None], layer.codec.view.device)
+        self._arguments = self._packed.arguments()
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
+        launch = launch_of(self._layer, call, self._rope)
+        if launch is None or (launch.mask is not None and launch.mask.dtype not in MASKS):
+            return None
+        table, layer, made = self._table, self._layer, self._arguments
+        table.refresh()
+        out = launch.new_out()
+        made.query, made.key, made.value = map(Heads.of, (launch.query, launch.key, launch.value))
+        made.out = Heads.of(out.transpose(1, 2))
+        blocks, rotated = table.blocks, layer.codec.rotated
+        made.point_to(
+            mask=launch.mask,
+            addresses=blocks.addresses,
+            begins=blocks.begins,
+            lengths=blocks.lengths,
+            start_cos=None if rotated else launch.start[0],
+            start_sin=None if rotated else launch.start[1],
+            within_cos=None if rotated else launch.within[0],
+            within_sin=None if rotated else launch.within[1],
+            sink_logits=launch.sink_logits,
+        )
+        made.tail.point_to(layer.tail)
+        made.tail.count = launch.before
+        sinks = layer.sinks
+        made.sinks.point_to(None if sinks is None else sinks.rows)
+        made.sinks.columns = None if sinks is None else sinks.columns.data_ptr()
+        made.sinks.count = 0 if sinks is None else sinks.columns.shape[1]
+        for exact, (cos, sin) in ((made.tail, launch.tail), (made.sinks, launch.sinks)):
+            exact.cos, exact.sin = (None, None) if rotated else (cos.data_ptr(), sin.data_ptr())
+        _, *strides = launch.mask_arguments(blocks.begins)
+        made.mask_batch, made.mask_query, made.mask_token = strides
+        made.count(
+            mask_kind=0 if launch.mask is None else MASKS[launch.mask.dtype],
+            columns=table.columns,
+            limit=launch.limit,
+            past=launch.past,
+        )
+        made.scale(launch.scaling, launch.softcap)
+        size = launch.query.shape[2], launch.query.shape[1]
+        self._packed.launch(made, launch.batch, table.columns, *size, self._workspace)
+        return out
+
+
+class CudaPages(PagedAttention):
+    """Attends over one layer in an engine's pages.
+
+    Args:
+        scaling, softcap: of scores; softcap 0 for none.
+        angles: needed where the codec keeps keys before RoPE.
+    """
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        layout: PageLayout,
+        scaling: float,
+        softcap: float,
+        angles: PagedAngles | None,
+    ) -> None:
+        self._layout, self._packed = layout, Packed(codec, layout.block)
+        self._arguments = self._packed.arguments()
+        self._arguments.scale(scaling, softcap)
+        if not codec.rotated:
+            assert angles is not None
+            pairs = (*angles.starts, *angles.within.angles)
+            self._turns = [t.to(codec.view.device).contiguous() for t in pairs]
+            names = "start_cos", "start_sin", "within_cos", "within_sin"
+            self._arguments.point_to(**dict(zip(names, self._turns, strict=True)))
+
+    def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
+        # Where each field lies in page 0, and how far pages lie apart.
+        found = [[[0, 0] for _ in FIELDS] for _ in range(2)]
+        for place in self._layout.places:
+            start = pages.data_ptr() + place.start
+            found[place.segment][FIELDS.index(place.name)] = [start, pages.stride(0)]
+        self._addresses = torch.tensor(found, dtype=torch.int64, device=pages.device)
+        self._rings, self._sinks = rings, sinks
+        self._arguments.point_to(addresses=self._addresses)
+        self._arguments.tail.point_to(rings)
+        self._arguments.tail.capacity = rings.shape[1]
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
+    ) -> None:
+        query, key, value = (
+            t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
+        )
+        assert out.stride(-1) == 1
+        made, table = self._arguments, sequences.table
+        made.query, made.key, made.value, made.out = map(Heads.of_rows, (query, key, value, out))
+        made.point_to(table=table, limits=sequences.limits, newest=sequences.new)
+        made.table_stride = table.stride(0)
+        made.tail.runs = sequences.held.data_ptr()
+        sinks = None if sequences.sinks is None else self._sinks
+        made.sinks.point_to(sinks)
+        made.sinks.runs = None if sequences.sinks is None else sequences.sinks.data_ptr()
+        size = sequences.queries, query.shape[1]
+        self._packed.launch(made, len(sequences.limits), table.shape[1], *size, None)

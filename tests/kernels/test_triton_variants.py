@@ -1,0 +1,51 @@
+"""Decode steps ask for one variant of every kernel, however long they go on: another takes seconds."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+SCRIPT = Path(__file__).parent.parent / "variants.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    cases: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    assert len(cases) == 16
+    return cases
+
+
+def test_there_is_one_variant_of_every_kernel_for_one_layout(
+    found: dict[str, dict[str, Any]],
+) -> None:
+    """Layouts of layers differ, and so do keys and values. A prompt is another shape."""
+    assert {count for case in found.values() for count in case["variants"].values()} == {1}
+
+
+def test_none_is_new_when_the_first_block_is_sealed(found: dict[str, dict[str, Any]]) -> None:
+    """With it come the kernels that seal and read blocks, and sinks."""
+    assert {name: case["late"] for name, case in found.items() if case["late"]} == {}
+
+
+def test_all_kernels_of_decoding_were_started(found: dict[str, dict[str, Any]]) -> None:
+    """At every step, or else nothing was seen."""
+    each = {"attend", "combine", "append", "attend_exact", "rebuild", "sum_states", "accumulate"}
+    assert {kernel for case in found.values() for kernel in case["started"]} == {
+        *each,
+        "seal",
+        "assign",
+    }
+    for name, case in found.items():
+        reads = "attend_exact" if "xquant" in name else "attend"
+        assert case["started"][reads] == 600 * (3 if "-cl-" in name else 1)
