@@ -68,12 +68,12 @@ def main(
             (output / f"{stage.name}.{kind}").unlink(missing_ok=True)
     report, tables = Report(output), ""
     with tempfile.TemporaryDirectory() as fresh:
+        if cache:
+            kept.unpack(cache)
         os.environ |= {
-            **kept.COMPILED_WITH,
+            **kept.environment(kept.FOLDER if cache else Path(fresh)),
             "PYTHONPATH": os.pathsep.join(sys.path),
-            "TRITON_CACHE_DIR": str(kept.unpacked(cache)) if cache else fresh,
             "TRITON_INTERPRET": "1" if device == "cpu" else "0",
-            "XQUANT_CACHE": fresh,
             "XQUANT_TEST_DEVICE": device,
         }
         worker = Worker(output, device, quick)

@@ -13,8 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_WORKERS = 14
 SANITIZER = "compute-sanitizer"
 QUICK_TEST = "tests/kernels/test_triton.py::test_splits_are_combined"
-LEFT_OUT = {"test_triton_compiles", "test_triton_waits"}
-"""Files of tests that need no GPU."""
+FILES = ("cuda/test_*.py", "test_triton*.py")
+LEFT_OUT = {"test_triton_compiles", "test_triton_variants", "test_triton_waits"}
+"""Of these, files of tests that need no GPU."""
+STATIC = (
+    "tests/static/test_trial.py",
+    "tests/static/test_recorded.py::test_a_graph_that_was_recorded_holds_for_other_steps_and_caches",
+    "tests/static/test_recorded.py::test_every_step_launches_the_same",
+)
 
 Command = Sequence[str]
 
@@ -28,9 +34,9 @@ def tests(output: Path, device: str, quick: bool) -> Command:
     if find_spec("xdist"):
         command += ["-n", str(min(os.cpu_count() or 1, MOST_WORKERS))]
     folder = ROOT / "tests" / "kernels"
-    files = sorted([*folder.glob("test_triton*.py"), *folder.glob("test_cuda*.py")])
+    files = [file for pattern in FILES for file in sorted(folder.glob(pattern))]
     names = [str(file.relative_to(ROOT)) for file in files if file.stem not in LEFT_OUT]
-    return [*command, *names, "tests/static/test_trial.py", "tests/static/test_recorded.py"]
+    return [*command, *names, *STATIC]
 
 
 def racecheck(output: Path, device: str, quick: bool) -> Command:

@@ -1,15 +1,15 @@
-"""How many warps, pipeline stages, registers and waves of programs Triton's `attend` is fastest with."""
+"""How many warps, pipeline stages, registers and splits Triton's `attend` is fastest with."""
 
 import statistics
 from collections.abc import Iterator, Mapping
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from xquant.bench.clocks import Clock, reason
 from xquant.bench.contenders import Compressed
-from xquant.kernels.triton import launch
+from xquant.kernels.triton.device import Slots
 
 from .machine import Machine, Row
 
@@ -21,9 +21,19 @@ OPTIONS: dict[str, tuple[int | None, ...]] = {
 }
 """Of the compiler."""
 WAVES = (1, 2, 4)
-"""Programs for every multiprocessor that it is given at once."""
+"""Blocks are split as if so many times the programs ran at once."""
 OWN: dict[str, Any] = {}
 """What the kernel is launched with as it is."""
+
+
+class Waves(NamedTuple):
+    """In place of `Slots`."""
+
+    slots: Slots
+    waves: int
+
+    def of(self, *args: Any, **constants: Any) -> int:
+        return self.waves * self.slots.of(*args, **constants)
 
 
 @torch.inference_mode()
@@ -51,21 +61,20 @@ def _ways() -> Iterator[dict[str, Any]]:
 
 
 def _timed(machine: Machine, contender: Compressed, options: Mapping[str, Any]) -> Row:
-    kept, row = launch.WAVES, Row(ms_per_layer=None, failed=None)
+    row = Row(ms_per_layer=None, failed=None)
     layers = list(contender.cache.stack._attentions.values())
-    own = [layer._packed.constants for layer in layers]
+    own = [(layer._packed.constants, layer._slots) for layer in layers]
     given = {k: v for k, v in options.items() if k != "waves" and v is not None}
     try:
-        launch.WAVES = options.get("waves", kept)
-        for layer, constants in zip(layers, own, strict=True):
+        for layer, (constants, slots) in zip(layers, own, strict=True):
             layer._packed.constants = {**constants, **given}
+            layer._slots = Waves(slots, options.get("waves", 1))
         row["ms_per_layer"] = _median(machine.clock(contender.attend), machine) / len(layers) * 1e3
     except Exception as error:  # what a compiler refuses, as too many registers
         row["failed"] = reason(error)
     finally:
-        launch.WAVES = kept
-        for layer, constants in zip(layers, own, strict=True):
-            layer._packed.constants = constants
+        for layer, (constants, slots) in zip(layers, own, strict=True):
+            layer._packed.constants, layer._slots = constants, slots
     return row
 
 
