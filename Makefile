@@ -7,6 +7,8 @@
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make serve-stress   its server with many clients, and thousands of random requests
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
+# make gpu-cache       compiles the kernels for it, into a file that make gpu takes along if it is there
+# make gpu-rehearsal   make gpu without a GPU, on a small model, in .venv-gpu, which has what that machine has
 # make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
 # make docs   the site in build/site, and what its pages say to run, run
 # make wheels     the files of a release in dist/, each installed into an empty environment and tried
@@ -27,10 +29,18 @@ SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
 SERVE_TESTS = tests/serve tests/store/test_pages.py $(STRESS:%=--ignore=%)
 STRESS := tests/serve/test_random_requests.py tests/serve/test_server.py
 
+# What is installed on a machine with a GPU, and nothing else; torch brings Triton 3.6.
+PYTHON312 ?= python3.12
+GPU_HAS := torch==2.11.0 transformers==5.17.0 numpy==2.5.2 click rich pytest pytest-xdist hypothesis scikit-learn
+GPU_BIN := .venv-gpu/bin
+GPU_STAMP := .venv-gpu/.installed
+GPU_CACHE := build/gpu-cache.tar.xz
+
 CHECK := $(BIN)/check-jsonschema --builtin-schema vendor.github
 SANITIZED := build/sanitized
 
-.PHONY: env demo test sanitize matrix mutants serve-env serve-test serve-stress gpu lint schemas docs wheels clean
+.PHONY: env demo test sanitize matrix mutants serve-env serve-test serve-stress gpu gpu-cache gpu-rehearsal lint
+.PHONY: schemas docs wheels clean
 
 env: $(EXTRAS)
 
@@ -98,7 +108,22 @@ serve-stress: serve-env
 	OMP_NUM_THREADS=1 XQUANT_REQUESTS=2000 $(SERVE_BIN)/python -m pytest $(STRESS)
 
 gpu:
-	$(PYTHON) benchmarks/gpu.py --output build/gpu
+	$(PYTHON) benchmarks/gpu.py --output build/gpu $(if $(wildcard $(GPU_CACHE)),--cache $(GPU_CACHE))
+
+$(GPU_STAMP): Makefile
+	$(PYTHON312) -m venv .venv-gpu
+	$(GPU_BIN)/python -m pip install --disable-pip-version-check -q $(GPU_HAS)
+	touch $(GPU_STAMP)
+
+gpu-cache: $(GPU_STAMP)
+	$(GPU_BIN)/python benchmarks/gpu_cache.py $(GPU_CACHE)
+
+# The tests are those that wanted more than that machine has.
+gpu-rehearsal: $(GPU_STAMP)
+	! $(GPU_BIN)/python -c 'import platformdirs' 2> /dev/null
+	XQUANT_NATIVE_LIBRARY=build/none $(GPU_BIN)/python benchmarks/gpu.py --quick --device cpu --output build/rehearsal
+	XQUANT_NATIVE_LIBRARY=build/none PYTHONPATH=src $(GPU_BIN)/python -m pytest -n 2 -rs \
+		tests/kernels/test_triton_waits.py tests/static/test_recorded.py
 
 # The site without a warning, tables that are what the results say, and every command and snippet of the pages
 # that takes seconds.
@@ -130,4 +155,4 @@ wheels: env
 	CXX=/bin/false $(BIN)/python tools/check_wheel.py dist/*.tar.gz
 
 clean:
-	rm -rf .venv .venv-serve build dist mutants
+	rm -rf .venv .venv-serve .venv-gpu build dist mutants

@@ -1,4 +1,5 @@
-"""A GPU that is not there: kernels are specialized and started as on one, and neither compiled nor run.
+"""A GPU that is not there: kernels are specialized and started as on one, compiled if that is wanted, and not
+run.
 
 Triton chooses the variant of a kernel by what it is started with: types, constants, ones, and what is a
 multiple of 16. A variant that is new takes seconds to compile. Here it is a `Kernel` that writes zeros.
@@ -69,13 +70,25 @@ class Kernel:
                 each.data.zero_()  # a tensor, or a group of arguments
 
 
-def install() -> FakeGPU:
-    """Have Triton run on a GPU that is not there."""
-    gpu = FakeGPU()
+def install(compiles: bool = False) -> FakeGPU:
+    """Have Triton run on a GPU that is not there.
+
+    Args:
+        compiles: kernels are compiled for it too, to be found in Triton's folder.
+    """
+    gpu, own = FakeGPU(), JITFunction._do_compile
 
     def compiled(
-        function: Any, key: str, signature: Any, device: int, constants: Any, options: Any, *_: Any
+        function: Any,
+        key: str,
+        signature: Any,
+        device: int,
+        constants: Any,
+        options: Any,
+        *more: Any,
     ) -> Kernel:
+        if compiles:
+            own(function, key, signature, device, constants, options, *more)
         made = Kernel(gpu, function, key, constants, options)
         function.device_caches[device][0][key] = made
         return made

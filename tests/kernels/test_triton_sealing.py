@@ -170,12 +170,12 @@ def test_all_layers_are_sealed_at_once(
     spec: str, launches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bytes that each gets by itself."""
-    model = tiny("llama", head_dim=32, hidden_size=128)
+    model = tiny("llama", head_dim=32, hidden_size=128).to(DEVICE)
     cache, count = KVCache(model, spec, kernel="triton"), 0
-    columns = torch.arange(32).expand(2, -1)
-    cache.index.append(columns, columns >= torch.tensor([[0], [5]]))
+    columns = torch.arange(32, device=DEVICE).expand(2, -1)
+    cache.index.append(columns, columns >= torch.tensor([[0], [5]], device=DEVICE))
     for layer in cache.compressed:
-        x, raw, states = (torch.randn(2, 32, n) for n in (128, 64, 64))
+        x, raw, states = (torch.randn(2, 32, n, device=DEVICE) for n in (128, 64, 64))
         heads = states.unflatten(-1, (2, 32)).transpose(1, 2)
         layer.append(AttentionInputs(x, x, raw, heads, heads), hold=True)
     apart = copy.deepcopy(cache)

@@ -15,6 +15,7 @@ from attending import DEVICE
 from models import left_padded, prompt, tiny
 from waits import Silent
 from xquant import StaticKVCache
+from xquant.kernels.cpu import library as native
 
 SPEC, ROOM = "kivi-4bit:group=32,sink=2", 256
 
@@ -42,6 +43,7 @@ def decoded(model: Any, cache: StaticKVCache, ids: Tensor, settled: int | None =
     return torch.cat(found, 1)
 
 
+@pytest.mark.skipif(not native.isas(), reason="no native library, and pages are not read in place")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_all_steps_are_one_graph_of_one_shape(model: Any, backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:

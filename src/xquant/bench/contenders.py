@@ -63,12 +63,12 @@ class Contender(ABC):
         """Whether steps run compiled."""
         return self._compiled is not None
 
-    def prepare(self, packed: bool, compiled: bool) -> None:
-        """Have steps run with packed weights, and compiled."""
+    def prepare(self, packed: bool, compiled: bool, **how: Any) -> None:
+        """Have steps run with packed weights, and compiled; ``how`` is what ``torch.compile`` is told."""
         if packed:
             pack_weights(self.model)
         self.packed = packed
-        self._compiled = torch.compile(self.model) if compiled else None
+        self._compiled = torch.compile(self.model, **how) if compiled else None
 
     def newest(self) -> tuple[Tensor, Tensor, Tensor]:
         """A random query ``[B, H, 1, D]``, and the key and value ``[B, G, 1, D]`` of its token."""

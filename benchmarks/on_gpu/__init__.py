@@ -1,0 +1,1 @@
+"""What benchmarks/gpu.py does on a GPU, stage by stage."""
