@@ -6,7 +6,8 @@ It runs in a copy of the repository and installs nothing: what it needs is torch
 transformers, click, rich, pytest and hypothesis. Stages follow one another, the most wanted first. One
 process measures, and is started anew where it crashes or a stage takes too long; tests and tools that may
 crash have processes of their own. After every stage the folder has its rows (`NAME.json`), `stages.json`,
-`bars.json`, and all tables in `tables.txt`. `--cache` brings kernels that `make gpu-cache` has compiled.
+`bars.json`, the fastest ways to launch a kernel (`tuned.json`), and all tables (`tables.txt`). `--cache`
+brings kernels that `make gpu-cache` has compiled.
 
 `--quick --device cpu` rehearses it without a GPU, on a model of next to nothing, in Triton's interpreter:
 what that measures means nothing.

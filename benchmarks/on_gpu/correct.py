@@ -78,7 +78,8 @@ def _row(machine: Machine, case: Case) -> Row:
     try:
         with torch.inference_mode():
             cache = filled(case)
-            row["kernel"], row["error"] = cache.report().kernel, error(case, cache)
+            row["kernel"] = cache.report().kernel
+            row["error"] = error(case, cache)
         row["right"] = math.isfinite(row["error"]) and row["error"] <= least
     except Exception as failed:  # whatever a compiler or a driver raises
         row["failed"] = f"{type(failed).__name__}: {failed}"[:300]

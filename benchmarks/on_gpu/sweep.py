@@ -44,12 +44,15 @@ def sweep(machine: Machine) -> Iterator[list[Row]]:
     for spec in METHODS:
         method = machine.method(spec)
         contender = Compressed(models, method, context, batch, None, "triton")
+        codec = contender.cache.compressed[0].codec
+        subject = {"method": method.spec, "context": context, "batch": batch}
+        subject |= {"rotates": not codec.rotated, "head": codec.view.head_size}
+        subject |= {"block": method.group, "kernel": "attend"}
         rows = []
         for options in [OWN, *islice(_ways(), machine.sizes.ways)]:
-            row = {"method": method.spec, "context": context, "batch": batch, "options": options}
-            rows.append({**row, **_timed(machine, contender, options), "won": False})
-        timed = [row for row in rows if row["ms_per_layer"]]
-        if timed:
+            found = _timed(machine, contender, options)
+            rows.append({**subject, "options": options, **found, "won": False})
+        if timed := [row for row in rows if row["ms_per_layer"]]:
             min(timed, key=lambda row: row["ms_per_layer"])["won"] = True
         yield rows
         machine.fresh()
