@@ -3,12 +3,14 @@ Those that an engine needs are compiled for the GPUs before and after it too, tw
 argument `ranked` those of ranked codes for all four, which takes minutes."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import triton
 from triton._utils import find_paths_if
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from xquant.kernels.triton.arguments import (
     BlockRope,
@@ -198,6 +200,8 @@ def build(
     source = ASTSource(kernel, signature, known, attributes)
     amd = isinstance(target, str)
     device = GPUTarget("hip", target, 64) if amd else GPUTarget("cuda", target, 32)
+    # The kernels ask for the target (`halves.named`), which without a GPU nobody knows.
+    driver.set_active(SimpleNamespace(get_current_target=lambda: device))
     built = triton.compile(source, device, {"num_warps": warps})
     assert built.asm["hsaco" if amd else "cubin"]
     return built

@@ -67,6 +67,7 @@ def test_layers_may_differ_in_width_and_share_codes(spec: str) -> None:
         {"head_size": 256, "kv_heads": 1, "spec": "kivi-4bit:group=32,rope=post"},
         {"head_size": 128, "kv_heads": 1, "spec": "kvquant-3bit-1%:group=64"},
         {"kv_heads": 9, "head_size": 32, "spec": "kvquant-3bit-5%:group=32"},  # wide counts
+        {"head_size": 96, "kv_heads": 2, "spec": "kvquant-3bit-5%:group=96", "tokens": 210},
         {"tokens": 20},  # nothing is sealed
         {"tokens": 33, "queries": 5, "mask": "float"},  # queries are sealed
     ],

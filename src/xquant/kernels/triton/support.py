@@ -19,6 +19,8 @@ from ..backend import uncoded
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ELEMENTS = 1 << 15
 """Of a head in a block, which a program holds in registers."""
+MOST_CHANNELS = 31743
+"""Of a token with outliers. Their numbers are compared as fp16 ones, of which greater would be no number."""
 MOST_DECODED = 512
 """Tokens of a block of ranked codes, of 32 channels of which a program holds the states."""
 OLDEST = Version("3.5")
@@ -68,9 +70,13 @@ def unfit(codec: LayerCodec, block: int) -> str:
     rebuilt = codec.rematerialized
     if rebuilt is not None:
         return _unfit_rebuilt(rebuilt, block)
-    operands = (segment.operand(block) for segment in codec.segments)
+    operands = [segment.operand(block) for segment in codec.segments]
     if any(isinstance(o, Operand) and o.zero_scales is not None for o in operands):
         return "ranges without a zero"
+    if any(
+        isinstance(o, Operand) and o.count_bytes and o.channels > MOST_CHANNELS for o in operands
+    ):
+        return f"outliers among more than {MOST_CHANNELS} channels"
     return uncoded(codec, block)
 
 

@@ -3,11 +3,14 @@
 import triton
 import triton.language as tl
 
+from .codebook import table_of
 from .codes import FIELDS, QUARTER, block_at, index_at, lane_order, moved, tile_order
 from .exact import Channels, add_exact, load_rows, queries_of, store_split
 from .halves import as_words
+from .outliers import outlier_scores, outlier_sums, outliers_of
 from .products import (
     LOW,
+    beside_zeros,
     block_scores,
     block_sums,
     folded_sums,
@@ -134,6 +137,7 @@ def attend(
     row, place, pointer, there, states = load_rows(
         query, own, head, tl.program_id(2), channel, shape, scaling, ROWS
     )
+    rows = shape.group_heads * shape.queries
     mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
     mask_row = mask_rows(mask, b, place)
     maximum = tl.full([ROWS], LOWEST, tl.float32)
@@ -170,7 +174,9 @@ def attend(
                 at = sinks.columns + b * sink_runs + sink
                 sink_column = tl.load(at, sink < sink_runs, -1)
         field_stride = tl.num_programs(1) // shape.kv_heads * columns
-        folded: tl.constexpr = folds(VALUE.span, VALUE.codebook, VALUE.count_bytes)
+        tl.static_assert(KEY.count_bytes == VALUE.count_bytes)
+        OUTLIERS: tl.constexpr = KEY.count_bytes > 0
+        folded: tl.constexpr = folds(VALUE.span)
         # By token, and summed over them at last: of weights, and of what `folded_sums` adds up.
         totals = tl.zeros([NP, ROWS], tl.float32)
         rest = tl.zeros([NP, ROWS], tl.float32)
@@ -178,6 +184,7 @@ def attend(
         unit = tl.max(tl.sqrt(states * states + partner * partner), 0)[None, :]
         states, partner = states * reciprocal(unit), partner * reciprocal(unit)
         queries = two_columns(states, 1)
+        key_table, value_table = table_of(key_codebook, KEY), table_of(value_codebook, VALUE)
         stop = tl.minimum(first + per_split, columns)
         # Where a block lies is loaded a block ahead.
         if PAGED:
@@ -201,6 +208,7 @@ def attend(
             after = tl.minimum(column + 1, stop - 1)
             if PAGED:
                 start, next_begin, next_length = column, begin + N, length - N
+                page_now = page
                 page = tl.load(pages + after).to(tl.int64)
                 next_keys, next_values = (
                     moved(keys, key_steps, page),
@@ -217,8 +225,24 @@ def attend(
                 start_cos = tl.load(rope.start_cos + angle, channel >= 0, 0)[:, None]
                 start_sin = tl.load(rope.start_sin + angle, channel >= 0, 0)[:, None]
                 queries = two_columns(states * start_cos + partner * start_sin, 1)
+            scores = tl.zeros([NP, 2 * ROWS], tl.float32)
+            if OUTLIERS:
+                # A block ahead their addresses would take registers from tiles.
+                if PAGED:
+                    keys_now = moved(keys, key_steps, page_now)
+                    values_now = moved(values, value_steps, page_now)
+                else:
+                    keys_now = block_at(at + column, field_stride)
+                    values_now = block_at(values_at + column, field_stride)
+                key_outliers, value_outliers = outliers_of(
+                    keys_now, values_now, token, head * D, D, KEY.count_bytes
+                )
+                scores = outlier_scores(
+                    key_outliers, token, pointer, row < rows, rope, start, head * D, D, ROTATE
+                )
+                scores = beside_zeros(scores * (QUARTER * scaling * reciprocal(unit)))
             scores = block_scores(
-                key_block, key_codes, key_codebook, offset, queries, token, channel,
+                scores, key_block, key_codes, key_table, offset, queries, token, channel,
                 within_cos, within_sin, head, shape.kv_heads, D, DP, N, NP, KEY, OFFSET, ROTATE,
             )  # fmt: skip
             scores *= unit / QUARTER
@@ -231,10 +255,13 @@ def attend(
             scores = masked(scores, mask, mask_row, begin + token, seen[:, None], MASK)
             weights, shrink, maximum = softmax_weights(scores, maximum)
             both_shrink = tl.reshape(tl.join(shrink, shrink), (2 * ROWS,))[None, :]
+            both_sums *= both_shrink
             if folded:
-                block_values, added = folded_sums(
+                both_sums, added = folded_sums(
+                    both_sums,
                     value_block,
                     value_codes,
+                    value_table,
                     weights,
                     token,
                     value_channel,
@@ -247,12 +274,15 @@ def attend(
                 )
                 rest = rest * shrink[None, :] + added
             else:
-                block_values = block_sums(
-                    value_block, value_codes, value_codebook, two_columns(weights, LOW, True),
+                both_sums = block_sums(
+                    both_sums, value_block, value_codes, value_table, two_columns(weights, LOW, True),
                     tile_order(N, NP, VALUE.bits, NP), value_channel, head, shape.kv_heads,
                     D, DP, N, NP, VALUE,
                 )  # fmt: skip
-            both_sums = both_sums * both_shrink + block_values
+            if OUTLIERS:
+                both_sums = outlier_sums(
+                    both_sums, value_outliers, weights, value_channel, head * D
+                )
             totals = totals * shrink[None, :] + weights
             key_block, value_block, begin, length = next_keys, next_values, next_begin, next_length
         total, sums = tl.sum(totals, 0), one_column(both_sums, LOW)
@@ -260,7 +290,6 @@ def attend(
         if folded:
             sums += tl.sum(rest, 0)[None, :]
 
-    rows = shape.group_heads * shape.queries
     to = (split.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * rows + row
     there = (row < rows)[None, :] & (value_channel >= 0)[:, None]
     store_split(sums_out, maxima_out, sums, maximum, total, to, row < rows, value_channel, there, D)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .halves import add, bits_of, constant, masked_or, multiply, multiply_add, twice, word_of
+from .halves import add, bits_of, constant, masked_or, multiply_add, twice
 
 LANES = tl.constexpr(16)  # of a tile
 QUARTER = tl.constexpr(
@@ -121,8 +121,8 @@ def lane_order(COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 # -- codes -----------------------------------------------------------------------------------------
 
-# What codes become, two in a word.
-CODE = tl.constexpr(0)  # the code, at the top of a mantissa
+# What codes become, two in a word; four where they stay BYTES.
+BYTES = tl.constexpr(0)  # the code; of those in bytes 0 and 2, or 1 and 3, LEVEL makes a word each
 LEVEL = tl.constexpr(1)  # a quarter of it
 CENTERED = tl.constexpr(2)  # a quarter of what it is more than `center`
 
@@ -174,6 +174,14 @@ def at_top(word, NUMBER: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def in_bytes(word, NUMBER: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of the plane of ``WIDTH`` bits, field NUMBER of all bytes, in its bits of a code."""
+    low: tl.constexpr = BITS // (2 * WIDTH) * (2 * WIDTH)
+    mask: tl.constexpr = ((1 << WIDTH) - 1) << low
+    return shifted_right(word, NUMBER * WIDTH - low) & twice(mask * 0x101)
+
+
+@triton.jit
 def bit_fields(
     word,
     NUMBER: tl.constexpr,
@@ -185,7 +193,9 @@ def bit_fields(
     """The fields NUMBER, NUMBER + 1, ... of a plane: as many new axes of two as ``COUNT`` has bits, the
     highest last."""
     if COUNT == 1:
-        if FORM == CODE or planes(BITS) > 1:
+        if FORM == BYTES:
+            return in_bytes(word, NUMBER, BITS, WIDTH)
+        elif planes(BITS) > 1:
             return at_top(word, NUMBER, BITS, WIDTH)
         else:
             return in_place(word, NUMBER, BITS, FORM)
@@ -228,9 +238,11 @@ def _load_plane(
 def _unpack_plane(word, BITS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
     """The part of `unpacked` that a plane of ``WIDTH`` bits holds."""
     # Codes of bytes 0 and 2, or 1 and 3, come together: in one word.
-    count: tl.constexpr = 16 // WIDTH
+    count: tl.constexpr = (8 if FORM == BYTES else 16) // WIDTH
     part = bit_fields(word, 0, count, BITS, WIDTH, FORM)
-    if count == 2:
+    if count == 1:
+        pass
+    elif count == 2:
         part = tl.permute(part, (0, 3, 1, 2))
     elif count == 4:
         part = tl.permute(part, (0, 4, 3, 1, 2))
@@ -275,8 +287,8 @@ def load_words(
 
 @triton.jit
 def unpacked(words, BITS: tl.constexpr, FORM: tl.constexpr):
-    """Codes in a ``FORM``, in the order of `tile_order`: int32 ``[M, K / 2]``, two in each; ``words`` as of
-    `load_words`."""
+    """Codes in a ``FORM``, in the order of `tile_order`: int32 ``[M, K / 2]``, two in each, or ``[M, K / 4]``
+    of BYTES; ``words`` as of `load_words`."""
     if BITS & 8:
         return _unpack_plane(words[0], BITS, 8, FORM)
     elif planes(BITS) == 1:
@@ -289,23 +301,8 @@ def unpacked(words, BITS: tl.constexpr, FORM: tl.constexpr):
             codes = codes | _unpack_plane(words[2], BITS, 1, FORM)
         else:
             codes = codes | _unpack_plane(words[1], BITS, BITS - wide, FORM)
-        if FORM != CODE:
+        if FORM != BYTES:
             # With the exponent of 2^BITS / 4, a mantissa is that and a quarter of the code.
             less: tl.constexpr = -0.25 * (1 << BITS) - taken_away(BITS, FORM)
             codes = add(codes | twice(bits_of(0.25 * (1 << BITS))), constant(less))
         return codes
-
-
-@triton.jit
-def levels_of(words, codebook, LAYOUT: tl.constexpr):
-    """A quarter of the level of each code, exactly, as `unpacked`; ``codebook``: fp16 ``[2**bits]``."""
-    BITS: tl.constexpr = LAYOUT.bits
-    if LAYOUT.codebook:
-        codes = unpacked(words, BITS, CODE)
-        most: tl.constexpr = (1 << BITS) - 1
-        low, high = (codes >> (10 - BITS)) & most, (codes >> (26 - BITS)) & most
-        return multiply(
-            word_of(tl.load(codebook + low), tl.load(codebook + high)), constant(QUARTER)
-        )
-    else:
-        return unpacked(words, BITS, LEVEL)

@@ -83,6 +83,12 @@ def word_of(low, high):
 
 
 @triton.jit
+def word_of_numbers(low, high):
+    """A word of two int32 numbers of 16 bits."""
+    return (low & 0xFFFF) | (high << 16)
+
+
+@triton.jit
 def masked_or(word, MASK: tl.constexpr, BITS: tl.constexpr):
     """``word & MASK | BITS``, of a MASK and BITS for both halves."""
     if named():
@@ -138,6 +144,19 @@ def add(a, b):
         a0, a1 = halves_of(a)
         b0, b1 = halves_of(b)
         return word_of(a0 + b0, a1 + b1)
+
+
+@triton.jit
+def equal(a, b):
+    """1 in each half where ``a`` and ``b`` have the same number below 31744, 0 where not: those are the bits
+    of finite fp16 numbers."""
+    if named():
+        asm: tl.constexpr = instruction("set.eq.f16x2.f16x2", 2)
+        return tl.inline_asm_elementwise(asm, constraints(2), [a, b], tl.int32, True, 1)
+    else:
+        other = a ^ b
+        low, high = (other & 0xFFFF == 0).to(tl.int32), (other & -65536 == 0).to(tl.int32)
+        return (low | high << 16) * bits_of(1.0)
 
 
 @triton.jit

@@ -8,12 +8,12 @@ too, so that keys and values are rounded, and nothing else that matters.
 import triton
 import triton.language as tl
 
+from .codebook import levels_of
 from .codes import (
     CENTERED,
     QUARTER,
     center,
     in_tile_order,
-    levels_of,
     load_words,
     pointer,
     unpacked,
@@ -71,6 +71,12 @@ def one_column(x, LOW: tl.constexpr):
 
 
 @triton.jit
+def beside_zeros(x):
+    """``x`` ``[M, R]`` as a product with `two_columns`, ``[M, 2 R]``."""
+    return tl.reshape(tl.join(x, tl.zeros_like(x)), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
 def rotated(x, cos, sin, M: tl.constexpr, K: tl.constexpr):
     """``x`` ``[M, K / 2]`` after RoPE by ``cos`` and ``sin`` ``[M, K / 4]``, all by words; channels are in
     the order of `codes.tile_order`."""
@@ -101,9 +107,10 @@ def value_words(
 
 @triton.jit
 def block_scores(
+    scores,
     block,
     words,
-    codebook,
+    table,
     offset,
     queries,
     token,
@@ -123,11 +130,12 @@ def block_scores(
     """A quarter of the scores of a block, fp32 ``[NP, R]``: ``R(r) (k + offset) . q`` of its keys.
 
     Args:
+        scores: fp32 ``[NP, 2 R]``, what they are added to, as of `two_columns`.
         queries: fp16 ``[DP, 2 R]``, of `two_columns`.
         within_cos: words ``[NP, DP / 4]``, the rotation ``R(r)`` of each place of a block, as ``within_sin``.
         offset: fp32 ``[G D]``, the bias of keys, which their codes do without.
     """
-    level = levels_of(words, codebook, LAYOUT)
+    level = levels_of(words, table, LAYOUT)
     keys = decode(block, level, token, channel, head * D, D, N, kv_heads * D, LAYOUT, True, NP, DP)
     if OFFSET:
         mean = tl.load(offset + head * D + channel, channel >= 0, 0) * QUARTER
@@ -135,14 +143,15 @@ def block_scores(
         keys = add(keys, word_of(low, high)[None, :])
     if ROTATE:
         keys = rotated(keys, within_cos, within_sin, NP, DP)
-    return one_column(tl.dot(as_halves(keys, NP, DP), queries), 1)
+    return one_column(tl.dot(as_halves(keys, NP, DP), queries, scores), 1)
 
 
 @triton.jit
 def block_sums(
+    sums,
     block,
     words,
-    codebook,
+    table,
     weights,
     token,
     channel,
@@ -154,24 +163,27 @@ def block_sums(
     NP: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """A quarter of the sums of a block's values by ``weights`` fp16 ``[NP, R]``: fp32 ``[DP, R]``."""
-    level = levels_of(words, codebook, LAYOUT)
+    """A quarter of the sums of a block's values by ``weights`` fp16 ``[NP, R]``, added to ``sums`` fp32
+    ``[DP, R]``."""
+    level = levels_of(words, table, LAYOUT)
     values = decode(
         block, level, token, channel, head * D, D, N, kv_heads * D, LAYOUT, False, NP, DP
     )
-    return tl.dot(as_halves(values, DP, NP), weights)
+    return tl.dot(as_halves(values, DP, NP), weights, sums)
 
 
 @triton.constexpr_function
-def folds(span: int, codebook: bool, count_bytes: int) -> bool:
+def folds(span: int) -> bool:
     """Whether values of such a layout are multiplied as they are packed, by `folded_sums`."""
-    return span == 2 and not codebook and not count_bytes
+    return span == 2
 
 
 @triton.jit
 def folded_sums(
+    sums,
     block,
     words,
+    table,
     weights,
     token,
     channel,
@@ -182,16 +194,19 @@ def folded_sums(
     NP: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Sums of a block's values ``code * scale + zero`` of tokens by ``weights`` fp32 ``[NP, R]``. The scale
+    """Sums of a block's values ``level * scale + zero`` of tokens by ``weights`` fp32 ``[NP, R]``. The scale
     goes into the weights::
 
-        sum w (code * scale + zero) = sum (w scale) (code - center) + sum w (zero + center scale)
+        sum w (level * scale + zero) = sum (w scale) (level - center) + sum w (zero + center scale)
 
-    Tokens are in the order of their places. Returns a quarter of the first sum as of `two_columns`, fp32
-    ``[DP, 2 R]``, and what the second adds up, ``[NP, R]``.
+    Tokens are in the order of their places. Returns a quarter of the first sum, added to ``sums`` fp32
+    ``[DP, 2 R]`` of `two_columns`, and what the second adds up, ``[NP, R]``.
     """
     scale, zero = token_ranges(block, token, head * D, N, LAYOUT)
-    levels = as_halves(unpacked(words, LAYOUT.bits, CENTERED), DP, NP)
-    middle = zero + center(LAYOUT.bits) * scale
+    if LAYOUT.codebook:
+        level = levels_of(words, table, LAYOUT)
+    else:
+        level = unpacked(words, LAYOUT.bits, CENTERED)
+        zero += center(LAYOUT.bits) * scale
     columns = two_columns(weights * scale[:, None], LOW, True)
-    return tl.dot(levels, columns), weights * middle[:, None]
+    return tl.dot(as_halves(level, DP, NP), columns, sums), weights * zero[:, None]

@@ -7,7 +7,7 @@ its channels in the same order (`codes.tile_order`, `matrices.by_chunk`).
 import triton
 import triton.language as tl
 
-from .codes import levels_of, load_words, pointer, tile_order
+from .codes import LEVEL, load_words, pointer, tile_order, unpacked
 from .halves import as_halves
 from .products import HALF_MAX
 from .unpack import decode
@@ -34,7 +34,7 @@ def packed_chunk(
     chunks: tl.constexpr = (TILE + CHUNK - 1) // CHUNK
     tile, part = chunk // chunks, chunk % chunks
     words = pointer(block.codes, tl.int32) + tile * (TILE * N * BITS // 32)
-    level = levels_of(load_words(words, token, TILE, CHUNK, BITS, part), None, LAYOUT)
+    level = unpacked(load_words(words, token, TILE, CHUNK, BITS, part), BITS, LEVEL)
     channel = tile_order(TILE, CHUNK, BITS, CHUNK, part)
     states = decode(block, level, token, channel, tile * TILE, TILE, N, C, LAYOUT, True, NP, CHUNK)
     return as_halves(states, NP, CHUNK)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .codes import QUARTER, block_at, lane_order, levels_of, load_words, pointer, tile_order
+from .codes import LEVEL, QUARTER, block_at, lane_order, load_words, pointer, tile_order, unpacked
 from .halves import as_halves
 from .products import block_sums, value_words
 from .softmax import LOWEST, softmax_weights
@@ -80,12 +80,14 @@ def sum_states(
         sums *= shrink[None, :]
         if SOURCE == CHANNEL_LANES:
             words = value_words(block, channel, run, D, N, NP, LAYOUT.bits)
+            zeros = tl.zeros([DP, ROWS], tl.float32)
             sums += block_sums(
-                block, words, None, weights.to(tl.float16), token, channel, run, C // D, D, DP, N, NP, LAYOUT
+                zeros, block, words, None, weights.to(tl.float16),
+                token, channel, run, C // D, D, DP, N, NP, LAYOUT,
             ) / QUARTER  # fmt: skip
         elif SOURCE == TOKEN_LANES:
             words = pointer(block.codes, tl.int32) + run * (D * N * LAYOUT.bits // 32)
-            level = levels_of(load_words(words, token, D, DP, LAYOUT.bits), None, LAYOUT)
+            level = unpacked(load_words(words, token, D, DP, LAYOUT.bits), LAYOUT.bits, LEVEL)
             states = decode(block, level, token, channel, run * D, D, N, C, LAYOUT, True, NP, DP)
             states = tl.trans(as_halves(states, NP, DP))
             sums += tl.dot(states, weights.to(tl.float16)) / QUARTER

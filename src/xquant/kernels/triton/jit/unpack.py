@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .codes import QUARTER, pointer
-from .halves import as_halves, as_words, constant, halves_of, higher, lower, multiply, multiply_add
+from .halves import as_words, constant, halves_of, higher, lower, multiply, multiply_add
 
 # How far a range reaches within a head of a block: see `operand.Layout`.
 TILE = tl.constexpr(0)
@@ -101,57 +101,6 @@ def scale_and_base(
     return scale, multiply(zero, constant(QUARTER))
 
 
-# -- outliers --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def residuals(
-    counts,
-    residual,
-    channels,
-    token,
-    channel,
-    first,
-    D: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
-    NP: tl.constexpr,
-    DP: tl.constexpr,
-):
-    """The residuals of a head's outliers in a block, 0 elsewhere: fp32 ``[DP, NP]``, or ``[NP, DP]``.
-
-    ``counts``, ``residual`` and ``channels``: the fields of the outliers; ``token`` ``[NP]`` and ``channel``
-    ``[DP]`` as in `scale_and_base`.
-    """
-    # They lie token by token.
-    by_token = token
-    if not TOKENS_FIRST:
-        by_token = tl.reshape(tl.trans(tl.reshape(token, (2, NP // 2))), (NP,))
-    count = tl.load(counts + by_token, by_token >= 0, 0).to(tl.int32)
-    start = tl.cumsum(count, 0) - count
-    if not TOKENS_FIRST:
-        count = tl.reshape(tl.trans(tl.reshape(count, (NP // 2, 2))), (NP,))
-        start = tl.reshape(tl.trans(tl.reshape(start, (NP // 2, 2))), (NP,))
-    # A token's outliers lie by channel: those of this head follow those of the heads before it.
-    before, of_head = tl.zeros([NP], tl.int32), tl.zeros([NP], tl.int32)
-    for i in range(tl.max(count, 0)):
-        c = (tl.load(channels + start + i, i < count, -1).to(tl.int32) & 0xFFFF) - first
-        before += ((i < count) & (c < 0)).to(tl.int32)
-        of_head += ((i < count) & (c >= 0) & (c < D)).to(tl.int32)
-    start += before
-    if TOKENS_FIRST:
-        tile = tl.zeros([NP, DP], tl.float32)
-    else:
-        tile = tl.zeros([DP, NP], tl.float32)
-    for i in range(tl.max(of_head, 0)):
-        c = (tl.load(channels + start + i, i < of_head, 0).to(tl.int32) & 0xFFFF) - first
-        x = tl.load(residual + start + i, i < of_head, 0).to(tl.float32)
-        if TOKENS_FIRST:
-            tile += tl.where(c[:, None] == channel[None, :], x[:, None], 0)
-        else:
-            tile += tl.where(c[None, :] == channel[:, None], x[None, :], 0)
-    return tile
-
-
 @triton.jit
 def decode(
     block,
@@ -173,15 +122,4 @@ def decode(
     It computes in halves, two in a register: most of the time of a product goes into this.
     """
     scale, base = scale_and_base(block, token, channel, first, N, NP, DP, C, LAYOUT, TOKENS_FIRST)
-    states = multiply_add(level, scale, base)
-    COUNT_BYTES: tl.constexpr = LAYOUT.count_bytes
-    if COUNT_BYTES:
-        counts = pointer(block.outlier_count, tl.uint8 if COUNT_BYTES == 1 else tl.int16)
-        residual = pointer(block.outlier_excess, tl.float16)
-        channels = pointer(block.outlier_channel, tl.int16)
-        tile = residuals(counts, residual, channels, token, channel, first, D, TOKENS_FIRST, NP, DP)
-        M: tl.constexpr = tile.shape[0]
-        K: tl.constexpr = tile.shape[1]
-        states = as_halves(states, M, K).to(tl.float32) + tile * QUARTER
-        states = as_words(states.to(tl.float16), M, K)
-    return states
+    return multiply_add(level, scale, base)
