@@ -120,3 +120,15 @@ def decoded(model: Any, spec: str, kernel: str, steps: int) -> list[Tensor]:
             ids = prompt(2, 1, seed=step).to(DEVICE)
             found.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
     return found
+
+
+def test_calls_allocate_no_counters() -> None:
+    """A CUDA graph would keep them in memory that it gives away."""
+    codec = codec_of("int4:group=32", 64, 2, 2)
+    memory = CudaMemory(codec, 44, 0)
+    reader: Any = memory.reader()
+    counters = reader._packed._arrived
+    of = memory.sequences([One(40, 3, 0, 0), One(32, 1, 0, 0)], 16, columns=3)
+    states = new_states(codec.view, 1 + 2 * 16 * 2)
+    reader.attend(*states, of, torch.empty_like(states[0]))
+    assert reader._packed._arrived is counters and not counters.any()

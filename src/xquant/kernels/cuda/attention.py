@@ -12,7 +12,7 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...quant.operand import Operand
 from ...store.pages import PageLayout
-from ..backend import LayerAttention
+from ..backend import MOST_QUERIES, LayerAttention
 from ..block_table import FIELDS, BlockTable
 from ..call import AttentionCall
 from ..packed_call import packed_call
@@ -60,6 +60,12 @@ class Packed:
         made.count(kv_heads=self.groups, **self._ranges)
         return made
 
+    def reserve(self, counters: int) -> None:
+        """Have so many counters of programs that are done. A CUDA graph that is recorded must not allocate them:
+        they stay, and none of its memory may."""
+        if len(self._arrived) < counters:
+            self._arrived = self._arrived.new_zeros(counters)
+
     def launch(
         self,
         arguments: Arguments,
@@ -87,8 +93,7 @@ class Packed:
             sums, maxima = (torch.empty(size, device=self.device) for size in sizes)
         else:
             sums, maxima = workspace.take(self.device, *sizes)
-        if len(self._arrived) < of_heads * row_programs:
-            self._arrived = self._arrived.new_zeros(of_heads * row_programs)
+        self.reserve(of_heads * row_programs)
         arguments.point_to(sums=sums, maxima=maxima, arrived=self._arrived)
         arguments.count(queries=queries, group_heads=group)
         made.launch((splits, of_heads, row_programs), arguments)
@@ -163,6 +168,7 @@ class CudaPages(PagedAttention):
         angles: PagedAngles | None,
     ) -> None:
         self._layout, self._packed = layout, Packed(codec, layout.block)
+        self._most_rows = MOST_QUERIES * codec.view.query_heads
         self._arguments = self._packed.arguments()
         self._arguments.scale(scaling, softcap)
         if not codec.rotated:
@@ -181,6 +187,7 @@ class CudaPages(PagedAttention):
         self._addresses = torch.tensor(found, dtype=torch.int64, device=pages.device)
         self._rings, self._sinks = rings, sinks
         self._arguments.point_to(addresses=self._addresses)
+        self._packed.reserve(len(rings) * self._most_rows)
         self._arguments.tail.point_to(rings)
         self._arguments.tail.capacity = rings.shape[1]
 
