@@ -61,8 +61,8 @@ class Packed:
         return made
 
     def reserve(self, counters: int) -> None:
-        """Have so many counters of programs that are done. A CUDA graph that is recorded must not allocate them:
-        they stay, and none of its memory may."""
+        """Have so many counters of programs that are done. A CUDA graph that is recorded must not allocate
+        them: they stay, and none of its memory may."""
         if len(self._arrived) < counters:
             self._arrived = self._arrived.new_zeros(counters)
 
