@@ -21,7 +21,7 @@ LENGTHS = [21, 7, 18]
 GROWING = [
     "kivi-4bit:sink=2,tail=8",
     "kivi-4bit:rope=post,sink=2,tail=8",
-    "kvquant-3bit-1%:tail=8",
+    "kvquant-3bit-1%:datatype=nf,tail=8",
     "xquant-4bit:sink=2,tail=8",
     "xquant-cl-2bit:first_layers=1,sink=2,tail=8",
 ]
@@ -63,23 +63,27 @@ def decode(model: Any, cache: Any, batch: int) -> Iterator[int]:
 
 
 def seen(model: Any, cache: Any, batch: int, block: int) -> dict[str, Any]:
-    """How often each kernel was started, of how many variants with the same constants it was at most, and
-    what was started for the first time when the first block had long been sealed."""
+    """Of each kernel, how often it was started, with how many grids, and how many variants there were at most
+    with the same constants; and what was new when the first block had long been sealed."""
     counts: dict[str, int] = defaultdict(int)
-    variants: dict[tuple[str, str], set[str]] = defaultdict(set)
+    grids: dict[str, set[Any]] = defaultdict(set)
+    variants: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     late = set()
     for step in decode(model, cache, batch):
         for one in GPU.started if step else []:  # a prompt is another shape
-            known = variants[one.kernel, one.constants]
+            known = variants[one.kernel][one.constants]
             if step > block + 16 and one.variant not in known:
                 late.add(one.kernel)
             known.add(one.variant)
+            grids[one.kernel].add(one.grid)
             counts[one.kernel] += 1
         GPU.started.clear()
-    most = {
-        kernel: max(len(v) for k, v in variants.items() if k[0] == kernel) for kernel, _ in variants
+    return {
+        "started": counts,
+        "grids": {kernel: len(each) for kernel, each in grids.items()},
+        "variants": {kernel: max(map(len, each.values())) for kernel, each in variants.items()},
+        "late": sorted(late),
     }
-    return {"started": counts, "variants": most, "late": sorted(late)}
 
 
 if __name__ == "__main__":

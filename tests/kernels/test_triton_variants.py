@@ -38,6 +38,13 @@ def test_none_is_new_when_the_first_block_is_sealed(found: dict[str, dict[str, A
     assert {name: case["late"] for name, case in found.items() if case["late"]} == {}
 
 
+def test_a_static_cache_starts_them_with_one_grid(found: dict[str, dict[str, Any]]) -> None:
+    """So that a CUDA graph of one step holds for all."""
+    for name, case in found.items():
+        grids = {case["grids"].get(kernel, 1) for kernel in ("attend", "combine", "append")}
+        assert (grids == {1}) == name.startswith("static")
+
+
 def test_all_kernels_of_decoding_were_started(found: dict[str, dict[str, Any]]) -> None:
     """At every step, or else nothing was seen."""
     each = {"attend", "combine", "append", "attend_exact", "rebuild", "sum_states", "accumulate"}
