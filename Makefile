@@ -121,7 +121,8 @@ gpu-cache: $(GPU_STAMP)
 # The tests are those that wanted more than that machine has.
 gpu-rehearsal: $(GPU_STAMP)
 	! $(GPU_BIN)/python -c 'import platformdirs' 2> /dev/null
-	XQUANT_NATIVE_LIBRARY=build/none $(GPU_BIN)/python benchmarks/gpu.py --quick --device cpu --output build/rehearsal
+	XQUANT_NATIVE_LIBRARY=build/none $(GPU_BIN)/python benchmarks/gpu.py --quick --device cpu --minutes 30 \
+		--output build/rehearsal
 	XQUANT_NATIVE_LIBRARY=build/none PYTHONPATH=src $(GPU_BIN)/python -m pytest -n 2 -rs \
 		tests/kernels/test_triton_waits.py tests/static/test_recorded.py
 

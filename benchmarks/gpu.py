@@ -80,9 +80,9 @@ def main(
         worker = Worker(output, device, quick)
         for number, stage in enumerate(todo):
             start = time.monotonic()
-            # What earlier stages did not need is for those that come.
-            seconds = end - start - sum(later.seconds for later in todo[number + 1 :])
-            seconds = min(max(seconds, stage.seconds), end - start)
+            # What earlier stages did not need is for those that come. A rehearsal may be slow.
+            later = 0 if quick else sum(each.seconds for each in todo[number + 1 :])
+            seconds = min(max(end - start - later, stage.seconds), end - start)
             if seconds < LEAST:
                 outcome = "no time was left"
             elif stage.apart:
