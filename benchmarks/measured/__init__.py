@@ -1,6 +1,6 @@
 """The tables of measured figures, by what they are about."""
 
-from . import papers, quality, rivals, serving, speed, transform
+from . import gpu, papers, quality, rivals, serving, speed, transform
 from .common import TABLES
 
-__all__ = ["TABLES", "papers", "quality", "rivals", "serving", "speed", "transform"]
+__all__ = ["TABLES", "gpu", "papers", "quality", "rivals", "serving", "speed", "transform"]

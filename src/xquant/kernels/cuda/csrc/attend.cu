@@ -90,7 +90,7 @@ DEVICE void attend_blocks(const Arguments& a, Place& at, char* memory, float* jo
     // fetched a group ahead, from addresses that are loaded another group ahead.
     auto mine = [&](int start) { return within(at.first + start + at.warp); };
     auto has_one = [&](int start) { return start + at.warp < at.count; };
-    int64 codes = codes_from(0);
+    if (at.lane < 2 * GROUP) working.codes[at.warp][at.lane / GROUP][at.lane % GROUP] = codes_from(0);
     fetch_raw(a, at, mine(0), range_at(a, at, mine(0)), raw);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++)
@@ -134,7 +134,7 @@ DEVICE void attend_blocks(const Arguments& a, Place& at, char* memory, float* jo
         for (int i = start / TOGETHER; i < (start + GROUP) / TOGETHER; i++) {
             if (column_of(i) > last) break;
             const int number = column_of(i) - at.first - start;
-            fetch_block(i + STAGES - 1, free, from_lane(codes, number), from_lane(codes, number + GROUP));
+            fetch_block(i + STAGES - 1, free, working.codes[at.warp][0][number], working.codes[at.warp][1][number]);
             const Prepared& block = working.prepared[half][number];
             const Ring& now = ring[place];
             wait_for_copies<STAGES - 1>();
@@ -178,7 +178,8 @@ DEVICE void attend_blocks(const Arguments& a, Place& at, char* memory, float* jo
             warp_barrier();  // all have read what is fetched next
             place = behind(place), free = behind(free);
         }
-        codes = next_codes;
+        if (at.lane < 2 * GROUP) working.codes[at.warp][at.lane / GROUP][at.lane % GROUP] = next_codes;
+        warp_barrier();
     }
     wait_for_copies<0>();
     barrier();

@@ -330,5 +330,6 @@ struct Working {  // the memory of a program that reads blocks
     Prepared prepared[2][GROUP];
     Scaled scaled;
     Raw raw[WARPS];
+    int64 codes[WARPS][2][GROUP];  // where a group's keys and values lie
     Ring ring[WARPS][STAGES];
 };
