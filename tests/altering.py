@@ -58,9 +58,9 @@ def fact_changes(facts: Facts) -> Iterator[tuple[str, Any]]:
     for method in ("full:group=8", "kivi-2bit:group=9", "kivi-2bit:group=1000000000000", "nothing"):
         yield f"method is {method}", {**facts, "method": method}
     yield "method with many sinks", {**facts, "method": facts["method"] + ",sink=100000000"}
-    for version in ("3.999999", "4.0", "2.1", "3", "3.0.0", "\u0663.0"):
+    for version in ("4.999999", "5.0", "3.0", "2.1", "4", "4.0.0", "\u0664.0"):
         yield f"version is {version}", {**facts, "version": version}
-    for text in ("", "null", "[]", "[" * 100_000, "1" * 5000, '{"version": "3.0"', "{}"):
+    for text in ("", "null", "[]", "[" * 100_000, "1" * 5000, '{"version": "4.0"', "{}"):
         yield f"header is {text[:20]}", text
 
 

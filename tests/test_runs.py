@@ -3,8 +3,9 @@ import math
 
 import pytest
 
+from models import tiny
 from xquant import runs
-from xquant.runs import Runs
+from xquant.runs import Runs, identity
 
 
 def test_parts_are_found_by_the_same_run_only(tmp_path, monkeypatch):
@@ -91,3 +92,10 @@ def test_the_digest_is_of_this_code_and_this_library(tmp_path, monkeypatch):
     monkeypatch.setenv("XQUANT_NATIVE_LIBRARY", str(tmp_path / "none.so"))
     digests.add(runs.code_digest.__wrapped__())
     assert len(digests) == 4
+
+
+def test_results_of_other_weights_are_not_found():
+    model = tiny("llama")
+    before = identity(model, "", [])
+    model.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    assert identity(model, "", []) != before == identity(tiny("llama"), "", [])

@@ -23,7 +23,7 @@ from .spec import parse_method
 
 CHUNK = 128
 """Tokens of a chunk, or the next multiple of a method's blocks."""
-_FORMAT = 3
+_FORMAT = 4
 """Chunks of another format have other names."""
 
 
@@ -222,9 +222,9 @@ class PrefixStore:
         Args:
             long: whether the model turns keys by the frequencies that it has for long inputs.
         """
-        first, model = self._codecs[0], attach(self._model).codecs.model_id()
+        first, told = self._codecs[0], attach(self._model).identity.now()
         dtype = plain_name(first.view.dtype)
-        stored = [_FORMAT, model, dtype, self.method.spec, first.calibrated, long]
+        stored = [_FORMAT, *told, dtype, self.method.spec, first.calibrated, long]
         root, names = json.dumps(stored).encode(), list[list[str]]()
         for tokens in sequences:
             digest, own = root, list[str]()

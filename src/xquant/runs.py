@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from .calibration import Calibration
-from .codecs import fingerprint
 from .files import write_atomically
 from .kernels.cpu import library as native
 from .seam.hooks import attach
@@ -83,7 +82,7 @@ class Runs:
 def identity(model: Any, text: str, calibrations: Iterable[Calibration]) -> dict[str, str]:
     """What a model, a text and calibrations are, beyond their names."""
     return {
-        "weights": fingerprint(attach(model).view.compressed),
+        **attach(model).identity.now()._asdict(),
         "text": hashlib.sha256(text.encode()).hexdigest(),
         "calibrations": " ".join(sorted(made.digest for made in calibrations)),
         "torch": torch.__version__,

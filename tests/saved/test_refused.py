@@ -161,9 +161,9 @@ def test_what_is_no_saved_cache_is_refused(model: Any, tmp_path: Path) -> None:
 
 def test_another_major_version_is_refused_and_a_minor_one_is_not(model: Any, file: Path) -> None:
     facts, tensors = read(file)
-    write(file, {**facts, "version": "2.1"}, tensors)
-    refused(model, file, r"of format 2\.1, and this xquant reads 3\.x")
-    write(file, {**facts, "version": "3.9", "more": [1]}, tensors)
+    write(file, {**facts, "version": "3.0"}, tensors)
+    refused(model, file, r"of format 3\.0, and this xquant reads 4\.x")
+    write(file, {**facts, "version": "4.9", "more": [1]}, tensors)
     assert KVCache.load(model, file).get_seq_length() == 38
 
 
@@ -291,7 +291,7 @@ def test_any_byte_that_is_another_is_found(kind: Any, tmp_path: Path) -> None:
 MAY_BE = re.compile(
     r"(xquant|transformers|family|attention|cache_bytes|full_cache_bytes) is |attend is store"
     r"|tokens removed"
-    r"|version is 3\.9|recording is \[|.*(codes|scale|zero|gain|tail|sinks|keys|values|excess).* of zeros"
+    r"|version is 4\.9|recording is \[|.*(codes|scale|zero|gain|tail|sinks|keys|values|excess).* of zeros"
     r"|.*(codes|scale|gain).* (of the|one more|turned)"
     r"|(positions|real|tokens|table|.*channel).* (of |one|not)"
 )

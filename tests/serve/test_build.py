@@ -76,6 +76,23 @@ def test_latents_are_had_of_keys_and_values(model: Any, folder: Path, shards: in
                 assert (back - exact).norm() < error * exact.norm()
 
 
+def test_blocks_are_of_the_whole_checkpoint(model: Any, folder: Path, tmp_path: Path) -> None:
+    """Each of these was taken for another's: an MLP, an epsilon, a scaling of RoPE."""
+    own = Model(model.config, torch.float32, str(folder)).identity
+    sizes = {"head_dim": 48, "hidden_size": 96}
+    other = tiny("llama", **sizes)
+    other.save_pretrained(tmp_path / "again")
+    assert Model(other.config, torch.float32, str(tmp_path / "again")).identity == own
+    other.model.layers[0].mlp.up_proj.weight.data[0, 0] += 1
+    other.save_pretrained(tmp_path / "mlp")
+    assert Model(other.config, torch.float32, str(tmp_path / "mlp")).identity != own
+    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    for change in ({"rms_norm_eps": 1e-3}, {"rope_parameters": scaled}):
+        config = tiny("llama", **sizes, **change).config
+        assert Model(config, torch.float32, str(folder)).identity != own
+        assert Model(config, torch.float32, "a name").identity not in (own, "a name")
+
+
 def test_calibrations_are_read_for_their_model(model: Any, folder: Path, tmp_path: Path) -> None:
     found = calibration(model, "tc-2bit")
     assert found is not None

@@ -36,7 +36,7 @@ def inspect(file: str, json_file: str | None) -> None:
         "file": f"{readable(saved.nbytes)} ({held or 'nothing yet'})",
         "entropy coded": f"{len(header.coded)} of {len(saved.sizes)} tensors",
         "fp16 cache": f"{readable(header.full_cache_bytes)}; ratio {ratio:.3f}",
-        "model": f"{header.family} in {header.dtype}, {header.fingerprint[:16]}",
+        "model": f"{header.family} in {header.dtype}, {header.weights[:16]}",
         "layers": f"{len(header.layers)} compressed, {header.blocks} blocks each",
         "calibration": header.calibration[:16] or "none",
         "written by": f"xquant {header.xquant}, transformers {header.transformers}, format {header.version}",

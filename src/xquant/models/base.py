@@ -203,7 +203,7 @@ class AttentionView:
         moved, cast, or written to in a way that torch counts; for other writes there is `weights_sums`."""
         modules = (self.key_module, self.value_module, self.key_norm)
         tensors = [t for module in modules if module is not None for t in _tensors(module)]
-        return [(id(t), t.data_ptr(), t.dtype, t.device, _version(t)) for t in tensors]
+        return [(id(t), t.data_ptr(), t.dtype, t.device, version(t)) for t in tensors]
 
     def weights_sums(self) -> list[Tensor]:
         """Checksums of the projections and the key norm, int64 on the layer's device. They show what
@@ -359,7 +359,8 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """How often torch saw a tensor written to."""
     # Inference tensors have no version counter.
     return 0 if tensor.is_inference() else tensor._version
 

@@ -18,6 +18,8 @@ ATTENTIONS = (
 )
 NORMS = ("input_layernorm", "ln_1", "self_attn_layer_norm", "norm_1", "norm", "temporal_pre_norm")
 """Of what attention is given. What is not found is taken for no norm, which is right but says less."""
+FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
+"""Of what the layers of a decoder give together. One that is not found is taken for a part of them."""
 LENDS = "store_full_length_kv"
 """True of a layer whose keys and values layers above attend to (Gemma 3n and 4)."""
 ROTARY = ("rotary_emb", "pos_emb", "rotary_pos_emb", "rotary_embedding")
@@ -49,6 +51,12 @@ def place_of(attention: Any) -> int:
 def rotary_of(decoder: nn.Module) -> nn.Module | None:
     """The rotary embedding of a decoder, where it has one."""
     found = first(decoder, ROTARY)
+    return found if isinstance(found, nn.Module) else None
+
+
+def final_norm_of(decoder: nn.Module) -> nn.Module | None:
+    """The norm after the last layer of a decoder, where it is known."""
+    found = first(decoder, FINAL_NORMS)
     return found if isinstance(found, nn.Module) else None
 
 

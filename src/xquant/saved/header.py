@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from .seal import UNSEALED, is_intact, sealed
 
 KIND = "xquant cache"
-VERSION = (3, 0)
+VERSION = (4, 0)
 """Of the format. A reader takes every minor version of its own major one, and passes over what it does not
 know in the header."""
 _LONGEST = 400
@@ -73,8 +73,9 @@ class Header:
     transformers: str
     family: str
     """The class of the model."""
-    fingerprint: str
-    """`codecs.fingerprint` of the model."""
+    configuration: str
+    weights: str
+    """`identity.Told` of the model."""
     dtype: str
     """Of the keys and values of the model."""
     method: str
@@ -119,7 +120,8 @@ _CHECKS: dict[str, Check] = {
     "xquant": _text,
     "transformers": _text,
     "family": _text,
-    "fingerprint": _digest,
+    "configuration": _digest,
+    "weights": _digest,
     "dtype": _text,
     "method": _text,
     "attend": lambda value: value in ("chunk", "store"),

@@ -9,9 +9,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import compat
-from ..codecs import fingerprint
-from ..models import AttentionView, ModelView
+from ..models import AttentionView
 from ..quant import Segment, Streams
+from ..seam.hooks import Attachment
 from ..store.layer import CompressedLayer
 from ..store.sinks import Sinks
 from ..store.slabs import Slabs
@@ -28,22 +28,27 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types that rows may have; under autocast they are not the model's."""
 
 
-def check_model(saved: Saved, view: ModelView) -> None:
+def check_model(saved: Saved, attachment: Attachment) -> None:
     """Refuse a model that the cache is not of.
 
     Raises:
-        ValueError: its weights, its dtype or its layers are others.
+        ValueError: its configuration, its weights or its layers are others, or its weights cannot be read.
     """
-    header, dtype = saved.header, plain_name(view.compressed[0].dtype)
-    if header.fingerprint != fingerprint(view.compressed):
-        raise ValueError(
-            f"'{saved.path}' was saved from another model ({header.family[:80]}): key and value projections"
-            " or key norms differ"
-        )
+    header, view = saved.header, attachment.view
+    dtype = plain_name(view.compressed[0].dtype)
     if header.dtype != dtype:
         raise ValueError(
             f"'{saved.path}' was saved from a model in {header.dtype[:20]}, and this one is in {dtype}: load"
             " it in the same"
+        )
+    told = attachment.identity.now()
+    same = header.configuration == told.configuration, header.weights == told.weights
+    if not all(same):
+        names = ("configuration", "weights, buffers or adapters")
+        others = " and ".join(n for n, alike in zip(names, same, strict=True) if not alike)
+        raise ValueError(
+            f"'{saved.path}' was saved from another model ({header.family[:80]}): the model has other"
+            f" {others}"
         )
     if header.layers != [layer.index for layer in view.compressed]:
         raise ValueError(f"'{saved.path}' was saved from a model that has other layers compressed")

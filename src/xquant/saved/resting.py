@@ -119,7 +119,8 @@ class RestingCache(Cache):
         """The cache that `save` wrote, for the same model: method and ``attend`` are those that it had.
 
         Args:
-            model: with the weights, and in the dtype, of the one that the cache was saved from.
+            model: with the configuration, the weights and adapters, and in the dtype, of the one that the
+                cache was saved from.
             calibration, kernel, offload: as of `KVCache`; the calibration is the one that the cache was made
                 with.
 
@@ -128,9 +129,9 @@ class RestingCache(Cache):
                 model or calibration; further errors as of `KVCache`.
             OSError: the file cannot be read.
         """
-        view = attach(model).view
+        attachment = attach(model)
         saved = read_header(Path(path))
-        reading.check_model(saved, view)
+        reading.check_model(saved, attachment)
         cache = cls(model, saved.header.method, saved.header.attend, calibration, kernel, offload)
         cache._refresh()
         reading.fill(cache, saved)

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import compat
-from ..codecs import fingerprint
 from ..files import replacing
 from ..quant import Streams
 from ..store.layer import CompressedLayer
@@ -69,6 +68,7 @@ def _header(cache: "KVCache", checksums: dict[str, str], coded: entropy.Coded) -
 
     attachment, report = cache.attachment, cache.report()
     view, first = attachment.view, cache.compressed[0]
+    told = attachment.identity.now()
     attachment.wrap()
     handing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.hands_over}
     seen = all(hooks.hands_over for hooks in attachment.hooks.values())
@@ -77,7 +77,8 @@ def _header(cache: "KVCache", checksums: dict[str, str], coded: entropy.Coded) -
         xquant=__version__,
         transformers=transformers.__version__,
         family=type(view.model).__name__,
-        fingerprint=fingerprint(view.compressed),
+        configuration=told.configuration,
+        weights=told.weights,
         dtype=plain_name(first.codec.view.dtype),
         method=cache.method.spec,
         attend="store" if first.through_store else "chunk",

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from .. import compat
 from ..codecs import Codecs
+from ..identity import Identity
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
 from .attention import WRAPPED
@@ -90,6 +91,7 @@ class Attachment:
     def __init__(self, view: ModelView) -> None:
         self.view = view
         self.codecs = Codecs(view.compressed)
+        self.identity = Identity(view)
         self.hooks = {layer.index: LayerHooks(self, layer) for layer in view.compressed}
         self._local = local()
         self._watched: list[nn.Module] = []

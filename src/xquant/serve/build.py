@@ -5,7 +5,7 @@ An engine may have packed a model's weights for its own products. So what is com
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .. import kept
+from .. import identity, kept
 from ..analysis.shapes import Skeleton
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
@@ -56,12 +56,11 @@ class Model:
 
     @cached_property
     def identity(self) -> str:
-        """What tells its weights from others: a hash of those that make keys and values, or the name of the
-        model where its checkpoint is not at hand."""
-        try:
-            return fingerprint(self.weighted)
-        except ValueError:
-            return self.folder
+        """What its keys and values depend on: its configuration, and the tensors of its checkpoint, or its
+        name where that is not at hand."""
+        files = sorted(Path(self.folder).glob("*.safetensors")) if self.folder else []
+        weights = identity.of_tensors(_tensors(files)) if files else self.folder
+        return f"{identity.of_configuration(self.config)} {weights}"
 
     def rope(self, view: AttentionView) -> Any:
         """The parameters of a layer's RoPE, which a configuration may have by kind of layer."""
@@ -96,6 +95,14 @@ class Model:
             raise ValueError(f"no '{min(missing)}' in the safetensors files of '{self.folder}'")
         skeleton.model.load_state_dict(found, strict=False, assign=True)
         return layers
+
+
+def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of these files, one at a time, by name."""
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in sorted(opened.keys()):
+                yield name, opened.get_tensor(name)
 
 
 def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:

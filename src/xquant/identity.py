@@ -1,0 +1,272 @@
+"""Identity: what the keys and values of a model depend on, as two digests. Stored caches carry it.
+
+All counts that is not known not to matter: a part that is unknown here makes a model another one, rather than
+the same.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import compat
+from .digests import digest, sample
+from .linear import PackedLinear
+from .models import ModelView
+from .models.base import PLAIN, REFUSALS, version
+from .models.names import final_norm_of, layers_of, rotary_of
+
+NAMES = {
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "cls_token_id",
+    "decoder_start_token_id",
+    "dtype",
+    "eos_token_id",
+    "experts_implementation",
+    "id2label",
+    "initializer_range",
+    "is_encoder_decoder",
+    "label2id",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "pad_token_id",
+    "problem_type",
+    "quantization_config",
+    "return_dict",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""What a configuration says beside how keys and values are computed. Dtypes are those of the weights."""
+STATES = NAMES | {"training", "gradient_checkpointing", "device", "hf_device_map", "loss_type"}
+"""Attributes of modules that keys and values do not depend on. Private ones do not count either."""
+
+
+class Told(NamedTuple):
+    """Two digests, each of 64 hexadecimal digits."""
+
+    configuration: str
+    weights: str
+    """Of weights, buffers, adapters, and what else modules hold."""
+
+
+class Identity:
+    """What determines the keys and values that a model gives to a cache: its configuration, and all modules
+    but those above the last layer that keeps something. Threads may ask at the same time."""
+
+    def __init__(self, view: ModelView) -> None:
+        self._view = view
+        self._forget()
+
+    def _forget(self) -> None:
+        self._state: list[Any] = []
+        self._weights = ""
+        self._lock = RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The model alone: one that is saved or copied may be another afterwards."""
+        return {"_view": self._view}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._view = state["_view"]
+        self._forget()
+
+    @torch.no_grad()
+    def now(self) -> Told:
+        """The digests of the model as it is now. All weights are read at the first call, and when a look at
+        some numbers of each tells that they changed.
+
+        Raises:
+            ValueError: weights that cannot be read.
+        """
+        with self._lock:
+            parts = list(_parts(self._view))
+            state = _state(parts)
+            if state != self._state:
+                self._weights, self._state = _digest(parts), state
+            return Told(of_configuration(self._view.model.config), self._weights)
+
+
+def of_configuration(config: Any) -> str:
+    """A digest of all that a configuration says of how keys and values are computed."""
+    return _sha256(json.dumps(_plain(config.to_dict()), sort_keys=True, default=str))
+
+
+def of_tensors(named: Iterable[tuple[str, Tensor]]) -> str:
+    """A digest of tensors and their names."""
+    return _sha256(json.dumps([(name, digest(tensor)) for name, tensor in named]))
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    kept = {str(name): part for name, part in value.items() if name not in NAMES}
+    return {name: _plain(part) for name, part in kept.items() if not name.startswith("_")}
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# -- what counts -------------------------------------------------------------------------------------
+
+Part = str | Tensor
+
+
+def _parts(view: ModelView) -> Iterator[Part]:
+    """The decoder, and what stands beside it: towers for images."""
+    apart = {id(module) for module in _without_effect(view) if module is not None}
+    yield from _module(view.decoder, "", apart)
+    inside = next(name for name, m in view.model.named_modules() if m is view.decoder)
+    around = view.model
+    for step in inside.split(".") if inside else ():
+        for name, child in around.named_children():
+            if name != step:
+                yield from _module(child, f"beside {name}", apart)
+        around = getattr(around, step)
+
+
+def _without_effect(view: ModelView) -> Iterator[nn.Module | None]:
+    """Modules above the last layer that keeps something, and one that only changes what it holds."""
+    own = compat.default_layers(compat.text_config(view.model))
+    last = max(i for i, layer in enumerate(own) if not compat.is_empty(layer))
+    yield from list(layers_of(view.decoder))[last + 1 :]
+    yield final_norm_of(view.decoder)
+    asked = getattr(view.model, "get_output_embeddings", None)
+    yield None if asked is None else asked()
+    rotary = rotary_of(view.decoder)
+    kind = str(getattr(rotary, "rope_type", ""))
+    if "dynamic" in kind or "longrope" in kind or view.rope.drifts or view.rope.switches:
+        yield rotary  # its frequencies are those of the last input; the configuration tells them all
+
+
+def _module(module: nn.Module, path: str, apart: Collection[int]) -> Iterator[Part]:
+    if id(module) in apart:
+        return
+    idle = _idle_adapters(module)
+    apart = {*apart, *(id(part) for part in idle.values())}
+    packed = isinstance(module, PackedLinear)  # computes what the layer did before
+    yield f"{path} is {nn.Linear.__name__ if packed else type(module).__name__}"
+    held = {name: value for name, value in vars(module).items() if _counts(name)}
+    held |= {**module._parameters, **module._buffers}
+    if packed:
+        held["weight"] = held.pop("packed")
+    for name, value in sorted(held.items()):
+        if isinstance(value, dict):
+            value = {key: part for key, part in value.items() if key not in idle}
+        if id(value) not in apart:
+            yield from _value(_at_hand(module, name, value), f"{path}.{name}")
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _module(child, f"{path}.{name}", apart)
+
+
+def _counts(name: str) -> bool:
+    return name not in STATES and not name.startswith("_")
+
+
+def _idle_adapters(layer: Any) -> dict[str, Any]:
+    """Of a layer with adapters (peft), the parts of those that are not in use, by their names."""
+    names = getattr(layer, "adapter_layer_names", ())
+    used = (
+        () if getattr(layer, "disable_adapters", False) else getattr(layer, "active_adapters", ())
+    )
+    merged = getattr(layer, "merged_adapters", ())
+    found = (pair for name in names for pair in dict(getattr(layer, name, {})).items())
+    return {name: part for name, part in found if name not in used and name not in merged}
+
+
+def _at_hand(module: nn.Module, name: str, value: Any) -> Any:
+    """A weight that accelerate keeps elsewhere until the module runs; any other value itself."""
+    if not isinstance(value, Tensor) or value.device.type != "meta":
+        return value
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):
+        kept = getattr(each, "weights_map", None)
+        if kept is not None and name in kept:
+            return kept[name]
+    raise ValueError(
+        f"'{name}' of {type(module).__name__} has no numbers (it is on the meta device, perhaps offloaded),"
+        " so what this cache depends on cannot be told: load the model without offloading"
+    )
+
+
+def _value(value: Any, path: str, objects: bool = False) -> Iterator[Part]:
+    """What an attribute says.
+
+    Args:
+        objects: whether to look into what is neither a tensor, a collection nor plain.
+    """
+    if isinstance(value, Tensor):
+        yield path
+        yield from _tensor(value, path)
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _value(part, f"{path}[{key}]", objects)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _value(part, f"{path}[{number}]", objects)
+    elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        yield f"{path} = {value!r}"
+    elif objects:
+        yield from _value({n: part for n, part in vars(value).items() if _counts(n)}, path)
+
+
+def _tensor(tensor: Tensor, path: str) -> Iterator[Part]:
+    """A tensor, or those that one of a library for quantized weights is made of."""
+    flatten = None if type(tensor) in PLAIN else getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        if type(tensor) not in PLAIN:
+            held = {n: part for n, part in vars(tensor).items() if _counts(n)}
+            yield from _value(held, path, objects=True)
+        return
+    yield type(tensor).__name__
+    for name in flatten()[0]:
+        yield from _value(getattr(tensor, name), f"{path}.{name}")
+
+
+# -- what it is --------------------------------------------------------------------------------------
+
+
+def _state(parts: list[Part]) -> list[Any]:
+    """A value to compare with an earlier one. It differs after a part was replaced, moved, cast, or written
+    to in a way that torch counts; of other writes, after those that change a number that is looked at."""
+    found: list[Any] = []
+    looked: dict[torch.device, list[Tensor]] = {}
+    for part in parts:
+        if isinstance(part, str):
+            found.append(part)
+            continue
+        found += [id(part), part.dtype, part.device, version(part)]
+        if not part.is_mkldnn:
+            found.append(part.data_ptr())
+            looked.setdefault(part.device, []).append(sample(part))
+    return [*found, *(torch.cat(each).cpu().numpy().tobytes() for each in looked.values())]
+
+
+def _digest(parts: list[Part]) -> str:
+    known: dict[int, str] = {}  # a tensor may have several places
+    for part in parts:
+        if isinstance(part, Tensor) and id(part) not in known:
+            try:
+                known[id(part)] = digest(part.to_dense() if part.is_mkldnn else part)
+            except REFUSALS as error:
+                kind = type(part).__name__
+                raise ValueError(
+                    f"the bits of a {kind} in {part.dtype} cannot be read: {str(error)[:160]}"
+                ) from None
+    return _sha256(json.dumps([known[id(p)] if isinstance(p, Tensor) else p for p in parts]))
