@@ -272,3 +272,31 @@ def rope() -> str:
         for row in rows("rope")
     )
     return markdown(head, body)
+
+
+@table
+def instructions() -> str:
+    """What Triton's kernels are compiled to, before and now."""
+    earlier = {row["kernel"]: row for row in rows("triton-instructions-before")}
+    head = (
+        *("kernel", "registers", "spills in the loop", "shared memory, KB", "programs an SM"),
+        *("instructions an element", "of fp16, H100", "of fp16, H200"),
+    )
+
+    def cells(row: Row) -> list[str]:
+        return [
+            *(str(row[name]) for name in ("registers", "spills_in_loop")),
+            f"{row['shared_bytes'] / 1024:.0f}",
+            str(row["programs_an_sm"]),
+            f"{row['instructions_an_element']:.1f}",
+            *(f"{row[f'of_fp16_{gpu}']:.2f}" for gpu in ("h100", "h200")),
+        ]
+
+    body = []
+    for row in rows("triton-instructions"):
+        pairs = zip(cells(earlier[row["kernel"]]), cells(row), strict=True)
+        kernel, _, method = row["kernel"].partition(", ")
+        method, _, pages = method.partition(", ")
+        name = f"`{kernel}`, {code(method)}" + (f", {pages}" if pages else "")
+        body.append([name, *(now if was == now else f"{was} → {now}" for was, now in pairs)])
+    return markdown(head, body)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 WIDE = 1 << 14
-"""Elements of a block and head from which on a program that rotates keys has twice as many warps: its
-registers would spill."""
+"""Elements of a block and head from which on a program that rotates keys or reads outliers has twice as many
+warps: its registers would spill."""
 
 
 class PackedHeads:
@@ -51,7 +51,8 @@ class PackedHeads:
         self.tables = [
             self.nothing if t is None else t for t in (keys.levels, values.levels, offset)
         ]
-        elements = power(view.head_size) * power(block)
+        wide = power(view.head_size) * power(block) >= WIDE
+        wide &= not codec.rotated or keys.layout.count_bytes > 0
         self.constants = {
             "D": view.head_size,
             "DP": power(view.head_size),
@@ -61,7 +62,7 @@ class PackedHeads:
             "OFFSET": offset is not None,
             "KEY": keys.layout,
             "VALUE": values.layout,
-            "num_warps": 8 if elements >= WIDE and not codec.rotated else 4,
+            "num_warps": 8 if wide else 4,
         }
 
 

@@ -80,17 +80,16 @@ def sum_states(
         sums *= shrink[None, :]
         if SOURCE == CHANNEL_LANES:
             words = value_words(block, channel, run, D, N, NP, LAYOUT.bits)
-            zeros = tl.zeros([DP, ROWS], tl.float32)
-            sums += block_sums(
-                zeros, block, words, None, weights.to(tl.float16),
+            sums = block_sums(
+                sums, block, words, None, weights.to(tl.float16),
                 token, channel, run, C // D, D, DP, N, NP, LAYOUT,
-            ) / QUARTER  # fmt: skip
+            )  # fmt: skip
         elif SOURCE == TOKEN_LANES:
             words = pointer(block.codes, tl.int32) + run * (D * N * LAYOUT.bits // 32)
             level = unpacked(load_words(words, token, D, DP, LAYOUT.bits), LAYOUT.bits, LEVEL)
             states = decode(block, level, token, channel, run * D, D, N, C, LAYOUT, True, NP, DP)
             states = tl.trans(as_halves(states, NP, DP))
-            sums += tl.dot(states, weights.to(tl.float16)) / QUARTER
+            sums = tl.dot(states, weights.to(tl.float16), sums)
         else:
             tokens = (tl.load(blocks.begins + column) + token).to(tl.int64)
             here_too = (token >= 0) & (token < tl.load(blocks.lengths + column))
@@ -103,6 +102,8 @@ def sum_states(
                 sums += tl.dot(states, weights, input_precision="ieee")
             else:
                 sums += tl.dot(states, weights.to(states.dtype))
+    if SOURCE != PLAIN:
+        sums /= QUARTER
     to = (split.to(tl.int64) * sequences + b) * rows + row
     if run == 0:
         tl.store(maxima_out + to * 2, maximum, row < rows)
