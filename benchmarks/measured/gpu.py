@@ -34,9 +34,9 @@ def gpu_steps() -> str:
     for row in rows("gpu/steps"):
         if row["failed"]:
             continue
-        name = "transformers' `StaticCache`" if row["method"] == "full static" else code(row["method"])
-        way = "compiled, recorded as CUDA graphs" if row["compiled"] else "as they are"
-        body.append(
-            [name, way, f"{row['ms_per_token']:.1f}", f"{row['peak_bytes'] / 1e9:.1f} GB"]
+        name = (
+            "transformers' `StaticCache`" if row["method"] == "full static" else code(row["method"])
         )
+        way = "compiled, recorded as CUDA graphs" if row["compiled"] else "as they are"
+        body.append([name, way, f"{row['ms_per_token']:.1f}", f"{row['peak_bytes'] / 1e9:.1f} GB"])
     return markdown(["cache", "steps", "ms a step", "most memory"], body)
