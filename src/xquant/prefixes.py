@@ -16,7 +16,7 @@ from .convert import fill_apart
 from .methods import LayerCodec, Method
 from .saved import bases, chunks
 from .saved.shelf import Shelf
-from .saved.writing import ids_of, plain_name
+from .saved.writing import as_ids, ids_of, plain_name
 from .seam.hooks import attach
 from .sizes import in_bytes
 from .spec import parse_method
@@ -112,8 +112,11 @@ class PrefixStore:
             ValueError: a cache of another model, tokens other than it holds, or a cache that cannot be
                 stored: one with positions of its own, or, where the store's method keeps layer inputs, one of
                 another method or with padding.
+            TypeError: no `KVCache`, or no ids.
             OSError: the folder cannot be written to.
         """
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"a KVCache is needed, not {type(cache).__name__}")
         if cache.attachment is not attach(self._model):
             raise ValueError("the cache is one of another model than the store's")
         cache.snapshot()  # undoes a forward pass that was interrupted
@@ -171,7 +174,7 @@ class PrefixStore:
             ValueError: more than one prompt; as of `KVCache.converted`.
             OSError: the folder cannot be read.
         """
-        ids = torch.as_tensor(tokens).cpu()
+        ids = as_ids(tokens).cpu()
         ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
         if ids.dim() != 1 or ids.is_floating_point():
             raise ValueError(f"the ids of one prompt are needed, not {list(ids.shape)}")

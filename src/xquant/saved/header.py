@@ -8,11 +8,13 @@ place. The header holds the digests of the tensors, so every byte of the file is
 import dataclasses
 import json
 import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
@@ -151,11 +153,10 @@ class Saved:
     header: Header
     sizes: dict[str, int]
     """Bytes of each tensor."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of the whole file."""
-        return self.path.stat().st_size
+    nbytes: int
+    """Of the whole file."""
+    source: str
+    """By what name safetensors opens these bytes, while the file is open."""
 
     def damaged(self, why: str) -> ValueError:
         return _damaged(self.path, why)
@@ -166,7 +167,15 @@ def _damaged(path: Path, why: str) -> ValueError:
 
 
 def read_header(path: Path) -> Saved:
-    """Read and check the header of a saved cache.
+    """The header of a saved cache, read and checked; errors are those of `opened`."""
+    with opened(path) as saved:
+        return saved
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Saved]:
+    """A saved cache whose header was read and checked, and whose tensors can be read while this lasts: those
+    of the same file, though another may take its place.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -177,9 +186,17 @@ def read_header(path: Path) -> Saved:
         raise FileNotFoundError(f"there is no saved cache '{path}'")
     if not path.is_file():
         raise ValueError(f"'{path}' is not a file")
+    with path.open("rb") as file:
+        yield _read(path, file)
+
+
+def _read(path: Path, file: BinaryIO) -> Saved:
+    source = f"/dev/fd/{file.fileno()}"
+    if not os.path.exists(source):  # a system without /proc: two files may then be read as one
+        source = str(path)
     try:
-        with safe_open(path, "np") as file:
-            facts = file.metadata() or {}
+        with safe_open(source, "np") as tensors:
+            facts = tensors.metadata() or {}
     except SafetensorError as error:
         raise _damaged(path, str(error)[:160]) from None
     if facts.get("format") != KIND:
@@ -188,7 +205,7 @@ def read_header(path: Path) -> Saved:
         raise _damaged(path, "it has no header")
     told = _parsed(path, facts["header"])
     _check_version(path, told)
-    head = _head(path)
+    head = _head(file)
     if not is_intact(head):
         raise _damaged(path, "its header was altered")
     for name, check in _CHECKS.items():
@@ -202,7 +219,7 @@ def read_header(path: Path) -> Saved:
     sizes = {
         name: at[1] - at[0] for name, at in ((n, e["data_offsets"]) for n, e in entries.items())
     }
-    return Saved(path, Header(**known), sizes)
+    return Saved(path, Header(**known), sizes, os.fstat(file.fileno()).st_size, source)
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
@@ -229,11 +246,11 @@ def _check_version(path: Path, told: dict[str, Any]) -> None:
         )
 
 
-def _head(path: Path) -> bytes:
+def _head(file: BinaryIO) -> bytes:
     """All bytes of a safetensors file before its tensors."""
-    with path.open("rb") as file:
-        size = file.read(8)
-        return size + file.read(int.from_bytes(size, "little"))
+    file.seek(0)
+    size = file.read(8)
+    return size + file.read(int.from_bytes(size, "little"))
 
 
 def unsealed(header: Header) -> dict[str, str]:
@@ -244,9 +261,10 @@ def unsealed(header: Header) -> dict[str, str]:
 def seal(path: Path) -> None:
     """Put the digest of all that lies before the tensors in its place, and metadata in order: safetensors
     writes them in any, and the same cache is to be the same file."""
-    head = _head(path)
-    told = json.loads(head[8:])
-    told["__metadata__"] = dict(sorted(told["__metadata__"].items()))
-    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
     with path.open("r+b") as file:
+        head = _head(file)
+        told = json.loads(head[8:])
+        told["__metadata__"] = dict(sorted(told["__metadata__"].items()))
+        text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+        file.seek(0)
         file.write(sealed(head[:8] + text.ljust(len(head) - 8)))

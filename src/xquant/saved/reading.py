@@ -72,7 +72,7 @@ def fill(cache: "KVCache", saved: Saved) -> None:
             " another version or build of torch may choose others"
         )
     try:
-        with safe_open(saved.path, "pt") as file:
+        with safe_open(saved.source, "pt") as file:
             reader = _Reader(saved, file)
             _fill(cache, reader)
             reader.check_all_read()

@@ -19,7 +19,7 @@ from ..seam.hooks import Attachment, attach
 from ..seam.passes import is_running
 from ..spec import parse_method
 from . import reading, writing
-from .header import read_header
+from .header import opened
 
 if TYPE_CHECKING:
     from ..snapshot import Snapshot
@@ -130,11 +130,12 @@ class RestingCache(Cache):
             OSError: the file cannot be read.
         """
         attachment = attach(model)
-        saved = read_header(Path(path))
-        reading.check_model(saved, attachment)
-        cache = cls(model, saved.header.method, saved.header.attend, calibration, kernel, offload)
-        cache._refresh()
-        reading.fill(cache, saved)
+        with opened(Path(path)) as saved:
+            reading.check_model(saved, attachment)
+            header = saved.header
+            cache = cls(model, header.method, header.attend, calibration, kernel, offload)
+            cache._refresh()
+            reading.fill(cache, saved)
         return cache
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,6 +1,7 @@
 """Shelf: sets of tensors under names, as files of one folder that several processes share."""
 
 import os
+import stat
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from ..files import replacing
+from ..files import remove_unfinished, replacing
 from .seal import UNSEALED, is_intact, sealed
 
 Tensors = dict[str, Tensor]
@@ -26,8 +27,8 @@ class Shelf:
 
     A reader takes no lock: a file appears whole, and one that is removed while it is read stays readable.
     Writers hold the folder's lock, which the system releases when a process dies. So there is at most one
-    unfinished file, and whoever takes the lock next removes it. A file holds its SHA-256; one that was
-    altered is removed by whoever reads it, with a warning.
+    unfinished file, and whoever writes next removes it. A file holds its SHA-256; one that was altered is
+    removed by whoever reads it, with a warning, and so is what is no file.
 
     Names that come in order are a chain: each is of use only with those before it. They are used, and so
     dropped, in such an order that a chain loses its end first.
@@ -45,10 +46,12 @@ class Shelf:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(folder / ".lock", poll_interval=_POLL)
         with self._lock:
+            remove_unfinished(folder)
             self._make_room(0, self._files(), set())
 
     def __contains__(self, name: str) -> bool:
-        return self._path(name).exists()
+        path = self._path(name)
+        return path.exists() and not _holds_other(path)
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +64,8 @@ class Shelf:
 
     def get(self, name: str) -> Tensors | None:
         """What was put under a name; None where nothing is, or where it is damaged."""
+        if not self._is_clear(name):
+            return None
         try:
             content = self._path(name).read_bytes()
         except FileNotFoundError:
@@ -77,8 +82,19 @@ class Shelf:
     def discard(self, name: str, why: str) -> None:
         """Remove a file that is not as it must be, with a warning."""
         path = self._path(name)
-        warnings.warn(f"'{path}' is damaged ({why}): it is removed", stacklevel=3)
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+            then = "it is removed"
+        except OSError as error:
+            then = f"it cannot be removed ({error.strerror})"
+        warnings.warn(f"'{path}' is damaged ({why}): {then}", stacklevel=3)
+
+    def _is_clear(self, name: str) -> bool:
+        """Whether a file is or can be put under a name; what else is there is removed if it can be."""
+        path = self._path(name)
+        if _holds_other(path):
+            self.discard(name, "it is no file")
+        return not _holds_other(path)
 
     def touch(self, names: Sequence[str]) -> None:
         """Note that a chain was used just now."""
@@ -88,6 +104,8 @@ class Shelf:
                 os.utime(self._path(name), ns=(now - place, now - place))
             except FileNotFoundError:
                 return
+            except PermissionError:  # it is another user's: when it was used is his to say
+                continue
 
     def put(self, names: Sequence[str], make: Callable[[int], Tensors]) -> int:
         """Put a chain, as much of it as there is room for.
@@ -104,7 +122,7 @@ class Shelf:
                 if name in files:
                     continue
                 content = sealed(save(make(place), {"sha256": UNSEALED}))
-                if not self._make_room(len(content), files, own):
+                if not self._make_room(len(content), files, own) or not self._is_clear(name):
                     names = names[:place]
                     break
                 with replacing(self._path(name)) as file:
@@ -127,23 +145,20 @@ class Shelf:
         found = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                if entry.name.endswith(_SUFFIX):
+                if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False):
                     try:
-                        state = entry.stat()
+                        state = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:  # removed just now
                         continue
                     found[entry.name.removesuffix(_SUFFIX)] = state.st_mtime_ns, state.st_size
         return found
 
     def _make_room(self, size: int, files: dict[str, tuple[int, int]], keep: set[str]) -> bool:
-        """Remove files until ``size`` bytes more fit, but none of those to ``keep``. The lock is held, so an
-        unfinished file is of a process that died.
+        """Remove files until ``size`` bytes more fit, but none of those to ``keep``. The lock is held.
 
         Returns:
             whether they fit now.
         """
-        for unfinished in self.folder.glob(".*.tmp"):
-            unfinished.unlink(missing_ok=True)
         total = size + sum(nbytes for _, nbytes in files.values())
         for name in sorted(files.keys() - keep, key=lambda name: files[name]):
             if total <= self.limit:
@@ -151,3 +166,11 @@ class Shelf:
             self._path(name).unlink(missing_ok=True)
             total -= files.pop(name)[1]
         return total <= self.limit
+
+
+def _holds_other(path: Path) -> bool:
+    """Whether what is there is no file itself: a folder, or what leads to one or to nothing."""
+    try:
+        return not stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False

@@ -48,13 +48,10 @@ def write(cache: "KVCache", target: Path, tokens: Tensor | None, pack: str | Non
         tensors, coded = entropy.code(tensors, _streams(cache, tensors))
     header = _header(cache, {name: checksum(tensor) for name, tensor in tensors.items()}, coded)
     with replacing(target) as file:
-        file.touch()
-        mode = file.stat().st_mode
         try:
             save_file(tensors, file, metadata=unsealed(header))
         except SafetensorError as error:
             raise OSError(f"cannot save to '{target}' ({str(error)[:160]})") from None
-        file.chmod(mode)  # as of any new file: safetensors leaves one that its owner alone may read
         seal(file)
 
 
@@ -182,9 +179,18 @@ def _is_ours(layer: Any) -> bool:
     return isinstance(layer, CompressedLayer)
 
 
+def as_ids(tokens: Any) -> Tensor:
+    """Ids of tokens as a tensor."""
+    try:
+        return torch.as_tensor(tokens)
+    except (RuntimeError, TypeError, ValueError):
+        kind = type(tokens).__name__
+        raise TypeError(f"ids of tokens are needed, not {kind}") from None
+
+
 def ids_of(cache: "KVCache", tokens: Tensor) -> Tensor:
     """The ids of the tokens that the cache holds."""
-    tokens, held = torch.as_tensor(tokens), (cache.index.batch, cache.index.length)
+    tokens, held = as_ids(tokens), (cache.index.batch, cache.index.length)
     if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != held:
         raise ValueError(
             f"the tokens are {plain_name(tokens.dtype)} {list(tokens.shape)}, and the cache holds"
