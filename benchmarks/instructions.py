@@ -54,8 +54,8 @@ class Gpu(NamedTuple):
 
 
 GPUS = (
-    # The H200's was measured: the best of torch's SDPA at 32K tokens, batch 8 and 16. The H100's is assumed:
-    # it has 3.35 of the 4.8 TB/s that an H200 has.
+    # On an H200 the best of SDPA reads 4.47 TB/s at 32K tokens and batch 8 (results/gpu/attention.json).
+    # The H100's is assumed: it has 3.35 of the 4.8 TB/s that an H200 has.
     Gpu("h100", 4.48e12 * 3.35 / 4.8),
     Gpu("h200", 4.48e12),
 )
