@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
 
 WIDE = 1 << 14
-"""Elements of a block and head from which on a program that rotates keys or reads outliers has twice as many
-warps: its registers would spill."""
+"""Elements of a block and head from which on a program has twice as many warps: its registers would spill."""
 
 
 class PackedHeads:
@@ -52,7 +51,6 @@ class PackedHeads:
             self.nothing if t is None else t for t in (keys.levels, values.levels, offset)
         ]
         wide = power(view.head_size) * power(block) >= WIDE
-        wide &= not codec.rotated or keys.layout.count_bytes > 0
         self.constants = {
             "D": view.head_size,
             "DP": power(view.head_size),
