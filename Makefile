@@ -67,14 +67,14 @@ test: env
 	$(BIN)/pytest -n 2
 
 # The sanitizers come first in the process, before torch. Leaks are not looked for: Python has its own.
-# Triton's kernels are not in the library.
+# Kernels for GPUs are not in the library.
 sanitize: env
 	XQUANT_REQUIRE_NATIVE=1 $(PIP) --no-deps --upgrade --target $(SANITIZED) \
 		-C cmake.define.XQUANT_SANITIZE=ON .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/cpu/libxquant_kernels.so \
-		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*'
+		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*' --ignore=tests/kernels/cuda
 
 matrix: env
 	XQUANT_MATRIX=all $(BIN)/pytest -n 2 tests/test_operations.py
