@@ -25,6 +25,11 @@ NARROW_TOLERANCE = 0.1
 columns, a softmax of few tokens and large scores by ten times that. A wrong column misses by half."""
 
 
+TOLERANCES = {torch.float32: TOLERANCE, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""By dtype of the query."""
+STRIDES = ("whole", "transposed", "offset", "wide", "expanded")
+
+
 def tolerance_of(spec: str) -> float:
     return NARROW_TOLERANCE if spec.startswith("tc-") else TOLERANCE
 
@@ -46,6 +51,19 @@ def flash_reads_groups() -> bool:
 
 
 needs_flash = pytest.mark.skipif(not flash_reads_groups(), reason="flash attention of this torch")
+
+
+def laid(x: Tensor, layout: str) -> Tensor:
+    """The same numbers in other memory; ``expanded``: the first of the last but one dimension, many times."""
+    if layout == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "offset":
+        return torch.cat([x.new_full((*x.shape[:-1], 3), torch.nan), x], -1)[..., 3:]
+    if layout == "wide":  # channels with gaps between them
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1)[..., 0]
+    if layout == "expanded":
+        return x[..., :1, :].expand_as(x)
+    return x.contiguous()
 
 
 @dataclass

@@ -16,6 +16,7 @@ from .models.rope import Rope
 from .store.evicting import EvictingLayer
 from .store.layer import CompressedLayer
 from .store.offload import Carrier
+from .store.packer import as_written
 from .store.sealing import seal
 from .store.tokens import TokenIndex
 
@@ -110,7 +111,8 @@ class LayerStack:
             return None
         if queries > MOST_QUERIES and not attention.reads_chunks:
             return None
-        return attention.attend(call)
+        with as_written(call.query):
+            return attention.attend(call)
 
     def complete(self, before: int) -> bool:
         """End a forward pass that began with ``before`` tokens: seal what layers hold for its end. False

@@ -1,6 +1,7 @@
 """The Triton kernels, in Triton's interpreter, against exact attention over what the store decodes to."""
 
 import copy
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -9,10 +10,21 @@ import torch
 pytest.importorskip("triton", minversion="3.5")
 
 import interpreted
-from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
+from attending import (
+    DEVICE,
+    STRIDES,
+    TOLERANCE,
+    TOLERANCES,
+    Case,
+    decoding_error,
+    error,
+    exact,
+    filled,
+    laid,
+)
 from models import tiny
 from xquant import KVCache
-from xquant.kernels.call import AttentionCall
+from xquant.kernels.call import FLOATS, AttentionCall
 from xquant.kernels.triton import support
 from xquant.kernels.triton.device import Slots
 
@@ -90,6 +102,22 @@ def test_half_precision_states_cost_their_own_rounding_only(dtype: torch.dtype) 
     for spec in ("kivi-4bit:group=32,sink=1", "kivi-4bit:group=32,rope=post"):
         one = case(spec, dtype=dtype, mask="float")
         assert error(one, filled(one)) < 2 * least
+
+
+@pytest.mark.parametrize("dtypes", list(permutations(FLOATS, 3))[::2])
+def test_states_of_several_dtypes_are_read_right(dtypes: tuple[torch.dtype, ...]) -> None:
+    """As under autocast; the query's is that of the result."""
+    cache = filled(case("kivi-4bit:group=32,sink=2"))
+    states = [torch.randn(1, heads, 1, 32, device=DEVICE) for heads in (4, 2, 2)]
+    given = (x.to(dtype) for x, dtype in zip(states, dtypes, strict=True))
+    query, key, value = (laid(x, how) for x, how in zip(given, STRIDES[1:], strict=False))
+    found = cache.attend(0, AttentionCall(query, key, value, None, 32**-0.5, None))
+    assert found is not None and found.dtype == query.dtype
+    keys, values, _ = cache.answer(0, key, value, None)
+    want = exact(query, keys, values, None, None)
+    assert (found.double() - want).norm() < TOLERANCES[query.dtype] * want.norm()
+    with pytest.raises(ValueError, match="a kernel wants a value "):
+        cache.attend(0, AttentionCall(query, key, value[..., :16], None, 1.0, None))
 
 
 @pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])

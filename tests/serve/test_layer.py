@@ -2,12 +2,16 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from attending import TOLERANCES, laid
 from calibrated import calibration
 from models import tiny
 from xquant import parse_method
@@ -25,6 +29,7 @@ from xquant.store.stream import Stream
 
 BLOCK, POSITIONS = 32, 300
 PLAIN = Keeping(BLOCK, capacity=BLOCK)
+needs_native = pytest.mark.skipif(not cpu.library.isas(), reason="no native kernels here")
 NATIVE = [cpu.BACKENDS[isa] for isa in cpu.library.isas()]
 
 
@@ -313,3 +318,43 @@ def test_a_page_is_a_block(model: Any) -> None:
     width, tokens = layer.codec.view.kv_width, 32
     formula = tokens * 2 * width * 4 / 8 + 4 * width + 4 * tokens * math.ceil(width / 32)
     assert layer.layout.packed_nbytes == formula
+
+
+@needs_native
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_mixed_states_are_read_right_from_pages(data: st.DataObject) -> None:
+    spec = data.draw(st.sampled_from(["kivi-8bit:group=32", "xquant-8bit:group=32"]))
+    backend, dtypes = data.draw(st.sampled_from(NATIVE)), st.sampled_from(list(TOLERANCES))
+    query_dtype, key_dtype, value_dtype = (data.draw(dtypes) for _ in range(3))
+    chosen = [data.draw(st.sampled_from(["whole", "offset", "wide"])) for _ in range(3)]
+    engine = Engine(_codec(tiny("llama", head_dim=32, hidden_size=64), spec), backend=backend)
+    usual = engine.layer.attend
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, step: Any, out: Tensor) -> None:
+        for rows in (query, key, value, *(past[-1] for past in engine.past.values())):
+            rows.copy_(rows.bfloat16())  # numbers that all types hold
+        given = (query.to(query_dtype), key.to(key_dtype), value.to(value_dtype))
+        states = [laid(x, layout) for x, layout in zip(given, chosen, strict=True)]
+        found = torch.empty_like(query, dtype=query_dtype)
+        usual(*states, step, found)
+        out.copy_(found)
+
+    engine.layer.attend = attend  # type: ignore[method-assign]
+    for new in ({0: 70, 1: 5}, {0: 1, 1: 1}, {0: 2, 1: 2}):
+        assert engine.step(new) < max(TOLERANCES[query_dtype], 5e-3)
+
+
+def changed(usual: Any, change: Any, *given: Any) -> None:
+    usual(*given[:-1], change(given[-1]))
+
+
+@needs_native
+def test_an_output_of_another_type_or_size_is_refused(wide: Any) -> None:
+    engine = Engine(_codec(wide, "kivi-8bit:group=32"), backend=NATIVE[0])
+    engine.step({0: 40})
+    usual, wrong = engine.layer.attend, [torch.Tensor.double, lambda out: out[:, :2]]
+    for change in wrong:
+        engine.layer.attend = partial(changed, usual, change)  # type: ignore[method-assign]
+        with pytest.raises(ValueError, match=r"a kernel wants torch\.float32 .*, not"):
+            engine.step({0: 1})

@@ -1,11 +1,16 @@
 """AttentionCall: what one call of a layer's attention is given, whatever answers it."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-MASKED = (torch.bool, torch.float32, torch.bfloat16, torch.float16)
+if TYPE_CHECKING:
+    from ..store.layer import CompressedLayer
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that kernels read states in."""
+MASKED = (torch.bool, *FLOATS)
 
 
 class AttentionCall(NamedTuple):
@@ -29,4 +34,42 @@ class AttentionCall(NamedTuple):
         mask, logits = self.mask, self.sink_logits
         if logits is not None and logits.shape != self.query.shape[1:2]:
             return False
-        return mask is None or (mask.dtype in MASKED and mask.shape[1] == 1)
+        return mask is None or (mask.dtype in MASKED and mask.dim() == 4 and mask.shape[1] == 1)
+
+    def fitted(self, layer: "CompressedLayer") -> "AttentionCall | None":
+        """The same call for a kernel, which goes through memory by what this says of it: states in one dtype,
+        the query's. None where the reference must answer. Under autocast a model may give keys and values
+        in two.
+
+        Raises:
+            ValueError: states of another shape than the layer's, or on another device.
+        """
+        query, key, value, mask = self.query, self.key, self.value, self.mask
+        tail, view, count = layer.tail, layer.codec.view, query.shape[-2]
+        assert tail is not None
+        batch, home = tail.shape[0], tail.device
+        if not self.is_plain or query.dtype not in FLOATS:
+            return None
+        if mask is not None:
+            every = (batch, 1, count, layer.tokens)
+            if any(n not in (1, size) for n, size in zip(mask.shape, every, strict=True)):
+                return None
+        states = batch, view.kv_heads, count, view.head_size
+        _check("query", query, (batch, view.query_heads, *states[2:]), home)
+        _check("key", key, states, home)
+        _check("value", value, states, home)
+        for name, given in (("mask", mask), ("sink_logits", self.sink_logits)):
+            if given is not None:
+                _check(name, given, tuple(given.shape), home)
+        if key.dtype == value.dtype == query.dtype:
+            return self
+        return self._replace(key=key.to(query.dtype), value=value.to(query.dtype))
+
+
+def _check(name: str, given: Tensor, shape: tuple[int, ...], home: torch.device) -> None:
+    """Raise ValueError unless what is ``given`` is of this shape and on this device."""
+    if given.shape != shape or given.device != home:
+        raise ValueError(
+            f"a kernel wants a {name} {list(shape)} on {home}, not {list(given.shape)} on"
+            f" {given.device}"
+        )

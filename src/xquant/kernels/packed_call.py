@@ -74,9 +74,10 @@ def packed_call(
     layer: "CompressedLayer", call: AttentionCall, rope: RopeTable
 ) -> PackedCall | None:
     """``call`` over a layer and its past; None where no kernel can answer it."""
-    query, key, value, mask, scaling, softcap, sink_logits = call
-    if not call.is_plain:
+    fitted = call.fitted(layer)
+    if fitted is None:
         return None
+    query, key, value, mask, scaling, softcap, sink_logits = fitted
     stream, device = layer.stream, layer.codec.view.device
     if layer.source is not None and layer.source.codec.view.device != device:
         return None

@@ -7,6 +7,7 @@ tokens of one; ``n`` tokens of a block; ``R`` places of a ring.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,11 @@ class Sequences:
     """int32 ``[B, 4]``: the same of sinks, in the slot of each sequence; None where the method has none."""
     sink: int
     """The most sinks of a sequence."""
+
+    @cached_property
+    def prepared(self) -> dict[str, Any]:
+        """What backends made of it, for all layers."""
+        return {}
 
     @cached_property
     def columns(self) -> int:

@@ -120,7 +120,7 @@ def _attend(
     options = {name: option for name, option in pairs if option is not None}
     attention = compat.attention_function(hooks.implementation, hooks.view.module)
     out, _ = attention(hooks.view.module, query, key, value, mask, **options)
-    return out.contiguous()
+    return out.to(query.dtype).contiguous()  # as `_empty` says, whatever autocast takes
 
 
 def _empty(

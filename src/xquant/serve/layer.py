@@ -16,7 +16,7 @@ from ..kernels.paged import PagedAttention, Sequences
 from ..methods import LayerCodec
 from ..models import AttentionView
 from ..store import finite
-from ..store.packer import TORCH, Packer
+from ..store.packer import TORCH, Packer, as_written
 from ..store.pages import PageLayout, Pages
 from .exact import ExactAttention, torch_attention
 from .rotary import Angles
@@ -174,7 +174,7 @@ class ServedLayer:
         """
         decoding, chunks = step.readers(self.in_place)
         if step.filled or chunks.each:
-            rows = torch.cat([key.flatten(1), value.flatten(1)], -1)
+            rows = torch.cat([key.flatten(1), value.flatten(1)], -1).to(self._rings.dtype)
             self.seal(rows, step)
         for sequences in decoding:
             self.attend_in_place(query, key, value, sequences, out)
@@ -183,16 +183,19 @@ class ServedLayer:
                 self.read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
             ]
             own, options = chunks.rows, (self._scaling, self._softcap)
-            out[own] = self._exact(query[own], states, chunks, *options)
+            found = self._exact(query[own].to(self._rings.dtype), states, chunks, *options)
+            out[own] = found.to(out.dtype)
             # Last: a long ring may give the places of tokens that were read to new ones.
             self.hold(rows[chunks.kept], chunks)
 
     def attend_in_place(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
     ) -> None:
-        """`PagedAttention.attend`, where the layer is `in_place`."""
+        """`PagedAttention.attend`, where the layer is `in_place`; rings keep states in their own dtype."""
         assert self._paged is not None
-        self._paged.attend(query, key, value, sequences, out)
+        key, value = (t.to(self._rings.dtype) for t in (key, value))
+        with as_written(query):
+            self._paged.attend(query, key, value, sequences, out)
 
     def hold(self, rows: Tensor, chunks: Chunks) -> None:
         """Put the rows ``[., W]`` of `Chunks.kept` into rings."""

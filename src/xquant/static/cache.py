@@ -22,7 +22,7 @@ from ..spec import parse_method
 from ..store import finite
 from ..store.built import States
 from .build import check_method, layers_of
-from .layer import StaticLayer
+from .layer import StaticLayer, common_dtype
 from .mark import new_mark
 from .places import Places, State, keeping_of
 
@@ -208,7 +208,7 @@ class StaticKVCache(Cache, ObservingCache):
             mark = self._mark if self._in_place else None
             return self.attachment.trace(layer_idx, key_states, value_states, mark)
         self.attachment.inputs(layer_idx, key_states, value_states)
-        layer = self._entered(layer_idx, key_states.dtype)
+        layer = self._entered(layer_idx, common_dtype(key_states, value_states))
         if self._in_place:
             return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
         view = layer.codec.view
@@ -242,7 +242,7 @@ class StaticKVCache(Cache, ObservingCache):
         self.begin(batch, count, None)
         for index, layer in enumerate(self.layers):
             key, value = states(layer.codec.view)
-            self._entered(index, key.dtype).keep(key, value)
+            self._entered(index, common_dtype(key, value)).keep(key, value)
         self._in_place = False
         self.finish()
 

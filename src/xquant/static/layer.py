@@ -21,6 +21,11 @@ from ..store.pages import aligned
 from .places import Places
 
 
+def common_dtype(key: Tensor, value: Tensor) -> torch.dtype:
+    """What holds both as they are: under autocast they may differ."""
+    return torch.promote_types(key.dtype, value.dtype)
+
+
 class StaticLayer(CacheLayerMixin):
     """Keeps keys and values of one layer.
 
@@ -106,7 +111,7 @@ class StaticLayer(CacheLayerMixin):
     def attend(self, call: AttentionCall, sequences: Sequences) -> Tensor:
         """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
         padding, and each comes before the next."""
-        self._check_dtype(call.key)
+        self._check_dtype(call.key, call.value)
         self._served.score(call.scaling, call.softcap or 0.0)
         query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -127,7 +132,7 @@ class StaticLayer(CacheLayerMixin):
         """
         places = self.places
         assert places is not None
-        self._check_dtype(key)
+        self._check_dtype(key, value)
         real = places.new.to(key.device)
         states = [t.detach().transpose(1, 2)[real] for t in (key, value)]
         rows = torch.cat([t.flatten(1) for t in states], -1)
@@ -145,12 +150,12 @@ class StaticLayer(CacheLayerMixin):
             return key, value
         every = torch.cat([places.real, places.new], 1).to(key.device)
         shape = (*key.shape[:2], every.shape[1], key.shape[3])
-        found = key.new_zeros(shape), value.new_zeros(shape)
+        found = rows.new_zeros(shape), rows.new_zeros(shape)
         _, chunks = places.step.readers(native=False)
         for sequence, chunk in zip(places.members, chunks.each, strict=True):
             own = self._served.read(chunk, rows[chunk.run.start : chunk.run.stop])
             for to, read in zip(found, own, strict=True):
-                to[sequence, :, every[sequence]] = read.transpose(0, 1)
+                to[sequence, :, every[sequence]] = read.transpose(0, 1).to(rows.dtype)
         return found
 
     def settle(self) -> None:
@@ -179,11 +184,12 @@ class StaticLayer(CacheLayerMixin):
             self._rings.copy_(replaced)
         return replaced is not None
 
-    def _check_dtype(self, states: Tensor) -> None:
-        if states.dtype != self._rings.dtype:
+    def _check_dtype(self, key: Tensor, value: Tensor) -> None:
+        dtype = common_dtype(key, value)
+        if dtype != self._rings.dtype:
             raise ValueError(
-                f"layer {self.codec.view.index} gives {states.dtype} states, and the cache holds"
-                f" {self._rings.dtype} ones: the model was cast since; cast it back, or reset() the cache"
+                f"layer {self.codec.view.index} gives {dtype} states, and the cache holds"
+                f" {self._rings.dtype} ones: the model was cast or autocast changed since; reset() the cache"
             )
 
     # -- transformers' contract of a layer ---------------------------------------------------------

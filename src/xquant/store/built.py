@@ -43,7 +43,8 @@ class BuiltTail:
             return self._codec.exact(tail)
         known = 0 if self.states is None else self.states.shape[1]
         if known < tail.shape[1] or self.states is None:
-            self._add(torch.cat(self._codec.exact(tail[:, known:]), -1))
+            rows = tail[:, known:].to(self._codec.view.dtype)  # under autocast they may be another
+            self._add(torch.cat(self._codec.exact(rows), -1))
         assert self.states is not None
         states = self.states[:, : tail.shape[1]]
         width = self._codec.view.kv_width

@@ -4,6 +4,7 @@ The store packs each block once, when it is full, and unpacks it at every read t
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -67,10 +68,16 @@ class Packer:
         return self
 
 
-def as_written(x: Tensor) -> torch.autocast:
-    """Arithmetic in the dtypes that quantizers ask for, whatever autocast takes elsewhere; it refuses to join
-    scales in fp64."""
-    return torch.autocast(x.device.type, enabled=False)
+def as_written(x: Tensor) -> AbstractContextManager[Any]:
+    """Arithmetic in the dtypes that quantizers and kernels ask for, whatever autocast takes elsewhere; it
+    refuses to join scales in fp64."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return _AS_IT_IS
+    return torch.autocast(kind, enabled=False)
+
+
+_AS_IT_IS = nullcontext()
 
 
 TORCH = Packer()

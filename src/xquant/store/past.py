@@ -154,7 +154,7 @@ class Past:
         if self.tail is not None and rows.dtype != self.tail.dtype:
             raise ValueError(
                 f"layer {self.codec.view.index} gives {rows.dtype} states, and the cache holds"
-                f" {self.tail.dtype} ones: the model was cast since; cast it back, or use a new cache"
+                f" {self.tail.dtype} ones: the model was cast or autocast changed since; use a new cache"
             )
         if self._asks_at_once(rows.device):
             finite.check_rows(rows, self.codec.view.index)

@@ -98,7 +98,7 @@ def describe_layer(call: native.Attend, codec: LayerCodec, block: int) -> list[T
     if turn is not None:
         turn = turn.contiguous()
         constant.append(turn)
-        call.value_turn = turn.data_ptr()
+        call.value_turn = native.address(turn, torch.float32, *turn.shape)
         call.value_turn_head = 0 if turn.dim() == 2 else turn.stride(0)
     return constant
 
@@ -148,10 +148,11 @@ class NativeAttention(LayerAttention):
         call.table_stride = addresses.columns
 
     def attend(self, call: AttentionCall) -> Tensor | None:
-        if not call.is_plain:
+        layer, to = self._layer, self._call
+        fitted = call.fitted(layer)
+        if fitted is None:
             return None
-        layer, to, query = self._layer, self._call, call.query
-        stream = layer.stream
+        call, query, stream = fitted, fitted.query, layer.stream
         batch, heads, queries, size = query.shape
         before = max(layer.tokens - queries - stream.tokens, 0)  # of the tail
         angles = None
@@ -161,7 +162,9 @@ class NativeAttention(LayerAttention):
             if angles is None:
                 return None
             to.rope_table = rope_table(angles.within).data_ptr()
-            to.start_cos, to.start_sin = (t.data_ptr() for t in angles.start)
+            to.start_cos, to.start_sin = (
+                native.address(t, torch.float32, *angles.start[0].shape) for t in angles.start
+            )
             to.start_batch = angles.start[0].stride(0)
         self._refresh()
         tail = sinks = None

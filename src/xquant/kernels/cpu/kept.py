@@ -6,7 +6,7 @@ from torch import Tensor
 from ...models.rotation import Pair
 from ...store.built import States
 from ...store.layer import CompressedLayer
-from ..call import AttentionCall
+from ..call import FLOATS, AttentionCall
 from . import library as native
 
 
@@ -50,19 +50,23 @@ def point_to_kept(
         if rows is None:
             continue
         exact, (keys, values) = to.exact[count], _alike(*rows)
-        exact.key, exact.value = keys.data_ptr(), values.data_ptr()
+        shape = batch, rows[0].shape[1], layer.codec.view.kv_width
+        exact.key, exact.value = (
+            native.address(t, FLOATS, *shape, rows=True) for t in (keys, values)
+        )
         exact.batch_stride, exact.token_stride, _ = keys.stride()
         exact.head_stride, exact.dtype = layer.codec.view.head_size, native.DTYPES[keys.dtype]
         exact.count, exact.start, exact.causal = keys.shape[1], start, 0
         exact.cos = exact.sin = exact.column = None
         kept += [keys, values]
         if turned is not None:
-            exact.cos, exact.sin = (t.data_ptr() for t in turned)
+            angles_of = (*shape[:2], turned[0].shape[2])
+            exact.cos, exact.sin = (native.address(t, torch.float32, *angles_of) for t in turned)
             exact.pairs = turned[0].shape[2]
             kept += turned
         if rows is sinks:
             assert layer.sinks is not None
-            exact.column = layer.sinks.columns.data_ptr()
+            exact.column = native.address(layer.sinks.columns, torch.int32, *shape[:2])
         count += 1
     newest, (key, value) = to.exact[count], _alike(key, value)
     newest.key, newest.value = key.data_ptr(), value.data_ptr()
@@ -75,7 +79,10 @@ def point_to_kept(
 
 
 def _alike(key: Tensor, value: Tensor) -> States:
-    """Keys and values of the same strides, their channels side by side."""
+    """Keys and values of one dtype and the same strides, their channels side by side."""
+    if key.dtype != value.dtype:
+        dtype = torch.promote_types(key.dtype, value.dtype)
+        key, value = key.to(dtype), value.to(dtype)
     if key.stride() != value.stride() or key.stride(-1) != 1:
         return key.contiguous(), value.contiguous()
     return key, value

@@ -247,16 +247,20 @@ def isas() -> tuple[str, ...]:
     return tuple(isa for isa, bit in ISAS.items() if supported & bit)
 
 
-def address(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """Where a tensor lies that a kernel goes through as one of this type and shape without gaps.
+def address(
+    tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], *shape: int, rows: bool = False
+) -> int:
+    """Where a tensor lies that a kernel goes through as one of this type, or of one of these, and of this
+    shape. It has no gaps, or, of ``rows``, none in the last dimension.
 
     Raises:
         ValueError: it is not, or it is on another device.
     """
-    if tensor.dtype != dtype or tensor.shape != shape:
+    known = tensor.dtype in dtype if isinstance(dtype, tuple) else tensor.dtype == dtype
+    if not known or tensor.shape != shape:
         found = f"{tensor.dtype} {list(tensor.shape)}"
         raise ValueError(f"a kernel wants {dtype} {list(shape)}, not {found}")
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if not tensor.is_cpu or not (tensor.is_contiguous() or (rows and tensor.stride(-1) == 1)):
         raise ValueError(f"a kernel wants a tensor on the CPU without gaps, not on {tensor.device}")
     return tensor.data_ptr()
 
@@ -281,9 +285,10 @@ def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
     """What ``xq_rope_table`` makes of cos and sin ``[n, D/2]`` (fp32): int16 ``[n * D * 2]``."""
     native = library()
     assert native is not None
-    cos, sin = cos.contiguous(), sin.contiguous()
+    angles = [t.contiguous() for t in (cos, sin)]
     table = torch.empty(cos.numel() * 2, dtype=torch.int16)
-    native.xq_rope_table(cos.data_ptr(), sin.data_ptr(), *cos.shape, table.data_ptr())
+    where = [address(t, torch.float32, *cos.shape) for t in angles]
+    native.xq_rope_table(*where, *cos.shape, table.data_ptr())
     return table
 
 

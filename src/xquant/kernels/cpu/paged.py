@@ -10,9 +10,25 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...models import AttentionView
 from ...store.pages import PageLayout
+from ..call import FLOATS
 from ..paged import PagedAngles, PagedAttention, Sequences
 from . import library as native
 from .attention import describe_layer, rope_table, turned
+
+
+def addresses_of(sequences: Sequences) -> dict[str, int]:
+    """Where the numbers of sequences lie, found once for all layers."""
+    if "cpu" not in sequences.prepared:
+        batch, whole = len(sequences.limits), {"limits": (), "first": (), "held": (4,), "new": (4,)}
+        if sequences.sinks is not None:
+            whole |= {"sinks": (4,), "sink_places": (sequences.sink,)}
+        table = sequences.table
+        sequences.prepared["cpu"] = {
+            name: native.address(getattr(sequences, name), torch.int32, batch, *sizes)
+            for name, sizes in whole.items()
+        } | {"table": native.address(table, torch.int32, batch, table.shape[1], rows=True)}
+    found: dict[str, int] = sequences.prepared["cpu"]
+    return found
 
 
 class ExactRows:
@@ -20,6 +36,7 @@ class ExactRows:
 
     def __init__(self, call: native.Attend, view: AttentionView) -> None:
         self._call, self._value_at = call, view.kv_width
+        self._heads, self._size = view.kv_heads, view.head_size
         self._held, self._new, self._sinks = call.exact
         for each in call.exact:
             each.head_stride = view.head_size
@@ -27,7 +44,7 @@ class ExactRows:
 
     def bind(self, rings: Tensor, sinks: Tensor) -> None:
         for to, rows in ((self._held, rings), (self._sinks, sinks)):
-            start = rows.data_ptr()
+            start = native.address(rows, FLOATS, *rows.shape, rows=True)
             to.key, to.value = start, start + self._value_at * rows.element_size()
             to.dtype = native.DTYPES[rows.dtype]
             to.batch_stride, to.token_stride, _ = rows.stride()
@@ -35,20 +52,23 @@ class ExactRows:
 
     def point(self, key: Tensor, value: Tensor, sequences: Sequences) -> list[Tensor]:
         """To the rows of these sequences. Returns what is pointed to."""
-        assert key.dtype == self._dtype
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
         call, held, new, sinks = self._call, self._held, self._new, self._sinks
+        at, shape = addresses_of(sequences), (len(key), self._heads, self._size)
         call.batch, call.queries = len(sequences.limits), sequences.queries
-        call.limits = sequences.limits.data_ptr()
-        held.runs, held.count = sequences.held.data_ptr(), sequences.most_held
-        new.runs, new.count = sequences.new.data_ptr(), sequences.queries
-        new.key, new.value, new.dtype = key.data_ptr(), value.data_ptr(), native.DTYPES[key.dtype]
+        call.limits = at["limits"]
+        held.runs, held.count = at["held"], sequences.most_held
+        new.runs, new.count = at["new"], sequences.queries
+        new.key, new.value = (
+            native.address(t, self._dtype, *shape, rows=True) for t in (key, value)
+        )
+        new.dtype = native.DTYPES[key.dtype]
         new.batch_stride = new.token_stride = key.stride(0)
         call.exact_count = 2
         if sequences.sinks is not None:
-            sinks.runs, sinks.count = sequences.sinks.data_ptr(), sequences.sink
-            sinks.column = sequences.sink_places.data_ptr()
+            sinks.runs, sinks.count = at["sinks"], sequences.sink
+            sinks.column = at["sink_places"]
             call.exact_count = 3
         call.threads = torch.get_num_threads()
         return [key, value]
@@ -73,7 +93,7 @@ class LibraryPages(PagedAttention):
         softcap: float,
     ) -> None:
         self._layout, self._call, self._sources = layout, call, sources
-        self._turn = codec.turns[0]
+        self._turn, self._query_heads = codec.turns[0], codec.view.query_heads
         self._exact = ExactRows(call, codec.view)
         call.scaling, call.softcap = scaling, softcap
         call.query_head = call.out_head = codec.view.head_size
@@ -90,7 +110,8 @@ class LibraryPages(PagedAttention):
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
     ) -> None:
         heads = query.shape[2], 1  # strides of heads and channels
-        assert out.stride()[1:] == heads
+        if out.stride()[1:] != heads:
+            raise ValueError("a kernel writes heads that follow each other")
         query = query if query.stride()[1:] == heads else query.contiguous()
         if self._turn is not None:
             query, turned_query = torch.stack(
@@ -98,9 +119,11 @@ class LibraryPages(PagedAttention):
             )
             self._call.turned_query = turned_query.data_ptr()
         call, kept = self._call, self._exact.point(key, value, sequences)
-        call.table, call.table_stride = sequences.table.data_ptr(), sequences.table.stride(0)
-        call.query, call.out = query.data_ptr(), out.data_ptr()
-        call.dtype, call.query_batches = native.DTYPES[query.dtype], sequences.first.data_ptr()
+        at, shape = addresses_of(sequences), (len(key), self._query_heads, query.shape[2])
+        call.table, call.table_stride = at["table"], sequences.table.stride(0)
+        call.query = native.address(query, FLOATS, *shape, rows=True)
+        call.out = native.address(out, query.dtype, *shape, rows=True)
+        call.dtype, call.query_batches = native.DTYPES[query.dtype], at["first"]
         call.query_batch = call.query_token = query.stride(0)
         call.out_batch = call.out_token = out.stride(0)
         self._run()

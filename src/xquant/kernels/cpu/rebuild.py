@@ -127,9 +127,14 @@ class KeyProduct:
         call.batch, call.columns = table.shape
         scores = torch.empty(batch, heads, rows, call.columns * self._block)
         table = table.int()
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.limits = None if limits is None else limits.data_ptr()
-        call.query, call.scores, call.rows = query.data_ptr(), scores.data_ptr(), rows
+        call.table, call.table_stride = (
+            native.address(table, torch.int32, batch, call.columns, rows=True),
+            table.stride(0),
+        )
+        call.limits = None if limits is None else native.address(limits, torch.int32, batch)
+        sizes = batch, call.kv_heads, rows, call.head_size
+        call.query = native.address(query, torch.float32, *sizes)
+        call.scores, call.rows = scores.data_ptr(), rows
         call.threads = torch.get_num_threads()
         if self._function(ctypes.byref(call)):
             raise MemoryError("not enough memory to rebuild keys")
@@ -167,12 +172,18 @@ class ValueSum:
             MemoryError: the library has none.
         """
         call, weights = self.call, weights.contiguous()
-        out = torch.empty(*weights.shape[:2], call.channels)
+        batch, rows, _ = weights.shape
+        out = torch.empty(batch, rows, call.channels)
         call.batch, call.columns = table.shape
         table = table.int()
-        call.table, call.table_stride = table.data_ptr(), table.stride(0)
-        call.limits = None if limits is None else limits.data_ptr()
-        call.weights, call.out, call.rows = weights.data_ptr(), out.data_ptr(), weights.shape[1]
+        call.table, call.table_stride = (
+            native.address(table, torch.int32, batch, call.columns, rows=True),
+            table.stride(0),
+        )
+        call.limits = None if limits is None else native.address(limits, torch.int32, batch)
+        sizes = batch, rows, call.columns * call.block
+        call.weights = native.address(weights, torch.float32, *sizes)
+        call.out, call.rows = out.data_ptr(), rows
         call.threads = torch.get_num_threads()
         if self._function(ctypes.byref(call)):
             raise MemoryError("not enough memory to sum values")

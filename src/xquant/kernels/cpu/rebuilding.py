@@ -49,9 +49,11 @@ class RebuiltAttention(LayerAttention):
         describe_heads(to, codec.view, layer.stream.block)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
-        if not call.is_plain:
-            return None
         layer = self._layer
+        fitted = call.fitted(layer)
+        if fitted is None:
+            return None
+        call = fitted
         before = max(layer.tokens - call.query.shape[2] - layer.stream.tokens, 0)
         self._refresh()
         angles = self._block_angles(before)

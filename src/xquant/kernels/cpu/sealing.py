@@ -23,9 +23,8 @@ from ...quant.ranked import (
     whole,
 )
 from ...store.packer import Packer
+from ..call import FLOATS
 from . import library as native
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class NativePacker(Packer):
@@ -46,14 +45,14 @@ class NativePacker(Packer):
 
     def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
         own = _KNOWN.get(type(quantizer)) if _within_reach(out) else None
-        if own is None or out.stride(-1) != 1:
+        if own is None or out.stride(-1) != 1 or 0 in out.stride():
             return super().unpack(quantizer, packed, out)
         fields = {name: dense(packed, name).contiguous() for name in packed}
         own[1](self._isa, quantizer, fields, out)
 
 
 def _within_reach(rows: Tensor) -> bool:
-    return rows.device.type == "cpu" and rows.dtype in _FLOATS and rows.numel() > 0
+    return rows.device.type == "cpu" and rows.dtype in FLOATS and rows.numel() > 0
 
 
 def pack_affine(isa: str, quantizer: Affine, x: Tensor, excluded: Tensor | None) -> Packed:
@@ -84,7 +83,7 @@ def _point(call: ctypes.Structure, quantizer: Quantizer, rows: Tensor, packed: P
     for name, field in quantizer.fields(tokens, channels).items():
         where = native.address(dense(packed, name), field.dtype, blocks, *field.shape)
         setattr(call, name, where)
-    call.rows = rows.data_ptr()
+    call.rows = native.address(rows, FLOATS, *rows.shape, rows=True)
     call.block_stride, call.token_stride, _ = rows.stride()
     call.blocks, call.tokens, call.channels = blocks, tokens, channels
     call.dtype, call.threads = native.DTYPES[rows.dtype], torch.get_num_threads()

@@ -54,7 +54,9 @@ def point_to_angles(
     slow = None
     if isinstance(angles, BlockAngles):
         within, start = angles
-        to.start_cos, to.start_sin = (t.data_ptr() for t in start)
+        to.start_cos, to.start_sin = (
+            native.address(t, torch.float32, *start[0].shape) for t in start
+        )
         to.start_batch = batch_stride(start[0])
         if rows == view.query_heads // view.kv_heads:
             slow = slow_pairs(within, view.head_size, rows)
@@ -63,7 +65,7 @@ def point_to_angles(
         cos, sin = within.prepared["by pair"]
     else:
         cos, sin = angles
-    to.cos, to.sin = cos.data_ptr(), sin.data_ptr()
+    to.cos, to.sin = (native.address(t, torch.float32, *cos.shape, rows=True) for t in (cos, sin))
     to.rope_batch, to.rope_channel = batch_stride(cos), cos.stride(1)
     if slow is not None:
         to.built, to.waves = slow.built, len(slow.wave)
