@@ -1,5 +1,6 @@
-"""The code against docs/architecture.md: who imports whom, and how long a file may be."""
+"""The code against docs/architecture.md: who imports whom, how long files are, and what calls name."""
 
+import ast
 import tomllib
 from pathlib import Path
 
@@ -10,6 +11,23 @@ from importlinter.cli import lint_imports_command
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "xquant"
 LONGEST = 400
+MADE = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+}
+MADE |= {"tensor", "zeros"}
+"""torch's functions that make a tensor on the default device, if no device is named."""
+FLOATS = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
+"""Those of them that make one of the default dtype."""
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +60,18 @@ def test_no_file_is_long(suffix: str) -> None:
         if (count := len(file.read_text().splitlines())) > LONGEST
     }
     assert not long
+
+
+def test_every_tensor_says_where_it_is() -> None:
+    """What a user sets as the default device or dtype is not ours to take: each call names its own."""
+    silent = []
+    for file in SOURCE.rglob("*.py"):
+        for call in (
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
+        ):
+            module, _, name = ast.unparse(call.func).rpartition(".")
+            said = {keyword.arg for keyword in call.keywords}
+            wanted = {"device", "dtype"} if name in FLOATS else {"device"}
+            if module == "torch" and name in MADE and None not in said and wanted - said:
+                silent.append(f"{file.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}")
+    assert not silent

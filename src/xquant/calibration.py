@@ -168,7 +168,9 @@ class Expected:
         numbers that as a matrix keep the size of the rows they are multiplied with."""
         if len(self.shape) == 1:
             return self.blank()
-        numbers = (torch.randn(self.shape) * self.shape[-1] ** -0.5).clamp(self.least, self.most)
+        numbers = (
+            torch.randn(self.shape, dtype=torch.float32, device="cpu") * self.shape[-1] ** -0.5
+        ).clamp(self.least, self.most)
         return (numbers.sort(0).values if self.rising else numbers).to(self.dtype)
 
     def fault(self, found: Tensor) -> str:

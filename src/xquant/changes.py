@@ -86,7 +86,7 @@ class ChangingCache(StatesBesideCache):
         Raises:
             ValueError: none is selected, or one that the batch has not.
         """
-        indices = torch.as_tensor(indices)
+        indices = torch.as_tensor(indices, device=getattr(indices, "device", "cpu"))
         if indices.dtype == torch.bool:
             indices = indices.nonzero().squeeze(1)
         if indices.numel() == 0:
@@ -107,7 +107,7 @@ class ChangingCache(StatesBesideCache):
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: it is 1 at least; reset() empties a cache")
         if self.index.batch:
-            self._select(torch.arange(self.index.batch).repeat_interleave(repeats))
+            self._select(torch.arange(self.index.batch, device="cpu").repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch for beam search."""

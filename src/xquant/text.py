@@ -76,7 +76,7 @@ def cut_windows(model: Any, tokenizer: Any, text: str, context: int, windows: in
         raise ValueError(
             f"the text holds {held} window{'s' * (held > 1)} of {context} tokens, not {windows}"
         )
-    return torch.tensor(encoded[: windows * context]).view(windows, context)
+    return torch.tensor(encoded[: windows * context], device="cpu").view(windows, context)
 
 
 def read_utf8(path: Path) -> str:

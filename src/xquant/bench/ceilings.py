@@ -53,7 +53,7 @@ def as_row(device: torch.device) -> dict[str, Any]:
 
 def read_bandwidth() -> float:
     """Bytes a second that all threads together read from memory; the best of a few runs."""
-    block = torch.ones(READ_BYTES // 4)
+    block = torch.ones(READ_BYTES // 4, dtype=torch.float32, device="cpu")
     read = native.reader()
     best = 0.0
     for _ in range(RUNS):
@@ -68,7 +68,7 @@ def read_bandwidth() -> float:
 
 def copy_bandwidth(device: torch.device, nbytes: int = COPY_BYTES) -> float:
     """Bytes a second, read and written, of a copy of ``nbytes``; the best of a few runs."""
-    source = torch.ones(nbytes // 4, device=device)
+    source = torch.ones(nbytes // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _shortest(lambda: target.copy_(source), device)
 

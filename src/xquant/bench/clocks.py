@@ -125,4 +125,4 @@ def reason(error: BaseException) -> str:
 
 @cache
 def _flushing(device: torch.device) -> Tensor:
-    return torch.ones(FLUSH_BYTES // 4, device=device)
+    return torch.ones(FLUSH_BYTES // 4, device=device, dtype=torch.float32)

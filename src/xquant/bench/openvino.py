@@ -52,7 +52,7 @@ class OpenVino(Peer):
         )
         answer = genai.GenerationConfig()
         answer.ignore_eos, answer.max_new_tokens = True, settings.steps + 2
-        prompt = 1000 + torch.arange(settings.context).remainder(5000)[None]
+        prompt = 1000 + torch.arange(settings.context, device="cpu").remainder(5000)[None]
         self._request = self._engine.add_request(0, openvino.Tensor(prompt.numpy()), answer)
         while not self._request.can_read():
             self._engine.step()

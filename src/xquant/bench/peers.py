@@ -55,7 +55,9 @@ class Quantized(Peer):
         _, key, _ = self.newest()
         shape = (settings.batch, key.shape[1], settings.context, key.shape[3])
         for i in range(len(self.cache.layers)):
-            states = (torch.randn(shape, device=network.device) for _ in range(2))
+            states = (
+                torch.randn(shape, device=network.device, dtype=torch.float32) for _ in range(2)
+            )
             self.cache.update(*states, i)
 
     @property

@@ -33,7 +33,9 @@ class KVQuantCalibrator:
         self.method = method
         self.found: Found = [{} for _ in views]
         # A quantizer makes the codec take out the bias of keys, as in the cache. Its codes are not used.
-        codes = Codebook(1, "token", 0, torch.tensor([-1.0, 1.0]))
+        codes = Codebook(
+            1, "token", 0, torch.tensor([-1.0, 1.0], dtype=torch.float32, device="cpu")
+        )
         self.codecs = [KeyValueCodec(v, codes, Plain(v.dtype), method.rope) for v in views]
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:

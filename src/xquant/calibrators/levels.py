@@ -27,8 +27,8 @@ class Histogram:
     """
 
     def __init__(self, rows: int = 1) -> None:
-        self.weight = torch.zeros(rows, BINS, dtype=torch.float64)
-        self.moment = torch.zeros(rows, BINS, dtype=torch.float64)
+        self.weight = torch.zeros(rows, BINS, dtype=torch.float64, device="cpu")
+        self.moment = torch.zeros(rows, BINS, dtype=torch.float64, device="cpu")
 
     def see(self, x: Tensor, weight: Tensor) -> None:
         """Add elements ``[M, rows]`` with weights of the same shape; a weight of 0 leaves an element out.
@@ -37,7 +37,9 @@ class Histogram:
         """
         rows = len(self.weight)
         x, weight = x.cpu().double(), weight.cpu().double()
-        place = ((x + 1) * (BINS / 2)).long().clamp_(0, BINS - 1) + BINS * torch.arange(rows)
+        place = ((x + 1) * (BINS / 2)).long().clamp_(0, BINS - 1) + BINS * torch.arange(
+            rows, device="cpu"
+        )
         for total, part in ((self.weight, weight), (self.moment, weight * x)):
             total += torch.bincount(place.flatten(), part.flatten(), rows * BINS).view(rows, BINS)
 
@@ -86,7 +88,7 @@ def fit_ranges(points: Tensor, weight: Tensor, levels: Tensor) -> tuple[Tensor, 
         levels: sorted, as `best_levels` gives them.
     """
     levels = levels.double()
-    stretch = torch.ones(len(points), 1, dtype=torch.float64)
+    stretch = torch.ones(len(points), 1, dtype=torch.float64, device="cpu")
     shift = torch.zeros_like(stretch)
     total = weight.sum(1, keepdim=True).clamp_min(1e-300)
     for _ in range(FITTING_ROUNDS):

@@ -102,7 +102,7 @@ class TransformCalibrator:
             _, vectors = torch.linalg.eigh(told)
             best = torch.linalg.solve_triangular(root.T, vectors.flip(1)[:, :count], upper=True)
         best = torch.nn.functional.pad(best, (0, count - best.shape[1]))
-        every = torch.arange(view.vocabulary).split(TOKENS_AT_ONCE)
+        every = torch.arange(view.vocabulary, device="cpu").split(TOKENS_AT_ONCE)
         return torch.cat([((normed(view.embed, ids) - mean) @ best).half() for ids in every])
 
     def _span(
@@ -241,7 +241,7 @@ class StatisticsStage:
             ValueError: the gradients of all layers are 0.
         """
         if not self.gradients:
-            return torch.eye(self._rows[position][0].shape[-1], dtype=torch.float64)
+            return torch.eye(self._rows[position][0].shape[-1], dtype=torch.float64, device="cpu")
         unit = torch.stack([product.diagonal().mean() for product in self._products]).mean()
         if unit == 0:
             raise ValueError("the calibration text leaves no gradient: give another")
@@ -257,7 +257,7 @@ def normed(embedding: torch.nn.Embedding, ids: Tensor) -> Tensor:
 
 def same_head(view: AttentionView) -> Tensor:
     """1 where two numbers of a row belong to the same head, else 0: ``[W, W]``."""
-    heads = torch.arange(view.kv_heads)
+    heads = torch.arange(view.kv_heads, device="cpu")
     head = torch.cat([heads.repeat_interleave(size) for size in (view.head_size, view.value_size)])
     return (head[:, None] == head).double()
 
@@ -278,7 +278,7 @@ def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def ridged(metric: Tensor) -> Tensor:
     """The metric, and a ridge."""
     ridge = METRIC_RIDGE * metric.diagonal().mean()
-    return metric + ridge * torch.eye(len(metric), dtype=metric.dtype)
+    return metric + ridge * torch.eye(len(metric), dtype=metric.dtype, device="cpu")
 
 
 def root_of(metric: Tensor) -> Tensor:
@@ -315,8 +315,10 @@ def best_basis(covariance: Tensor, root: Tensor, count: int) -> tuple[Tensor, Te
 def dealt_out(counts: Sequence[int]) -> list[Tensor]:
     """Which of so many channels in all, the loudest first, each of several layers packs: all have as many
     loud ones for their ``counts``."""
-    layers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    share = torch.cat([(torch.arange(count) + 0.5) / count for count in counts])
+    layers = torch.arange(len(counts), device="cpu").repeat_interleave(
+        torch.tensor(counts, device="cpu")
+    )
+    share = torch.cat([(torch.arange(count, device="cpu") + 0.5) / count for count in counts])
     order = layers[share.argsort(stable=True)]
     return [(order == number).nonzero().squeeze(1) for number in range(len(counts))]
 
@@ -326,7 +328,7 @@ def blocks(states: Tensor) -> tuple[Tensor, Tensor]:
     length = states.shape[1]
     size = min(BLOCK, length // CIRCLE * CIRCLE)
     whole = length // size * size
-    sinks = (torch.arange(whole) < SINKS).expand(len(states), -1)
+    sinks = (torch.arange(whole, device="cpu") < SINKS).expand(len(states), -1)
     return states[:, :whole].unflatten(1, (-1, size)).flatten(0, 1), sinks.reshape(-1, size)
 
 

@@ -81,7 +81,7 @@ def quantize_matrix(weight: Tensor, fisher: Tensor, bits: int) -> Tensor:
 
 def sparse_part(weight: Tensor, fisher: Tensor) -> Tensor:
     """Which elements of a matrix stay as they are: the most sensitive, then the largest of the others."""
-    kept = torch.zeros(weight.numel(), dtype=torch.bool)
+    kept = torch.zeros(weight.numel(), dtype=torch.bool, device="cpu")
     kept[fisher.flatten().topk(round(SENSITIVE * len(kept))).indices] = True
     magnitude = weight.abs().flatten().masked_fill(kept, -1)
     kept[magnitude.topk(round(OUTLIERS * len(kept))).indices] = True

@@ -129,7 +129,7 @@ def write_samples(
                 runs.save(name, held)
             _set_random_state(devices, held[0]["random"])
             texts += held[0]["ids"]
-    return torch.tensor(texts)
+    return torch.tensor(texts, device="cpu")
 
 
 def _random_state(devices: list[torch.device]) -> list[list[int]]:
@@ -139,7 +139,7 @@ def _random_state(devices: list[torch.device]) -> list[list[int]]:
 
 
 def _set_random_state(devices: list[torch.device], states: list[list[int]]) -> None:
-    own, *others = (torch.tensor(state, dtype=torch.uint8) for state in states)
+    own, *others = (torch.tensor(state, dtype=torch.uint8, device="cpu") for state in states)
     torch.set_rng_state(own)
     for device, state in zip(devices, others, strict=True):
         torch.cuda.set_rng_state(state, device)
@@ -153,7 +153,10 @@ def _continued(
     lengths = [len(ids) for ids in openings]
     widest = max(lengths)
     ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=model.device)
-    mask = torch.arange(widest)[None] >= widest - torch.tensor(lengths)[:, None]
+    mask = (
+        torch.arange(widest, device="cpu")[None]
+        >= widest - torch.tensor(lengths, device="cpu")[:, None]
+    )
     new = context - min(lengths)
     texts = model.generate(
         ids,

@@ -220,7 +220,7 @@ def find_device(name: str | None) -> "torch.device":
 
     where = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.empty(0, device=where).device
+        return torch.empty(0, device=where, dtype=torch.float32).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"no device '{where}' here ({str(error).splitlines()[0]})") from error
 

@@ -16,7 +16,7 @@ class BlockAddresses:
         """Of the table of blocks."""
         self.table: Tensor | None = None
         """int64 ``[B, columns]``: the number of each block; None while there are none."""
-        self.lengths = torch.zeros(0, dtype=torch.int32)
+        self.lengths = torch.zeros(0, dtype=torch.int32, device="cpu")
         """int32 ``[columns]`` on the CPU: tokens of each block."""
 
     def refresh(self) -> bool:
@@ -27,7 +27,7 @@ class BlockAddresses:
         self._version = stream.version
         self.columns = len(stream.lengths)
         self.table = None if stream.table is None else stream.table.contiguous()
-        self.lengths = torch.tensor(stream.lengths, dtype=torch.int32)
+        self.lengths = torch.tensor(stream.lengths, dtype=torch.int32, device="cpu")
         return True
 
     def fields(self, number: int) -> dict[str, Tensor]:

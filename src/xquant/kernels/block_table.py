@@ -67,7 +67,7 @@ class BlockTable:
         addresses = by_block.to(self._device, non_blocking=True)[:, found.table]
         begins = found.lengths.cumsum(0, dtype=torch.int32) - found.lengths
         # Rows of a size that keeps the second where the first is: at a multiple of 16 bytes.
-        spans = torch.zeros(2, -(-self.columns // ALIGNED) * ALIGNED, dtype=torch.int32)
+        spans = begins.new_zeros(2, -(-self.columns // ALIGNED) * ALIGNED)
         spans[:, : self.columns] = torch.stack([begins, found.lengths])
         self.blocks = Blocks(addresses, *spans.to(self._device, non_blocking=True))
 
@@ -82,6 +82,6 @@ class BlockTable:
         addresses = self._addresses.fields(number)
         if offline is not None:
             for name, shared in zip(("scale", "zero"), offline, strict=True):
-                addresses[name] = torch.full((count,), shared.data_ptr())
-        nowhere = torch.zeros(count, dtype=torch.int64)
+                addresses[name] = torch.full((count,), shared.data_ptr(), device="cpu")
+        nowhere = torch.zeros(count, dtype=torch.int64, device="cpu")
         return [addresses.get(name, nowhere) for name in FIELDS]

@@ -85,7 +85,7 @@ def packed_call(
     limit = min(stream.tokens, past)
     before = past - limit
     if layer.codec.rotated:
-        nothing = torch.empty(0, device=device)
+        nothing = torch.empty(0, device=device, dtype=torch.float32)
         pairs = [(nothing, nothing)] * 4
     else:
         columns = None if layer.sinks is None else layer.sinks.columns

@@ -68,13 +68,14 @@ class Sequences:
     def sink_places(self) -> Tensor:
         """int32 ``[B, sink]``: the places of sinks in their sequence, -1 where their page is not read yet."""
         assert self.sinks is not None
-        places = torch.arange(self.sink, dtype=torch.int32)
+        places = torch.arange(self.sink, dtype=torch.int32, device=self.sinks.device)
         return torch.where(self.sinks[:, 2:3] > 0, places, -1).int()
 
     @cached_property
     def rows(self) -> Tensor:
         """int64 ``[B, t]``: the new tokens among the ``T``."""
-        return self.first[:, None].long() + torch.arange(self.queries)
+        following = torch.arange(self.queries, device=self.first.device)
+        return self.first[:, None].long() + following
 
 
 class PagedAttention(ABC):

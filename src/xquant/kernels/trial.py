@@ -139,7 +139,7 @@ class Trial:
 
         query, key, value = states(view.query_heads), states(view.kv_heads), states(view.kv_heads)
         shape = SEQUENCES, 1, 1, layer.tokens
-        mask = torch.rand(shape, generator=random, device=view.device) > 0.2
+        mask = torch.rand(shape, generator=random, device=view.device, dtype=torch.float32) > 0.2
         mask[..., -1] = True
         scaling = view.head_size**-0.5
         calls = [AttentionCall(query, key, value, each, scaling, None) for each in (None, mask)]

@@ -20,5 +20,5 @@ class Workspace:
         held, wanted = self._held.get(device), sum(whole)
         if held is None or len(held) < wanted:
             # Twice what is asked for: it grows with the context, a split at a time.
-            held = self._held[device] = torch.empty(2 * wanted, device=device)
+            held = self._held[device] = torch.empty(2 * wanted, dtype=torch.float32, device=device)
         return list(held[:wanted].split(whole))

@@ -65,5 +65,5 @@ class LlamaCpp(Method):
         from ..quant.scaled import Scaled
 
         half = 2 ** (self.bits - 1)
-        levels = torch.arange(-half, half).float()
+        levels = torch.arange(-half, half, device="cpu").float()
         return Scaled(self.bits, BLOCK, levels, "signed peak" if self.bits == 4 else "peak")

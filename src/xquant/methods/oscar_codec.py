@@ -59,4 +59,4 @@ def spread(covariance: Tensor) -> Tensor:
 def bit_reversed(size: int) -> Tensor:
     """The numbers below ``size`` by their bits read backwards: ``[0, 4, 2, 6, 1, 5, 3, 7]`` for 8."""
     width = (size - 1).bit_length()
-    return torch.tensor(sorted(range(size), key=lambda i: f"{i:0{width}b}"[::-1]))
+    return torch.tensor(sorted(range(size), key=lambda i: f"{i:0{width}b}"[::-1]), device="cpu")

@@ -19,7 +19,7 @@ def random_hadamard(size: int) -> Tensor:
     """A Hadamard matrix whose columns have random signs, the same ones for every head: orthogonal,
     ``[size, size]`` in fp32."""
     generator = torch.Generator().manual_seed(SEED)
-    return hadamard(size) * (torch.randint(2, (size,), generator=generator) * 2 - 1)
+    return hadamard(size) * (torch.randint(2, (size,), generator=generator, device="cpu") * 2 - 1)
 
 
 def both(view: AttentionView, turn: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:

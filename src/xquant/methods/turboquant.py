@@ -77,5 +77,6 @@ class TurboQuant(CodedMethod):
 
         generator = torch.Generator().manual_seed(SEED)
         return Sketched(
-            self._by_length(bits - 1, size), torch.randn(size, size, generator=generator)
+            self._by_length(bits - 1, size),
+            torch.randn(size, size, generator=generator, dtype=torch.float32, device="cpu"),
         )

@@ -280,7 +280,7 @@ class AttentionView:
         if not names:
             return None
         epsilon = float(getattr(norm, names[0]))
-        probe = torch.linspace(-2, 3, self.head_size, device=self.device)
+        probe = torch.linspace(-2, 3, self.head_size, device=self.device, dtype=torch.float32)
         with torch.no_grad():  # the norm divides ones by (1 + epsilon) ** 0.5
             gain, found = norm(torch.ones_like(probe)) * (1 + epsilon) ** 0.5, norm(probe)
         expected = probe * (probe.square().mean() + epsilon).rsqrt() * gain

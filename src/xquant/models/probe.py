@@ -58,7 +58,9 @@ def ask(
     """
     device = next(attention.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, TOKENS, hidden, generator=generator).to(device, dtype)
+    x = torch.randn(1, TOKENS, hidden, generator=generator, device="cpu", dtype=torch.float32).to(
+        device, dtype
+    )
     positions = torch.arange(first, first + TOKENS, device=device)[None]
     positions = positions if first else torch.zeros_like(positions)
     seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
@@ -119,7 +121,7 @@ def find_channels(wanted: Tensor, among: Tensor) -> Tensor | None:
     found = [places.get(column.tobytes()) for column in _columns(wanted)]
     if any(place is None for place in found):
         return None
-    return torch.tensor(found, dtype=torch.long)
+    return torch.tensor(found, dtype=torch.long, device="cpu")
 
 
 def _columns(states: Tensor) -> Iterator[Any]:
@@ -130,4 +132,6 @@ def _columns(states: Tensor) -> Iterator[Any]:
 def as_slice(channels: Tensor) -> slice | Tensor:
     """A slice where channels follow each other: it costs no copy."""
     start, stop = int(channels[0]), int(channels[0]) + len(channels)
-    return slice(start, stop) if channels.equal(torch.arange(start, stop)) else channels
+    return (
+        slice(start, stop) if channels.equal(torch.arange(start, stop, device="cpu")) else channels
+    )

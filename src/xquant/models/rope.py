@@ -47,14 +47,14 @@ class Rope:
         """Of position 1 where ``longest`` is in use; the model's own module is left as it is."""
         like = self._like()
         if like.device.type == "meta":
-            return torch.zeros(0)
+            return torch.zeros(0, dtype=torch.float32, device="cpu")
         positions = torch.tensor([[1, longest]], dtype=torch.int32, device=like.device)
         return self._halves(like, positions)[0][:, 0]
 
     def _like(self) -> Tensor:
         assert self._rotary is not None
         tensors = [*self._rotary.parameters(), *self._rotary.buffers()]
-        return torch.empty(0, device=tensors[0].device if tensors else None)
+        return torch.empty(0, device=tensors[0].device if tensors else "cpu", dtype=torch.float32)
 
     def _halves(self, like: Tensor, positions: Tensor) -> Pair:
         return self.halves(compat.angles(self._copy(), self._form, like, positions), like.dtype)
@@ -109,5 +109,5 @@ class Rope:
         if not self.switches or positions.shape[1] == 0:
             return False
         probe = torch.cat([torch.ones_like(positions[:1, :1]), positions.max().view(1, 1)], 1)
-        cos, _ = self._halves(torch.empty(0, device=positions.device), probe)
+        cos, _ = self._halves(torch.empty(0, device=positions.device, dtype=torch.float32), probe)
         return not torch.equal(cos[:, 0], self._angle(0).to(cos.device))

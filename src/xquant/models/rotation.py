@@ -54,7 +54,7 @@ def orders(size: int, turned: int) -> Iterator[Tensor]:
     Each, int64 ``[D]``, says which of a model's channels stand in the places that `rotate` wants. The first
     changes nothing. Turning backwards is turning forwards with the two of each pair exchanged.
     """
-    channels = torch.arange(size)
+    channels = torch.arange(size, device="cpu")
     for start in dict.fromkeys((0, size - turned)):
         part = channels[start : start + turned]
         passed = torch.cat([channels[:start], channels[start + turned :]])

@@ -16,7 +16,7 @@ Bounds = tuple[Tensor, Tensor]
 
 def uniform_levels(bits: int) -> Tensor:
     """``2**bits`` levels at equal distances from -1 to 1 (the papers' intX)."""
-    return torch.linspace(-1, 1, 2**bits)
+    return torch.linspace(-1, 1, 2**bits, dtype=torch.float32, device="cpu")
 
 
 def normal_float_levels(bits: int) -> Tensor:
@@ -27,9 +27,11 @@ def normal_float_levels(bits: int) -> Tensor:
     """
     half = 2 ** (bits - 1)
     edge = 1 - (1 / (4 * half) + 1 / (4 * half - 2)) / 2
-    above = torch.special.ndtri(torch.linspace(edge, 0.5, half + 1, dtype=torch.float64))
-    below = -torch.special.ndtri(torch.linspace(edge, 0.5, half, dtype=torch.float64))
-    levels = torch.cat([above, below[:-1]])
+    above, below = (
+        torch.special.ndtri(torch.linspace(edge, 0.5, n, dtype=torch.float64, device="cpu"))
+        for n in (half + 1, half)
+    )
+    levels = torch.cat([above, -below[:-1]])
     return (levels / levels.abs().max()).sort().values.float()
 
 
@@ -42,7 +44,7 @@ def nearest(x: Tensor, levels: Tensor) -> Tensor:
     edges = edges_of(levels)
     if x.device.type != "cpu" or len(levels) > FEW:
         return torch.bucketize(x, edges).to(torch.uint8)
-    codes = torch.zeros(x.shape, dtype=torch.uint8)
+    codes = torch.zeros_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
     for edge in edges.tolist():
         codes += x > edge
     return codes

@@ -72,7 +72,9 @@ def into_room(packed: Packed, room: int) -> tuple[Packed, int]:
     for block in (counts.sum(-1) > room).nonzero().flatten().tolist():
         run = runs["outlier_excess"][block]
         kept = run.float().abs().topk(room).indices.sort().values
-        tokens = torch.arange(counts.shape[1]).repeat_interleave(counts[block])
+        tokens = torch.arange(counts.shape[1], device=counts.device).repeat_interleave(
+            counts[block]
+        )
         counts[block] = tokens[kept].bincount(minlength=counts.shape[1])
         for each in runs.values():
             each[block] = each[block][kept]
@@ -80,7 +82,7 @@ def into_room(packed: Packed, room: int) -> tuple[Packed, int]:
     places = _places(counts, room)
     found: Packed = {**packed, "outlier_count": counts.to(dense(packed, "outlier_count").dtype)}
     for name, each in runs.items():
-        held = torch.zeros(len(counts), room, dtype=RAGGED[name])
+        held = counts.new_zeros(len(counts), room, dtype=RAGGED[name])
         held[places] = torch.cat(each)
         found[name] = held
     return found, dropped
@@ -97,7 +99,7 @@ def from_room(packed: Packed) -> Packed:
 
 def _places(counts: Tensor, room: int) -> Tensor:
     """Which places of ``[N, room]`` hold an outlier."""
-    return torch.arange(room) < counts.sum(-1)[:, None]
+    return torch.arange(room, device=counts.device) < counts.sum(-1)[:, None]
 
 
 def _ragged(packed: Packed, name: str) -> Ragged:

@@ -45,4 +45,4 @@ class Ragged:
     @property
     def addresses(self) -> Tensor:
         """Where each run lies, int64 ``[N]``."""
-        return torch.tensor([run.data_ptr() for run in self.runs], dtype=torch.int64)
+        return torch.tensor([run.data_ptr() for run in self.runs], dtype=torch.int64, device="cpu")

@@ -192,7 +192,11 @@ def border_table() -> tuple[Tensor, int]:
 
 
 _FARTHEST = 400
-_SIZES = torch.tensor([2 ** (k / STEPS) for k in range(-_FARTHEST, _FARTHEST + 1)], device="cpu")
+_SIZES = torch.tensor(
+    [2 ** (k / STEPS) for k in range(-_FARTHEST, _FARTHEST + 1)],
+    dtype=torch.float32,
+    device="cpu",
+)
 
 
 def size_table() -> tuple[Tensor, int]:
@@ -212,7 +216,7 @@ def weight_table() -> Tensor:
 @cache
 def level_table() -> Tensor:
     """The levels that windows of each width select, fp32 ``[widths, 2, 256]``."""
-    found = torch.zeros(len(WIDTHS), 2, 2**WINDOW, device="cpu")
+    found = torch.zeros(len(WIDTHS), 2, 2**WINDOW, dtype=torch.float32, device="cpu")
     for table, width in zip(found, WIDTHS, strict=True):
         table[: width.tokens, : 2**width.window] = width.levels.T
     return found
@@ -223,13 +227,15 @@ def search_tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What codes are found with: what lies between the levels of widths without a trellis, fp32
     ``[widths, 256]``; the levels of the others in units, int16 ``[TRELLIS, 2, 256]``; the units, and where
     numbers end, fp32."""
-    edges = torch.zeros(len(WIDTHS), 2**WINDOW, device="cpu")
+    edges = torch.zeros(len(WIDTHS), 2**WINDOW, dtype=torch.float32, device="cpu")
     for row, width in zip(edges[len(TRELLIS) :], WIDTHS[len(TRELLIS) :], strict=True):
         row[: 2**width.code - 1] = edges_of(width.levels[:, 0])
     units = torch.tensor([width.unit for width in TRELLIS], dtype=torch.float64, device="cpu")
     in_units = level_table()[: len(TRELLIS)].double() * units[:, None, None]
     ends = torch.tensor(
-        [end_of(width.levels, width.unit) for width in TRELLIS], dtype=torch.float32
+        [end_of(width.levels, width.unit) for width in TRELLIS],
+        dtype=torch.float32,
+        device="cpu",
     )
     return edges, in_units.round().short(), units.float(), ends
 

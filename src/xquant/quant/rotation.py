@@ -14,9 +14,10 @@ def hadamard(size: int) -> Tensor:
     """
     power = size & -size
     odd = size // power
-    angles = 2 * math.pi * torch.outer(torch.arange(odd), torch.arange(odd)).double() / odd
+    steps = torch.arange(odd, device="cpu")
+    angles = 2 * math.pi * torch.outer(steps, steps).double() / odd
     matrix = (angles.cos() + angles.sin()) / math.sqrt(odd)
-    butterfly = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.double) / math.sqrt(2)
+    butterfly = matrix.new_tensor([[1.0, 1.0], [1.0, -1.0]]) / math.sqrt(2)
     for _ in range(power.bit_length() - 1):
         matrix = torch.kron(butterfly, matrix)
     return matrix.float()

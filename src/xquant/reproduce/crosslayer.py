@@ -112,7 +112,9 @@ def figure2(setup: Setup, printed: Rows) -> Rows:
     with each other, but each code as often.
     """
     group = min(32, setup.context)
-    found: dict[tuple[int, str], Tensor] = defaultdict(lambda: torch.zeros(LEVELS, LEVELS))
+    found: dict[tuple[int, str], Tensor] = defaultdict(
+        lambda: torch.zeros(LEVELS, LEVELS, dtype=torch.float32, device="cpu")
+    )
     for done, window in enumerate(setup.ids.to(setup.model.device)):
         if setup.progress is not None:
             setup.progress(done, len(setup.ids), "comparing codes")
@@ -149,7 +151,7 @@ def codes(layer: CompressedLayer) -> dict[str, Tensor]:
 
 def shares(joint: Tensor) -> dict[str, float]:
     """Of the shares ``[4, 4]`` of a lower layer's and a layer's codes: those of each difference."""
-    levels = torch.arange(LEVELS)
+    levels = torch.arange(LEVELS, device="cpu")
     apart = (levels[:, None] - levels).abs()
     same = levels[:, None] // 2 == levels // 2
     found = {f"delta{d}": joint[apart == d].sum().item() for d in range(LEVELS)}

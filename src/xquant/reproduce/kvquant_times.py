@@ -39,11 +39,11 @@ def table15(setup: Setup, printed: Rows) -> Rows:
     view = every[len(every) // 2]
     width = view.key_weight.shape[1]
     weights = [
-        torch.randn(rows, width).to(view.key_weight)
+        torch.randn(rows, width, dtype=torch.float32, device="cpu").to(view.key_weight)
         for rows in (view.query_heads * view.head_size, view.kv_width, view.kv_width)
     ]
-    x = torch.randn(1, width).to(view.key_weight)
-    value = torch.randn(1, view.kv_width).to(view.key_weight)
+    x = torch.randn(1, width, dtype=torch.float32, device="cpu").to(view.key_weight)
+    value = torch.randn(1, view.kv_width, dtype=torch.float32, device="cpu").to(view.key_weight)
 
     def project() -> None:
         for weight in weights:

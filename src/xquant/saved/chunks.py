@@ -57,7 +57,7 @@ def chunk_of(
                 packed.append(_bytes(_dense(fields, name).read(ids)))
             for name in segment.quantizer.ragged:
                 flat = _ragged(fields, name)[ids].flat()
-                packed += [_bytes(torch.tensor([len(flat)])), _bytes(flat)]
+                packed += [_bytes(torch.tensor([len(flat)], device="cpu")), _bytes(flat)]
         none = layer.tail.new_empty(0, dtype=layer.codec.sink_dtype)
         rows = none if layer.sinks is None else layer.sinks.rows[sequence, ranks]
         sinks.append(rows.flatten().cpu())
@@ -66,7 +66,7 @@ def chunk_of(
     return {
         "packed": torch.cat(packed),
         "sinks": torch.cat(sinks),
-        "features": torch.empty(0, dtype=tail.dtype),
+        "features": torch.empty(0, dtype=tail.dtype, device="cpu"),
         "bases": bases_held,
     }
 
@@ -74,7 +74,9 @@ def chunk_of(
 def bases_of(cache: "KVCache") -> Tensor:
     """A few numbers ``[.]`` of the bases that the codecs computed from the weights, see `bases`."""
     found = bases.probe(cache.method, cache.stack.codecs)
-    return torch.tensor([number for own in found for number in own], dtype=torch.float64)
+    return torch.tensor(
+        [number for own in found for number in own], dtype=torch.float64, device="cpu"
+    )
 
 
 def fill(cache: "KVCache", chunks: Sequence[Chunk], blocks: int, long: bool, ids: Tensor) -> None:

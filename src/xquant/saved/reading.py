@@ -112,7 +112,11 @@ class _Reader:
             len(found) == len(shape)
             and all(wanted in (None, size) for size, wanted in zip(found, shape, strict=True))
         )
-        tensor: Tensor = self._file.get_tensor(name) if fits else torch.empty(0)
+        tensor: Tensor = (
+            self._file.get_tensor(name)
+            if fits
+            else torch.empty(0, device="cpu", dtype=torch.float32)
+        )
         dtype = tensor.dtype if coded is None else getattr(torch, coded[0], None)
         frames = tensor.dtype == torch.uint8 and tensor.dim() == 1
         if not fits or dtype not in dtypes or not (coded is None or frames):

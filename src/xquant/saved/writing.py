@@ -182,7 +182,7 @@ def _is_ours(layer: Any) -> bool:
 def as_ids(tokens: Any) -> Tensor:
     """Ids of tokens as a tensor."""
     try:
-        return torch.as_tensor(tokens)
+        return torch.as_tensor(tokens, device=getattr(tokens, "device", "cpu"))
     except (RuntimeError, TypeError, ValueError):
         kind = type(tokens).__name__
         raise TypeError(f"ids of tokens are needed, not {kind}") from None

@@ -45,7 +45,7 @@ def _attention(
 ) -> Tensor:
     new, tokens = len(query), len(keys)
     groups = query.shape[1] // keys.shape[1]
-    seen = torch.ones(new, tokens, dtype=torch.bool).tril(tokens - new)
+    seen = torch.ones(new, tokens, dtype=torch.bool, device="cpu").tril(tokens - new)
     queries, key, value = (t.transpose(0, 1)[None] for t in (query, keys, values))
     if not softcap:
         found = F.scaled_dot_product_attention(

@@ -108,7 +108,7 @@ class ServedLayer:
         self._scaling, self._softcap = scaling, softcap
         self._angles, self._packer, self._exact = angles, packer, exact
         self._sink, self._memory = sink, (0, 0)
-        self.sinks = torch.empty(0)
+        self.sinks = torch.empty(0, dtype=torch.float32, device="cpu")
         """``[slots, S, W]``, as in rings."""
         self._backend = backend
         self._paged = self._reader()
@@ -224,7 +224,8 @@ class ServedLayer:
         blocks = []
         for filled in step.filled:
             ring, first = filled.places[0], filled.run.before // self.block
-            tokens = torch.arange(first * self.block, (first + filled.blocks) * self.block)
+            last = first + filled.blocks
+            tokens = torch.arange(first * self.block, last * self.block, device="cpu")
             rows = self._rings[ring, tokens % self._rings.shape[1]]
             finite.check_rows(rows, self.codec.view.index)
             blocks.append(rows.unflatten(0, (filled.blocks, self.block)))
@@ -264,7 +265,7 @@ class ServedLayer:
         """The inverse of `packed`."""
         self._given[pages] = self.layout.spread(packed)
         if slots is not None:
-            self._keep_sinks(sinks, torch.ones(len(sinks), dtype=torch.bool), slots)
+            self._keep_sinks(sinks, torch.ones(len(sinks), dtype=torch.bool, device="cpu"), slots)
 
     def _decoded(self, pages: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, of these pages, ``[m n, G, D]``; sinks as their codes."""
@@ -273,7 +274,7 @@ class ServedLayer:
         keys, values = (self._heads(part[0]) for part in self.codec.rebuild(recalled))
         if not self.codec.rotated:
             assert self._angles is not None
-            positions = (starts[:, None] + torch.arange(self.block)).flatten()
+            positions = (starts[:, None] + torch.arange(self.block, device=starts.device)).flatten()
             keys = self._angles.turn(keys, positions)
         return keys, values
 
@@ -287,7 +288,7 @@ class ServedLayer:
             self.sinks = torch.cat([self.sinks, more])
             self._bind_kernel()
         self.sinks[slots] = blocks[first, : self._sink]
-        sinks = first[:, None] & (torch.arange(self.block) < self._sink)
+        sinks = first[:, None] & (torch.arange(self.block, device=first.device) < self._sink)
         return sinks.to(blocks.device)
 
     def _packed(self, blocks: Tensor, starts: Tensor) -> Tensor:
@@ -309,7 +310,8 @@ class ServedLayer:
         keys, values = (self._heads(part) for part in exact.split(width, -1))
         if not len(chunk.pages):
             return keys, values
-        old, older = self._decoded(chunk.pages, torch.arange(len(chunk.pages)) * self.block)
+        starts = torch.arange(len(chunk.pages), device="cpu") * self.block
+        old, older = self._decoded(chunk.pages, starts)
         if chunk.slot is not None:
             sinks = (self._heads(part) for part in self.sinks[chunk.slot].split(width, -1))
             old, older = (

@@ -85,15 +85,16 @@ class OverPages:
         return out
 
     def _place(self, tokens: list[int], chunks: Chunks) -> Placed:
-        lengths = torch.tensor(tokens, dtype=torch.int32)
+        lengths = torch.tensor(tokens, dtype=torch.int32, device="cpu")
         counts = [chunk.run.stop - chunk.run.start for chunk in chunks.each]
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
+        starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
         pages = (lengths + SCRATCH - 1) // SCRATCH
         first = pages.cumsum(0) - pages
         count = int(pages.sum())
-        table = (first[:, None] + torch.arange(int(pages.max()))).clamp(max=count - 1)
+        table = (first[:, None] + torch.arange(int(pages.max()), device="cpu")).clamp(max=count - 1)
         slots = [
-            page * SCRATCH + torch.arange(n) for page, n in zip(first.tolist(), tokens, strict=True)
+            page * SCRATCH + torch.arange(n, device="cpu")
+            for page, n in zip(first.tolist(), tokens, strict=True)
         ]
         plan = self._engine.plan(starts, lengths)
         return Placed(starts, lengths, table.int(), torch.cat(slots), count, plan)
@@ -102,5 +103,7 @@ class OverPages:
         key = self._shape, self._dtype
         held = self._memory.get(key)
         if held is None or len(held) < pages:
-            held = self._memory[key] = torch.zeros(pages, *self._shape, dtype=self._dtype)
+            held = self._memory[key] = torch.zeros(
+                pages, *self._shape, dtype=self._dtype, device="cpu"
+            )
         return held

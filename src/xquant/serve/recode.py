@@ -90,7 +90,9 @@ class Recoder:
             raise ValueError("it holds something else than the method stores")
         parts = torch.stack([each["packed"] for each in stored])
         dtype = stored[0]["sinks"].dtype
-        exact = torch.zeros(len(stored), len(self._ways), self._sink, self._row, dtype=dtype)
+        exact = torch.zeros(
+            len(stored), len(self._ways), self._sink, self._row, dtype=dtype, device="cpu"
+        )
         for own, each in zip(exact, stored, strict=True):
             own[:, : each["sinks"].shape[1]] = each["sinks"]
         below, start, embedded = None, 0, self._embedded(blocks)
@@ -190,8 +192,8 @@ class _Repacked(_Way):
         predicted = self._predicted(below, embedded)
         own = None if predicted is None else predicted.unflatten(1, features.shape[:2])
         encoded = self.codec.encode(features[None], own)[0]
-        made = torch.zeros(len(rows), self.layout.nbytes, dtype=torch.uint8)
-        numbers = torch.arange(len(rows))
+        made = torch.zeros(len(rows), self.layout.nbytes, dtype=torch.uint8, device="cpu")
+        numbers = torch.arange(len(rows), device="cpu")
         Pages(self.layout, made).write(numbers, encoded, self._sinks_of(starts))
         recalled = self._recall(made, rows.dtype, predicted)
         above = self._above(recalled, below, features, starts)
@@ -215,7 +217,7 @@ class _Repacked(_Way):
         )
         if not self.codec.rotated:
             assert self._angles is not None
-            positions = (starts[:, None] + torch.arange(self.block)).flatten()
+            positions = (starts[:, None] + torch.arange(self.block, device="cpu")).flatten()
             heads = keys.flatten(0, 1).unflatten(-1, (view.kv_heads, view.head_size))
             keys = self._angles.turn(heads, positions).flatten(1).view_as(keys)
         rows, hidden = torch.cat([keys, values], -1), self._sinks_of(starts)
@@ -233,7 +235,11 @@ class _Repacked(_Way):
 
     def _recall(self, pages: Tensor, dtype: torch.dtype, predicted: Tensor | None) -> Tensor:
         """What the codec recalls of its pages, ``[1, m n, .]``."""
-        rows = Pages(self.layout, pages).read(torch.arange(len(pages)), dtype).flatten(0, 1)[None]
+        rows = (
+            Pages(self.layout, pages)
+            .read(torch.arange(len(pages), device="cpu"), dtype)
+            .flatten(0, 1)[None]
+        )
         return self.codec.recall(rows, predicted, sealing=True)
 
     def _above(
@@ -260,5 +266,5 @@ class _Repacked(_Way):
 
     def _sinks_of(self, starts: Tensor) -> Tensor | None:
         """Which tokens are sinks, bool ``[m, n]``; None where none is."""
-        hidden = (starts == 0)[:, None] & (torch.arange(self.block) < self.sink)
+        hidden = (starts == 0)[:, None] & (torch.arange(self.block, device="cpu") < self.sink)
         return hidden if bool(hidden.any()) else None

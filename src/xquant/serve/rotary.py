@@ -29,7 +29,9 @@ class Angles:
     def turn_back(self, blocks: Tensor, starts: Tensor) -> Tensor:
         """The inverse of `turn`, in fp32: keys ``[m, n, G, D]`` of blocks beginning at ``starts`` ``[m]``."""
         if self._back is None or self._back[0] is not starts:  # all layers turn the same blocks
-            positions = (starts[:, None] + torch.arange(blocks.shape[1])).flatten()
+            positions = (
+                starts[:, None] + torch.arange(blocks.shape[1], device=starts.device)
+            ).flatten()
             cos, sin = self._at(positions, blocks)
             self._back = starts, inverse(cos.float(), sin.float())
         keys = blocks.flatten(0, 1)[None].float()
@@ -56,8 +58,10 @@ def turns_halves(view: AttentionView) -> bool:
     if turn is None:
         return True
     size = view.rotary_size  # some layers give the function these channels of a head alone
-    key = torch.arange(1.0, 1 + size).view(1, 1, 1, size)  # [B, H, T, D]
-    angles = torch.arange(size // 2).repeat(2)[None, None].float()
+    key = torch.arange(1.0, 1 + size, dtype=torch.float32, device="cpu").view(
+        1, 1, 1, size
+    )  # [B, H, T, D]
+    angles = torch.arange(size // 2, device="cpu").repeat(2)[None, None].float()
     pair = angles.cos(), angles.sin()
     ours = rotate(key.transpose(1, 2), *pair).transpose(1, 2)
     return torch.allclose(turn(key, key, *pair)[1], ours, rtol=1e-4)

@@ -99,7 +99,7 @@ class Chunks:
     """What an engine's attention has made of them for all layers."""
 
 
-_NONE = torch.zeros(0, dtype=torch.int64)
+_NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
 NO_CHUNKS = Chunks([], _NONE, _NONE, (_NONE, _NONE))
 
 
@@ -157,7 +157,7 @@ class Step:
                 held = self._places(number, first * block, run.before)
                 self.filled.append(Filled(run, held, last - first))
                 pages.append(self._table[number, first:last])
-                starts.append(torch.arange(first, last) * block)
+                starts.append(torch.arange(first, last, device="cpu") * block)
         if pages:
             self.filled_pages = torch.cat(pages).long()
             """int64 ``[m]``: of the blocks that are completed, and"""
@@ -171,7 +171,7 @@ class Step:
 
     def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
         """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
-        return self._rings[number], torch.arange(start, stop) % self._keeping.capacity
+        return self._rings[number], torch.arange(start, stop, device="cpu") % self._keeping.capacity
 
     def _chunks(self, numbers: list[int]) -> Chunks:
         """These sequences. A ring is given as many of their new rows as it holds, the newest."""
@@ -218,7 +218,9 @@ class Step:
         # One tensor is made of all numbers: six would take five times as long.
         count = len(runs)
         numbers_of = torch.tensor(
-            [run.start for run in runs] + limits + held + new + sinks, dtype=torch.int32
+            [run.start for run in runs] + limits + held + new + sinks,
+            dtype=torch.int32,
+            device="cpu",
         )
         by_sequence = numbers_of[2 * count :].view(-1, count, 4)
         everyone = count == len(self.runs)
@@ -237,7 +239,7 @@ class Step:
 
 
 def _int64(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64)
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 @dataclass(eq=False)

@@ -169,7 +169,7 @@ class StaticKVCache(Cache, ObservingCache):
             few and mask.device.type != "cpu" and mask.dim() == 2
         )
         if mask is None or not asks:
-            return torch.ones(batch, length, dtype=torch.bool)
+            return torch.ones(batch, length, dtype=torch.bool, device="cpu")
         if mask.dim() == 2:
             return mask[:, -length:].cpu().bool()
         return real_tokens(mask, batch, length, mask.device).cpu()
@@ -187,7 +187,9 @@ class StaticKVCache(Cache, ObservingCache):
         held, count = self._places.length, self._places.new.shape[1]
         if count not in self._positions:
             self._positions[count] = torch.zeros(1, count, dtype=torch.int64, device=self._device)
-        self._positions[count].copy_(torch.arange(held, held + count)[None], non_blocking=True)
+        self._positions[count].copy_(
+            torch.arange(held, held + count, device="cpu")[None], non_blocking=True
+        )
         return fixed | {"position_ids": self._positions[count]}
 
     def observe(self, given: Given) -> None:
@@ -355,7 +357,7 @@ class StaticKVCache(Cache, ObservingCache):
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(repeats))
+        self.batch_select_indices(torch.arange(repeats, device="cpu"))
 
     def __reduce__(self) -> Any:
         raise TypeError("a StaticKVCache is not saved: use KVCache")

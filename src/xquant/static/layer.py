@@ -55,7 +55,7 @@ class StaticLayer(CacheLayerMixin):
         self._served = ServedLayer(
             codec, method.group, scaling, angles, 0.0, backend, packer, sink=method.sink
         )
-        self._pages = self._rings = torch.empty(0)
+        self._pages = self._rings = torch.empty(0, device="cpu", dtype=torch.float32)
         self.places: Places | None = None
         self._replaced: Tensor | None = None
         self.forget_pass()

@@ -42,14 +42,16 @@ class Places:
         self.keeping, self._device = keeping, device
         self.columns = -(-room // keeping.block)
         """Pages of a sequence."""
-        self._table = torch.arange(batch * self.columns, dtype=torch.int32).view(batch, -1)
-        self._rings = torch.arange(batch)
+        self._table = torch.arange(batch * self.columns, dtype=torch.int32, device="cpu").view(
+            batch, -1
+        )
+        self._rings = torch.arange(batch, device="cpu")
         self._fixed: dict[int, Sequences] = {}
         self.clear()
 
     def clear(self) -> None:
         """Forget all tokens."""
-        self.real = torch.ones(len(self._rings), 0, dtype=torch.bool)
+        self.real = torch.ones(len(self._rings), 0, dtype=torch.bool, device="cpu")
         """``[B, T]`` on the CPU; False for padding."""
         self._lengths = [0] * len(self._rings)
         self._written = list(self._lengths)  # the most that each ring was given

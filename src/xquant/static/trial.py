@@ -54,7 +54,7 @@ def _error(backend: Backend, codec: LayerCodec, method: Method, angles: Angles |
     layer.reserve(places, view.dtype)
 
     def states(count: int) -> tuple[Tensor, Tensor]:
-        places.begin(torch.ones(SEQUENCES, count, dtype=torch.bool))
+        places.begin(torch.ones(SEQUENCES, count, dtype=torch.bool, device="cpu"))
         found = random_states(view, SEQUENCES, count, random)
         return found.key, found.value
 

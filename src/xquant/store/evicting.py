@@ -50,7 +50,7 @@ class EvictingLayer(CompressedLayer):
         count = rows.shape[1]
         new = torch.arange(self._seen, self._seen + count, dtype=torch.int32, device=rows.device)
         new = new.expand(rows.shape[0], count)
-        none = torch.zeros(new.shape, device=rows.device)
+        none = torch.zeros(new.shape, device=rows.device, dtype=torch.float32)
         self.columns = new.clone() if self.columns is None else torch.cat([self.columns, new], 1)
         self.weights = none if self.weights is None else torch.cat([self.weights, none], 1)
         self._seen += count

@@ -174,7 +174,7 @@ class CompressedLayer(Past, CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.tail is not None:
-            self.select(torch.arange(self.tail.shape[0]).repeat_interleave(repeats))
+            self.select(torch.arange(self.tail.shape[0], device="cpu").repeat_interleave(repeats))
 
     # -- parts of it that do not apply ---------------------------------------------------------
 

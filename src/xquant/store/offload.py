@@ -110,7 +110,7 @@ def _copied(pools: list[Pool], device: torch.device) -> list[Pool]:
 def _to_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.to("cpu")
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor)
 
 

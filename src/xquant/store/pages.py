@@ -96,7 +96,7 @@ class PageLayout:
 
     def spread(self, packed: Tensor) -> Tensor:
         """The inverse of `compact`: pages ``[N, nbytes]``."""
-        pages = torch.zeros(len(packed), self.nbytes, dtype=torch.uint8)
+        pages = packed.new_zeros(len(packed), self.nbytes)
         runs = packed.split([place.field.nbytes for place in self.places], 1)
         for place, run in zip(self.places, runs, strict=True):
             pages[:, place.start : place.start + place.field.nbytes] = run
@@ -105,7 +105,7 @@ class PageLayout:
     def addresses(self, pages: Tensor) -> list[dict[str, Tensor]]:
         """Where every field of every page lies in memory by segment, int64 ``[N]`` on the CPU: what kernels
         take. ``pages`` as in `fields`."""
-        begins = pages.data_ptr() + torch.arange(len(pages)) * pages.stride(0)
+        begins = pages.data_ptr() + torch.arange(len(pages), device="cpu") * pages.stride(0)
         found: list[dict[str, Tensor]] = [{} for _ in self.segments]
         for place in self.places:
             found[place.segment][place.name] = begins + place.start

@@ -128,7 +128,7 @@ class Slabs:
         if self._addresses is None:
             self._addresses = torch.cat(
                 [
-                    slab.data_ptr() + slab[0].nbytes * torch.arange(len(slab), dtype=torch.int64)
+                    slab.data_ptr() + slab[0].nbytes * torch.arange(len(slab), device="cpu")
                     for slab in self.parts()
                 ]
             )

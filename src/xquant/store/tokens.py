@@ -52,10 +52,10 @@ class TokenIndex:
     def reset(self) -> None:
         self.epoch += 1  # changes when tokens do, other than at the end
         self.forget()
-        self.positions = torch.empty(0, 0, dtype=torch.int32)
-        self.real = torch.empty(0, 0, dtype=torch.bool)
-        self.sink = torch.empty(0, 0, dtype=torch.bool)
-        self.ids = torch.empty(0, 0, dtype=torch.int32)
+        self.positions = torch.empty(0, 0, dtype=torch.int32, device="cpu")
+        self.real = torch.empty(0, 0, dtype=torch.bool, device="cpu")
+        self.sink = torch.empty(0, 0, dtype=torch.bool, device="cpu")
+        self.ids = torch.empty(0, 0, dtype=torch.int32, device="cpu")
         self.axes: Tensor | None = None
         """Where some tokens have positions of several axes (images): those of all, int32 ``[3, B, T]``."""
         self.runs: Runs = ()

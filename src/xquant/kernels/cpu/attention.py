@@ -71,7 +71,7 @@ def describe(to: native.Operand, operand: Operand) -> list[Tensor]:
     to.offline = 1
     scale, zero = (t.contiguous() for t in operand.offline)
     found = [[native.address(t, torch.float16, operand.channels)] for t in (scale, zero)]
-    addresses = torch.tensor(found, dtype=torch.int64)
+    addresses = torch.tensor(found, dtype=torch.int64, device="cpu")
     to.scale, to.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
     return [levels, scale, zero, addresses]
 
@@ -180,7 +180,7 @@ class NativeAttention(LayerAttention):
         if turn is not None:
             query, turned_query = torch.stack([query, turned(query, turn)])
             to.turned_query = turned_query.data_ptr()
-        out = torch.empty(batch, queries, heads, size, dtype=query.dtype)
+        out = query.new_empty(batch, queries, heads, size)
         to.dtype, to.scaling = native.DTYPES[query.dtype], call.scaling
         to.query, to.out = query.data_ptr(), out.data_ptr()
         to.query_batch, to.query_head, to.query_token = query.stride()[:3]

@@ -32,7 +32,7 @@ def point_to_kept(
     batch, _, queries, _ = key.shape
     past = layer.tokens - queries
     limit = min(layer.stream.tokens, past)
-    limits = torch.full((batch,), limit, dtype=torch.int32)
+    limits = torch.full((batch,), limit, dtype=torch.int32, device="cpu")
     to.batch, to.queries, to.limits = batch, queries, limits.data_ptr()
     to.softcap, to.threads = call.softcap or 0.0, torch.get_num_threads()
     kept = [limits]

@@ -286,7 +286,7 @@ def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
     native = library()
     assert native is not None
     angles = [t.contiguous() for t in (cos, sin)]
-    table = torch.empty(cos.numel() * 2, dtype=torch.int16)
+    table = torch.empty(cos.numel() * 2, dtype=torch.int16, device="cpu")
     where = [address(t, torch.float32, *cos.shape) for t in angles]
     native.xq_rope_table(*where, *cos.shape, table.data_ptr())
     return table

@@ -171,7 +171,7 @@ class RankedAttention(RebuiltAttention):
             packed = self._packed_angles(angles)
             self._call.turn(packed, to.group_heads * queries)
         query = query if query.stride(-1) == 1 else query.contiguous()
-        out = torch.empty(batch, queries, heads, size, dtype=query.dtype)
+        out = query.new_empty(batch, queries, heads, size)
         to.dtype, to.scaling = native.DTYPES[query.dtype], call.scaling
         to.query, to.out = query.data_ptr(), out.data_ptr()
         to.query_batch, to.query_head, to.query_token = query.stride()[:3]

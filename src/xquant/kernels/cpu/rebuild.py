@@ -69,12 +69,13 @@ class KeyProduct:
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = self._prepare()
         weights, unit, column, totals = codec.prepared["keys"]
-        bias = torch.zeros(0) if codec.key_bias is None else self._ordered(codec.key_bias)
-        self._constant = [weights, unit, column, totals, bias]
+        self._constant = [weights, unit, column, totals]
         call.weights, call.weight_scale, call.channel_scale, call.weight_sums = (
-            t.data_ptr() for t in self._constant[:4]
+            t.data_ptr() for t in self._constant
         )
-        call.bias = bias.data_ptr() if len(bias) else None
+        if codec.key_bias is not None:
+            self._constant.append(self._ordered(codec.key_bias))
+            call.bias = self._constant[-1].data_ptr()
 
     def _ordered(self, rows: Tensor) -> Tensor:
         """Rows ``[G * D, ...]`` of heads in fp32, in the order of their pairs."""
@@ -85,7 +86,7 @@ class KeyProduct:
         range ``[N, C/group]`` of the weight of keys ``[N, C]``."""
         weight = self._ordered(self._codec.key_weight)
         totals = weight.unflatten(1, (-1, self._group)).sum(-1)
-        column = torch.ones(weight.shape[1])
+        column = weight.new_ones(weight.shape[1])
         if not self.call.key.per_token:
             # Columns of the same size use the 15 bits alike; their scales take the difference.
             column = weight.norm(dim=0).clamp(min=torch.finfo(weight.dtype).tiny)
@@ -125,7 +126,7 @@ class KeyProduct:
         if slow is not None:
             self._set_slow(slow)
         call.batch, call.columns = table.shape
-        scores = torch.empty(batch, heads, rows, call.columns * self._block)
+        scores = query.new_empty(batch, heads, rows, call.columns * self._block)
         table = table.int()
         call.table, call.table_stride = (
             native.address(table, torch.int32, batch, call.columns, rows=True),
@@ -173,7 +174,7 @@ class ValueSum:
         """
         call, weights = self.call, weights.contiguous()
         batch, rows, _ = weights.shape
-        out = torch.empty(batch, rows, call.channels)
+        out = weights.new_empty(batch, rows, call.channels)
         call.batch, call.columns = table.shape
         table = table.int()
         call.table, call.table_stride = (

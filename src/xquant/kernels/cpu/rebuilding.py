@@ -84,7 +84,7 @@ class RebuiltAttention(LayerAttention):
         to.lengths, to.table = addresses.lengths.data_ptr(), self._table.data_ptr()
         to.table_stride = addresses.columns
         # The column of the token in each place [c * n]; past the end of a block that was cropped, of any.
-        sizes, within = addresses.lengths.long()[:, None], torch.arange(stream.block)
+        sizes, within = addresses.lengths.long()[:, None], torch.arange(stream.block, device="cpu")
         columns = sizes.cumsum(0) - sizes + within
         self._columns = columns.flatten().clamp(max=stream.tokens - 1)
 
@@ -126,7 +126,8 @@ class RebuiltAttention(LayerAttention):
         """Of the tail and of sinks, where blocks have none."""
         stream, sinks = self._layer.stream, self._layer.sinks
         cos, sin = (t.mT for t in self._layer.index.rope_by_channel())
-        at = torch.arange(stream.tokens, stream.tokens + before).expand(len(cos), -1)
+        at = torch.arange(stream.tokens, stream.tokens + before, device=cos.device)
+        at = at.expand(len(cos), -1)
         tail = _rows_at(cos, at), _rows_at(sin, at)
         at = at[:, :0] if sinks is None else sinks.columns.clamp(min=0)
         return tail, (_rows_at(cos, at), _rows_at(sin, at))
@@ -201,7 +202,7 @@ class NativeRebuilding(RebuiltAttention):
         rows = weights.flatten(1, 2)
         if self._sums is not None:
             return self._sums.of(rows, self._table).view(*weights.shape[:3], -1)
-        stream, sums = self._layer.stream, torch.zeros(())
+        stream, sums = self._layer.stream, rows.new_zeros(())
         step = max(TOKENS // (len(rows) * stream.block), 1)
         for part, table in zip(
             rows.split(step * stream.block, 2), self._table.split(step, 1), strict=True

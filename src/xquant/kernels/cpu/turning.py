@@ -26,8 +26,9 @@ def filled(size: int) -> int:
 
 def in_pairs(view: AttentionView, rows: Tensor) -> Tensor:
     """Rows ``[G * D, ...]`` as fp32 ``[G, D, ...]``, those of a head in the order of their pairs."""
-    turned = torch.arange(view.rotary_size).view(2, -1).T.flatten()
-    order = torch.cat([turned, torch.arange(view.rotary_size, view.head_size)])
+    channels = torch.arange(view.head_size, device=rows.device)
+    turned, rest = channels[: view.rotary_size], channels[view.rotary_size :]
+    order = torch.cat([turned.view(2, -1).T.flatten(), rest])
     return rows.float().unflatten(0, (view.kv_heads, -1))[:, order]
 
 

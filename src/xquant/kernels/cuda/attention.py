@@ -90,7 +90,9 @@ class Packed:
         if (
             workspace is None
         ):  # of torch's allocator, which gives a CUDA graph memory that stays its own
-            sums, maxima = (torch.empty(size, device=self.device) for size in sizes)
+            sums, maxima = (
+                torch.empty(size, device=self.device, dtype=torch.float32) for size in sizes
+            )
         else:
             sums, maxima = workspace.take(self.device, *sizes)
         self.reserve(of_heads * row_programs)

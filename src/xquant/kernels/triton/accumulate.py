@@ -36,7 +36,7 @@ class TritonAccumulator:
         states = PackedStates.of(segment, block, device)
         operand = KernelOperand.of(segment, block, states.tile, device)
         self._table = BlockTable(layer.stream, [operand.offline], device)
-        self._nothing = torch.zeros(1, device=device)
+        self._nothing = torch.zeros(1, device=device, dtype=torch.float32)
         self._matrix = Matrix(self._nothing, self._nothing)
         if codec.synthesis is not None:
             if "triton sums" not in codec.prepared:

@@ -44,7 +44,7 @@ class PackedHeads:
             for segment in codec.segments
         ]
         keys, values = self.operands
-        self.nothing = torch.zeros(1, device=view.device)
+        self.nothing = torch.zeros(1, device=view.device, dtype=torch.float32)
         """In place of what a layer has not."""
         offset = None if codec.offset is None else codec.offset.float().contiguous()
         self.tables = [

@@ -59,10 +59,10 @@ def unpack_ranked(quantizer: Ranked, packed: Packed, out: Tensor) -> None:
 
 def _addresses(fields: dict[str, Tensor], blocks: int, device: torch.device) -> Tensor:
     """Of each field of every block, int64 ``[FIELDS, N]``; 0 of those that there are not."""
-    found = torch.zeros(len(FIELDS), blocks, dtype=torch.int64)
+    found = torch.zeros(len(FIELDS), blocks, dtype=torch.int64, device="cpu")
     for name, held in fields.items():
         step = held.stride(0) * held.element_size()
-        found[FIELDS.index(name)] = held.data_ptr() + torch.arange(blocks) * step
+        found[FIELDS.index(name)] = held.data_ptr() + torch.arange(blocks, device="cpu") * step
     return found.to(device)
 
 
@@ -89,4 +89,4 @@ def run_table(operand: RankedOperand, block: int) -> Tensor:
     for width, count in zip(WIDTHS[::-1], operand.counts[::-1], strict=True):
         rows.append((first, count, start))
         first, start = first + count, start + count * width.nbytes(block)
-    return torch.tensor(rows, dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")

@@ -41,10 +41,10 @@ class PackedStates:
         bits = self.layout.bits
         width = min(bits & -bits, 4)
         run, part = self.tile * width // 8, self.chunk * width // 8
-        within = torch.arange(-(-self.tile // self.chunk) * part).view(-1, 1, part)
-        channels = torch.arange(8 // width)[:, None] * run + within
+        within = torch.arange(-(-self.tile // self.chunk) * part, device="cpu").view(-1, 1, part)
+        channels = torch.arange(8 // width, device="cpu")[:, None] * run + within
         if self.tile == self.chunk:
-            channels = torch.arange(self.tile).view(1, 1, -1)
+            channels = torch.arange(self.tile, device="cpu").view(1, 1, -1)
         found = channels.where(within < run, -1) if self.tile != self.chunk else channels
         even_first = found.flatten(1).unflatten(1, (-1, 2)).mT
         return even_first.flatten()
@@ -69,7 +69,9 @@ def by_chunk(weight: Tensor, states: PackedStates | None) -> Matrix:
         ordered = tiles[..., order.clamp(min=0)].masked_fill(order < 0, 0)
         weight = ordered.flatten(1)
     if states is None and weight.dtype == torch.bfloat16:
-        return Matrix(weight.contiguous(), torch.ones(len(weight), device=weight.device))
+        return Matrix(
+            weight.contiguous(), torch.ones(len(weight), device=weight.device, dtype=torch.float32)
+        )
     highest = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
     unit = highest.log2().ceil().exp2()
     return Matrix((weight.float() / unit[:, None]).half().contiguous(), unit)

@@ -107,8 +107,8 @@ class TritonPages(PagedAttention):
         slots = self._slots.of(*given, nothing, nothing, *numbers, **constants)
         splits = splits_of(table.shape[1], heads * row_programs, slots)
         # Of torch's allocator, which gives a CUDA graph memory that stays its own.
-        sums = torch.empty(splits * heads * rows * size, device=self._device)
-        maxima = torch.empty(splits * heads * rows * 2, device=self._device)
+        sums = torch.empty(splits * heads * rows * size, device=self._device, dtype=torch.float32)
+        maxima = torch.empty(splits * heads * rows * 2, device=self._device, dtype=torch.float32)
         grid = splits, heads, row_programs
         start(attend, grid, self._device, *given, sums, maxima, *numbers, **constants)
         start(

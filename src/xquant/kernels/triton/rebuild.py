@@ -52,7 +52,7 @@ class TritonRebuilding(LayerAttention):
         assert codec is not None
         view = codec.view
         self._codec, self._device = codec, view.device
-        self._nothing = torch.zeros(1, device=view.device)
+        self._nothing = torch.zeros(1, device=view.device, dtype=torch.float32)
         # Of the type of rows that are there: for others a kernel would be another.
         self._no_rows = torch.zeros(1, 0, 2 * view.kv_width, dtype=view.dtype, device=view.device)
         bias = codec.key_bias

@@ -245,14 +245,14 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             return []
         pages = [save.pages[place] for place in places]
         starts = [self._block * place for place in places]
-        ids = torch.tensor(save.ids).view(-1, self._block)[[*places]]
+        ids = torch.tensor(save.ids, device="cpu").view(-1, self._block)[[*places]]
         return self._worker.pack(self._at(pages, starts, ids, written=True))
 
     def _fill(self, stored: Sequence[Stored], load: Load) -> None:
         """Write what was found of the first blocks of a load to its pages."""
         if count := len(stored):
             pages, starts = load.pages[:count], load.starts[:count]
-            ids = torch.tensor(load.ids).view(-1, self._block)[:count]
+            ids = torch.tensor(load.ids, device="cpu").view(-1, self._block)[:count]
             self._worker.unpack(stored, self._at(pages, starts, ids, written=False))
 
     def _at(
@@ -271,8 +271,10 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
                 if written
                 else slots.write(pages, starts)
             )
-            found = torch.tensor(numbers, dtype=torch.int64)
-        return Blocks(torch.tensor(pages), torch.tensor(starts), found, ids)
+            found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        return Blocks(
+            torch.tensor(pages, device="cpu"), torch.tensor(starts, device="cpu"), found, ids
+        )
 
     @property
     def _impls(self) -> list[Any]:

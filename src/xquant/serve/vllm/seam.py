@@ -241,7 +241,7 @@ class Ring(nn.Module, AttentionLayerBase):
     def __init__(self, name: str, row: int, keeping: Keeping, dtype: torch.dtype) -> None:
         super().__init__()
         self.name, self.keeping, self.row, self.dtype = name, keeping, row, dtype
-        self.kv_cache = torch.tensor([])
+        self.kv_cache = torch.tensor([], device="cpu")
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return PagedBackend
