@@ -2,6 +2,7 @@
 
     python tests/upstream/run.py CHECKOUT                                 # all families and methods
     python tests/upstream/run.py CHECKOUT --family llama --method xquant-16bit:group=4
+    python tests/upstream/run.py CHECKOUT --static --family llama --family qwen2 --family phi3
 
 CHECKOUT is a checkout of transformers, of the version that is installed; its tests want ``parameterized`` and
 ``httpx``. A test counts where our cache was used in it; `substitute.LEFT_OUT` says which are not run, and
@@ -40,6 +41,9 @@ FAMILIES = [
     "starcoder2",
 ]
 METHODS = ("kivi-16bit:group=4", "xquant-16bit:group=4", "tc-8bit:group=16", "kivi-4bit:group=4")
+STATIC = ("kivi-16bit:group=32", "kivi-4bit:group=32")
+ROOM = 256
+"""Tokens of a sequence in a `StaticKVCache`."""
 Outcome = dict[str, Any]
 
 
@@ -48,8 +52,8 @@ def file_of(family: str) -> str:
     return f"tests/models/{family}/test_modeling_{family}.py"
 
 
-def outcomes(checkout: Path, families: list[str], method: str) -> dict[str, Outcome]:
-    """What became of every test, by its name.
+def outcomes(checkout: Path, families: list[str], method: str, static: bool) -> dict[str, Outcome]:
+    """What became of every test, by its name; ``static``: with a `StaticKVCache`.
 
     Raises:
         SystemExit: pytest could not run them; it has said why.
@@ -62,6 +66,7 @@ def outcomes(checkout: Path, families: list[str], method: str) -> dict[str, Outc
             **os.environ,
             "PYTHONPATH": path,
             "XQUANT_METHOD": method,
+            "XQUANT_ROOM": str(ROOM if static else 0),
             "XQUANT_OUTCOMES": str(found),
             "HF_HUB_OFFLINE": "1",
         }
@@ -103,6 +108,7 @@ def main() -> None:
         "--family", action="append", help="a folder of tests/models; may be repeated"
     )
     parser.add_argument("--method", action="append", help="a method's spec; may be repeated")
+    parser.add_argument("--static", action="store_true", help="with a StaticKVCache")
     parser.add_argument("--json", help="a results file to write")
     parser.add_argument("--note", help="what it says of the checkout, such as its version")
     arguments = parser.parse_args()
@@ -111,14 +117,22 @@ def main() -> None:
         if not (arguments.checkout / file_of(family)).is_file():
             parser.error(f"{arguments.checkout} has no {file_of(family)}")
     rows: list[dict[str, Any]] = []
-    for method in arguments.method or METHODS:
+    for method in arguments.method or (STATIC if arguments.static else METHODS):
         print(method, flush=True)
-        tests = outcomes(arguments.checkout, families, method)
+        tests = outcomes(arguments.checkout, families, method, arguments.static)
         for family in families:
             own = [test for name, test in tests.items() if name.startswith(file_of(family))]
             right, total = passed(own)
             print(f"  {family:12} {right:3} of {total:3}   without our cache: {others(own)}")
-            rows.append({"method": method, "family": family, "passed": right, "tests": total})
+            rows.append(
+                {
+                    "method": method,
+                    "family": family,
+                    "static": arguments.static,
+                    "passed": right,
+                    "tests": total,
+                }
+            )
         right, total = passed(tests.values())
         print(f"  {'all':12} {right:3} of {total:3}", flush=True)
         for name, test in tests.items():

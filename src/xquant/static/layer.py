@@ -14,6 +14,7 @@ from ..kernels.paged import Sequences
 from ..methods import LayerCodec, Method
 from ..serve.layer import ServedLayer
 from ..serve.rotary import Angles
+from ..serve.step import Chunk
 from ..store import finite
 from ..store.built import States
 from ..store.packer import Packer
@@ -148,15 +149,30 @@ class StaticLayer(CacheLayerMixin):
         assert places is not None
         if not places.length:
             return key, value
-        every = torch.cat([places.real, places.new], 1).to(key.device)
-        shape = (*key.shape[:2], every.shape[1], key.shape[3])
-        found = rows.new_zeros(shape), rows.new_zeros(shape)
         _, chunks = places.step.readers(native=False)
-        for sequence, chunk in zip(places.members, chunks.each, strict=True):
+        each = list(zip(places.members, chunks.each, strict=True))
+        return self._read(each, rows, torch.cat([places.real, places.new], 1))
+
+    def _read(self, each: list[tuple[int, Chunk]], rows: Tensor, real: Tensor) -> States:
+        """Keys and values ``[B, G, T, D]`` of these sequences, with the new ``rows``; zeros of all others,
+        and where ``real`` ``[B, T]`` is False."""
+        view, real = self.codec.view, real.to(rows.device)
+        shape = len(real), view.kv_heads, real.shape[1], view.head_size
+        found = rows.new_zeros(shape), rows.new_zeros(shape)
+        for sequence, chunk in each:
             own = self._served.read(chunk, rows[chunk.run.start : chunk.run.stop])
             for to, read in zip(found, own, strict=True):
-                to[sequence, :, every[sequence]] = read.transpose(0, 1).to(rows.dtype)
+                to[sequence, :, real[sequence]] = read.transpose(0, 1).to(rows.dtype)
         return found
+
+    @torch.no_grad()
+    def states(self) -> States | None:
+        """Keys and values of all tokens as attention reads them, two ``[B, G, T, D]``; None where there are
+        none."""
+        places = self.places
+        if places is None or not places.length:
+            return None
+        return self._read(places.held(), self._rings[0, :0], places.real)
 
     def settle(self) -> None:
         """The pass has succeeded: seal whole blocks of what was read in place.
@@ -208,6 +224,50 @@ class StaticLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:
         return self.places is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Keys of all tokens as attention reads them, decoded, ``[B, G, T, D]``, zeros of padding; for tools
+        that look into a cache. None where there are no tokens."""
+        states = self.states()
+        return None if states is None else self.codec.view.as_in_model(states[0])
+
+    @property
+    def values(self) -> Tensor | None:
+        """The same of values."""
+        states = self.states()
+        return None if states is None else states[1]
+
+    @property
+    def max_cache_len(self) -> int:
+        return self.room
+
+    @property
+    def batch_size(self) -> int:
+        if self.places is None:
+            raise AttributeError("a layer has no batch before its first tokens come")
+        return self.places.batch
+
+    max_batch_size = batch_size  # its name before transformers 5.13
+
+    @property
+    def device(self) -> torch.device:
+        return self.codec.view.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what `keys` gives."""
+        return self.codec.view.dtype if self.places is None else self._rings.dtype
+
+    # -- parts of it that are the cache's alone ----------------------------------------------------
+
+    def _refuse(self, *args: object, **kwargs: object) -> None:
+        raise ValueError(
+            "the layers of a StaticKVCache change together: call the cache's own method"
+        )
+
+    reset = crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
+    offload = prefetch = _refuse
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise ValueError("the layers of a StaticKVCache are filled by its own update()")

@@ -12,7 +12,7 @@ from ..kernels.backend import MOST_QUERIES
 from ..kernels.paged import Sequences
 from ..methods import Method
 from ..serve.sinks import Slots
-from ..serve.step import Keeping, Run, Step
+from ..serve.step import Chunk, Keeping, Run, Step
 
 State = tuple[Tensor, list[int], list[int]]
 _MOVING = "limits", "held", "new", "sinks"
@@ -78,6 +78,13 @@ class Places:
         everyone = len(runs) == len(new)
         members: slice | list[int] = slice(None) if everyone else self.members
         self.step = Step(runs, self._table[members], self._rings[members], self.keeping)
+
+    def held(self) -> list[tuple[int, Chunk]]:
+        """The sequences that have tokens, and where all of those lie."""
+        members = [b for b, length in enumerate(self._lengths) if length]
+        runs = [Run(0, 0, self._lengths[b]) for b in members]
+        step = Step(runs, self._table[members], self._rings[members], self.keeping)
+        return list(zip(members, step.readers(native=False)[1].each, strict=True))
 
     def _write(self) -> None:
         """Rings are given the new tokens."""
