@@ -19,6 +19,7 @@ from .saved.resting import RestingCache
 from .seam.check import check_input, check_not_recorded, check_rope, check_states, places
 from .seam.gradients import past_is_constant, without_gradients
 from .seam.hooks import attach
+from .seam.masks import SHOWN, PassMask
 from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
 from .spec import parse_method
@@ -94,6 +95,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         self._forget_states(self.layers)
         self._build(self.attachment.codecs.of(self.method, calibration))
         self._begun: Snapshot | None = None
+        self._mask, self._shows_padding = PassMask(), False
         self.note: str = ""
         """Why the model no longer uses this cache, where it has been seen that it does not."""
         self.saved_tokens: Tensor | None = None
@@ -175,18 +177,24 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
     def restore(self, state: Snapshot) -> None:
         state.bring_back(self)
         self.stack.forget_pass()
-        self._begun = None
+        self._begun, self._mask = None, PassMask()
 
     def _undo(self) -> None:
         """Undo a forward pass that was interrupted: no hook runs for KeyboardInterrupt."""
         if self._begun is not None:
             self.restore(self._begun)
 
-    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+    def begin(self, batch: int, length: int, mask: PassMask) -> None:
         self._undo()
         check_input(batch, length, mask, self.index.batch, self.index.length)
         if self.index.length == 0:
             self._refresh()
+        self.stack.forget_unsealed()
+        self._mask = mask
+        held = self.index.length > 0 and mask.asks(length)
+        self._shows_padding = held and mask.shows_padding(self.index.real)
+        if self._shows_padding:
+            warnings.warn(SHOWN, stacklevel=2)
         self.note = ""
         self._begun = Snapshot.of(self)
 
@@ -197,7 +205,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             self._build(codecs)
 
     def observe(self, given: Given) -> None:
-        self.index.append(*places(self._family, given, self.index), given.ids)
+        self.index.append(*places(self._family, given, self._mask, self.index), given.ids)
         # A decode step on a GPU asks the device nothing.
         asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"
         if given.rope is not None and not self.stack.keeps_rotated and asked:
@@ -259,10 +267,11 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
 
     def see(self, index: int, call: AttentionCall) -> None:
         layer: CompressedLayer = self.layers[index]
-        layer.see(call.query, call.scaling, call.softcap, call.sink_logits)
+        layer.see(call.query, call.mask, call.scaling, call.softcap, call.sink_logits)
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
-        return self.stack.attend(index, call)
+        # Kernels take it that nobody sees a block of padding alone, and do not ask where its tokens stand.
+        return None if self._shows_padding else self.stack.attend(index, call)
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
@@ -302,7 +311,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             raise
         if not complete:
             self.restore(begun)
-        self._begun = None
+        self._begun, self._mask = None, PassMask()
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -311,6 +320,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         memo[id(self.attachment)] = self.attachment
         other = memo[id(self)] = object.__new__(type(self))
         self._undo()
+        self.stack.forget_unsealed()  # both are the same afterwards
         copy.deepcopy(self.stack, memo)  # first: it knows what copies share
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return other

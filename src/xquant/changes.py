@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .snapshot import Snapshot
 
 
+WINDOW = "_sliding_window_tensor"
+
+
 class ChangingCache(StatesBesideCache):
     """What transformers asks of a cache between forward passes: to be emptied, cut short, and to have its
     sequences chosen, repeated and reordered."""
@@ -28,6 +31,17 @@ class ChangingCache(StatesBesideCache):
     def index(self) -> TokenIndex:
         """Positions, padding and sinks of the tokens that the compressed layers hold."""
         return self.stack.index
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether all layers of attention hold tokens."""
+        layers = [each for each in self.layers if _keeps_tokens(each)]
+        return bool(layers) and all(layer.is_initialized for layer in layers)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:
+        """Keys and values of each layer as attention reads them, and the length of its sliding window."""
+        for layer in self.layers:
+            yield tuple(getattr(layer, name, None) for name in ("keys", "values", WINDOW))
 
     @property
     @abstractmethod
@@ -64,17 +78,25 @@ class ChangingCache(StatesBesideCache):
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, CompressedLayer):
                 self.layers[i] = own[i]
+                if getattr(layer, "record_past", False):
+                    own[i].activate_past_recording()
         self._forget_states(own)
         self.stack.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep."""
+        """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep.
+
+        Where a block is cut in two, the tokens of it that stay keep the codes of the block, also those that
+        were exact before it was sealed. Drafts are spared that: what the newest forward pass has sealed is
+        exact again where the pass had 2 to 16 tokens after others, and no layer is predicted from another.
+        """
         with self._changing():
             length = self.index.length
             keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
             if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
                 keep = length
             keep = min(max(keep, 0), length)
+            self.stack.unseal(keep)
             for layer in (*self.layers, *self.beside.values()):
                 own = isinstance(layer, CompressedLayer)
                 layer.crop(keep - length if own else tokens_to_remove)
@@ -116,6 +138,11 @@ class ChangingCache(StatesBesideCache):
 
     def _select(self, indices: Tensor) -> None:
         with self._changing():
+            self.stack.forget_unsealed()
             for layer in (*self.layers, *self.beside.values()):
                 getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)
             self.index.select(indices)
+
+
+def _keeps_tokens(layer: Any) -> bool:
+    return isinstance(layer, CompressedLayer) or compat.keeps_tokens(layer)

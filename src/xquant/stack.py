@@ -17,6 +17,7 @@ from .store.evicting import EvictingLayer
 from .store.layer import CompressedLayer
 from .store.offload import Carrier
 from .store.packer import as_written
+from .store.past import State as LayerState
 from .store.sealing import seal
 from .store.tokens import TokenIndex
 
@@ -65,6 +66,7 @@ class LayerStack:
             self.layers.append(below)
         CompressedLayer.link(self.layers)
         self.carrier = self._carrier() if offload else None
+        self._unsealed: list[LayerState] | None = None
         self._attach_backends()
 
     def _carrier(self) -> Carrier:
@@ -90,6 +92,7 @@ class LayerStack:
         memo[id(self.carrier)] = None
         other.layers = copy.deepcopy(self.layers, memo)
         other.carrier = None if self.carrier is None else other._carrier()
+        other._unsealed = None  # see `forget_unsealed`
         other._attach_backends()
         return other
 
@@ -127,14 +130,36 @@ class LayerStack:
         due = [layer for layer in self.layers if layer.due]
         if due or length - before > MOST_QUERIES:
             CompressedLayer.check_finite(self.layers, before)
+        if due == self.layers and before and 1 < length - before <= MOST_QUERIES:
+            self._unsealed = [layer.snapshot() for layer in self.layers]
         seal(due)
         for layer in self.layers:
             layer.thin()
         self.index.forget()
         return True
 
+    def unseal(self, length: int) -> None:
+        """Have the exact tokens back that the newest forward pass has sealed, where the past is cut to
+        ``length`` tokens, which ends among them, and the pass may have been one of drafts."""
+        if self._unsealed is None or length >= self.layers[0].stream.tokens:
+            return
+        for layer, state in zip(self.layers, self._unsealed, strict=True):
+            layer.restore(state)
+        self._unsealed = None
+
+    def forget_unsealed(self) -> None:
+        """What the newest forward pass has sealed stays so."""
+        self._unsealed = None
+
+    @property
+    def unsealed_nbytes(self) -> int:
+        """Bytes of what `unseal` brings back, beside what layers hold."""
+        tails = (state[0] for state in self._unsealed or [])
+        return sum(tail.nbytes for tail in tails if tail is not None)
+
     def forget_pass(self) -> None:
         """Forget what holds for one forward pass only."""
+        self.forget_unsealed()
         self.shared.rope.clear()
         self.index.forget()
         for layer in self.layers:
@@ -144,4 +169,5 @@ class LayerStack:
         """Forget all tokens."""
         for layer in self.layers:
             layer.reset()
+        self.forget_unsealed()
         self.index.reset()

@@ -12,6 +12,7 @@ through the store.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..compat import CACHE
 from ..hub import PACKAGED
 from ..load import load_model
 from ..methods import Method
-from ..seam.passes import Given
+from ..seam.masks import PassMask
 from ..spec import parse_method
 from .agreement import Comparison
 from .reading import logits_of
@@ -138,6 +139,6 @@ class _RightPadded(KVCache):
         self._text = ids.flip(1).cumsum(1).flip(1) > 0
         self._text[:, 0] = True
 
-    def observe(self, given: Given) -> None:
-        stop = self.index.length + given.x.shape[1]
-        super().observe(given._replace(mask=self._text[:, None, None, :stop]))
+    def begin(self, batch: int, length: int, mask: PassMask) -> None:
+        stop = self.get_seq_length() + length
+        super().begin(batch, length, replace(mask, tokens=self._text[:, :stop]))

@@ -12,6 +12,7 @@ from ..calibration import Calibration
 from ..compat import CACHE
 from ..kernels.call import AttentionCall
 from ..methods import Method
+from ..seam.masks import PassMask
 from ..seam.passes import Given, ObservingCache
 
 
@@ -48,7 +49,7 @@ class Together(DynamicCache, ObservingCache):
         super().__init__()
         self.caches, self.attachment = caches, caches[0].attachment
 
-    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+    def begin(self, batch: int, length: int, mask: PassMask) -> None:
         for cache in self.caches:
             cache.begin(batch, length, mask)
 

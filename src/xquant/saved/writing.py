@@ -39,6 +39,7 @@ def write(cache: "KVCache", target: Path, tokens: Tensor | None, pack: str | Non
     if any(layer.evicts for layer in cache.compressed):
         raise ValueError(f"a cache of {cache.method.spec} cannot be saved: it drops tokens")
     CompressedLayer.check_finite(cache.compressed, cache.index.length)
+    cache.stack.forget_unsealed()  # what is loaded holds as much as what was saved
     tensors = {**_index(cache), **_blocks(cache), **_others(cache)}
     if tokens is not None:
         tensors["tokens"] = ids_of(cache, tokens)

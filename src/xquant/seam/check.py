@@ -9,6 +9,7 @@ from ..methods import AttentionInputs, LayerCodec
 from ..models.base import is_plain
 from ..models.rotation import Pair, rotate
 from ..store.tokens import TokenIndex
+from .masks import PassMask
 from .passes import Given
 
 CHECKED_TOKENS = 8
@@ -17,34 +18,37 @@ EXACT, ROUNDED = 1e-3, 5e-2
 """Relative errors that are allowed in fp32, and in other dtypes."""
 
 
-def check_input(batch: int, length: int, mask: Tensor | None, sequences: int, held: int) -> None:
+def check_input(batch: int, length: int, mask: PassMask, sequences: int, held: int) -> None:
     """Refuse an input that does not go on with the tokens of a cache.
 
     Args:
         length: new tokens of each of ``batch`` sequences.
-        mask: of padding, as the decoder was given it.
         sequences: of the cache, 0 where it is empty, with ``held`` tokens each.
 
     Raises:
-        ValueError: there is no new token, or it is of another batch.
+        ValueError: there is no new token, it is of another batch, or the mask is of other sizes.
     """
     if length == 0:
         raise ValueError(
             f"there is no new token: this cache holds {held} already, and goes on with the text that it"
             " holds; for another text reset() it, or make a new one"
         )
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] < held + length:
+    tokens = mask.tokens
+    if tokens is not None and tokens.shape[1] < held + length:
         warn_of_another_text(
-            f"the attention mask covers {mask.shape[1]} tokens, not {held + length}", held
+            f"the attention mask covers {tokens.shape[1]} tokens, not {held + length}", held
         )
     if sequences not in (0, batch):
         raise ValueError(
             f"this cache holds a batch of {sequences}, the input has {batch}: use"
             " batch_repeat_interleave or batch_select_indices, or a new cache"
         )
+    mask.check(batch, held, length)
 
 
-def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor, Tensor | None]:
+def places(
+    family: str, given: Given, of_pass: PassMask, index: TokenIndex
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The positions of the new tokens, and which of them are not padding, both ``[B, t]``; and positions
     ``[3, B, t]`` where they are of several axes that differ from those.
 
@@ -58,9 +62,12 @@ def places(family: str, given: Given, index: TokenIndex) -> tuple[Tensor, Tensor
     mask = given.mask
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[-1] < length:
         raise ValueError(f"{family} is not supported: its layers are given more states than tokens")
-    real = real_tokens(given.mask, batch, length, device)
+    known = of_pass.real(index.length, batch, length)
+    every = torch.ones(batch, length, dtype=torch.bool, device=device)
+    real = every if known is None else known.to(device)
     positions = positions.expand(batch, length)
-    if length > 1 and index.length:
+    # Who is told apart by a mask of who sees whom may begin anew, as packed texts do.
+    if length > 1 and index.length and (of_pass.is_plain or known is not None):
         lowest = int(torch.where(real, positions, index.length).min())
         if lowest < int(index.positions[:, -1].min()):
             warn_of_another_text(f"the new tokens begin at position {lowest}", index.length)
@@ -153,13 +160,3 @@ def warn_of_another_text(what: str, held: int) -> None:
         " a new one",
         stacklevel=2,
     )
-
-
-def real_tokens(mask: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor:
-    """Which of the new tokens are not padding, from the last query's row of a 4D mask."""
-    if mask is None or not isinstance(mask, Tensor) or mask.dim() != 4:
-        return torch.ones(batch, length, dtype=torch.bool, device=device)
-    seen = mask[:, 0, -1, -length:]
-    if seen.dtype != torch.bool:
-        seen = seen > torch.finfo(seen.dtype).min / 2
-    return seen.expand(batch, length)

@@ -34,6 +34,7 @@ from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
 from .attention import WRAPPED
 from .layer import NAME, PREFIX, LayerHooks
+from .masks import PassMask, mask_among
 from .passes import ForwardPass, Handed, ObservingCache
 from .traced import RUNNING, refused
 from .watched import Watched, watch
@@ -119,6 +120,10 @@ class Attachment:
         self._handles += [
             model.register_forward_pre_hook(self.model_begins, with_kwargs=True),
             model.register_forward_hook(self.model_ends, always_call=True),
+            *(
+                each.register_forward_pre_hook(self.outer_begins, with_kwargs=True)
+                for each in _between(model, self.view.decoder)
+            ),
         ]
 
     def wrap(self) -> None:
@@ -161,8 +166,19 @@ class Attachment:
     ) -> None:
         cache = _cache_among(args, kwargs)
         mine = cache is not None and cache.attachment is self
-        self._local.ids = _ids_among(args, kwargs)
+        self._local.outer = None
+        self.outer_begins(module, args, kwargs)
         self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
+
+    @torch.compiler.disable
+    def outer_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A module with the decoder in it may be given what it does not pass on: ids where the decoder is
+        given embeddings, and a mask over tokens where it is given one of who sees whom."""
+        ids, mask = getattr(self._local, "outer", None) or (None, None)
+        own, given = _ids_among(args, kwargs), mask_among(module, args, kwargs)
+        self._local.outer = ids if own is None else own, mask if given is None else given
 
     def decoder_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -176,6 +192,7 @@ class Attachment:
         """Have the cache begin. Returns what the decoder is given in place of its own inputs."""
         cache = _cache_among(args, kwargs)
         self._local.current = None
+        outer, self._local.outer = getattr(self._local, "outer", None) or (None, None), None
         inputs = _tokens_among(args, kwargs)
         last = getattr(self._local, "last", lambda: None)()
         if cache is None or inputs is None:
@@ -195,10 +212,12 @@ class Attachment:
         if compiled:
             self._check_compiled(module, args, kwargs, cache)
         batch, length = inputs.shape[:2]
-        cache.begin(batch, length, kwargs.get("attention_mask"))
-        # A decoder within another model may be given embeddings of what the model was given ids of.
-        ids, outer = _ids_among(args, kwargs), getattr(self._local, "ids", None)
-        ids, self._local.ids = outer if ids is None else ids, None
+        given = mask_among(module, args, kwargs)
+        cache.begin(
+            batch, length, PassMask.of(given, outer[1], batch, cache.get_seq_length() + length)
+        )
+        ids = _ids_among(args, kwargs)
+        ids = outer[0] if ids is None else ids
         if ids is not None and ids.shape != (batch, length):
             ids = None
         self._local.current = ForwardPass(cache, kwargs.get("position_ids"), ids)
@@ -302,6 +321,13 @@ class Attachment:
             f"{type(self.view.model).__name__} is not supported in this way: layer {index} works with the"
             " keys and values that its cache returns before it attends to them"
         )
+
+
+def _between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The modules on the way from ``model`` to the ``decoder`` in it."""
+    names = (name for name, module in model.named_modules() if module is decoder)
+    *parents, _ = next(names, "").split(".")
+    return [model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents))]
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservingCache | None:

@@ -2,12 +2,14 @@
 
 import sys
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..kernels.call import AttentionCall
 from ..models.rotation import Pair
+from .masks import PassMask
 from .watched import Watched
 
 if TYPE_CHECKING:
@@ -46,15 +48,14 @@ class ObservingCache:
     """What a cache offers to the seam."""
 
     attachment: "Attachment"
+    get_seq_length: Callable[..., int]
+    """Tokens held."""
     traceable = False
     """Whether compiled forward passes may use it: see `traced`."""
 
     @abstractmethod
-    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
-        """A forward pass of the decoder starts, on ``length`` tokens of ``batch`` sequences.
-
-        ``mask``: of padding, as the decoder was given it.
-        """
+    def begin(self, batch: int, length: int, mask: PassMask) -> None:
+        """A forward pass of the decoder starts, on ``length`` tokens of ``batch`` sequences."""
 
     @abstractmethod
     def observe(self, given: Given) -> None:

@@ -14,9 +14,10 @@ from ..kernels.backend import MOST_QUERIES
 from ..kernels.call import AttentionCall
 from ..methods import Method
 from ..models import AttentionView
-from ..seam.check import check_input, check_not_recorded, real_tokens
+from ..seam.check import check_input, check_not_recorded
 from ..seam.gradients import past_is_constant
 from ..seam.hooks import attach
+from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, ObservingCache
 from ..spec import parse_method
 from ..store import finite
@@ -114,13 +115,28 @@ class StaticKVCache(Cache, ObservingCache):
         """Tokens held, padding included. Those of a forward pass count once it has succeeded."""
         return 0 if self._places is None else self._places.length
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the memory is taken."""
+        return all(layer.is_initialized for layer in self.layers)
+
+    def early_initialization(
+        self, batch_size: int, num_heads: Any, head_dim: Any, dtype: torch.dtype, device: Any
+    ) -> None:
+        """Take the memory for a batch now, for states of ``dtype``. Heads and the device are the model's."""
+        if not self.get_seq_length():
+            self._reserve(batch_size)
+            for index in range(len(self.layers)):
+                self._entered(index, dtype)
+        self._forget_pass()
+
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """How many tokens a mask covers, and the first."""
         return self.get_seq_length() + query_length, 0
 
     # -- a forward pass ----------------------------------------------------------------------------
 
-    def begin(self, batch: int, length: int, mask: Tensor | None) -> None:
+    def begin(self, batch: int, length: int, mask: PassMask) -> None:
         check_not_recorded(self._no_mask)
         self._forget_pass()
         held = self.get_seq_length()
@@ -134,14 +150,19 @@ class StaticKVCache(Cache, ObservingCache):
             self._reserve(batch)
         places = self._places
         assert places is not None
-        few = held > 0 and length <= MOST_QUERIES
-        new = self._real(mask, batch, length, few)
-        plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+        new = torch.ones(batch, length, dtype=torch.bool, device="cpu")
+        plain = mask.is_plain
+        if mask.asks(length):
+            if mask.shows_padding(places.real):
+                raise ValueError(SHOWN)
+            told = mask.real(held, batch, length)
+            new = new if told is None else told.cpu()
+            plain = plain and bool(new.all()) and not mask.hides(places.real)
         places.begin(new)
         self._in_place = (
-            few
+            held > 0
+            and length <= MOST_QUERIES
             and plain
-            and bool(new.all())
             and all(layer.in_place for layer in self.layers)
             and all(hooks.hands_over for hooks in self.attachment.hooks.values())
         )
@@ -161,18 +182,6 @@ class StaticKVCache(Cache, ObservingCache):
         self._mark = new_mark(self._device)
         for layer in self.layers:
             layer.places = None
-
-    def _real(self, mask: Tensor | None, batch: int, length: int, few: bool) -> Tensor:
-        """Which of the new tokens are not padding, bool ``[B, t]`` on the CPU."""
-        # A decode step on a GPU asks the device nothing.
-        asks = isinstance(mask, Tensor) and not (
-            few and mask.device.type != "cpu" and mask.dim() == 2
-        )
-        if mask is None or not asks:
-            return torch.ones(batch, length, dtype=torch.bool, device="cpu")
-        if mask.dim() == 2:
-            return mask[:, -length:].cpu().bool()
-        return real_tokens(mask, batch, length, mask.device).cpu()
 
     @torch.inference_mode(False)  # what is made within it could not be written to outside
     def fixed_inputs(self, positions: bool) -> dict[str, Tensor]:
@@ -241,7 +250,7 @@ class StaticKVCache(Cache, ObservingCache):
         Args:
             states: gives keys and values ``[B, G, count, D]`` of a layer.
         """
-        self.begin(batch, count, None)
+        self.begin(batch, count, PassMask())
         for index, layer in enumerate(self.layers):
             key, value = states(layer.codec.view)
             self._entered(index, common_dtype(key, value)).keep(key, value)
@@ -250,7 +259,7 @@ class StaticKVCache(Cache, ObservingCache):
 
     def attend_alone(self, call: AttentionCall) -> None:
         """Compute the attention of one token in every layer, and keep nothing, for benchmarks."""
-        self.begin(len(call.query), 1, None)
+        self.begin(len(call.query), 1, PassMask())
         assert self._places is not None
         self._sequences = self._places.sequences()
         for layer in self.layers:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .built import States
 from .layer import CompressedLayer
+from .tokens import visible
 
 
 class EvictingLayer(CompressedLayer):
@@ -76,7 +77,12 @@ class EvictingLayer(CompressedLayer):
         return key.transpose(1, 2), value.transpose(1, 2)
 
     def see(
-        self, query: Tensor, scaling: float, softcap: float | None, sink_logits: Tensor | None
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
     ) -> None:
         """Learn which tokens the newest queries ``[B, H, t, D]`` attend to, after their `append`."""
         assert self.columns is not None and self.weights is not None
@@ -86,11 +92,7 @@ class EvictingLayer(CompressedLayer):
         scores = torch.einsum("bghqd,bgkd->bghqk", query, key) * scaling
         if softcap is not None:
             scores = (scores / softcap).tanh() * softcap
-        at = torch.arange(self._seen - count, self._seen, device=scores.device)
-        real = self.index.real.to(scores.device)
-        seen = self.columns[:, None] <= at[:, None]
-        seen &= real.gather(1, self.columns.long())[:, None]
-        scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+        scores = scores.masked_fill(~self._seen_by(count, mask, key.shape[1]), -torch.inf)
         if sink_logits is not None:
             learned = sink_logits.to(scores).view(*scores.shape[1:3], 1, 1)
             scores = torch.cat([scores, learned.expand(*scores.shape[:-1], 1)], -1)
@@ -98,6 +100,19 @@ class EvictingLayer(CompressedLayer):
         share = count / self.method.tail
         found = weights.nan_to_num(0).mean((1, 2, 3))  # NaN where padding asks
         self.weights = torch.lerp(self.weights, found, share)
+
+    def _seen_by(self, count: int, mask: Tensor | None, groups: int) -> Tensor:
+        """Which kept tokens the newest ``count`` queries see, bool ``[B, G | 1, R | 1, count | 1, K]``."""
+        assert self.columns is not None
+        columns = self.columns.long()
+        if mask is not None:
+            seen = visible(mask[:, :, -count:]).expand(len(columns), -1, -1, -1)
+            seen = seen.gather(-1, columns[:, None, None].expand(*seen.shape[:3], -1))
+            return seen.unflatten(1, (groups if seen.shape[1] > 1 else 1, -1))
+        at = torch.arange(self._seen - count, self._seen, device=columns.device)
+        seen = self.columns[:, None] <= at[:, None]
+        seen &= self.index.real.to(columns.device).gather(1, columns)[:, None]
+        return seen[:, None, None]
 
     def thin(self) -> None:
         """Keep sinks, the newest tokens, and of the rest those that were attended to most."""

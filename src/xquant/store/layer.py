@@ -56,7 +56,12 @@ class CompressedLayer(Past, CacheLayerMixin):
         return *states, mask
 
     def see(
-        self, query: Tensor, scaling: float, softcap: float | None, sink_logits: Tensor | None
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sink_logits: Tensor | None,
     ) -> None:
         """Be shown the newest queries ``[B, H, t, D]`` and how scores are made, as in `AttentionCall`, after
         their `append` and before `read`."""
@@ -155,11 +160,20 @@ class CompressedLayer(Past, CacheLayerMixin):
         return self.tail is not None
 
     @property
+    def device(self) -> torch.device:
+        return self.codec.view.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what `keys` gives."""
+        return self.codec.view.dtype if self.tail is None else self.tail.dtype
+
+    @property
     @torch.no_grad()
     def keys(self) -> Tensor | None:
         """Keys of all tokens as attention reads them, decoded, ``[B, G, T, D]``; for tools that look into a
         cache. None where there are no tokens."""
-        return None if self.tail is None else self.states()[0]
+        return None if self.tail is None else self.codec.view.as_in_model(self.states()[0])
 
     @property
     @torch.no_grad()

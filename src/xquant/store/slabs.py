@@ -86,6 +86,13 @@ class Slabs:
                 return
             start += len(slab)
 
+    def first(self, count: int) -> "Slabs":
+        """The first ``count`` blocks, of at least one, in the same memory."""
+        other = object.__new__(type(self))
+        other.slabs, other._used = list(self.slabs), self._used
+        other.cut(count)
+        return other
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Slabs":
         return Slabs(self.whole().clone())
 

@@ -190,13 +190,8 @@ class Stream:
     def restore(self, state: State) -> None:
         """Be as at the time of a `snapshot`, also where sealing or selecting was interrupted since."""
         self.version += 1
-        self.pool, self.table, self.lengths, self.tokens, self.blocks = state
-        for fields in self.pool:
-            for name, held in fields.items():
-                if isinstance(held, Ragged):
-                    fields[name] = held.first(self.blocks)
-                else:
-                    held.cut(self.blocks)
+        pool, self.table, self.lengths, self.tokens, self.blocks = state
+        self.pool = [{name: t.first(self.blocks) for name, t in held.items()} for held in pool]
 
 
 def _held(fields: Tensor | Ragged) -> Slabs | Ragged:

@@ -24,6 +24,11 @@ def look_up(embedding: Tensor, ids: Tensor) -> Tensor:
     return embedding[ids.where(known, 0)].masked_fill_(~known[..., None], 0)
 
 
+def visible(mask: Tensor) -> Tensor:
+    """Which query sees which token, bool, by a mask of any shape, bool or added to scores."""
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
+
+
 class TokenIndex:
     """Positions, padding, sinks and ids of ``T`` tokens of ``B`` sequences.
 
