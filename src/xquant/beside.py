@@ -19,8 +19,11 @@ class StatesBesideCache(Cache):
 
     def _forget_states(self, own: list[Any]) -> None:
         """Begin with empty states, beside those of transformers' ``own`` layers that have both."""
+        recorded = {i for i, state in getattr(self, "beside", {}).items() if state.record_past}
         both = {index: layer for index, layer in enumerate(own) if compat.has_both(layer)}
         self.beside = {index: compat.state_of(layer) for index, layer in both.items()}
+        for index in recorded:
+            self.beside[index].activate_past_recording()
 
     @property
     def _states(self) -> Any:
@@ -41,6 +44,14 @@ class StatesBesideCache(Cache):
 
     def has_previous_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._states.has_previous_state(*args, **kwargs)
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        for state in self.beside.values():
+            state.activate_past_recording()
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return bool(self._states.is_recording_past(layer_idx))
 
     @property
     def is_croppable(self) -> bool:

@@ -46,7 +46,12 @@ def text_config(model: nn.Module) -> PreTrainedConfig:
 
 def default_layers(config: PreTrainedConfig) -> list[Any]:
     """The cache layers that transformers itself would use, one per decoder layer."""
-    return list(DynamicCache(config=config).layers)
+    return list(default_cache(config).layers)
+
+
+def default_cache(config: PreTrainedConfig) -> DynamicCache:
+    """The cache that transformers itself would use."""
+    return DynamicCache(config=config)
 
 
 def keeps_tokens(layer: Any) -> bool:
@@ -75,6 +80,33 @@ def states_of(layer: Any) -> dict[str, Tensor] | None:
     kinds = {"conv": layer.conv_states, "recurrent": layer.recurrent_states}
     states = ((f"{kind}.{i}", s) for kind, each in kinds.items() for i, s in each.items())
     return {name: state for name, state in states if state is not None}
+
+
+def held_by(layer: Any) -> list[Tensor]:
+    """The keys and values of a cache layer of transformers, and its states."""
+    found = [getattr(layer, name, None) for name in ("keys", "values")]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)] + states_in(layer)
+
+
+def states_in(layer: Any) -> list[Tensor]:
+    """The states of linear attention and convolutions of a cache layer of transformers."""
+    found: list[Any] = []
+    for name in ("conv_states", "recurrent_states"):
+        states = getattr(layer, name, None)
+        found += states.values() if isinstance(states, dict) else [states]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def has_state(layer: Any) -> bool:
+    """Whether a cache layer of transformers holds a state of one size, alone or beside keys and values."""
+    return hasattr(layer, "conv_states")
+
+
+def compute_experts_together(model: nn.Module) -> None:
+    """Have a model without weights compute experts in a way that torch's meta device can do."""
+    choose = getattr(model, "set_experts_implementation", None)
+    if choose is not None:
+        choose("batched_mm")
 
 
 def put_states(layer: Any, states: dict[str, Tensor]) -> None:

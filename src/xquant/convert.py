@@ -27,6 +27,7 @@ def fill(target: "KVCache", source: "KVCache") -> None:
     for i, own in enumerate(source.layers):
         if not isinstance(own, CompressedLayer):
             target.layers[i] = copy.deepcopy(own)
+    target.beside = copy.deepcopy(source.beside)
     if source.index.length:
         target.index.take(source.index)
         _pour(source, [target], lambda rows, _: rows)

@@ -4,8 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from . import compat
 from .linear import packed_bytes
 from .sizes import readable
 from .store.layer import CompressedLayer
@@ -28,7 +27,8 @@ class Report:
         sealed_bytes: of compressed blocks, by tensor: codes, scales, zeros and so on.
         table_bytes: what all blocks share: codebooks, offline scales.
         sink_bytes: first tokens that are kept full.
-        tail_bytes: newest tokens that are kept full.
+        tail_bytes: newest tokens that are kept full; after a pass of a few tokens, which may be drafts, also
+            those that it has sealed, until the next pass.
         index_bytes: positions, padding, ids of tokens and the block table.
         skipped_bytes: of layers that are not compressed.
         cache_bytes: all of the above.
@@ -108,14 +108,15 @@ def report_of(cache: "KVCache") -> Report:
         for segment in layer.stream.segments:
             code_bytes += layer.stream.blocks * segment.parts(layer.stream.block)["codes"]
     sinks = sum(layer.sink_nbytes for layer in cache.compressed)
-    tail = sum(layer.tail_nbytes for layer in cache.compressed)
+    tail = sum(layer.tail_nbytes for layer in cache.compressed) + cache.stack.unsealed_nbytes
     index = cache.index.nbytes + sum(layer.stream.table_nbytes for layer in cache.compressed)
     codebooks = sum(layer.stream.shared_nbytes for layer in cache.compressed)
     lowest = cache.compressed[0]
     ids = 0 if lowest.codec.embedding is None else cache.index.ids[:, : lowest.stream.tokens].nbytes
     others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
     others += cache.beside.values()
-    skipped = sum(tensor.nbytes for layer in others for tensor in _held(layer))
+    held = [tensor for layer in others for tensor in compat.held_by(layer)]
+    skipped = sum(tensor.nbytes for tensor in held)
     resident = sealed.total() + codebooks + sinks + tail + index
 
     def bits(size: int) -> float:
@@ -135,7 +136,7 @@ def report_of(cache: "KVCache") -> Report:
         index_bytes=index,
         skipped_bytes=skipped,
         cache_bytes=resident + skipped,
-        full_cache_bytes=2 * (values + sum(t.numel() for layer in others for t in _held(layer))),
+        full_cache_bytes=2 * (values + sum(tensor.numel() for tensor in held)),
         bits_per_value=bits(sealed.total() + codebooks + sinks + ids),
         code_bits=bits(code_bytes),
         cache_ratio=resident / (2 * values) if values else 0.0,
@@ -144,11 +145,3 @@ def report_of(cache: "KVCache") -> Report:
         note=cache.note,
         host_bytes=sealed.total() if cache.stack.carrier is not None else 0,
     )
-
-
-def _held(layer: Any) -> list[Tensor]:
-    """The keys and values of a layer that is not ours, or its states."""
-    kinds = (getattr(layer, name, None) or {} for name in ("conv_states", "recurrent_states"))
-    states = [state for kind in kinds for state in kind.values()]
-    held = (getattr(layer, "keys", None), getattr(layer, "values", None), *states)
-    return [tensor for tensor in held if isinstance(tensor, Tensor)]

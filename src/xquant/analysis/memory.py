@@ -31,7 +31,7 @@ class CacheBytes:
 
     ``codes`` counts rows that 16 bits keep as they are, too; ``ranges`` scales and zeros; ``outliers`` their
     counts, channels and residuals; ``tables`` codebooks and offline ranges; ``index`` positions and block
-    tables; ``skipped`` the layers that are not compressed.
+    tables; ``skipped`` the layers that are not compressed, and states beside those that are.
     """
 
     codes: int
@@ -138,8 +138,7 @@ class CacheLayout:
     def full_nbytes(self, context: int, batch: int) -> int:
         """Bytes of the fp16 cache of the same tokens."""
         values = context * sum(codec.view.state_width for codec in self.codecs)
-        others = self.skeleton.skipped_nbytes(context) // self.codecs[0].view.dtype.itemsize
-        return 2 * batch * (values + others)
+        return 2 * batch * (values + self.skeleton.skipped_values(context))
 
     def _outliers(self, blocks: int) -> int:
         """Outliers to be expected of one sequence; sinks have none."""

@@ -138,7 +138,8 @@ class Skeleton:
             if hasattr(rotary, "config"):
                 module.rotary_emb = type(rotary)(rotary.config)
         self.view = view_model(self.model)
-        self.skipped_nbytes = cache(self._skipped_nbytes)
+        self._held_uncompressed = cache(self._uncompressed)
+        self._states: list[torch.Tensor] | None = None
 
     @property
     def parameters(self) -> int:
@@ -160,11 +161,23 @@ class Skeleton:
         layers = list(layers_of(self.view.decoder))
         return sum(p.nbytes for p in layers[index].parameters())
 
-    def _skipped_nbytes(self, context: int) -> int:
+    def skipped_nbytes(self, context: int) -> int:
         """Bytes of one sequence in the layers that are not compressed, as transformers' own cache holds
-        it."""
+        it, and of the states that layers have beside keys and values.
+
+        Raises:
+            ValueError: layers have states whose sizes cannot be found without weights.
+        """
+        return self._held_uncompressed(context)[0]
+
+    def skipped_values(self, context: int) -> int:
+        """The same in numbers, of any dtype."""
+        return self._held_uncompressed(context)[1]
+
+    def _uncompressed(self, context: int) -> tuple[int, int]:
+        """Bytes and numbers."""
         own = compat.default_layers(compat.text_config(self.model))
-        total = 0
+        held = list(self._states_of(own))
         for view in self.view.layers:
             if view.index in self.view.skipped:
                 layer = own[view.index]
@@ -176,5 +189,30 @@ class Skeleton:
                         for size in (view.head_size, view.value_size)
                     )
                 )
-                total += layer.keys.nbytes + layer.values.nbytes
-        return total
+                held += layer.keys, layer.values
+        return sum(tensor.nbytes for tensor in held), sum(tensor.numel() for tensor in held)
+
+    @torch.no_grad()
+    def _states_of(self, own: list[Any]) -> list[torch.Tensor]:
+        """The states of linear attention and convolutions of one sequence: what a pass of a token leaves."""
+        if not any(map(compat.has_state, own)):
+            return []
+        if self._states is None:
+            cache = compat.default_cache(compat.text_config(self.model))
+            compat.compute_experts_together(self.model)
+            token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+            try:
+                self.view.decoder(token, **{compat.CACHE: cache}, use_cache=True)
+            except Exception as error:  # whatever a layer does that needs numbers
+                family, reason = type(self.model).__name__, str(error).strip().splitlines()[0][:160]
+                raise ValueError(
+                    f"the states that layers of {family} keep cannot be counted without its weights:"
+                    f" {reason}"
+                ) from error
+            self._states = [
+                state
+                for layer in cache.layers
+                if compat.has_state(layer)
+                for state in compat.states_in(layer)
+            ]
+        return self._states

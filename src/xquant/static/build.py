@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import compat
 from ..kernels.choose import Choice, choose, packer_of
 from ..kernels.torch import REFERENCE
 from ..kernels.trial import Trial
@@ -59,6 +60,9 @@ def layers_of(
 def _codecs(view: ModelView, method: Method, made: Sequence[LayerCodec]) -> list[LayerCodec]:
     for index, why in view.skipped.items():
         raise _refused(method, f"layer {index} has {why}")
+    for index, layer in enumerate(compat.default_layers(compat.text_config(view.model))):
+        if compat.has_state(layer):
+            raise _refused(method, f"layer {index} has a state beside keys and values")
     if not view.rope.width:
         raise _refused(method, "the model has no rotary embedding")
     if any(layer.latents or layer.value_size != layer.head_size for layer in view.compressed):
