@@ -12,6 +12,7 @@ from . import kept
 from .calibration import Calibration
 from .methods import LayerCodec, Method
 from .models import AttentionView
+from .models.weights import numbers
 
 
 def fingerprint(views: Sequence[AttentionView]) -> str:
@@ -23,10 +24,11 @@ def fingerprint(views: Sequence[AttentionView]) -> str:
     digest = hashlib.sha256()
     for view in views:
         if view.unknown_keys or view.unknown_values:
-            read: list[Tensor | None] = [*view.module.parameters()]
+            read: list[Tensor | None] = [*numbers(view.module)]
         else:
-            norm = [] if view.key_norm is None else [*view.key_norm.parameters()]
-            read = [view.key_weight, view.key_bias, view.value_weight, view.value_bias, *norm]
+            norm = [] if view.key_norm is None else numbers(view.key_norm)
+            key, value = view.stored_weights
+            read = [key, view.key_bias, value, view.value_bias, *norm]
         for tensor in read:
             if tensor is not None:
                 rounded = tensor.detach().to("cpu", torch.bfloat16).contiguous()

@@ -38,6 +38,14 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return original
 
 
+def has_prefix(model: nn.Module) -> bool:
+    """Whether peft is to give each call of ``model`` a cache of its own, with a prefix in it: of a model of
+    peft's, and of the one inside while ``generate`` of peft's runs."""
+    asked = getattr(model, "prepare_inputs_for_generation", None)
+    tuned = getattr(getattr(asked, "__self__", None), "active_peft_config", None)
+    return getattr(tuned, "peft_type", None) in ("PREFIX_TUNING", "CARTRIDGE")
+
+
 def text_config(model: nn.Module) -> PreTrainedConfig:
     """The decoder's own configuration, also of a model with several modalities."""
     config: PreTrainedConfig = model.config.get_text_config(decoder=True)  # type: ignore[union-attr,operator]

@@ -7,6 +7,7 @@ the same.
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import Enum
 from threading import RLock
 from typing import Any, NamedTuple
 
@@ -17,8 +18,8 @@ from . import compat
 from .digests import digest, sample
 from .linear import PackedLinear
 from .models import ModelView
-from .models.base import PLAIN, REFUSALS, version
 from .models.names import final_norm_of, layers_of, rotary_of
+from .models.weights import PLAIN, REFUSALS, InFile, at_hand, told, version
 
 NAMES = {
     "architectures",
@@ -123,7 +124,7 @@ def _sha256(text: str) -> str:
 
 # -- what counts -------------------------------------------------------------------------------------
 
-Part = str | Tensor
+Part = str | Tensor | InFile
 
 
 def _parts(view: ModelView) -> Iterator[Part]:
@@ -168,7 +169,9 @@ def _module(module: nn.Module, path: str, apart: Collection[int]) -> Iterator[Pa
         if isinstance(value, dict):
             value = {key: part for key, part in value.items() if key not in idle}
         if id(value) not in apart:
-            yield from _value(_at_hand(module, name, value), f"{path}.{name}")
+            if isinstance(value, Tensor):
+                value = _with_numbers(module, name, value)
+            yield from _value(value, f"{path}.{name}")
     for name, child in module._modules.items():
         if child is not None:
             yield from _module(child, f"{path}.{name}", apart)
@@ -189,28 +192,26 @@ def _idle_adapters(layer: Any) -> dict[str, Any]:
     return {name: part for name, part in found if name not in used and name not in merged}
 
 
-def _at_hand(module: nn.Module, name: str, value: Any) -> Any:
-    """A weight that accelerate keeps elsewhere until the module runs; any other value itself."""
-    if not isinstance(value, Tensor) or value.device.type != "meta":
-        return value
-    hook = getattr(module, "_hf_hook", None)
-    for each in getattr(hook, "hooks", (hook,)):
-        kept = getattr(each, "weights_map", None)
-        if kept is not None and name in kept:
-            return kept[name]
+def _with_numbers(module: nn.Module, name: str, tensor: Tensor) -> Tensor | InFile:
+    found = at_hand(module, name, tensor)
+    if isinstance(found, InFile) or not found.is_meta:
+        return found
     raise ValueError(
         f"'{name}' of {type(module).__name__} has no numbers (it is on the meta device, perhaps offloaded),"
         " so what this cache depends on cannot be told: load the model without offloading"
     )
 
 
-def _value(value: Any, path: str, objects: bool = False) -> Iterator[Part]:
+def _value(value: Any, path: str, objects: int = 0) -> Iterator[Part]:
     """What an attribute says.
 
     Args:
-        objects: whether to look into what is neither a tensor, a collection nor plain.
+        objects: how deep to look into what is neither a tensor, a collection nor plain.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, InFile):
+        yield path
+        yield value
+    elif isinstance(value, Tensor):
         yield path
         yield from _tensor(value, path)
     elif isinstance(value, Mapping):
@@ -219,10 +220,12 @@ def _value(value: Any, path: str, objects: bool = False) -> Iterator[Part]:
     elif isinstance(value, list | tuple):
         for number, part in enumerate(value):
             yield from _value(part, f"{path}[{number}]", objects)
-    elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
+    elif value is None or isinstance(value, bool | int | float | str | torch.dtype | Enum):
         yield f"{path} = {value!r}"
     elif objects:
-        yield from _value({n: part for n, part in vars(value).items() if _counts(n)}, path)
+        yield f"{path} is {type(value).__name__}"
+        held = getattr(value, "__dict__", {})
+        yield from _value({n: part for n, part in held.items() if _counts(n)}, path, objects - 1)
 
 
 def _tensor(tensor: Tensor, path: str) -> Iterator[Part]:
@@ -232,11 +235,13 @@ def _tensor(tensor: Tensor, path: str) -> Iterator[Part]:
         yield tensor
         if type(tensor) not in PLAIN:
             held = {n: part for n, part in vars(tensor).items() if _counts(n)}
-            yield from _value(held, path, objects=True)
+            yield from _value(held, path, objects=1)
         return
     yield type(tensor).__name__
-    for name in flatten()[0]:
+    names, options = flatten()
+    for name in names:
         yield from _value(getattr(tensor, name), f"{path}.{name}")
+    yield from _value(options, path, objects=3)  # such as how inputs are rounded
 
 
 # -- what it is --------------------------------------------------------------------------------------
@@ -251,6 +256,9 @@ def _state(parts: list[Part]) -> list[Any]:
         if isinstance(part, str):
             found.append(part)
             continue
+        if isinstance(part, InFile):
+            found.append(part.state)
+            continue
         found += [id(part), part.dtype, part.device, version(part)]
         if not part.is_mkldnn:
             found.append(part.data_ptr())
@@ -261,12 +269,17 @@ def _state(parts: list[Part]) -> list[Any]:
 def _digest(parts: list[Part]) -> str:
     known: dict[int, str] = {}  # a tensor may have several places
     for part in parts:
-        if isinstance(part, Tensor) and id(part) not in known:
+        if not isinstance(part, str) and id(part) not in known:
             try:
-                known[id(part)] = digest(part.to_dense() if part.is_mkldnn else part)
+                known[id(part)] = _bits(part)
             except REFUSALS as error:
                 kind = type(part).__name__
                 raise ValueError(
-                    f"the bits of a {kind} in {part.dtype} cannot be read: {str(error)[:160]}"
+                    f"the bits of a {kind} cannot be read: {told(error)[:160]}"
                 ) from None
-    return _sha256(json.dumps([known[id(p)] if isinstance(p, Tensor) else p for p in parts]))
+    return _sha256(json.dumps([p if isinstance(p, str) else known[id(p)] for p in parts]))
+
+
+def _bits(part: Tensor | InFile) -> str:
+    tensor = part.read() if isinstance(part, InFile) else part
+    return digest(tensor.to_dense() if tensor.is_mkldnn else tensor)

@@ -5,6 +5,7 @@ the one model, and a hook gives a cache to a forward pass that asks for one. So 
 people's code need no change.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -16,8 +17,9 @@ from transformers import Cache, GenerationMixin
 
 from .cache import KVCache
 from .calibration import Calibration
-from .compat import CACHE
+from .compat import CACHE, has_prefix
 from .methods import Method
+from .seam.passes import PREFIX_TUNED
 
 _NAME = "_prepare_cache_for_generation"
 _KEPT = "_xquant_calls"
@@ -38,7 +40,8 @@ def compress(
     That is every ``model.generate(...)``, with all that calls it (pipelines, chats), and every
     ``model(..., use_cache=True)``. A call that passes ``past_key_values``, asks for another kind of cache
     (``cache_implementation="static"``) or for none is left alone, and so are engines with memory of their own
-    (continuous batching). A model that is compressed already is compressed anew.
+    (continuous batching) and, with a warning, ``generate`` of a model with prefix tuning (peft). A model that
+    is compressed already is compressed anew.
 
     Args:
         model: a causal language model of transformers, or what holds one, such as a PEFT model.
@@ -143,6 +146,9 @@ class _Calls:
     ) -> Any:
         """In place of the method of transformers that puts a cache into ``model_kwargs``."""
         wanted = generation_config.cache_implementation in _OWN and generation_config.use_cache
+        if wanted and has_prefix(self._model):
+            wanted = False
+            warnings.warn(f"this call is not compressed: {PREFIX_TUNED}", stacklevel=2)
         if wanted and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = cache = self.new_cache()
             if generation_config.is_assistant:

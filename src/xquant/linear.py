@@ -48,7 +48,8 @@ def pack_weights(model: nn.Module) -> None:
     model = compat.uncompiled(model)
     read = set(_read_by_methods(model))
     for module in model.modules():
-        if type(module) is nn.Linear and module not in read and _packs(module.weight):
+        own = "forward" in vars(module)  # accelerate's, which also brings offloaded weights in
+        if type(module) is nn.Linear and module not in read and _packs(module.weight) and not own:
             PackedLinear.take(module)
 
 

@@ -19,6 +19,7 @@ from ..kernels.call import AttentionCall
 from ..methods import LayerCodec
 from ..methods.key_value import flat_heads
 from ..models.rotation import rotate
+from ..models.weights import home
 from ..seam.hooks import Attachment, attach
 from ..seam.passes import Given, ObservingCache
 from .calibrator import Rows, Stage
@@ -105,7 +106,7 @@ def collect(
         _frozen(model),
         torch.set_grad_enabled(any(stage.gradients for _, stage in stages)),
     ):
-        for sample in samples.to(model.device):
+        for sample in samples.to(home(model)):
             _collect_one(model, attachment, sample, stages)
             done()
 
@@ -122,6 +123,12 @@ def _collect_one(
     seen, gradients = recorder.seen, dict[int, tuple[Tensor, Tensor]]()
     if wanted:
         loss = _loss(logits, sample)
+        if not loss.requires_grad:
+            raise ValueError(
+                f"no gradients reach the keys and values of {type(model).__name__}, perhaps because its"
+                " weights are quantized: use a method that needs none, such as kivi or kvquant with"
+                " weighting=none"
+            )
         states = [t for s in seen.values() for t in (s.key, s.value)]
         found = torch.autograd.grad(loss, states)
         gradients = dict(zip(seen, zip(found[::2], found[1::2], strict=True), strict=True))
@@ -163,7 +170,7 @@ def collect_weights(
         name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
     }
     with _frozen(model, but=weights.values()), torch.enable_grad():
-        for sample in samples.clone().to(model.device):
+        for sample in samples.clone().to(home(model)):
             logits = model(sample[None], use_cache=False).logits[0, :-1]
             loss = _loss(logits, sample)
             # An expert that no token went to has no gradient.

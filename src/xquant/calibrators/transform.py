@@ -16,6 +16,7 @@ from ..methods.key_value import KeyValueCodec
 from ..methods.transform import Transform, spans
 from ..methods.transform_codec import channels
 from ..models import AttentionView
+from ..models.weights import home
 from ..quant import Plain
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import Ranked, allot, side_nbytes, steps_of
@@ -251,7 +252,7 @@ class StatisticsStage:
 @torch.no_grad()
 def normed(embedding: torch.nn.Embedding, ids: Tensor) -> Tensor:
     """Embeddings of tokens ``[M]``, fp64 ``[M, d]``, divided by their root mean square."""
-    rows = embedding(ids.to(embedding.weight.device)).double().cpu()
+    rows = embedding(ids.to(home(embedding))).double().cpu()
     return rows / rows.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import find_decoder, layers_of
+from ..models.weights import PLAIN
 from ..quant.affine import FP16_MAX
 
 SENSITIVE = 0.0005
@@ -38,10 +39,11 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
     modules = (module for layer in layers for module in layer.modules())
     inside = {id(module.weight) for module in modules if isinstance(module, nn.Linear)}
     found = {name: weight for name, weight in model.named_parameters() if id(weight) in inside}
-    if not found or not all(weight.is_floating_point() for weight in found.values()):
+    dense = (w.is_floating_point() and type(w) in PLAIN and not w.is_meta for w in found.values())
+    if not found or not all(dense):
         raise ValueError(
             f"the weights of {type(model).__name__} cannot be quantized: its decoder layers have no linear"
-            " layers in floating point"
+            " layers in floating point, or they are offloaded"
         )
     return found
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from ..models.weights import home
 from ..positions import check_context
 from ..progress import Progress, silent
 from ..runs import Runs
@@ -113,7 +114,7 @@ def write_samples(
     together = max(TOKENS_AT_ONCE // context, 1)
     starts, runs, tell = range(0, windows, together), runs or Runs(None, {}), progress or silent
     texts: list[list[int]] = []
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = [home(model)] if home(model).type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         for number, start in enumerate(starts):
@@ -152,7 +153,7 @@ def _continued(
     tokens that were added."""
     lengths = [len(ids) for ids in openings]
     widest = max(lengths)
-    ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=model.device)
+    ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=home(model))
     mask = (
         torch.arange(widest, device="cpu")[None]
         >= widest - torch.tensor(lengths, device="cpu")[:, None]
@@ -160,7 +161,7 @@ def _continued(
     new = context - min(lengths)
     texts = model.generate(
         ids,
-        attention_mask=mask.long().to(model.device),
+        attention_mask=mask.long().to(home(model)),
         max_new_tokens=new,
         min_new_tokens=new,
         do_sample=True,

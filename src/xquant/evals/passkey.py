@@ -25,6 +25,7 @@ from ..calibration import Calibration
 from ..calibrations import Calibrations
 from ..compat import CACHE
 from ..methods import Method
+from ..models.weights import home
 from ..positions import check_context
 from ..progress import Progress, silent
 from ..runs import Runs
@@ -210,7 +211,7 @@ def _ask(
     attend: str,
 ) -> dict[Method, _Answer]:
     """The answer of each method to one prompt."""
-    ids = torch.tensor([prompt], device=model.device)
+    ids = torch.tensor([prompt], device=home(model))
     caches = _filled(model, methods, ids[:, :-1], attend)
     right = _ids(tokenizer, f" {key}")
     return {

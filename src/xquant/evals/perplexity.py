@@ -25,6 +25,7 @@ from ..cache import KVCache
 from ..calibration import Calibration
 from ..calibrations import Calibrations
 from ..methods import Full, Method
+from ..models.weights import home
 from ..progress import Progress, silent
 from ..runs import Runs
 from ..spec import parse_method
@@ -133,7 +134,7 @@ def measure(
     for method in scored:  # raises for bad input before the first forward pass
         _empty(model, method, use[method], block)
     total, done = len(ids) * len(scored), 0
-    for number, window in enumerate(ids.to(model.device)):
+    for number, window in enumerate(ids.to(home(model))):
         full = None  # logits, computed where a method has not finished this window
         for method, windows in scored.items():
             tell(done, total, method.spec)

@@ -10,6 +10,7 @@ from . import latent, names, probe
 from .base import AttentionView
 from .rope import Rope
 from .rotation import Pair, orders, rotate, widened
+from .weights import home
 
 EXACT = {torch.float32: 1e-4, torch.float64: 1e-4}
 ROUNDED = 3e-2
@@ -36,8 +37,8 @@ def view_attention(
         Unsupported: it cannot be served; the message says why.
     """
     hidden, dtype = _input_of(attention, config)
-    weight = next(attention.parameters())
-    table = rope.table(weight.new_empty(0, dtype=dtype), probe.TOKENS, kind)
+    device = home(attention)
+    table = rope.table(torch.empty(0, dtype=dtype, device=device), probe.TOKENS, kind)
     try:
         given = probe.ask(attention, config, hidden, dtype, still(table), 0)
     except ValueError as error:
@@ -48,7 +49,7 @@ def view_attention(
         raise Unsupported("its cache holds other states than keys and values of heads")
     heads, size = key.shape[1], key.shape[3]
     order, turned, why = None, rope.width, ""
-    if weight.device.type != "meta":
+    if device.type != "meta":
         try:
             moved = probe.ask(attention, config, hidden, dtype, table, 1).key
             order, turned = order_of(key, moved, None if table is None else rope.halves(table))

@@ -11,7 +11,7 @@ Letters: ``B`` sequences, ``T`` tokens, ``G`` key/value heads of ``D`` channels,
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,19 @@ from torch.nn import functional as F
 from .latent import Latents
 from .names import attentions
 from .rope import Rope
+from .weights import (
+    PLAIN,
+    REFUSALS,
+    bias_of,
+    check_product,
+    decoded_weight,
+    held,
+    home,
+    is_plain,
+    offloading,
+    state,
+    sums,
+)
 
 LARGE_PRODUCT = 1 << 22
 """From this many multiplications on, oneDNN was faster than MKL in fp32 on an AMD CPU."""
@@ -146,19 +159,27 @@ class AttentionView:
     @property
     def device(self) -> torch.device:
         """The device of the value projection, and so of all parts of the layer."""
-        return next(_tensors(self.value_module)).device
+        return home(self.value_module)
 
     @property
     def key_weight(self) -> Tensor:
         """``W_k^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
         self.require(keys=True, values=True)
+        self._check_product(self.key_module)
         return self._part(self.key_module, self.key_channels)
 
     @property
     def value_weight(self) -> Tensor:
         """``W_v^T``: ``[G*D, d]``. Quantized weights are decoded, adapters are added."""
         self.require(keys=False, values=True)
+        self._check_product(self.value_module)
         return self._part(self.value_module, self.value_channels)
+
+    @property
+    def stored_weights(self) -> tuple[Tensor, Tensor]:
+        """The same, also where the layer rounds its inputs and is not their product."""
+        key = self._part(self.key_module, self.key_channels)
+        return key, self._part(self.value_module, self.value_channels)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -193,17 +214,32 @@ class AttentionView:
             weight: Any = module.weight
             return weight.detach()
         decoded: Tensor = self.offline(
-            f"decoded {id(module)}", lambda: decoded_weight(module, self)
+            f"decoded {id(module)}", lambda: decoded_weight(module, self._probe)
         )
         return decoded
+
+    def _check_product(self, module: nn.Module) -> None:
+        if (
+            not is_plain(module) and not module.training
+        ):  # dropout in adapters is told of by `seam/check.py`
+            weight = self._dense(module)
+            self.offline(
+                f"checked {id(module)}", lambda: check_product(module, weight, self._probe)
+            )
+
+    @property
+    def _probe(self) -> Tensor:
+        """An input ``[d]`` of the projections. Beside its first number, 8 bits lose much of the others."""
+        probe = torch.linspace(-1, 1, self.hidden, device=self.device, dtype=self.dtype)
+        probe[0] = self.hidden**0.5
+        return probe
 
     @property
     def weights_state(self) -> list[tuple[Any, ...]]:
         """A value to compare with an earlier one. It differs after a projection or the key norm was replaced,
         moved, cast, or written to in a way that torch counts; for other writes there is `weights_sums`."""
         modules = (self.key_module, self.value_module, self.key_norm)
-        tensors = [t for module in modules if module is not None for t in _tensors(module)]
-        return [(id(t), t.data_ptr(), t.dtype, t.device, version(t)) for t in tensors]
+        return [each for module in modules if module is not None for each in state(module)]
 
     def weights_sums(self) -> list[Tensor]:
         """Checksums of the projections and the key norm, int64 on the layer's device. They show what
@@ -213,14 +249,13 @@ class AttentionView:
         if self.value_module is not self.key_module:
             projections.append(self.value_module)
         read = [*projections, self.key_norm] if self.key_norm is not None else projections
-        tensors = [t for module in read for t in _tensors(module) if type(t) in PLAIN]
-        probe = torch.linspace(-1, 1, self.hidden, device=self.device, dtype=self.dtype)
+        tensors = [t for module in read for t in held(module) if type(t) in PLAIN and not t.is_meta]
         for module in projections:
             if not is_plain(module):
                 # One that cannot run on the probe is refused later, with a message: by `decoded_weight`.
                 with contextlib.suppress(*REFUSALS):
-                    tensors.append(module(probe[None]))
-        return [number for tensor in tensors for number in _sums(tensor)]
+                    tensors.append(module(self._probe[None]))
+        return [number for tensor in tensors for number in sums(tensor)]
 
     @property
     def outdated(self) -> bool:
@@ -230,11 +265,17 @@ class AttentionView:
 
     @property
     def key_bias(self) -> Tensor | None:
-        return _bias(self.key_module, self.key_channels)
+        return self._bias(self.key_module, self.key_channels)
 
     @property
     def value_bias(self) -> Tensor | None:
-        return _bias(self.value_module, self.value_channels)
+        return self._bias(self.value_module, self.value_channels)
+
+    def _bias(self, module: nn.Module, channels: slice | Tensor) -> Tensor | None:
+        bias: Tensor | None = getattr(module, "bias", None)
+        if bias is not None and (bias.is_meta or offloading(module) is not None):
+            bias = self.offline(f"bias {id(module)}", lambda: bias_of(module, self._probe))
+        return None if bias is None else bias.detach()[channels]
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys before RoPE and values of post-norm inputs ``x`` ``[B, T, d]``: two ``[B, T, G*D]``."""
@@ -321,78 +362,3 @@ class ModelView:
         """Whether layers, or their projections, have been replaced since this view was made."""
         now = {id(attention) for _, attention in attentions(self.decoder)}
         return any(id(view.module) not in now or view.outdated for view in self.layers)
-
-
-PLAIN = (Tensor, nn.Parameter)
-"""Types of tensors that hold their own values. torchao's hold codes: they are subclasses."""
-REFUSALS = (RuntimeError, AssertionError, TypeError, IndexError)
-"""What libraries raise where a quantized layer cannot do what it is asked."""
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether the layer is an ordinary ``nn.Linear``: a dense weight, perhaps a bias, and neither an adapter
-    nor quantized weights."""
-    return (
-        isinstance(module, nn.Linear)
-        and type(module).forward is nn.Linear.forward
-        and type(module.weight) in PLAIN
-        and module.weight.is_floating_point()
-    )
-
-
-def _sums(tensor: Tensor) -> list[Tensor]:
-    """Sums of the bits of a tensor by rows and by columns. They are weighted, so that two rows or columns
-    that change places change a sum."""
-    rows = tensor.detach().reshape(len(tensor) if tensor.dim() > 1 else 1, -1).contiguous()
-    bits = rows.view(torch.uint8)
-    bits = F.pad(bits, (0, -bits.shape[1] % 8)).view(torch.int64)
-    found = []
-    for dim in (0, 1):
-        sums = bits.sum(dim)
-        order = torch.arange(1, 2 * len(sums), 2, device=sums.device)
-        found.append((sums * order).sum())
-    return found
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
-def version(tensor: Tensor) -> int:
-    """How often torch saw a tensor written to."""
-    # Inference tensors have no version counter.
-    return 0 if tensor.is_inference() else tensor._version
-
-
-@torch.no_grad()
-def decoded_weight(module: nn.Module, view: AttentionView) -> Tensor:
-    """The dense weight ``[out, in]`` of a layer that is not plain, in the view's dtype: of quantized weights
-    what they decode to, with an adapter their sum.
-
-    Raises:
-        ValueError: it cannot be had; the message names the kind of layer.
-    """
-    eye = torch.eye(view.hidden, dtype=view.dtype, device=view.device)
-    try:
-        if isinstance(module, nn.Linear) and module.weight.is_floating_point():
-            # torchao: an nn.Linear whose weight is a tensor subclass
-            return F.linear(eye, module.weight).T.contiguous()
-        dequantize = getattr(module, "dequantize", None)
-        if callable(dequantize):  # HQQ
-            decoded: Tensor = dequantize()
-            return decoded.to(view.dtype)
-        # Others can at least be asked: rows of the identity come out as columns of the weight.
-        bias = getattr(module, "bias", None)
-        return (module(eye) - (0 if bias is None else bias)).T.contiguous()
-    except REFUSALS as error:
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(
-            f"the weights of {type(module).__name__} cannot be decoded ({why}): use a method that stores"
-            " keys and values, such as kivi, which does not need them"
-        ) from error
-
-
-def _bias(module: nn.Module, part: slice | Tensor) -> Tensor | None:
-    bias = getattr(module, "bias", None)
-    return None if bias is None else bias.detach()[part]

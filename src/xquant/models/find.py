@@ -11,6 +11,7 @@ from . import names
 from .attention import Unsupported, turn_whole_heads, view_attention
 from .base import AttentionView, ModelView
 from .rope import Rope
+from .weights import offloading
 
 
 @torch.inference_mode(
@@ -71,6 +72,7 @@ def _view(model: nn.Module) -> ModelView:
         raise Unsupported("no decoder layers that attend were found")
     if places.keys() <= skipped.keys():
         raise Unsupported(f"it has no full-attention layer to compress ({skipped[min(places)]})")
+    _check_offloading(decoder, {attention for _, attention in places.values()})
     for index, (layer, attention) in sorted(places.items()):
         kind = kinds[index] if index in skipped and index < len(kinds) else ""
         views.append(view_attention(family, layer, attention, config, rope, kind))
@@ -109,6 +111,17 @@ def _attends(module: nn.Module, config: type) -> bool:
     for _, attention in names.attentions(module):
         return type(getattr(attention, "config", None)) in (config, type(None))
     return False
+
+
+def _check_offloading(decoder: nn.Module, attentions: set[nn.Module]) -> None:
+    """Refuse attention layers whose parts cannot run apart from each other."""
+    for module in decoder.modules():
+        whole = getattr(offloading(module), "place_submodules", False)
+        if whole and not attentions.isdisjoint(module.modules()):
+            raise Unsupported(
+                f"accelerate offloads each {type(module).__name__} as a whole: leave it out of"
+                " preload_module_classes"
+            )
 
 
 def _embedding(decoder: Any) -> nn.Embedding | None:

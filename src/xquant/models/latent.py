@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .weights import is_plain
+
 NAME = "kv_b_proj"
 
 
@@ -76,7 +78,7 @@ def latents_of(attention: Any, key: Tensor) -> Latents | None:
     projection: Any = getattr(attention, NAME, None)
     names = ("qk_nope_head_dim", "v_head_dim")
     key_size, value_size = (int(getattr(attention, name, 0)) for name in names)
-    plain = type(projection) is nn.Linear and projection.bias is None
+    plain = type(projection) is nn.Linear and is_plain(projection) and projection.bias is None
     if not plain or key.shape[1] != 1 or key.shape[-1] != projection.in_features:
         return None
     whole = key_size and value_size and projection.out_features % (key_size + value_size) == 0

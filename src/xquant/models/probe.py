@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from .weights import home, put_back
+
 TOKENS = 11
 """Two channels that are equal for so many random tokens are one channel. No model has 11 key/value heads."""
 
@@ -56,7 +58,7 @@ def ask(
     Raises:
         ValueError: it did not call a cache; the message says why.
     """
-    device = next(attention.parameters()).device
+    device = home(attention)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, TOKENS, hidden, generator=generator, device="cpu", dtype=torch.float32).to(
         device, dtype
@@ -72,6 +74,7 @@ def ask(
     training = attention.training
     with ExitStack() as stack:
         stack.callback(attention.train, training)
+        stack.callback(put_back, attention)
         attention.eval()
         for child in attention.children():
             stack.callback(child.register_forward_hook(see).remove)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .. import compat
 from .rotation import HALVES, Pair, as_halves, form_of, widen
+from .weights import home, offloading
 
 FAR = 4
 """Times the longest position of a configuration: past every switch of frequencies."""
@@ -53,8 +54,7 @@ class Rope:
 
     def _like(self) -> Tensor:
         assert self._rotary is not None
-        tensors = [*self._rotary.parameters(), *self._rotary.buffers()]
-        return torch.empty(0, device=tensors[0].device if tensors else "cpu", dtype=torch.float32)
+        return torch.empty(0, device=home(self._rotary), dtype=torch.float32)
 
     def _halves(self, like: Tensor, positions: Tensor) -> Pair:
         return self.halves(compat.angles(self._copy(), self._form, like, positions), like.dtype)
@@ -80,7 +80,8 @@ class Rope:
         """A module that may change its frequencies without the model's own, which others may be using."""
         assert self._rotary is not None
         config = getattr(self._rotary, "config", None)
-        return copy.deepcopy(self._rotary, {id(config): config})
+        hook = offloading(self._rotary)  # has all weights of the model
+        return copy.deepcopy(self._rotary, {id(config): config, id(hook): hook})
 
     def __call__(self, like: Tensor, positions: Tensor, long: bool = False) -> Pair:
         """cos and sin ``[B, T, R]`` of integer ``positions`` ``[B, T]``, or of several axes ``[3, B, T]``, in

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..methods import AttentionInputs, LayerCodec
-from ..models.base import is_plain
 from ..models.rotation import Pair, rotate
+from ..models.weights import is_plain
 from ..store.tokens import TokenIndex
 from .masks import PassMask
 from .passes import Given

@@ -35,7 +35,7 @@ from ..models import ModelView, find_decoder, view_model
 from .attention import WRAPPED
 from .layer import NAME, PREFIX, LayerHooks
 from .masks import PassMask, mask_among
-from .passes import ForwardPass, Handed, ObservingCache
+from .passes import PREFIX_TUNED, ForwardPass, Handed, ObservingCache
 from .traced import RUNNING, refused
 from .watched import Watched, watch
 
@@ -57,6 +57,8 @@ def attach(model: nn.Module) -> "Attachment":
         >>> detach(model)
     """
     model = compat.uncompiled(model)
+    if compat.has_prefix(model):
+        raise ValueError(f"{PREFIX_TUNED}: pass none")
     with _ATTACHING:
         attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
         if attachment is not None and attachment.view.outdated:
@@ -166,6 +168,8 @@ class Attachment:
     ) -> None:
         cache = _cache_among(args, kwargs)
         mine = cache is not None and cache.attachment is self
+        if mine and compat.has_prefix(module):
+            raise ValueError(f"{PREFIX_TUNED}: pass none")
         self._local.outer = None
         self.outer_begins(module, args, kwargs)
         self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from .hooks import Attachment
 
 
+PREFIX_TUNED = (
+    "peft's prefix tuning gives the model a cache with the prefix in it, in place of any other"
+)
+"""Of `compat.has_prefix`."""
+
+
 def is_running(module: nn.Module) -> bool:
     """Whether a call of ``module`` is on the stack of this thread; one that was interrupted is not, though no
     hook tells of its end."""
@@ -66,6 +72,11 @@ class ObservingCache:
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys, values and mask that layer ``index`` attends to, given the newest tokens' own."""
+
+    @property
+    def max_cache_len(self) -> int:
+        """There is none, as in ``DynamicCache``. peft asks for it where it is about to replace the cache."""
+        raise AttributeError(f"{type(self).__name__} has no max_cache_len, and {PREFIX_TUNED}")
 
     def see(self, index: int, call: AttentionCall) -> None:
         """Layer ``index`` is about to attend."""
