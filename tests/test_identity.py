@@ -255,6 +255,7 @@ def test_adapters_that_are_used_count() -> None:
     vars(layer).update(active_adapters=["second"], disable_adapters=False)
     assert told(model) == both
     layer.up["first"].weight.data += 1
+    layer.down["first"].weight.data += 1
     layer.scaling["first"] = 9.0
     assert told(model) == both
     layer.scaling["second"] = 9.0

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,18 @@ from transformers import DynamicCache
 
 from calibrated import make_cache
 from matrix import IDENTITY, LOW
-from models import tiny
+from models import prompt, tiny
 from operations import greedy, padded
-from xquant import KVCache
+from xquant import (
+    KVCache,
+    PrefixStore,
+    StaticKVCache,
+    attach,
+    compress,
+    compressed,
+    parse_method,
+)
+from xquant.calibrators.run import calibrate_on
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64}
 
@@ -33,29 +43,38 @@ def hqq(model: nn.Module, bits: int) -> None:
         setattr(model.get_submodule(parent), child, new)
 
 
-def torchao(model: nn.Module, bits: int) -> None:
+def torchao(model: nn.Module, bits: int | str) -> None:
     if importlib.util.find_spec("torchao") is None:
         pytest.skip("torchao is not installed")
-    from torchao.quantization import (
-        Int8WeightOnlyConfig,
-        IntxWeightOnlyConfig,
-        PerGroup,
-        quantize_,
-    )
+    from torchao import quantization as q
 
-    four = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    small = torch.int4, q.PerGroup(32)
+    configs: dict[int | str, Callable[[], Any]] = {
+        8: q.Int8WeightOnlyConfig,
+        4: lambda: q.IntxWeightOnlyConfig(weight_dtype=small[0], granularity=small[1]),
+        "float8": q.Float8WeightOnlyConfig,
+        "int8, inputs too": q.Int8DynamicActivationInt8WeightConfig,
+        "int4, inputs too": lambda: q.Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=small[0], weight_granularity=small[1]
+        ),
+    }
     names = {name for name, _ in linears(model)}
-    config = Int8WeightOnlyConfig() if bits == 8 else four
-    quantize_(model, config, filter_fn=lambda module, name: name in names)
+    q.quantize_(model, configs[bits](), filter_fn=lambda module, name: name in names)
 
 
-@pytest.mark.parametrize("spec", [*IDENTITY, *LOW])
-@pytest.mark.parametrize(
-    ("family", "bits"), [("qwen2", 4), pytest.param("phi3", 8, marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize("library", [hqq, torchao], ids=lambda f: f.__name__)
+LONG = pytest.mark.long
+EVERY = [
+    *(pytest.param(hqq, "qwen2", 4, spec) for spec in [*IDENTITY, *LOW]),
+    *(pytest.param(torchao, "qwen2", 4, spec) for spec in IDENTITY),
+    *(pytest.param(torchao, "qwen2", 4, spec, marks=LONG) for spec in LOW),
+    *(pytest.param(hqq, "phi3", 8, spec, marks=LONG) for spec in [*IDENTITY, *LOW]),
+    *(pytest.param(torchao, "phi3", 8, spec, marks=LONG) for spec in [*IDENTITY, *LOW]),
+]
+
+
+@pytest.mark.parametrize(("library", "family", "bits", "spec"), EVERY)
 def test_every_method_works(
-    family: str, library: Callable[..., None], bits: int, spec: str
+    library: Callable[..., None], family: str, bits: int, spec: str
 ) -> None:
     model = tiny(family, **SIZES)
     library(model, bits)
@@ -66,6 +85,96 @@ def test_every_method_works(
         assert got.shape == want.shape
         if spec in IDENTITY:
             assert torch.equal(got, want)
+
+
+KINDS: list[tuple[Callable[..., None], int | str]] = [
+    (hqq, 8),
+    (torchao, 8),
+    (torchao, 4),
+    (torchao, "float8"),
+    (torchao, "int8, inputs too"),
+    (torchao, "int4, inputs too"),
+]
+KEEPS_INPUTS = "xquant-16bit:group=32"
+
+
+@pytest.mark.parametrize(("library", "bits"), KINDS)
+def test_every_form_works(library: Callable[..., None], bits: int | str, tmp_path: Path) -> None:
+    """Or says in one line, and always the same, that weights do not make keys and values of inputs."""
+    model = tiny("llama", **SIZES)
+    library(model, bits)
+    ids = prompt(1, 160)
+    with torch.no_grad():
+        want = greedy(model, lambda: DynamicCache(config=model.config))
+    for spec in ("kivi-16bit:group=32", "kivi-16bit:group=32,rope=post", KEEPS_INPUTS):
+
+        def static(spec: str = spec) -> StaticKVCache:
+            return StaticKVCache(model, spec, room=128)
+
+        def grown(spec: str = spec) -> KVCache:
+            return KVCache(model, spec)
+
+        if spec == KEEPS_INPUTS and "inputs too" in str(bits):
+            said = set()
+            for make in (grown, static, grown, static):
+                with pytest.raises(ValueError, match="because it rounds inputs, too: use") as e:
+                    make()
+                said.add(str(e.value))
+            with pytest.raises(ValueError, match="because it rounds inputs, too: use"):
+                compress(model, spec)
+            assert len(said) == 1
+            continue
+        assert torch.equal(greedy(model, grown), want)
+        assert static().get_seq_length() == 0
+        if "inputs too" not in str(bits):  # which turn the last bit of a product into another code
+            assert torch.equal(greedy(model, static), want)
+        with compressed(model, spec):
+            assert torch.equal(model.generate(prompt(), max_new_tokens=12, do_sample=False), want)
+        cache = grown()
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache")
+        store = PrefixStore(tmp_path / spec, model, spec, "1GB")
+        store.put(cache, ids)
+        with torch.no_grad():
+            others = KVCache.load(model, tmp_path / "cache"), store.get(torch.cat([ids, ids], 1))
+            assert others[1] is not None and others[1].get_seq_length() == 128
+            model(ids[:, 128:], past_key_values=others[1])
+            logits = [model(ids, past_key_values=c).logits for c in (cache, *others)]
+        for other in logits[1:]:
+            torch.testing.assert_close(other, logits[0], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt2", "phi3", "qwen3"])
+def test_every_kind_of_layer_works(family: str) -> None:
+    """With latents, with layers that are no ``nn.Linear``, fused, with key norms."""
+    model = tiny(family, **SIZES)
+    torchao(model, 8)
+    spec = "kivi-16bit:group=8"
+    with torch.no_grad():
+        want = greedy(model, lambda: DynamicCache(config=model.config))
+    assert torch.equal(greedy(model, lambda: KVCache(model, spec)), want)
+
+
+def test_how_weights_are_quantized_makes_another_model() -> None:
+    """Also where the numbers are the same, and inputs alone are treated in another way."""
+    told = set()
+    for library, bits in 2 * KINDS:
+        model = tiny("llama", **SIZES)
+        library(model, bits)
+        told.add(attach(model).identity.now())
+    assert len(told) == len(KINDS)
+
+
+def test_gradients_that_do_not_reach_the_states_are_told_of() -> None:
+    model = tiny("llama", **SIZES)
+    torchao(model, "int8, inputs too")
+    with pytest.raises(ValueError, match=r"no gradients reach the keys .* weighting=none"):
+        calibrate_on(model, prompt(2, 64), parse_method("kvquant-2bit-1%:group=8"))
+    found = calibrate_on(
+        model, prompt(2, 64), parse_method("kvquant-2bit-1%:group=8,weighting=none")
+    )
+    assert found.tensors
 
 
 def test_what_cannot_be_decoded_is_told() -> None:

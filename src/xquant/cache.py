@@ -18,7 +18,7 @@ from .report import Report, report_of
 from .saved.resting import RestingCache
 from .seam.check import check_input, check_not_recorded, check_rope, check_states, places
 from .seam.gradients import past_is_constant, without_gradients
-from .seam.hooks import attach
+from .seam.hooks import attached
 from .seam.masks import SHOWN, PassMask
 from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
@@ -90,10 +90,10 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             calibration = Calibration.load(calibration)
         self._through_store = attend == "store"
         self._calibration, self._kernel, self._offload = calibration, kernel, offload
-        self.attachment = attach(model)
-        super().__init__(layers=compat.default_layers(self._config))
-        self._forget_states(self.layers)
-        self._build(self.attachment.codecs.of(self.method, calibration))
+        with attached(model) as self.attachment:
+            super().__init__(layers=compat.default_layers(self._config))
+            self._forget_states(self.layers)
+            self._build(self.attachment.codecs.of(self.method, calibration))
         self._begun: Snapshot | None = None
         self._mask, self._shows_padding = PassMask(), False
         self.note: str = ""

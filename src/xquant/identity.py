@@ -158,7 +158,9 @@ def _module(module: nn.Module, path: str, apart: Collection[int]) -> Iterator[Pa
     if id(module) in apart:
         return
     idle = _idle_adapters(module)
-    apart = {*apart, *(id(part) for part in idle.values())}
+    for child in module._modules.values():
+        named: Any = getattr(child, "items", {}.items)()
+        apart = {*apart, *(id(part) for name, part in named if name in idle)}
     packed = isinstance(module, PackedLinear)  # computes what the layer did before
     yield f"{path} is {nn.Linear.__name__ if packed else type(module).__name__}"
     held = {name: value for name, value in vars(module).items() if _counts(name)}
@@ -181,15 +183,15 @@ def _counts(name: str) -> bool:
     return name not in STATES and not name.startswith("_")
 
 
-def _idle_adapters(layer: Any) -> dict[str, Any]:
-    """Of a layer with adapters (peft), the parts of those that are not in use, by their names."""
+def _idle_adapters(layer: Any) -> set[str]:
+    """Of a layer with adapters (peft), the names of those that are not in use."""
     names = getattr(layer, "adapter_layer_names", ())
     used = (
         () if getattr(layer, "disable_adapters", False) else getattr(layer, "active_adapters", ())
     )
     merged = getattr(layer, "merged_adapters", ())
-    found = (pair for name in names for pair in dict(getattr(layer, name, {})).items())
-    return {name: part for name, part in found if name not in used and name not in merged}
+    found = {adapter for name in names for adapter in dict(getattr(layer, name, {}))}
+    return found - {*used, *merged}
 
 
 def _with_numbers(module: nn.Module, name: str, tensor: Tensor) -> Tensor | InFile:

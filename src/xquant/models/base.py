@@ -25,6 +25,7 @@ from .rope import Rope
 from .weights import (
     PLAIN,
     REFUSALS,
+    ask,
     bias_of,
     check_product,
     decoded_weight,
@@ -254,14 +255,16 @@ class AttentionView:
             if not is_plain(module):
                 # One that cannot run on the probe is refused later, with a message: by `decoded_weight`.
                 with contextlib.suppress(*REFUSALS):
-                    tensors.append(module(self._probe[None]))
+                    tensors.append(ask(module, self._probe[None]))
         return [number for tensor in tensors for number in sums(tensor)]
 
     @property
     def outdated(self) -> bool:
-        """Whether the layer has been given other projections or another key norm."""
+        """Whether the layer has been given other projections or another key norm, or the matrix that makes
+        keys and values of latents can no longer be read."""
         now = self.module._modules
-        return any(now.get(name) is not module for name, module in self._watched)
+        read = self.latents is None or is_plain(self.latents.projection)
+        return not read or any(now.get(name) is not module for name, module in self._watched)
 
     @property
     def key_bias(self) -> Tensor | None:

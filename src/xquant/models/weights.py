@@ -170,6 +170,16 @@ def put_back(module: nn.Module) -> None:
             hook.post_forward(each, None)
 
 
+def ask(module: nn.Module, x: Tensor) -> Tensor:
+    """What a module gives for ``x``; where it fails, it is left as it was."""
+    try:
+        out: Tensor = module(x)
+    except BaseException:
+        put_back(module)
+        raise
+    return out
+
+
 # -- linear layers that are not plain -----------------------------------------------------------------
 
 
@@ -196,7 +206,7 @@ def decoded_weight(module: nn.Module, probe: Tensor) -> Tensor:
         eye = torch.eye(len(probe), dtype=probe.dtype, device=probe.device)
         with as_stored(probe):
             bias = bias_of(module, probe)
-            return (module(eye) - (0 if bias is None else bias)).T.contiguous()
+            return (ask(module, eye) - (0 if bias is None else bias)).T.contiguous()
     except (*REFUSALS, ValueError) as error:
         raise ValueError(
             f"the weights of {type(module).__name__} cannot be decoded ({told(error)}): {KEEP_STATES}"
@@ -212,13 +222,13 @@ def check_product(module: nn.Module, weight: Tensor, probe: Tensor) -> None:
         ValueError: it does not; the message names the kind of layer.
     """
     with as_stored(probe):
-        bias, found = bias_of(module, probe), module(probe[None])[0].float()
+        bias, found = bias_of(module, probe), ask(module, probe[None])[0].float()
         wanted = F.linear(probe.float(), weight.float(), None if bias is None else bias.float())
     if (found - wanted).norm() > PRODUCT * wanted.norm():
         kind = type(getattr(module, "weight", None)).__name__
         raise ValueError(
-            f"{type(module).__name__} is no product with its weights ({kind}), perhaps because it rounds its"
-            f" inputs too: {KEEP_STATES}"
+            f"{type(module).__name__} does not multiply its input as it is with its weights ({kind}), perhaps"
+            f" because it rounds inputs, too: {KEEP_STATES}"
         )
 
 
@@ -233,8 +243,7 @@ def bias_of(module: nn.Module, probe: Tensor) -> Tensor | None:
     bias: Tensor | None = getattr(module, "bias", None)
     if bias is None or not bias.is_meta or probe.is_meta:
         return None if bias is None else bias.detach()
-    offset: Tensor = module(torch.zeros_like(probe)[None])[0]
-    return offset
+    return ask(module, torch.zeros_like(probe)[None])[0]
 
 
 def sums(tensor: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from transformers import Cache
 from ..calibration import Calibration
 from ..convert import fill
 from ..methods import Method
-from ..seam.hooks import Attachment, attach
+from ..seam.hooks import Attachment, attached
 from ..seam.passes import is_running
 from ..spec import parse_method
 from . import reading, writing
@@ -129,8 +129,7 @@ class RestingCache(Cache):
                 model or calibration; further errors as of `KVCache`.
             OSError: the file cannot be read.
         """
-        attachment = attach(model)
-        with opened(Path(path)) as saved:
+        with attached(model) as attachment, opened(Path(path)) as saved:
             reading.check_model(saved, attachment)
             header = saved.header
             cache = cls(model, header.method, header.attend, calibration, kernel, offload)

@@ -19,6 +19,8 @@ with a cache each. In the order in which a forward pass meets them:
 """
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import RLock, local
 from typing import Any
 from weakref import ref
@@ -67,7 +69,23 @@ def attach(model: nn.Module) -> "Attachment":
         if attachment is None:
             attachment = Attachment(view_model(model))
         attachment.watch(model)
+        attachment.asked += 1
         return attachment
+
+
+@contextmanager
+def attached(model: nn.Module) -> Iterator["Attachment"]:
+    """`attach`, for what may still be refused: then a model that had no hooks has none again."""
+    attachment = attach(model)
+    try:
+        yield attachment
+    except BaseException:
+        with _ATTACHING:
+            attachment.asked -= 1
+            here = getattr(attachment.view.decoder, _ATTACHMENT, None) is attachment
+            if here and not attachment.asked:
+                attachment.detach()
+        raise
 
 
 def detach(model: nn.Module) -> None:
@@ -96,6 +114,8 @@ class Attachment:
         self.codecs = Codecs(view.compressed)
         self.identity = Identity(view)
         self.hooks = {layer.index: LayerHooks(self, layer) for layer in view.compressed}
+        self.asked = 0
+        """How often `attach` gave it to what was not refused."""
         self._local = local()
         self._watched: list[nn.Module] = []
         self._handles = [

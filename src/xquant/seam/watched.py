@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 class Watched(Tensor):
@@ -29,6 +30,10 @@ class Watched(Tensor):
             for one in given if isinstance(given, list | tuple) else (given,):
                 if isinstance(one, Watched):
                     one.touched = True
+        if not all(issubclass(each, Watched) for each in types):
+            # Quantized weights (torchao) answer by themselves, too.
+            bare: tuple[Any, Any] = tree_map(plain, (args, kwargs))
+            return func(*bare[0], **bare[1])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -38,8 +43,8 @@ def watch(states: Tensor) -> Watched:
     return states.as_subclass(Watched)
 
 
-def plain(states: Tensor) -> Tensor:
-    """``states`` without being watched."""
+def plain(states: Any) -> Any:
+    """``states`` without being watched; anything else itself."""
     if not isinstance(states, Watched):
         return states
     with torch._C.DisableTorchFunctionSubclass():

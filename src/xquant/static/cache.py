@@ -16,7 +16,7 @@ from ..methods import Method
 from ..models import AttentionView
 from ..seam.check import check_input, check_not_recorded
 from ..seam.gradients import past_is_constant
-from ..seam.hooks import attach
+from ..seam.hooks import attached
 from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, ObservingCache
 from ..spec import parse_method
@@ -77,8 +77,8 @@ class StaticKVCache(Cache, ObservingCache):
         if isinstance(calibration, str | PathLike):
             calibration = Calibration.load(calibration)
         self._calibration, self._kernel = calibration, kernel
-        self.attachment = attach(model)
-        super().__init__(layers=self._made_layers())
+        with attached(model) as self.attachment:
+            super().__init__(layers=self._made_layers())
         self._places: Places | None = None
         self._positions: dict[int, Tensor] = {}
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
