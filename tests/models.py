@@ -249,3 +249,16 @@ def saved(model: Any) -> Any:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def what_is_set(model: Any) -> dict[str, Any]:
+    """On a model and its modules: attributes, hooks and configurations."""
+    found: dict[str, Any] = {"config": dict(vars(model.config))}
+    for name, part in model.named_modules():
+        kinds = part._forward_pre_hooks, part._forward_hooks, part._forward_hooks_always_called
+        found[name] = (
+            set(vars(part)),
+            [len(hooks) for hooks in kinds],
+            getattr(part, "config", None),
+        )
+    return found

@@ -12,9 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from calibrated import make_cache
 from matrix import LOW
-from models import FAMILIES, left_padded, prompt, tiny
+from models import left_padded, prompt, tiny
 from sizes import block_nbytes
-from xquant import KVCache, attach, detach, parse_method
+from xquant import KVCache, attach, parse_method
 from xquant.methods import METHODS
 from xquant.quant import Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES
@@ -31,21 +31,6 @@ def hooks(model: nn.Module) -> int:
         len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._forward_hooks_always_called)
         for m in model.modules()
     )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_detach_leaves_the_model_as_it_was(family: str) -> None:
-    model = tiny(family)
-    before = logits(model, prompt())
-    names, implementation, count = set(vars(model)), model.config._attn_implementation, hooks(model)
-    KVCache(model, "xquant-cl-2bit:first_layers=1")
-    assert model.config._attn_implementation != implementation
-    assert torch.equal(logits(model, prompt()), before)
-    detach(model)
-    assert (set(vars(model)), model.config._attn_implementation) == (names, implementation)
-    assert hooks(model) == count
-    assert torch.equal(logits(model, prompt()), before)
-    detach(model)
 
 
 def test_attach_is_idempotent() -> None:

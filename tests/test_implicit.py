@@ -1,19 +1,24 @@
 """Calls that pass no cache have a compressed one: the tokens are those that a cache passed by hand gives."""
 
+import asyncio
 import copy
 import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache, TextIteratorStreamer, pipeline
 
-from models import left_padded, prompt, tiny
+from models import left_padded, prompt, tiny, what_is_set
 from questions import harness_folder, words
 from words import text_of, word_tokenizer
-from xquant import KVCache, compress, compressed, decompress
+from xquant import KVCache, compress, compressed, decompress, detach
 from xquant.compat import CACHE
 
 SPEC = "kivi-2bit:group=8"
@@ -70,7 +75,9 @@ def test_pipelines_and_streams() -> None:
         ask = pipeline("text-generation", model=model, tokenizer=tokenizer)
         assert ask(text, return_full_text=False, **options)[0]["generated_text"] == want
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-        thread = Thread(target=model.generate, kwargs={**inputs, **options, "streamer": streamer})
+        given = {**inputs, **options, "streamer": streamer}
+        # In a copy of the context, a thread is in the block.
+        thread = Thread(target=copy_context().run, args=(model.generate,), kwargs=given)
         thread.start()
         assert "".join(streamer) == want
         thread.join()
@@ -115,26 +122,139 @@ def test_blocks_end_as_they_began() -> None:
     attributes = set(vars(model))
     hooks = len(model._forward_pre_hooks)
 
-    def kind() -> str:
-        out = generated(model, return_dict_in_generate=True)
-        cache: Any = out["past_key_values"]
-        return cache.method.spec if isinstance(cache, KVCache) else type(cache).__name__
-
     compress(model, "int8:group=8")
     with pytest.raises(KeyError), compressed(model, SPEC):
-        assert kind() == SPEC
+        assert kind(model) == SPEC
         raise KeyError
-    assert kind() == "int8:group=8"
+    assert kind(model) == "int8:group=8"
     with pytest.raises(ValueError, match="unknown method"):
         compress(model, "nothing")
-    assert kind() == "int8:group=8"
+    assert kind(model) == "int8:group=8"
     compress(model, SPEC)
-    assert kind() == SPEC
+    assert kind(model) == SPEC
     decompress(model)
     decompress(model)
-    assert kind() == "DynamicCache"
+    assert kind(model) == "DynamicCache"
     assert set(vars(model)) == attributes
     assert len(model._forward_pre_hooks) == hooks + 1  # that of the caches
+
+
+def kind(model: Any) -> str:
+    """By what a call that passes no cache is compressed."""
+    out = generated(model, max_new_tokens=2, return_dict_in_generate=True)
+    cache: Any = out["past_key_values"]
+    called: Any = model(prompt(1, 20), use_cache=True).past_key_values
+    assert type(called) is type(cache)
+    return cache.method.spec if isinstance(cache, KVCache) else type(cache).__name__
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What ``function`` gives in a thread that is started for it."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+OTHER = "int8:group=8"
+
+
+def test_a_block_holds_in_the_context_that_opened_it() -> None:
+    model, other = tiny("llama"), tiny("llama")
+    with compressed(model, SPEC):
+        assert in_a_thread(partial(kind, model)) == kind(other) == "DynamicCache"
+        assert in_a_thread(partial(copy_context().run, kind, model)) == SPEC
+        compress(model, OTHER)
+        assert in_a_thread(partial(kind, model)) == OTHER
+        assert kind(model) == SPEC
+        decompress(model)
+        assert kind(model) == SPEC
+        with compressed(other, OTHER), compressed(model, OTHER):
+            assert kind(model) == kind(other) == OTHER
+        assert kind(model) == SPEC
+        kept = copy_context()
+    assert kept.run(kind, model) == "DynamicCache"
+
+
+def opened(model: Any, spec: str) -> Iterator[str]:
+    """A generator that says in its block by what the model is compressed."""
+    with compressed(model, spec):
+        while True:
+            yield kind(model)
+
+
+def test_blocks_of_generators_end_in_any_order() -> None:
+    model = tiny("llama")
+    before = what_is_set(model)
+    first, second = opened(model, SPEC), opened(model, OTHER)
+    assert (next(first), next(second), next(first)) == (SPEC, OTHER, OTHER)
+    first.close()
+    assert next(second) == OTHER
+    third = opened(model, SPEC)
+    assert next(third) == SPEC
+    in_a_thread(third.close)
+    assert next(second) == OTHER
+    second.close()
+    assert kind(model) == "DynamicCache"
+    detach(model)
+    assert what_is_set(model) == before
+
+
+def test_blocks_of_threads_end_in_any_order() -> None:
+    model = tiny("llama")
+    before = what_is_set(model)
+    turns = [Event() for _ in range(5)]
+    found: dict[str, list[str]] = {}
+
+    def block(name: str, spec: str, comes: int, leaves: int) -> None:
+        turns[comes].wait(60)
+        with compressed(model, spec):
+            found[name] = [kind(model)]
+            turns[comes + 1].set()
+            turns[leaves].wait(60)
+            found[name].append(kind(model))
+        found[name].append(kind(model))
+        turns[leaves + 1].set()
+
+    jobs = [("a", SPEC, 0, 2), ("b", OTHER, 1, 3)]
+    threads = [Thread(target=block, args=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    turns[0].set()
+    for thread in threads:
+        thread.join()
+    plain = "DynamicCache"
+    assert found == {"a": [SPEC, SPEC, plain], "b": [OTHER, OTHER, plain]}
+    assert kind(model) == plain
+    detach(model)
+    assert what_is_set(model) == before
+
+
+def test_blocks_of_tasks_that_overlap() -> None:
+    model = tiny("llama")
+
+    async def block(spec: str, rounds: int) -> list[str]:
+        found = []
+        with compressed(model, spec):
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+                found += [kind(model), await asyncio.to_thread(kind, model)]
+        return [*found, kind(model)]
+
+    async def both() -> list[list[str]]:
+        return await asyncio.gather(block(SPEC, 1), block(OTHER, 2))
+
+    plain = "DynamicCache"
+    assert asyncio.run(both()) == [[SPEC] * 2 + [plain], [OTHER] * 4 + [plain]]
+    assert kind(model) == plain
+
+
+def test_copies_that_are_made_in_a_block_are_not_in_it() -> None:
+    model = tiny("llama")
+    with compressed(model, SPEC):
+        other = copy.deepcopy(model)
+        assert kind(other) == "DynamicCache"
+        with compressed(other, OTHER):
+            assert (kind(other), kind(model)) == (OTHER, SPEC)
+    assert "_prepare_cache_for_generation" not in vars(other)
 
 
 def test_copies_are_compressed_by_themselves() -> None:

@@ -52,6 +52,12 @@ def text_config(model: nn.Module) -> PreTrainedConfig:
     return config
 
 
+def depth_of(model: nn.Module) -> int:
+    """How many decoder layers a forward pass of a model runs, from the lowest on."""
+    layers: int = text_config(model).num_hidden_layers
+    return layers
+
+
 def default_layers(config: PreTrainedConfig) -> list[Any]:
     """The cache layers that transformers itself would use, one per decoder layer."""
     return list(default_cache(config).layers)
@@ -154,6 +160,12 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     return function
+
+
+def follow(layers: PreTrainedConfig, config: PreTrainedConfig, attention: str) -> None:
+    """Make the configuration that attention layers read as ``config`` is now, except for the name of the
+    attention function."""
+    layers.__dict__.update({**config.__dict__, "_attn_implementation_internal": attention})
 
 
 def register_attention(name: str, like: str, function: Callable[..., Any]) -> None:

@@ -2,13 +2,15 @@
 
 ``generate()`` makes a cache for each call that has none, by a method of the model. That method is replaced on
 the one model, and a hook gives a cache to a forward pass that asks for one. So pipelines, chats and other
-people's code need no change.
+people's code need no change. Both are taken off when nothing asks for compressed caches any more.
 """
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from os import PathLike
+from threading import RLock
 from typing import Any
 
 import torch
@@ -17,12 +19,13 @@ from transformers import Cache, GenerationMixin
 
 from .cache import KVCache
 from .calibration import Calibration
-from .compat import CACHE, has_prefix
+from .compat import CACHE, depth_of, has_prefix
 from .methods import Method
 from .seam.passes import PREFIX_TUNED
 
 _NAME = "_prepare_cache_for_generation"
 _KEPT = "_xquant_calls"
+_CHANGING = RLock()
 _OWN = (None, "dynamic")
 """What a call that asks for no kind of cache asks for."""
 
@@ -41,7 +44,8 @@ def compress(
     ``model(..., use_cache=True)``. A call that passes ``past_key_values``, asks for another kind of cache
     (``cache_implementation="static"``) or for none is left alone, and so are engines with memory of their own
     (continuous batching) and, with a warning, ``generate`` of a model with prefix tuning (peft). A model that
-    is compressed already is compressed anew.
+    is compressed already is compressed anew. It holds in every thread; within a block of `compressed` the
+    block's method comes first.
 
     Args:
         model: a causal language model of transformers, or what holds one, such as a PEFT model.
@@ -58,14 +62,13 @@ def compress(
         'KVCache'
         >>> decompress(model)
     """
-    calls = _Calls(model, method, attend, calibration, kernel, offload)
-    calls.new_cache()  # what is refused is refused now
-    decompress(model)
-    calls.begin()
+    options = _Options(model, method, attend, calibration, kernel, offload)
+    with _CHANGING:
+        _calls_of(model, made=True).lasting = options
 
 
 def decompress(model: nn.Module) -> None:
-    """End what `compress` began. Does nothing where it did not.
+    """End what `compress` began. Does nothing where it did not, and ends no block of `compressed`.
 
     Examples:
         >>> from xquant import compress, decompress
@@ -75,9 +78,11 @@ def decompress(model: nn.Module) -> None:
         >>> type(out.past_key_values).__name__
         'DynamicCache'
     """
-    calls = _calls_of(model)
-    if calls is not None:
-        calls.end()
+    with _CHANGING:
+        calls = _calls_of(model)
+        if calls is not None:
+            calls.lasting = None
+            calls.end_if_idle()
 
 
 @contextmanager
@@ -89,7 +94,12 @@ def compressed(
     kernel: str = "auto",
     offload: str | None = None,
 ) -> Iterator[None]:
-    """`compress` for as long as a ``with`` block lasts; what was before it is so again after it.
+    """`compress` for as long as a ``with`` block lasts, in the context that opened the block.
+
+    A context is what `contextvars` calls one: a thread, or a task of asyncio with those that it starts. So
+    blocks of several threads, tasks or generators may overlap, and each ends itself alone. The newest block
+    that is open comes first. A thread that is started within a block has a context of its own and is not in
+    the block, unless it runs in a copy of the context: ``Thread(target=copy_context().run, args=(f,))``.
 
     Arguments and errors are those of `compress`.
 
@@ -100,18 +110,22 @@ def compressed(
         >>> out.shape[1] - inputs.input_ids.shape[1]
         4
     """
-    before = _calls_of(model)
-    compress(model, method, attend, calibration, kernel, offload)
+    options = _Options(model, method, attend, calibration, kernel, offload)
+    with _CHANGING:
+        calls = _calls_of(model, made=True)
+        calls.blocks.append(options)
     try:
+        _BLOCKS.set((*_BLOCKS.get(), options))
         yield
     finally:
-        decompress(model)
-        if before is not None:
-            before.begin()
+        _BLOCKS.set(tuple(each for each in _BLOCKS.get() if each is not options))
+        with _CHANGING:
+            calls.blocks.remove(options)
+            calls.end_if_idle()
 
 
-class _Calls:
-    """Stands in for the method of one model that makes caches. It is copied and pickled with the model."""
+class _Options:
+    """How the caches of a block, or of `compress`, are made. It holds no model."""
 
     def __init__(
         self,
@@ -124,33 +138,61 @@ class _Calls:
     ) -> None:
         if isinstance(calibration, str | PathLike):
             calibration = Calibration.load(calibration)
-        self._model = _generating(model)
         self._options = (method, attend, calibration, kernel, offload)
-        self._handle: Any = None
+        self.new_cache(_generating(model))  # what is refused is refused now
 
-    def new_cache(self) -> KVCache:
-        return KVCache(self._model, *self._options)
+    def new_cache(self, model: nn.Module) -> KVCache:
+        return KVCache(model, *self._options)
 
-    def begin(self) -> None:
-        setattr(self._model, _KEPT, self)
-        setattr(self._model, _NAME, self.prepare)
-        self._handle = self._model.register_forward_pre_hook(self.see_call, with_kwargs=True)
 
-    def end(self) -> None:
-        self._handle.remove()
-        delattr(self._model, _NAME)
-        delattr(self._model, _KEPT)
+_BLOCKS: ContextVar[tuple[_Options, ...]] = ContextVar("xquant_compressed", default=())
+"""Of the blocks that this context has opened, of any model; the newest last."""
+
+
+class _Calls:
+    """Stands in for the method of one model that makes caches. It is copied and pickled with the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._depth = depth_of(model)
+        self.lasting: _Options | None = None
+        """Of `compress`."""
+        self.blocks: list[_Options] = []
+        """That are open, in any context."""
+        setattr(model, _KEPT, self)
+        setattr(model, _NAME, self.prepare)
+        self._handle = model.register_forward_pre_hook(self.see_call, with_kwargs=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without blocks: those of the model are not open for its copies."""
+        return {**self.__dict__, "blocks": []}
+
+    def end_if_idle(self) -> None:
+        """Leave the model as it was, where nothing asks for compressed caches any more."""
+        if self.lasting is None and not self.blocks:
+            self._handle.remove()
+            delattr(self._model, _NAME)
+            delattr(self._model, _KEPT)
+
+    @property
+    def current(self) -> _Options | None:
+        """What holds in this context."""
+        opened = (each for each in reversed(_BLOCKS.get()) if each in self.blocks)
+        return next(opened, self.lasting)
 
     def prepare(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """In place of the method of transformers that puts a cache into ``model_kwargs``."""
         wanted = generation_config.cache_implementation in _OWN and generation_config.use_cache
-        if wanted and has_prefix(self._model):
+        # In an early exit a model drafts by its lower layers: generate() sets how many those are.
+        whole = depth_of(self._model) == self._depth
+        current = self.current
+        if current is not None and wanted and has_prefix(self._model):
             wanted = False
             warnings.warn(f"this call is not compressed: {PREFIX_TUNED}", stacklevel=2)
-        if wanted and model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = cache = self.new_cache()
+        if current is not None and wanted and whole and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = cache = current.new_cache(self._model)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             return None
@@ -163,9 +205,10 @@ class _Calls:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = (*args, *kwargs.values())
         asked = kwargs.get("use_cache") and not module.training
-        if not asked or any(isinstance(each, Cache) for each in given):
+        current = self.current
+        if current is None or not asked or any(isinstance(each, Cache) for each in given):
             return None
-        return args, {**kwargs, CACHE: self.new_cache()}
+        return args, {**kwargs, CACHE: current.new_cache(self._model)}
 
 
 def _generating(model: nn.Module) -> Any:
@@ -181,6 +224,8 @@ def _generating(model: nn.Module) -> Any:
     return found
 
 
-def _calls_of(model: nn.Module) -> _Calls | None:
-    found: _Calls | None = getattr(_generating(model), _KEPT, None)
-    return found
+def _calls_of(model: nn.Module, made: bool = False) -> Any:
+    """The `_Calls` of a model; where it has none they are ``made``, or None."""
+    generating = _generating(model)
+    found = getattr(generating, _KEPT, None)
+    return _Calls(generating) if found is None and made else found

@@ -2,10 +2,11 @@
 that lets it answer.
 
 `attach` puts hooks on a model, its decoder, input norms, key projections and attention layers, and
-switches ``eager`` or ``sdpa`` to a registered attention function that asks the cache in use what to
-attend to, then calls the model's own implementation. With any other cache in use, or none, both fall
-through and the model computes what it always did. Other implementations (flash, flex) are left as
-they are: `KVCache.update` then returns the whole keys and values.
+has layers whose attention is ``eager`` or ``sdpa`` call a registered attention function: it asks the cache
+in use what to attend to, then calls the model's own implementation. Layers find its name in a copy of
+their configuration; that of the model stays as it is, for others who read it. With any other cache in
+use, or none, hooks and function fall through and the model computes what it always did. Other
+implementations (flash, flex) are left as they are: `KVCache.update` then returns the whole keys and values.
 
 What is known during a forward pass belongs to the pass, and a pass to its thread: threads may run one model
 with a cache each. In the order in which a forward pass meets them:
@@ -34,9 +35,9 @@ from ..codecs import Codecs
 from ..identity import Identity
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
-from .attention import WRAPPED
-from .layer import NAME, PREFIX, LayerHooks
+from .layer import NAME, LayerHooks
 from .masks import PassMask, mask_among
+from .naming import name_functions
 from .passes import PREFIX_TUNED, ForwardPass, Handed, ObservingCache
 from .traced import RUNNING, refused
 from .watched import Watched, watch
@@ -68,6 +69,7 @@ def attach(model: nn.Module) -> "Attachment":
             attachment = None
         if attachment is None:
             attachment = Attachment(view_model(model))
+        attachment.check_depth()
         attachment.watch(model)
         attachment.asked += 1
         return attachment
@@ -111,11 +113,13 @@ class Attachment:
 
     def __init__(self, view: ModelView) -> None:
         self.view = view
+        self._depth = compat.depth_of(view.model)
         self.codecs = Codecs(view.compressed)
         self.identity = Identity(view)
         self.hooks = {layer.index: LayerHooks(self, layer) for layer in view.compressed}
         self.asked = 0
         """How often `attach` gave it to what was not refused."""
+        self._names = name_functions(self.hooks.values(), view.model.config)
         self._local = local()
         self._watched: list[nn.Module] = []
         self._handles = [
@@ -148,23 +152,30 @@ class Attachment:
             ),
         ]
 
+    def check_depth(self) -> None:
+        """Refuse a model that is told to run fewer layers than it had.
+
+        Raises:
+            ValueError: it is.
+        """
+        depth = compat.depth_of(self.view.model)
+        if depth != self._depth:
+            raise ValueError(
+                f"{type(self.view.model).__name__} had {self._depth} layers when its first cache was made,"
+                f" and runs {depth} now: set config.num_hidden_layers back, or detach(model)"
+            )
+
     def wrap(self) -> None:
         """Have our attention function called, also where another implementation was set since."""
-        names: dict[int, str] = {}
-        for hooks in self.hooks.values():
-            config = hooks.config
-            if id(config) not in names:
-                if config._attn_implementation in WRAPPED and hooks.asks_interface:
-                    config._attn_implementation = PREFIX + config._attn_implementation
-                names[id(config)] = config._attn_implementation or ""
-            hooks.implementation = names[id(config)]
+        for name in self._names:
+            name.follow()
 
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for name in self._names:
+            name.give_back()
         for hooks in self.hooks.values():
-            if hooks.config._attn_implementation == hooks.implementation:
-                hooks.config._attn_implementation = hooks.implementation.removeprefix(PREFIX)
             delattr(hooks.view.module, NAME)
         delattr(self.view.decoder, _ATTACHMENT)
 
@@ -214,6 +225,7 @@ class Attachment:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
     ) -> dict[str, Any]:
         """Have the cache begin. Returns what the decoder is given in place of its own inputs."""
+        self.wrap()
         cache = _cache_among(args, kwargs)
         self._local.current = None
         outer, self._local.outer = getattr(self._local, "outer", None) or (None, None), None
@@ -232,7 +244,6 @@ class Attachment:
                 "with gradient checkpointing a model uses no cache: call model.eval() or"
                 " model.gradient_checkpointing_disable() first"
             )
-        self.wrap()
         if compiled:
             self._check_compiled(module, args, kwargs, cache)
         batch, length = inputs.shape[:2]

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import compat
 from ..models import AttentionView
 from ..models.rotation import Pair
 from .passes import Given, Handed, LayerPass, split_axes
@@ -14,6 +13,7 @@ from .watched import plain
 
 if TYPE_CHECKING:
     from .hooks import Attachment
+    from .naming import FunctionName
 
 NAME = "_xquant_hooks"
 """Of the attribute of an attention layer that has its hooks."""
@@ -28,13 +28,12 @@ class LayerHooks:
 
     def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
         self.attachment, self.view, self.index = attachment, view, view.index
-        self.config: Any = getattr(view.module, "config", attachment.view.model.config)
         self.lowest = view is attachment.view.compressed[0]
         """Of the compressed layers: what all are given is seen there."""
         self.absorbs: bool | None = None
         """Whether attention over latents replaces that over keys and values; None where that was not seen."""
-        self.asks_interface = compat.asks_interface(view.module)
-        self.implementation = ""  # of attention, as the forward pass found it when it began
+        self.named: FunctionName
+        """Of the attention function that the layer calls."""
         self._hands_over: dict[str, bool] = {}
         """By attention implementation: whether the layer passes on what a cache returns, and does nothing
         else with it."""
@@ -71,13 +70,17 @@ class LayerHooks:
         return latents.attend(query, *states, mask, scaling), None
 
     @property
+    def implementation(self) -> str:
+        """Of attention, as the forward pass found it when it began."""
+        return self.named.implementation
+
+    @property
     def hands_over(self) -> bool | None:
         """None where that was not seen yet."""
         if self.view.lends:
             return False
-        if self.implementation.startswith(PREFIX):
-            return self._hands_over.get(self.implementation)
-        return False
+        name = self.named.implementation
+        return self._hands_over.get(name) if name.startswith(PREFIX) else False
 
     @property
     def why_whole(self) -> str:
