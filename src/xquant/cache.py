@@ -136,7 +136,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
     @property
     def kernel(self) -> str:
         """What attends over the compressed layers, and why nothing faster does."""
-        self.attachment.wrap()  # another implementation may have been set since
+        self.attachment.see_implementation()  # another implementation may have been set since
         names = dict.fromkeys(
             str(choice) if hooks.hands_over is not False else hooks.why_whole
             for choice, hooks in (
@@ -232,7 +232,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         if not isinstance(layer, CompressedLayer):
             own: States = layer.update(key_states, value_states, *args, **kwargs)
             return own
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self.attachment.trace(layer_idx, key_states, value_states)
         check_not_recorded(key_states)
         self.stack.enter(layer)

@@ -162,12 +162,6 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     return function
 
 
-def follow(layers: PreTrainedConfig, config: PreTrainedConfig, attention: str) -> None:
-    """Make the configuration that attention layers read as ``config`` is now, except for the name of the
-    attention function."""
-    layers.__dict__.update({**config.__dict__, "_attn_implementation_internal": attention})
-
-
 def register_attention(name: str, like: str, function: Callable[..., Any]) -> None:
     """Register ``function`` under ``name`` with the masks of the implementation ``like``."""
     AttentionInterface.register(name, function)

@@ -199,16 +199,19 @@ class _Calls:
         own = getattr(type(self._model), _NAME)
         return own(self._model, generation_config, model_kwargs, *args, **kwargs)
 
-    @torch.compiler.disable
     def see_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = (*args, *kwargs.values())
         asked = kwargs.get("use_cache") and not module.training
-        current = self.current
-        if current is None or not asked or any(isinstance(each, Cache) for each in given):
+        if not asked or any(isinstance(each, Cache) for each in given):
             return None
-        return args, {**kwargs, CACHE: current.new_cache(self._model)}
+        return args, {**kwargs, **self._cache_of_a_call()}
+
+    @torch.compiler.disable
+    def _cache_of_a_call(self) -> dict[str, Any]:
+        current = self.current
+        return {} if current is None else {CACHE: current.new_cache(self._model)}
 
 
 def _generating(model: nn.Module) -> Any:

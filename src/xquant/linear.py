@@ -115,7 +115,7 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
             return F.linear(input, self.weight, self.bias)
-        multiply = _operator if torch.compiler.is_compiling() else _multiply
+        multiply = _operator if torch.compiler.is_dynamo_compiling() else _multiply
         rows: Tensor = multiply(input.reshape(-1, self.in_features), self.packed, self.bias)
         return rows.view(*input.shape[:-1], self.out_features)
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
 from models import left_padded, prompt, tiny
 from wild import built
-from xquant import KVCache, detach
+from xquant import KVCache, StaticKVCache, compressed, detach
 
 SPEC = "kivi-4bit:group=8"
 
@@ -130,20 +132,72 @@ def test_an_error_in_a_pass_leaves_the_cache_as_it_was() -> None:
     assert torch.equal(logits, want[:, 20:21])
 
 
-def test_threads_share_what_is_compiled() -> None:
-    model = tiny("llama")
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "growing": lambda model: KVCache(model, "kivi-16bit:group=32"),
+    "static": lambda model: StaticKVCache(model, "kivi-16bit:group=32", room=64),
+}
+
+
+def test_threads_that_compile_at_the_same_time() -> None:
+    model = tiny("llama", num_hidden_layers=1)
     fast = wrapped(model)
-    texts = [prompt(1, 40, seed=seed) for seed in (1, 2)]
-    want = [decoded(model, KVCache(model, SPEC), ids=ids) for ids in texts]
-    decoded(fast, KVCache(model, SPEC))
 
-    def run(ids: Tensor) -> Tensor:
+    def run(model: Any, cache: Any, seed: int) -> Tensor:
         # The setting that forbids compiling is one for all threads.
-        return decoded(fast, KVCache(model, SPEC), ids=ids, settles=False)
+        return decoded(model, cache, steps=6, ids=prompt(1, 26, seed), settles=False)
 
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(run, texts))
-    assert all(map(torch.equal, found, want))
+    forms = [*FORMS.values(), FORMS["growing"]]
+    with ThreadPoolExecutor(3) as threads:
+        jobs = [threads.submit(run, fast, f(model), seed) for seed, f in enumerate(forms)]
+        found = [job.result() for job in jobs]
+    for seed, logits in enumerate(found):
+        want = run(model, DynamicCache(config=model.config), seed)
+        torch.testing.assert_close(logits, want, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_pass_that_is_not_compiled_while_another_thread_compiles(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch says of all threads that they are compiling."""
+    model, ids = tiny("llama", num_hidden_layers=2), prompt(1, 30)
+    want = decoded(model, FORMS[form](model), 10, ids)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert torch.equal(decoded(model, FORMS[form](model), 10, ids), want)
+
+
+def test_one_graph_takes_other_caches_and_refuses_ours() -> None:
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 20)
+    want = model(ids).logits
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), compressed(model, SPEC):
+        for other in (None, DynamicCache(config=model.config)):
+            assert torch.equal(fast(ids, past_key_values=other).logits, want)
+        for make in FORMS.values():
+            cache = make(model)
+            for steps in (0, 10):  # empty, and filled by passes that are not compiled
+                if steps:
+                    decoded(model, cache, steps, prompt(1, 30))
+                for _ in range(2):
+                    with pytest.raises(
+                        ValueError, match=r"^a compressed cache .* fullgraph=True [^\n]*$"
+                    ):
+                        fast(ids[:, :1] if steps else ids, past_key_values=cache)
+                assert cache.get_seq_length() == (20 + steps if steps else 0)
+
+
+def test_one_graph_follows_the_attention_that_is_set() -> None:
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 20)
+    KVCache(model, SPEC)
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    called = []
+    AttentionInterface.register("counted", lambda *a, **k: called.append(1) or sdpa(*a, **k))
+    AttentionMaskInterface.register("counted", AttentionMaskInterface()["sdpa"])
+    with torch.no_grad():
+        want = fast(ids).logits
+        model.set_attn_implementation("counted")
+        assert torch.equal(fast(ids).logits, want)
+    assert called
 
 
 def test_what_cannot_run_compiled_is_refused() -> None:

@@ -10,6 +10,7 @@ from .. import compat
 from . import names
 from .attention import Unsupported, turn_whole_heads, view_attention
 from .base import AttentionView, ModelView
+from .layer_config import LayerConfig
 from .rope import Rope
 from .weights import offloading
 
@@ -109,7 +110,7 @@ def _decoder(model: Any) -> nn.Module:
 def _attends(module: nn.Module, config: type) -> bool:
     """Whether ``module`` holds attention layers that are configured by a ``config``."""
     for _, attention in names.attentions(module):
-        return type(getattr(attention, "config", None)) in (config, type(None))
+        return type(getattr(attention, "config", None)) in (config, LayerConfig, type(None))
     return False
 
 

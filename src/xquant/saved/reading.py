@@ -347,7 +347,7 @@ def _expect_attention(cache: "KVCache", saved: Saved) -> None:
     """Spare the first forward pass finding out what the file knows: with which attention implementation of
     this version of transformers the layers hand over what a cache returns. Until a layer is seen to, it is
     given keys and values decoded, which its own implementation rounds otherwise than a kernel."""
-    cache.attachment.wrap()
+    cache.attachment.see_implementation()
     for hooks in cache.attachment.hooks.values():
         known = saved.header.attention == hooks.implementation
         same = saved.header.transformers == transformers.__version__

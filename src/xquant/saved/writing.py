@@ -67,7 +67,7 @@ def _header(cache: "KVCache", checksums: dict[str, str], coded: entropy.Coded) -
     attachment, report = cache.attachment, cache.report()
     view, first = attachment.view, cache.compressed[0]
     told = attachment.identity.now()
-    attachment.wrap()
+    attachment.see_implementation()
     handing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.hands_over}
     seen = all(hooks.hands_over for hooks in attachment.hooks.values())
     return Header(

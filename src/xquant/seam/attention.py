@@ -31,7 +31,8 @@ def _attention(like: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         hooks: LayerHooks | None = getattr(module, NAME, None)
-        if hooks is not None and hooks.traced is not None:
+        compiling = torch.compiler.is_dynamo_compiling
+        if hooks is not None and hooks.traced is not None and compiling():
             seen, hooks.traced = hooks.traced, None
             if seen.mark is not None:
                 softcap = kwargs.get("softcap") if like == "eager" else None

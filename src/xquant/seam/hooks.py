@@ -1,12 +1,12 @@
 """The seam: hooks that show a cache what transformers does not pass to it, and the attention function
 that lets it answer.
 
-`attach` puts hooks on a model, its decoder, input norms, key projections and attention layers, and
-has layers whose attention is ``eager`` or ``sdpa`` call a registered attention function: it asks the cache
-in use what to attend to, then calls the model's own implementation. Layers find its name in a copy of
-their configuration; that of the model stays as it is, for others who read it. With any other cache in
-use, or none, hooks and function fall through and the model computes what it always did. Other
-implementations (flash, flex) are left as they are: `KVCache.update` then returns the whole keys and values.
+`attach` puts hooks on a model, its decoder, input norms, key projections and attention layers, and has
+layers whose attention is ``eager`` or ``sdpa`` call a registered attention function: it asks the cache in
+use what to attend to, then calls the model's own implementation. Layers find its name in a `LayerConfig`;
+the model's configuration stays as it is, for others who read it. With any other cache in use, or none,
+hooks and function fall through and the model computes what it always did. Other implementations (flash,
+flex) are left as they are: `KVCache.update` then returns the whole keys and values.
 
 What is known during a forward pass belongs to the pass, and a pass to its thread: threads may run one model
 with a cache each. In the order in which a forward pass meets them:
@@ -39,7 +39,7 @@ from .layer import NAME, LayerHooks
 from .masks import PassMask, mask_among
 from .naming import name_functions
 from .passes import PREFIX_TUNED, ForwardPass, Handed, ObservingCache
-from .traced import RUNNING, refused
+from .traced import RUNNING, in_one_graph, refused
 from .watched import Watched, watch
 
 _ATTACHMENT = "_xquant_attachment"
@@ -122,10 +122,8 @@ class Attachment:
         self._names = name_functions(self.hooks.values(), view.model.config)
         self._local = local()
         self._watched: list[nn.Module] = []
-        self._handles = [
-            view.decoder.register_forward_pre_hook(self.decoder_begins, with_kwargs=True),
-            view.decoder.register_forward_hook(self.decoder_ends, always_call=True),
-        ]
+        self._handles: list[Any] = []
+        self._see(view.decoder, self.decoder_begins, self.decoder_ends)
         setattr(view.decoder, _ATTACHMENT, self)
         for hooks in self.hooks.values():
             layer = hooks.view
@@ -136,20 +134,23 @@ class Attachment:
             self._handles.append(
                 layer.module.register_forward_pre_hook(hooks.see_attention, with_kwargs=True)
             )
-        self.wrap()
 
     def watch(self, model: nn.Module) -> None:
         """See the calls of a model that has the decoder in it: what follows the decoder may fail, too."""
         if model is self.view.decoder or any(model is other for other in self._watched):
             return
         self._watched.append(model)
+        self._see(model, self.model_begins, self.model_ends)
         self._handles += [
-            model.register_forward_pre_hook(self.model_begins, with_kwargs=True),
-            model.register_forward_hook(self.model_ends, always_call=True),
-            *(
-                each.register_forward_pre_hook(self.outer_begins, with_kwargs=True)
-                for each in _between(model, self.view.decoder)
-            ),
+            each.register_forward_pre_hook(self.outer_begins, with_kwargs=True)
+            for each in _between(model, self.view.decoder)
+        ]
+
+    def _see(self, module: nn.Module, begins: Any, ends: Any) -> None:
+        """Have hooks called before and after ``module`` runs, whether or not it fails."""
+        self._handles += [
+            module.register_forward_pre_hook(begins, with_kwargs=True),
+            module.register_forward_hook(ends, with_kwargs=True, always_call=True),
         ]
 
     def check_depth(self) -> None:
@@ -165,8 +166,8 @@ class Attachment:
                 f" and runs {depth} now: set config.num_hidden_layers back, or detach(model)"
             )
 
-    def wrap(self) -> None:
-        """Have our attention function called, also where another implementation was set since."""
+    def see_implementation(self) -> None:
+        """Know by what layers attend now: another implementation may have been set since."""
         for name in self._names:
             name.follow()
 
@@ -193,8 +194,25 @@ class Attachment:
 
     # -- a forward pass begins -------------------------------------------------------------
 
-    @torch.compiler.disable
+    def _concerns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether hooks that no graph can hold are to run.
+
+        A compiled pass without a cache of ours stays one graph. In one that may not be left there is no way
+        to run them, and the operators of `traced` refuse it.
+        """
+        if not torch.compiler.is_dynamo_compiling():
+            return True
+        ours = _cache_among(args, kwargs) is not None
+        return (ours or self.view.rope.switches) and not in_one_graph()
+
     def model_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._concerns(args, kwargs):
+            self._model_begins(module, args, kwargs)
+
+    @torch.compiler.disable
+    def _model_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         cache = _cache_among(args, kwargs)
@@ -202,11 +220,17 @@ class Attachment:
         if mine and compat.has_prefix(module):
             raise ValueError(f"{PREFIX_TUNED}: pass none")
         self._local.outer = None
-        self.outer_begins(module, args, kwargs)
+        self._outer_begins(module, args, kwargs)
         self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
 
-    @torch.compiler.disable
     def outer_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._concerns(args, kwargs):
+            self._outer_begins(module, args, kwargs)
+
+    @torch.compiler.disable
+    def _outer_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A module with the decoder in it may be given what it does not pass on: ids where the decoder is
@@ -217,15 +241,18 @@ class Attachment:
 
     def decoder_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs | self._begin(module, args, kwargs, torch.compiler.is_compiling())
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._concerns(args, kwargs):
+            return None
+        return args, kwargs | self._begin(
+            module, args, kwargs, torch.compiler.is_dynamo_compiling()
+        )
 
     @torch.compiler.disable
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
     ) -> dict[str, Any]:
         """Have the cache begin. Returns what the decoder is given in place of its own inputs."""
-        self.wrap()
         cache = _cache_among(args, kwargs)
         self._local.current = None
         outer, self._local.outer = getattr(self._local, "outer", None) or (None, None), None
@@ -244,6 +271,7 @@ class Attachment:
                 "with gradient checkpointing a model uses no cache: call model.eval() or"
                 " model.gradient_checkpointing_disable() first"
             )
+        self.see_implementation()
         if compiled:
             self._check_compiled(module, args, kwargs, cache)
         batch, length = inputs.shape[:2]
@@ -327,13 +355,18 @@ class Attachment:
 
     # -- the forward pass ends -----------------------------------------------------------------
 
+    def decoder_ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._concerns(args, kwargs):
+            self._decoder_ends(output is None)
+
     @torch.compiler.disable
-    def decoder_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _decoder_ends(self, failed: bool) -> None:
         current, self._local.current = self.current, None
         if current is None:
             return
         lost = None
-        failed = output is None
         for index, handed in () if failed else current.handed.items():
             if isinstance(handed.key, Watched):
                 self.hooks[index].learn(False)
@@ -343,10 +376,16 @@ class Attachment:
         if lost is not None:
             raise self.unserved(lost)
 
+    def model_ends(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._concerns(args, kwargs):
+            self._model_ends(output is None)
+
     @torch.compiler.disable
-    def model_ends(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _model_ends(self, failed: bool) -> None:
         before, self._local.before = getattr(self._local, "before", None), None
-        if before is not None and output is None:
+        if before is not None and failed:
             cache, state = before
             cache.restore(state)
 

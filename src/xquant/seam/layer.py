@@ -72,14 +72,14 @@ class LayerHooks:
     @property
     def implementation(self) -> str:
         """Of attention, as the forward pass found it when it began."""
-        return self.named.implementation
+        return self.named.now
 
     @property
     def hands_over(self) -> bool | None:
         """None where that was not seen yet."""
         if self.view.lends:
             return False
-        name = self.named.implementation
+        name = self.named.now
         return self._hands_over.get(name) if name.startswith(PREFIX) else False
 
     @property
@@ -104,8 +104,8 @@ class LayerHooks:
 
     def _seen(self) -> LayerPass | None:
         """Where to note what is seen; None where no compressed cache asks for it."""
-        if torch.compiler.is_compiling():
-            return self.tracing()
+        if torch.compiler.is_dynamo_compiling():
+            return self.tracing() if self.named.now.startswith(PREFIX) else None
         current = self.attachment.current
         return None if current is None else current.at(self.index)
 
@@ -123,9 +123,11 @@ class LayerHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        if torch.compiler.is_compiling():
-            self.tracing().x, self.tracing().positions = x, kwargs.get("position_ids")
-            self.tracing().rope = _pair(kwargs.get("position_embeddings"))
+        if torch.compiler.is_dynamo_compiling():
+            seen = self._seen()
+            if seen is not None:
+                seen.x, seen.positions = x, kwargs.get("position_ids")
+                seen.rope = _pair(kwargs.get("position_embeddings"))
             return
         current = self.attachment.current
         if current is None:

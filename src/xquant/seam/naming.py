@@ -1,50 +1,46 @@
 """By which name attention layers find our attention function, while their model keeps its own for others."""
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from .. import compat
+from ..models.layer_config import LayerConfig
 from .attention import WRAPPED
 from .layer import PREFIX, LayerHooks
+
+NAMES = {name: PREFIX + name for name in WRAPPED}
+"""Of our attention functions, by those that they stand before."""
 
 
 class FunctionName:
     """The name of the attention function that layers of one configuration call.
 
-    They read it in a copy of the configuration. What a model's own says is read by others: engines that batch
-    continuously, functions that make masks, users.
+    Args:
+        asked: whether they call the function that their configuration names.
     """
 
     def __init__(self, config: Any, asked: bool) -> None:
-        self.implementation = ""
-        self._config = config
-        self._copy = copy.copy(config) if asked else None
+        self._given = config
+        self._read: Any = LayerConfig(config, NAMES) if asked else config
         self._modules: list[nn.Module] = []
         self.follow()
 
-    def of(self, module: nn.Module) -> None:
-        """Have the layer read the copy, if it asks for a name at all."""
-        if self._copy is not None:
-            module.config = self._copy
+    def give(self, module: nn.Module) -> None:
+        if self._read is not self._given:
+            module.config = self._read
             self._modules.append(module)
 
     def follow(self) -> None:
-        """See what the model's configuration says now. Called before every forward pass."""
-        name = self._config._attn_implementation or ""
-        if self._copy is not None:
-            if name in WRAPPED:
-                name = PREFIX + name
-            compat.follow(self._copy, self._config, name)
-        self.implementation = name
+        """See what it is now. Called when a forward pass begins."""
+        self.now: str = self._read._attn_implementation or ""
 
     def give_back(self) -> None:
         """Have the layers read the model's own configuration again."""
         for module in self._modules:
-            if module.config is self._copy:
-                module.config = self._config
+            if module.config is self._read:
+                module.config = self._given
 
 
 def name_functions(layers: Iterable[LayerHooks], default: Any) -> list[FunctionName]:
@@ -62,6 +58,6 @@ def name_functions(layers: Iterable[LayerHooks], default: Any) -> list[FunctionN
         key = id(config), asked
         if key not in names:
             names[key] = FunctionName(config, asked)
-        names[key].of(module)
+        names[key].give(module)
         hooks.named = names[key]
     return list(names.values())

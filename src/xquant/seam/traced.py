@@ -9,6 +9,7 @@ layers of a decode step are one graph. Begin and end of the pass stay with hooks
 from threading import local
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .. import compat
@@ -24,6 +25,19 @@ RUNNING = local()
 """``attachment``: whose decoder runs in this thread."""
 PASSED = ("scaling", "softcap", "s_aux", "is_causal")
 """Options of an attention function that the operator passes on."""
+
+
+@torch.compiler.assume_constant_result
+def in_one_graph() -> bool:
+    """Whether the graph that is traced may not be left (``fullgraph=True``)."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return bool(InstructionTranslator.current_tx().output.root_tx.one_graph)
+    except (
+        AttributeError
+    ):  # of a torch that names it otherwise, whose own message says what is wrong
+        return False
 
 
 def attend(
@@ -49,6 +63,8 @@ def attend(
 def _why_not(
     index: int, seen: LayerPass, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> str:
+    if in_one_graph():
+        return "with fullgraph=True nothing runs before the graph, where a pass of the cache begins"
     if key is not seen.key or value is not seen.value:
         return f"layer {index} works with the keys and values that its cache returns"
     if unusual(options):
@@ -102,9 +118,9 @@ def _attend(
     why: str,
     *given: Any,
 ) -> Tensor:
-    attachment, current = _current()
     if why or x is None:
         raise refused(why or "hooks of its model did not run")
+    attachment, current = _current()
     hooks = attachment.hooks[index]
     if not hooks.hands_over:
         raise refused("a pass that is not compiled must come before it")
@@ -151,9 +167,9 @@ def _attend_in_place(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    attachment, current = _current()
     if why:
         raise refused(why)
+    attachment, current = _current()
     view = attachment.hooks[index].view
     query, key = view.as_in_cache(query), view.as_in_cache(key)
     scaling = scaling or query.shape[-1] ** -0.5

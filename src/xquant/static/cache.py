@@ -97,7 +97,7 @@ class StaticKVCache(Cache, ObservingCache):
     @property
     def kernel(self) -> str:
         """What attends over the layers in a decode step, and why nothing faster does."""
-        self.attachment.wrap()
+        self.attachment.see_implementation()
         hooks = self.attachment.hooks.values()
         return ", ".join(
             dict.fromkeys(
@@ -215,7 +215,7 @@ class StaticKVCache(Cache, ObservingCache):
         Raises:
             ValueError: called outside a forward pass of the model, or states that are not finite.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             mark = self._mark if self._in_place else None
             return self.attachment.trace(layer_idx, key_states, value_states, mark)
         self.attachment.inputs(layer_idx, key_states, value_states)
