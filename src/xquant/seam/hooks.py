@@ -38,7 +38,16 @@ from ..models import ModelView, find_decoder, view_model
 from .layer import NAME, LayerHooks
 from .masks import PassMask, mask_among
 from .naming import name_functions
-from .passes import PREFIX_TUNED, ForwardPass, Handed, ObservingCache
+from .passes import (
+    PREFIX_TUNED,
+    Before,
+    ForwardPass,
+    Handed,
+    ObservingCache,
+    hold,
+    let_go,
+    nothing,
+)
 from .traced import RUNNING, in_one_graph, refused
 from .watched import Watched, watch
 
@@ -121,7 +130,6 @@ class Attachment:
         """How often `attach` gave it to what was not refused."""
         self._names = name_functions(self.hooks.values(), view.model.config)
         self._local = local()
-        self._watched: list[nn.Module] = []
         self._handles: list[Any] = []
         self._see(view.decoder, self.decoder_begins, self.decoder_ends)
         setattr(view.decoder, _ATTACHMENT, self)
@@ -137,9 +145,9 @@ class Attachment:
 
     def watch(self, model: nn.Module) -> None:
         """See the calls of a model that has the decoder in it: what follows the decoder may fail, too."""
-        if model is self.view.decoder or any(model is other for other in self._watched):
+        seen = self.model_begins in model._forward_pre_hooks.values()
+        if model is self.view.decoder or seen:
             return
-        self._watched.append(model)
         self._see(model, self.model_begins, self.model_ends)
         self._handles += [
             each.register_forward_pre_hook(self.outer_begins, with_kwargs=True)
@@ -190,7 +198,8 @@ class Attachment:
     @property
     def current(self) -> ForwardPass | None:
         """The forward pass that runs in this thread."""
-        return getattr(self._local, "current", None)
+        found: ForwardPass | None = getattr(self._local, "current", nothing)()
+        return found
 
     # -- a forward pass begins -------------------------------------------------------------
 
@@ -221,7 +230,9 @@ class Attachment:
             raise ValueError(f"{PREFIX_TUNED}: pass none")
         self._local.outer = None
         self._outer_begins(module, args, kwargs)
-        self._local.before = (cache, cache.snapshot()) if mine and cache is not None else None
+        self._local.before = nothing
+        if mine and cache is not None:
+            self._local.before = hold(cache, Before(cache))
 
     def outer_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -254,10 +265,10 @@ class Attachment:
     ) -> dict[str, Any]:
         """Have the cache begin. Returns what the decoder is given in place of its own inputs."""
         cache = _cache_among(args, kwargs)
-        self._local.current = None
+        self._local.current = nothing
         outer, self._local.outer = getattr(self._local, "outer", None) or (None, None), None
         inputs = _tokens_among(args, kwargs)
-        last = getattr(self._local, "last", lambda: None)()
+        last = getattr(self._local, "last", nothing)()
         if cache is None or inputs is None:
             if last is not None and inputs is not None:
                 last.pass_over(*inputs.shape[:2])
@@ -283,9 +294,10 @@ class Attachment:
         ids = outer[0] if ids is None else ids
         if ids is not None and ids.shape != (batch, length):
             ids = None
-        self._local.current = ForwardPass(cache, kwargs.get("position_ids"), ids)
+        current = ForwardPass(cache, kwargs.get("position_ids"), ids)
+        self._local.current = hold(cache, current)
         self._local.last = ref(cache)
-        RUNNING.attachment = self
+        RUNNING.attachment = ref(self)
         if not compiled or len(args) > 1:
             return {}
         return {**cache.fixed_inputs(positions=kwargs.get("position_ids") is None)}
@@ -363,9 +375,10 @@ class Attachment:
 
     @torch.compiler.disable
     def _decoder_ends(self, failed: bool) -> None:
-        current, self._local.current = self.current, None
+        current, self._local.current = self.current, nothing
         if current is None:
             return
+        let_go(current.cache, ForwardPass)
         lost = None
         for index, handed in () if failed else current.handed.items():
             if isinstance(handed.key, Watched):
@@ -384,10 +397,10 @@ class Attachment:
 
     @torch.compiler.disable
     def _model_ends(self, failed: bool) -> None:
-        before, self._local.before = getattr(self._local, "before", None), None
-        if before is not None and failed:
-            cache, state = before
-            cache.restore(state)
+        before: Before | None = getattr(self._local, "before", nothing)()
+        self._local.before = nothing
+        if before is not None:
+            before.end(failed)
 
     def unserved(self, index: int) -> ValueError:
         """Layer ``index`` was given its newest states alone, and did something else with them."""

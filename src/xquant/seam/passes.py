@@ -4,6 +4,7 @@ import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
@@ -143,6 +144,39 @@ class Handed:
         return key is self.key and value is self.value and not any(touched)
 
 
+class Before:
+    """What brings a cache back to the time before a model ran."""
+
+    def __init__(self, cache: ObservingCache) -> None:
+        self._cache, self._state = ref(cache), cache.snapshot()
+
+    def end(self, failed: bool) -> None:
+        cache = self._cache()
+        if cache is None:
+            return
+        let_go(cache, Before)
+        if failed:
+            cache.restore(self._state)
+
+
+_HELD: "WeakKeyDictionary[ObservingCache, dict[type, Any]]" = WeakKeyDictionary()
+
+
+def hold(cache: ObservingCache, known: "ForwardPass | Before") -> "ref[Any]":
+    """Have ``cache`` hold what is known of its pass, in place of what was; others hold this reference."""
+    _HELD.setdefault(cache, {})[type(known)] = known
+    return ref(known)
+
+
+def let_go(cache: ObservingCache, kind: type) -> None:
+    """Forget what `hold` was given of a ``kind``."""
+    _HELD.get(cache, {}).pop(kind, None)
+
+
+def nothing() -> None:
+    """A reference to nothing."""
+
+
 def split_axes(positions: Any) -> tuple[Tensor | None, Tensor | None]:
     """Positions ``[B, T]`` and those of several axes ``[3, B, T]`` in what a model is given: either, or both
     in one ``[4, B, T]``."""
@@ -154,16 +188,26 @@ def split_axes(positions: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 class ForwardPass:
-    """What one forward pass with a compressed cache knows, in its thread."""
+    """What one forward pass with a compressed cache knows, in its thread.
+
+    The cache alone holds it (`hold`). So a pass that was interrupted, of which no hook tells, keeps nothing
+    alive once its cache is gone.
+    """
 
     def __init__(
         self, cache: ObservingCache, positions: Any = None, ids: Tensor | None = None
     ) -> None:
-        self.cache, self.ids = cache, ids
+        self._cache, self.ids = ref(cache), ids
         self.positions, self.axes = split_axes(positions)
         """As the decoder was given them, for layers that are given none."""
         self.inputs: dict[int, LayerPass] = {}
         self.handed: dict[int, Handed] = {}
+
+    @property
+    def cache(self) -> ObservingCache:
+        cache = self._cache()
+        assert cache is not None  # whoever runs the pass has it
+        return cache
 
     def at(self, index: int) -> LayerPass:
         return self.inputs.setdefault(index, LayerPass())

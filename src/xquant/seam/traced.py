@@ -16,13 +16,13 @@ from .. import compat
 from ..kernels.call import AttentionCall
 from ..operators import operator
 from .layer import unusual
-from .passes import ForwardPass, LayerPass
+from .passes import ForwardPass, LayerPass, nothing
 
 if TYPE_CHECKING:
     from .hooks import Attachment
 
 RUNNING = local()
-"""``attachment``: whose decoder runs in this thread."""
+"""``attachment``: a reference to that whose decoder runs in this thread."""
 PASSED = ("scaling", "softcap", "s_aux", "is_causal")
 """Options of an attention function that the operator passes on."""
 
@@ -96,7 +96,7 @@ def _current() -> "tuple[Attachment, ForwardPass]":
     Raises:
         ValueError: nothing does.
     """
-    attachment: Attachment | None = getattr(RUNNING, "attachment", None)
+    attachment: Attachment | None = getattr(RUNNING, "attachment", nothing)()
     current = None if attachment is None else attachment.current
     if attachment is None or current is None:
         raise refused("hooks of its model did not run")
