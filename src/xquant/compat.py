@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
@@ -168,21 +169,30 @@ def register_attention(name: str, like: str, function: Callable[..., Any]) -> No
     AttentionMaskInterface.register(name, AttentionMaskInterface()[like])
 
 
+AXES = 3
+"""Of positions of images: time, height and width. Few models have others."""
+
+
 class RotaryForm(NamedTuple):
     """What a model's rotary embedding is called with, besides states and positions."""
 
     more: dict[str, str]
     """Models with two kinds of RoPE name the layer type."""
-    axes: bool
-    """Whether positions are of three axes, and angles of each come back."""
+    axes: int
+    """How many axes positions may have."""
+    sections: list[int]
+    """Channels of each axis in turn, where angles of all axes come back and layers choose; otherwise none."""
 
 
 def rotary_form(rotary: nn.Module) -> RotaryForm:
     """How a rotary embedding is called. Asked once: reading a signature takes longer than a call."""
     named = "layer_type" in inspect.signature(rotary.forward).parameters
     parameters = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
-    axes = "mrope_section" in parameters and not hasattr(rotary, "mrope_section")
-    return RotaryForm({"layer_type": "full_attention"} if named else {}, axes)
+    own = getattr(rotary, "mrope_section", None)
+    sections = list(own or parameters.get("mrope_section") or ())
+    chosen = bool(sections) and not hasattr(rotary, "mrope_section")
+    more = {"layer_type": "full_attention"} if named else {}
+    return RotaryForm(more, len(sections) or AXES, 2 * sections if chosen else [])
 
 
 def rotation(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -194,11 +204,20 @@ def rotation(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | Non
 def angles(
     rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor, kind: str = ""
 ) -> Any:
-    """What a rotary embedding gives for ``positions`` ``[B, T]`` of text, in the dtype of ``like``: most give
-    cos and sin. ``kind``: of the layer, where it is not one of full attention."""
+    """What a rotary embedding gives for ``positions`` ``[B, T]`` of text or ``[N, B, T]`` of several axes, in
+    the dtype of ``like``: most give cos and sin. ``kind``: of the layer, where it is not one of full
+    attention."""
     if kind and form.more:
         form = form._replace(more={"layer_type": kind})
-    if form.axes:  # of text, all three are the same
-        cos, sin = rotary(like, positions.expand(3, -1, -1), **form.more)
-        return cos[0], sin[0]
+    if form.sections:
+        positions = positions.expand(form.axes, -1, -1)
     return rotary(like, positions, **form.more)
+
+
+def chosen(form: RotaryForm, table: Any) -> Any:
+    """Of angles of all axes, cos and sin ``[N, B, T, R]``, those that layers choose, ``[B, T, R]`` each. A
+    table of another form is given back."""
+    if not form.sections or not isinstance(table, tuple) or table[0].dim() != 4:
+        return table
+    parts = (enumerate(angles.split(form.sections, -1)) for angles in table)
+    return tuple(torch.cat([part[i % form.axes] for i, part in each], -1) for each in parts)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from models import prompt, tiny
-from wild import END, IMAGE, START, SWITCH, VISION, built, dynamic_rope, long_rope, with_images
+from wild import SWITCH, built, dynamic_rope, long_rope
 from xquant import KVCache
 from xquant.compat import VERSION
 
@@ -148,93 +148,6 @@ def test_a_cache_that_generate_drops_says_so() -> None:
     cache.reset()
     steps(model, cache, 5, 0)
     assert not cache.report().note
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", VISION)
-def test_an_image_after_text(name: str) -> None:
-    """Its tokens have positions of several axes."""
-    model = with_images(name)
-    text = prompt(1, 20) % 100 + 3
-    image = torch.cat([text[:, :3], torch.tensor([[START, *[IMAGE] * 4, END]]), text[:, 3:8]], 1)
-    both, kinds = torch.cat([text, image], 1), (image == IMAGE).int()
-    seen = {
-        "pixel_values": torch.randn(16, 96, generator=torch.Generator().manual_seed(0)),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": kinds,
-    }
-    positions, _ = model.model.get_rope_index(
-        both,
-        mm_token_type_ids=torch.cat([torch.zeros_like(text), kinds], 1),
-        image_grid_thw=seen["image_grid_thw"],
-        attention_mask=torch.ones_like(both),
-    )
-
-    def turns(cache: Any) -> Tensor:
-        model(input_ids=text, past_key_values=cache)
-        later = {"position_ids": positions[:, :, 20:], "attention_mask": torch.ones_like(both)}
-        logits: Tensor = model(input_ids=image, past_key_values=cache, **later, **seen).logits
-        return logits
-
-    want = turns(DynamicCache(config=model.config))
-    for spec in IDENTITY:
-        torch.testing.assert_close(turns(KVCache(model, spec)), want, rtol=0, atol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "spec", ["kivi-16bit:group=8,sink=2", "xquant-16bit:group=8", "kivi-4bit:group=32"]
-)
-@pytest.mark.parametrize("name", VISION)
-def test_text_and_images_in_turns(name: str, spec: str) -> None:
-    """Text, an image, text and an image in one cache, of two sequences with padding on the left; then tokens
-    one at a time, and the last image once more after a crop."""
-    model = with_images(name)
-    image = torch.tensor([[START, *[IMAGE] * 4, END]]).repeat(2, 1)
-    texts = [prompt(2, count, seed=count) % 100 + 3 for count in (20, 7)]
-    parts = [texts[0], image, texts[1], image]
-    ids = torch.cat(parts, 1)
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
-    kinds = (ids == IMAGE).int()
-    grids = torch.tensor([[1, 4, 4]] * 4)
-    pixels = torch.randn(32, 96, generator=torch.Generator().manual_seed(0))
-    positions, _ = model.model.get_rope_index(
-        ids, mm_token_type_ids=kinds, image_grid_thw=grids, attention_mask=mask
-    )
-
-    def turns(cache: Any) -> Tensor:
-        found, stop = [], 0
-
-        def read(part: Tensor) -> None:
-            nonlocal stop
-            start, stop = stop, stop + part.shape[1]
-            given = {"position_ids": positions[:, :, start:stop], "attention_mask": mask[:, :stop]}
-            if (part == IMAGE).any():
-                given |= {"pixel_values": pixels, "image_grid_thw": grids[:2]}
-                given |= {"mm_token_type_ids": (part == IMAGE).int()}
-            found.append(model(input_ids=part, past_key_values=cache, **given).logits)
-
-        for part in parts:
-            read(part)
-        cache.crop(-image.shape[1])
-        stop -= image.shape[1]
-        read(image)
-        after = positions.amax((0, 2))[:, None] + 1
-        for step in range(6):
-            given = {"position_ids": (after + step).expand(3, -1, -1)}
-            given |= {"attention_mask": torch.nn.functional.pad(mask, (0, step + 1), value=1)}
-            newest = found[-1][:, -1:].argmax(-1)
-            found.append(model(input_ids=newest, past_key_values=cache, **given).logits)
-        return torch.cat(found, 1)
-
-    real = torch.cat([mask, mask[:, -6:], mask[:, -6:]], 1).bool()
-    cache = KVCache(model, spec)
-    want, got = (turns(each)[real] for each in (DynamicCache(config=model.config), cache))
-    if "16bit" in spec:
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-        assert torch.equal(got.argmax(-1), want.argmax(-1))
-    assert got.isfinite().all() and cache.index.axes is not None
 
 
 # -- models that change ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from .. import compat
 from .rotation import HALVES, Pair, as_halves, form_of, widen
 from .weights import home, offloading
 
+NO_FORM = compat.RotaryForm({}, compat.AXES, [])
 FAR = 4
 """Times the longest position of a configuration: past every switch of frequencies."""
 
@@ -25,6 +26,7 @@ class Rope:
     def __init__(self, rotary: nn.Module | None, config: Any) -> None:
         self._rotary, self._table_form = rotary, HALVES
         self.drifts = self.switches = False
+        self._form = NO_FORM
         self.width = 0
         """``R``: channels of a head that turn, in layers that turn any; or more, where others turn by 0."""
         if rotary is None:
@@ -32,7 +34,7 @@ class Rope:
         self._form = compat.rotary_form(rotary)
         like = self._like()
         ones = torch.ones(1, 2, dtype=torch.int32, device=like.device)
-        table = compat.angles(self._copy(), self._form, like, ones)
+        table = compat.chosen(self._form, compat.angles(self._copy(), self._form, like, ones))
         self._table_form = form_of(table)
         self.width = as_halves(table, self._table_form)[0].shape[-1]
         longest = int(getattr(config, "max_position_embeddings", 0) or 0)
@@ -61,6 +63,7 @@ class Rope:
 
     def halves(self, table: Any, dtype: torch.dtype | None = None) -> Pair:
         """cos and sin ``[B, T, R]`` as `rotate` takes them, of a table that the model gives to a layer."""
+        table = compat.chosen(self._form, table)
         cos, sin = widen(as_halves(table, self._table_form), self.width)
         return cos.to(dtype), sin.to(dtype)
 
@@ -84,7 +87,7 @@ class Rope:
         return copy.deepcopy(self._rotary, {id(config): config, id(hook): hook})
 
     def __call__(self, like: Tensor, positions: Tensor, long: bool = False) -> Pair:
-        """cos and sin ``[B, T, R]`` of integer ``positions`` ``[B, T]``, or of several axes ``[3, B, T]``, in
+        """cos and sin ``[B, T, R]`` of integer ``positions`` ``[B, T]``, or of several axes ``[N, B, T]``, in
         the dtype of ``like``.
 
         As in a forward pass of these positions; ``long``: as in one of a long input.
@@ -101,9 +104,14 @@ class Rope:
         return cos[:, :count], sin[:, :count]
 
     @property
+    def axes(self) -> int:
+        """``N``: how many axes positions of images have."""
+        return self._form.axes
+
+    @property
     def takes_axes(self) -> bool:
         """Whether it can be asked for angles of positions of several axes."""
-        return self._rotary is not None and not self._form.axes
+        return self._rotary is not None
 
     def is_long(self, positions: Tensor) -> bool:
         """Whether a forward pass of these ``positions`` ``[B, T]`` has the frequencies for long inputs."""

@@ -187,7 +187,7 @@ def _fill(cache: "KVCache", reader: _Reader) -> None:
         reader.check(
             cache.index.takes_axes, "positions of several axes, of which the model has one"
         )
-        axes = reader.take("axes", (torch.int32,), (3, batch, tokens))
+        axes = reader.take("axes", (torch.int32,), (cache.index.axis_count, batch, tokens))
         cache.index.axes = axes.to(home, copy=True)
     if "tokens" in reader:
         ids = reader.take("tokens", (torch.int32,), (batch, tokens)).long()

@@ -50,7 +50,7 @@ def places(
     family: str, given: Given, of_pass: PassMask, index: TokenIndex
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The positions of the new tokens, and which of them are not padding, both ``[B, t]``; and positions
-    ``[3, B, t]`` where they are of several axes that differ from those.
+    ``[N, B, t]`` where they are of several axes that differ from those.
 
     Raises:
         ValueError: states that are no tokens; the message names ``family``.
@@ -71,7 +71,11 @@ def places(
         lowest = int(torch.where(real, positions, index.length).min())
         if lowest < int(index.positions[:, -1].min()):
             warn_of_another_text(f"the new tokens begin at position {lowest}", index.length)
-    axes = given.axes if index.takes_axes else None
+    axes = (
+        given.axes.expand(-1, batch, length)
+        if given.axes is not None and index.takes_axes
+        else None
+    )
     if axes is not None and index.axes is None and bool(((axes == positions) | ~real).all()):
         axes = None  # as of text
     return positions, real, axes
@@ -129,19 +133,15 @@ def check_rope(family: str, rope: Pair, index: TokenIndex) -> None:
     """Refuse tokens that are turned by other angles than those of their positions.
 
     Args:
-        rope: cos and sin that the model gives to a layer, ``[B, t, R]``, or ``[3, B, t, R]``.
+        rope: cos and sin that the model gives to a layer, ``[B, t, R]``.
 
     Raises:
         ValueError: they are, as those of images are; the message names ``family``.
     """
     cos = rope[0]
     own = index.rope_of_newest(cos, cos.shape[-2])
-    axes = cos.dim() == 4 and cos.shape[:2] == (
-        3,
-        index.batch,
-    )  # angles of each axis: alike for text
     # Some models give a table of another form; what they do with it is for `check_states`.
-    if not (axes or cos.dim() == 3) or cos.shape[-1] != own[0].shape[-1]:
+    if cos.dim() != 3 or cos.shape[-1] != own[0].shape[-1]:
         return
     close = EXACT if cos.dtype == torch.float32 else ROUNDED
     for given, ours in zip(rope, own, strict=True):

@@ -47,6 +47,7 @@ from .passes import (
     hold,
     let_go,
     nothing,
+    split_axes,
 )
 from .traced import RUNNING, in_one_graph, refused
 from .watched import Watched, watch
@@ -294,7 +295,8 @@ class Attachment:
         ids = outer[0] if ids is None else ids
         if ids is not None and ids.shape != (batch, length):
             ids = None
-        current = ForwardPass(cache, kwargs.get("position_ids"), ids)
+        positions = split_axes(kwargs.get("position_ids"), self.view.rope.axes)
+        current = ForwardPass(cache, positions, ids)
         self._local.current = hold(cache, current)
         self._local.last = ref(cache)
         RUNNING.attachment = ref(self)

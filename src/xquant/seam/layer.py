@@ -143,7 +143,7 @@ class LayerHooks:
             inputs.residual = x
         if not self.lowest:
             return
-        positions, axes = split_axes(kwargs.get("position_ids"))
+        positions, axes = split_axes(kwargs.get("position_ids"), self.attachment.view.rope.axes)
         positions = current.positions if positions is None else positions
         axes = current.axes if axes is None else axes
         mask, rope = kwargs.get("attention_mask"), _pair(kwargs.get("position_embeddings"))

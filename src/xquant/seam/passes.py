@@ -46,7 +46,7 @@ class Given(NamedTuple):
     rope: Pair | None
     """cos and sin, ``[B, T, R]`` each."""
     axes: Tensor | None = None
-    """Positions of several axes, ``[3, B, T]``, where they are."""
+    """Positions of several axes, ``[N, B, T]``, where they are."""
     ids: Tensor | None = None
     """Of the tokens, ``[B, T]``; None where the model was given embeddings alone."""
 
@@ -177,14 +177,18 @@ def nothing() -> None:
     """A reference to nothing."""
 
 
-def split_axes(positions: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Positions ``[B, T]`` and those of several axes ``[3, B, T]`` in what a model is given: either, or both
-    in one ``[4, B, T]``."""
-    if not isinstance(positions, Tensor) or positions.dim() < 2:
+def split_axes(positions: Any, axes: int) -> tuple[Tensor | None, Tensor | None]:
+    """Positions ``[B, T]`` and those of ``N`` axes ``[N, B, T]`` in what a model is given: either, or both in
+    one ``[N + 1, B, T]``. Where a text goes on after an image, ``[1, B, T]`` are those of every axis."""
+    if not isinstance(positions, Tensor) or positions.dim() not in (2, 3):
         return None, None
     if positions.dim() == 2:
         return positions, None
-    return (positions[0] if len(positions) == 4 else None), positions[-3:]
+    if len(positions) == 1:
+        return None, positions.expand(axes, -1, -1)
+    if len(positions) not in (axes, axes + 1):  # something else, as the model knows
+        return None, None
+    return (positions[0] if len(positions) > axes else None), positions[-axes:]
 
 
 class ForwardPass:
@@ -195,10 +199,13 @@ class ForwardPass:
     """
 
     def __init__(
-        self, cache: ObservingCache, positions: Any = None, ids: Tensor | None = None
+        self,
+        cache: ObservingCache,
+        positions: tuple[Tensor | None, Tensor | None],
+        ids: Tensor | None,
     ) -> None:
         self._cache, self.ids = ref(cache), ids
-        self.positions, self.axes = split_axes(positions)
+        self.positions, self.axes = positions
         """As the decoder was given them, for layers that are given none."""
         self.inputs: dict[int, LayerPass] = {}
         self.handed: dict[int, Handed] = {}

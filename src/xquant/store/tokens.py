@@ -54,6 +54,11 @@ class TokenIndex:
         """Whether positions of several axes can be told apart; where not, such tokens are refused."""
         return self._rope.takes_axes
 
+    @property
+    def axis_count(self) -> int:
+        """``N``: how many axes those positions have."""
+        return self._rope.axes
+
     def reset(self) -> None:
         self.epoch += 1  # changes when tokens do, other than at the end
         self.forget()
@@ -62,7 +67,7 @@ class TokenIndex:
         self.sink = torch.empty(0, 0, dtype=torch.bool, device="cpu")
         self.ids = torch.empty(0, 0, dtype=torch.int32, device="cpu")
         self.axes: Tensor | None = None
-        """Where some tokens have positions of several axes (images): those of all, int32 ``[3, B, T]``."""
+        """Where some tokens have positions of several axes (images): those of all, int32 ``[N, B, T]``."""
         self.runs: Runs = ()
         """Of a model with two sets of frequencies, see `Rope`; none of any other."""
 
@@ -96,10 +101,11 @@ class TokenIndex:
         ids: Tensor | None = None,
     ) -> None:
         """Add tokens: positions ``[B, t]`` of any integer dtype, ``real`` bool ``[B, t]``, positions
-        ``[3, B, t]`` where they are of several axes, and ids ``[B, t]`` where they are known."""
+        ``[N, B, t]`` where they are of several axes, and ids ``[B, t]`` where they are known."""
         if axes is not None or self.axes is not None:
-            new = positions.expand(3, -1, -1) if axes is None else axes
-            held = self.positions.expand(3, -1, -1) if self.axes is None else self.axes
+            count = self.axis_count
+            new = positions.expand(count, -1, -1) if axes is None else axes
+            held = self.positions.expand(count, -1, -1) if self.axes is None else self.axes
             self.axes = torch.cat([held, new], 2).int() if self.length else new.int()
         if self.batch == 0:
             empty = positions[:, :0]
