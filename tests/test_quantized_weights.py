@@ -14,6 +14,7 @@ from calibrated import make_cache
 from matrix import IDENTITY, LOW
 from models import prompt, tiny
 from operations import greedy, padded
+from saving import SOME
 from xquant import (
     KVCache,
     PrefixStore,
@@ -64,9 +65,10 @@ def torchao(model: nn.Module, bits: int | str) -> None:
 
 LONG = pytest.mark.long
 EVERY = [
-    *(pytest.param(hqq, "qwen2", 4, spec) for spec in [*IDENTITY, *LOW]),
-    *(pytest.param(torchao, "qwen2", 4, spec) for spec in IDENTITY),
-    *(pytest.param(torchao, "qwen2", 4, spec, marks=LONG) for spec in LOW),
+    *(pytest.param(hqq, "qwen2", 4, spec) for spec in [*IDENTITY, *SOME]),
+    *(pytest.param(hqq, "qwen2", 4, spec, marks=LONG) for spec in LOW if spec not in SOME),
+    *(pytest.param(torchao, "qwen2", 4, spec) for spec in IDENTITY[8:]),
+    *(pytest.param(torchao, "qwen2", 4, spec, marks=LONG) for spec in [*IDENTITY[:8], *LOW]),
     *(pytest.param(hqq, "phi3", 8, spec, marks=LONG) for spec in [*IDENTITY, *LOW]),
     *(pytest.param(torchao, "phi3", 8, spec, marks=LONG) for spec in [*IDENTITY, *LOW]),
 ]
