@@ -1,6 +1,6 @@
 """The tables of measured figures, by what they are about."""
 
-from . import gpu, papers, quality, rivals, serving, speed, transform
+from . import forms, gpu, papers, quality, rivals, serving, speed, transform
 from .common import TABLES
 
-__all__ = ["TABLES", "gpu", "papers", "quality", "rivals", "serving", "speed", "transform"]
+__all__ = ["TABLES", "forms", "gpu", "papers", "quality", "rivals", "serving", "speed", "transform"]

@@ -145,6 +145,8 @@ class LayerStack:
             return
         for layer, state in zip(self.layers, self._unsealed, strict=True):
             layer.restore(state)
+            if cut := layer.tokens - self.index.length:  # by an earlier crop
+                layer.crop(-cut)
         self._unsealed = None
 
     def forget_unsealed(self) -> None:

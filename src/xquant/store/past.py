@@ -152,10 +152,7 @@ class Past:
         """The same, given the features ``[B, t, W]`` of the tokens."""
         before = self.tokens
         if self.tail is not None and rows.dtype != self.tail.dtype:
-            raise ValueError(
-                f"layer {self.codec.view.index} gives {rows.dtype} states, and the cache holds"
-                f" {self.tail.dtype} ones: the model was cast or autocast changed since; use a new cache"
-            )
+            rows = self._widened(rows, self.tail.dtype)
         if self._asks_at_once(rows.device):
             finite.check_rows(rows, self.codec.view.index)
         self.release()
@@ -170,6 +167,19 @@ class Past:
         elif self.tail is rows:
             self.tail = rows.clone()  # a view would keep the model's activations alive
         self.accumulate(sealing or self.through_store)
+
+    def _widened(self, rows: Tensor, held: torch.dtype) -> Tensor:
+        """Rows in the model's own dtype, where autocast began after the first passes or a conversion.
+
+        Raises:
+            ValueError: the cache holds another dtype than the model's, or a narrower one than the rows'.
+        """
+        if held == self.codec.view.dtype == torch.promote_types(rows.dtype, held):
+            return rows.to(held)
+        raise ValueError(
+            f"layer {self.codec.view.index} gives {rows.dtype} states, and the cache holds"
+            f" {held} ones: the model was cast or autocast changed since; use a new cache"
+        )
 
     def _asks_at_once(self, device: torch.device) -> bool:
         """Whether rows must be finite before they are kept; see `finite`."""
