@@ -275,6 +275,25 @@ def rope() -> str:
 
 
 @table
+def heads() -> str:
+    """Attention over packed keys and values, by the size of a head."""
+    found = {(row["method"], row["head_size"]): row for row in rows("heads")}
+    methods = list(dict.fromkeys(method for method, _ in found))
+    sizes = sorted({size for _, size in found if size % 32})
+    head = ("method", "ms at 64", *(str(size) for size in sizes), "of the full cache, at 80")
+    body = (
+        [
+            code(method),
+            f"{found[method, 64]['ms']:.2f}",
+            *(f"{found[method, size]['of_next_32']:.2f}" for size in sizes),
+            f"{found[method, 80]['of_full']:.2f}",
+        ]
+        for method in methods
+    )
+    return markdown(head, body)
+
+
+@table
 def instructions() -> str:
     """What Triton's kernels are compiled to, before and now."""
     earlier = {row["kernel"]: row for row in rows("triton-instructions-before")}

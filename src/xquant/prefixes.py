@@ -23,7 +23,7 @@ from .spec import parse_method
 
 CHUNK = 128
 """Tokens of a chunk, or the next multiple of a method's blocks."""
-_FORMAT = 4
+_FORMAT = 5
 """Chunks of another format have other names."""
 
 

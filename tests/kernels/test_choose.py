@@ -1,14 +1,17 @@
 """Which kernel is chosen, and that it is said."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from calibrated import make_cache
 from models import prompt, tiny
-from xquant import KVCache
+from xquant import KVCache, StaticKVCache
+from xquant.kernels import choose
 from xquant.kernels.cpu import library as native
 
 MODEL = {"head_dim": 32, "hidden_size": 128}
@@ -49,7 +52,7 @@ def test_the_reference_says_why(spec: str, options: dict[str, str], why: str) ->
         ("nf5:group=32", MODEL, "a table of 32 levels"),
         ("int4-gs24:group=32", MODEL, "ranges of"),
         ("xquant-cl-2bit:group=32,first_layers=1", MODEL, "sums over layers"),
-        ("kivi-4bit:group=32", {"head_dim": 24}, "heads of 24"),
+        ("kivi-4bit:group=32", {"head_dim": 20}, "heads of 20"),
         ("kivi-4bit:group=32,key_bits=16", MODEL, "keys are in no format that a kernel reads"),
         ("turboquant-3bit:group=32,qjl=true", MODEL, "keys are in no format that a kernel reads"),
     ],
@@ -166,4 +169,17 @@ def test_a_library_that_cannot_be_loaded_is_named(absent: None) -> None:
 def test_a_machine_with_the_library_says_nothing() -> None:
     native.warn_of_absence.cache_clear()
     assert warnings_of("kivi-4bit:group=32") == []
-    assert warnings_of("kivi-4bit:group=8") == []
+    assert warnings_of("kivi-16bit:group=8") == []
+    assert warnings_of("kivi-4bit:group=8", attend="store") == []
+
+
+@needs_native
+@pytest.mark.parametrize("make", [KVCache, partial(StaticKVCache, room=64)])
+def test_what_no_kernel_reads_is_told_of_once(make: Callable[..., Any]) -> None:
+    choose._warn.cache_clear()
+    model = tiny("llama", head_dim=20, hidden_size=128)
+    with pytest.warns(RuntimeWarning, match="decoding may take longer .*heads of 20") as told:
+        cache = make(model, "kivi-4bit:group=32")
+        make(model, "kivi-4bit:group=32")
+    assert len(told) == 1
+    assert "heads of 20" in cache.kernel

@@ -40,7 +40,7 @@ def cases(draw: Any) -> Case:
     tiled = draw(st.booleans())
     tile = None
     if tiled:
-        head = draw(st.sampled_from([32, 64, 96]))
+        head = draw(st.sampled_from([8, 24, 32, 40, 64, 72, 80, 96, 112, 120]))
         tile = Tile(head, draw(st.sampled_from(["tokens", "channels"])))
         tokens, channels = draw(st.sampled_from([32, 64, 128])), head * draw(st.integers(1, 3))
     else:

@@ -19,6 +19,9 @@ from .workspace import Workspace
 if TYPE_CHECKING:
     from ..store.layer import CompressedLayer
 
+NOTHING_PACKED = "nothing is packed"
+"""Why no kernel is needed."""
+
 MOST_QUERIES = 16
 """Queries at a time that every kernel answers; more are a chunk of a prompt, which pays for rebuilding K and
 V once."""
@@ -105,7 +108,7 @@ def unread(codec: LayerCodec) -> str:
     if codec.rematerialized is not None:
         return ""
     if all(isinstance(segment.quantizer, Plain) for segment in codec.segments):
-        return "nothing is packed"
+        return NOTHING_PACKED
     if not codec.packs_states:
         return "keys and values are rebuilt from other states"
     if codec.turns[0] is not None and not codec.rotated:

@@ -1,13 +1,15 @@
 """Which backend serves a layer, and why: the one place that chooses."""
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from ..methods import LayerCodec
 from ..store.packer import Packer
 from . import KERNELS, cpu, cuda, triton
-from .backend import Backend, unread
+from .backend import NOTHING_PACKED, Backend, unread
 from .torch import FOLDED, REFERENCE
 from .trial import Trial
 
@@ -61,8 +63,8 @@ def choose(
                 why = trial.failure(native, codec)
             if not why:
                 return Choice(native, "agrees with the reference" if native.tried else "")
-        if why == cpu.library.absence():
-            cpu.library.warn_of_absence()
+        if not through_store:
+            warn_of_torch(why)
         gains = not refusal(folded) and folded.gains(codec, block)
         return Choice(folded if gains else reference, why)
     backend = BACKENDS[wanted]
@@ -75,9 +77,28 @@ def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:
     """The backend that may read the pages of a layer in an engine; None where none can."""
     *natives, _, _ = fastest_first(codec.view.device)
     for backend in natives:
-        if not (unread(codec) or backend.unfit(codec, block) or backend.missing(codec)):
+        why = unread(codec) or backend.unfit(codec, block) or backend.missing(codec)
+        if not why:
             return backend
+    warn_of_torch(why)
     return None
+
+
+def warn_of_torch(why: str) -> None:
+    """Say, once in a process for every reason, that no kernel reads what is packed, where something is."""
+    if why == cpu.library.absence():
+        cpu.library.warn_of_absence()
+    elif why != NOTHING_PACKED:
+        _warn(why)
+
+
+@cache
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"xquant: attention runs in torch, where decoding may take longer than with the full cache: {why}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def packer_of(wanted: str, device: torch.device) -> Packer:

@@ -30,7 +30,8 @@ class SharingCodec(KeyValueCodec):
             if any(shared) and self._method.merge != "dominant":
                 assert isinstance(segment.quantizer, Affine)
                 quantizer, tokens = segment.quantizer, self._method.group
-                codes = [quantizer.unpack(dense(stored, "codes"), tokens) for stored in fields]
+                shape = tokens, segment.channels
+                codes = [quantizer.unpack(dense(stored, "codes"), *shape) for stored in fields]
                 fields[self.source]["codes"] = quantizer.pack(mean_codes(self._method, codes))
             for stored, other in zip(fields, shared, strict=True):
                 if other:

@@ -32,15 +32,14 @@ class Grouped(Quantizer):
     def pack(self, codes: Tensor) -> Tensor:
         """Codes ``[N, n, C]`` as they are stored."""
         if self.tile is not None and self.tile.fits(codes.shape[-2]):
-            codes = self.tile.arrange(codes)
+            return self.tile.pack(codes, self.bits)
         return pack(codes, self.bits)
 
-    def unpack(self, packed: Tensor, tokens: int) -> Tensor:
-        """The inverse of `pack`: ``[N, tokens, C]``."""
+    def unpack(self, packed: Tensor, tokens: int, channels: int) -> Tensor:
+        """The inverse of `pack`: ``[N, tokens, channels]``."""
         if self.tile is None or not self.tile.fits(tokens):
             return unpack(packed, self.bits, tokens)
-        summed = self.tile.head if self.tile.lanes == "tokens" else tokens
-        return self.tile.restore(unpack(packed, self.bits, summed // 4))
+        return self.tile.unpack(packed, self.bits, tokens, channels)
 
     def in_tiles(self, tokens: int) -> bool:
         """Whether the codes of blocks of ``tokens`` lie in tiles."""
@@ -91,8 +90,7 @@ class Grouped(Quantizer):
     def _codes_shape(self, tokens: int, channels: int) -> tuple[int, ...]:
         if self.tile is None or not self.in_tiles(tokens):
             return packed_rows(tokens, self.bits), channels
-        *outer, summed, lanes = self.tile.shape(tokens, channels)
-        return *outer, packed_rows(summed, self.bits), lanes
+        return self.tile.packed_shape(tokens, channels, self.bits)
 
     def _ranges_shape(self, tokens: int, channels: int) -> tuple[int, int]:
         if self.per == "channel":
@@ -121,7 +119,7 @@ class Affine(Grouped):
         return {"codes": self.pack(codes), **self._pack_ranges(scale, zero)}
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        codes = self.unpack(dense(packed, "codes"), out.shape[-2])
+        codes = self.unpack(dense(packed, "codes"), *out.shape[-2:])
         size = self.range_size(out.shape[self._dim])
         scale, zero = self.unpack_ranges(packed, out.shape[-2])
         dequantize(codes, scale, zero, self._dim, size, out)

@@ -130,7 +130,7 @@ class Codebook(Grouped):
         return scale_of(*_to(self.span, like))
 
     def decode(self, packed: Packed, out: Tensor) -> None:
-        codes = self.unpack(dense(packed, "codes"), out.shape[-2])
+        codes = self.unpack(dense(packed, "codes"), *out.shape[-2:])
         if not self.sparse:
             return self._restore(codes, packed, out)
         exact = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)

@@ -69,13 +69,28 @@ def unpack(packed: Tensor, bits: int, tokens: int) -> Tensor:
     return codes
 
 
+def channel_order(size: int) -> list[int]:
+    """The channels of a head in the order in which a tile sums over them.
+
+    Tiles are unpacked by units of 32 channels, half of them from each half of the head. Up to 24 channels
+    are left, the rest: quads of them, in turns of the first half and of the second. Kernels find the two
+    channels of a rotation near each other so.
+    """
+    half, in_units = size // 2, size // 32 * 16
+    rest = range(in_units, half, 4)
+    quads = [start + upper for start in rest for upper in (0, half)]
+    in_rest = [quad + i for quad in quads for i in range(4)]
+    return [*range(in_units), *range(half, half + in_units), *in_rest]
+
+
 @dataclass(frozen=True)
 class Tile:
     """The order of the codes of a block ``[n, C]`` for a kernel that sums over one of its axes.
 
-    Each head of ``head`` channels lies by itself, in tiles of 16 lanes: ``[C/head, M/16, K/4, 16, 4]``,
-    ``M`` the axis of the lanes and ``K`` the one that is summed over: channels for keys (``lanes`` are
-    tokens), tokens for values (``lanes`` are channels).
+    Codes lie in tiles of 16 lanes ``[K/4, 16, 4]``, ``K`` the axis that is summed over. For keys (``lanes``
+    are tokens) these are the channels of a head, each of which lies by itself: ``[C/head, n/16, K/4, 64]``,
+    ``K`` in `channel_order`. For values (``lanes`` are channels) these are tokens: ``[C/head, head/16, n/4,
+    64]``, or ``[1, C/16, n/4, 64]`` where tiles hold channels of two heads, zeros after the last.
     """
 
     head: int
@@ -83,37 +98,83 @@ class Tile:
 
     def fits(self, tokens: int) -> bool:
         """Whether a block of ``tokens`` divides into whole tiles; others are packed as they are."""
-        return tokens % 32 == 0 and self.head % 32 == 0
+        return tokens % 32 == 0 and self.head % 8 == 0
 
-    def shape(self, tokens: int, channels: int) -> tuple[int, int, int, int]:
-        """What `arrange` makes of a block ``[n, C]``: ``[C/head, M/16, K/4, 64]``.
+    @property
+    def whole(self) -> bool:
+        """Whether heads are whole units of 32 channels: nothing is left, and no tile has two heads."""
+        return self.head % 32 == 0
+
+    @property
+    def _rest(self) -> int:
+        """Quads of a head that are packed by themselves."""
+        return self.head % 32 // 4 if self.lanes == "tokens" else 0
+
+    def packed_shape(self, tokens: int, channels: int, bits: int) -> tuple[int, ...]:
+        """What `pack` makes of a block ``[n, C]``.
 
         Raises:
             ValueError: the channels are not whole heads.
         """
         if channels % self.head:
             raise ValueError(f"{channels} channels are not whole tiles of {self.head}")
-        by_token = self.lanes == "tokens"
-        lanes, summed = (tokens, self.head) if by_token else (self.head, tokens)
-        return channels // self.head, lanes // 16, summed // 4, 64
+        heads = channels // self.head
+        if self.lanes == "channels":
+            outer = (1, -(-channels // 16)) if self.head % 16 else (heads, self.head // 16)
+            return *outer, packed_rows(tokens // 4, bits), 64
+        tiles, rows = tokens // 16, packed_rows(self.head // 32 * 8, bits)
+        if not self._rest:
+            return heads, tiles, rows, 64
+        return heads, tiles * rows + packed_rows(tiles * self._rest, bits), 64
 
     def arrange(self, codes: Tensor) -> Tensor:
-        """Codes ``[..., n, C]`` as ``[..., C/head, M/16, K/4, 64]``."""
-        heads = codes.unflatten(-1, (-1, self.head)).movedim(-2, -3)
+        """Codes ``[..., n, C]`` as tiles ``[..., C/head, M/16, K/4, 64]``."""
+        if self.lanes == "channels" and self.head % 16:
+            codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 16)).unsqueeze(-3)
+        else:
+            codes = codes.unflatten(-1, (-1, self.head)).movedim(-2, -3)
         if self.lanes == "channels":
-            heads = heads.transpose(-1, -2)
-        tiles = heads.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 16)).transpose(-3, -2)
+            codes = codes.transpose(-1, -2)
+        elif self._rest:
+            codes = codes[..., channel_order(self.head)]
+        tiles = codes.unflatten(-1, (-1, 4)).unflatten(-3, (-1, 16)).transpose(-3, -2)
         return tiles.flatten(-2)
 
-    def rows(self, tiles: Tensor) -> Tensor:
-        """Codes of `arrange` by lane, ``[..., C/head, M, K]``."""
-        # Four codes move as one word.
-        words = tiles.view(torch.int32).transpose(-1, -2).contiguous()
-        return words.view(torch.uint8).flatten(-3, -2)
+    def pack(self, codes: Tensor, bits: int) -> Tensor:
+        """Codes ``[..., n, C]`` as they are stored, ``[..., *packed_shape]``."""
+        tiles = self.arrange(codes)
+        if not self._rest:
+            return pack(tiles, bits)
+        units, rest = tiles.split([self.head // 32 * 8, self._rest], -2)
+        parts = pack(units, bits).flatten(-3, -2), pack(rest.flatten(-3, -2), bits)
+        return torch.cat(parts, -2)
 
-    def restore(self, tiles: Tensor) -> Tensor:
-        """The inverse of `arrange`."""
-        heads = self.rows(tiles)
+    def rows(self, packed: Tensor, bits: int, tokens: int, channels: int) -> Tensor:
+        """The codes of a block ``[n, C]`` that `pack` was given, by lane: ``[..., C/head, M, K]``."""
+        if not self._rest:
+            summed = self.head if self.lanes == "tokens" else tokens
+            rows = _by_lane(unpack(packed, bits, summed // 4))
+            if self.lanes == "tokens" or self.head % 16 == 0:
+                return rows
+            return rows.squeeze(-3)[..., :channels, :].unflatten(-2, (-1, self.head))
+        tiles, count = tokens // 16, self.head // 32 * 8
+        size = tiles * packed_rows(count, bits)
+        units = unpack(packed[..., :size, :].unflatten(-2, (tiles, -1)), bits, count)
+        rest = unpack(packed[..., size:, :], bits, tiles * self._rest).unflatten(-2, (tiles, -1))
+        rows = _by_lane(torch.cat([units, rest], -2))
+        places = sorted(range(self.head), key=channel_order(self.head).__getitem__)
+        return rows[..., places]
+
+    def unpack(self, packed: Tensor, bits: int, tokens: int, channels: int) -> Tensor:
+        """The inverse of `pack`."""
+        heads = self.rows(packed, bits, tokens, channels)
         if self.lanes == "channels":
             heads = heads.transpose(-1, -2)
         return heads.movedim(-3, -2).flatten(-2)
+
+
+def _by_lane(tiles: Tensor) -> Tensor:
+    """Codes in tiles ``[..., M/16, K/4, 64]`` as ``[..., M, K]``."""
+    # Four codes move as one word.
+    words = tiles.view(torch.int32).transpose(-1, -2).contiguous()
+    return words.view(torch.uint8).flatten(-3, -2)

@@ -63,7 +63,7 @@ class Scaled(Grouped):
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         tokens, channels = out.shape[-2:]
-        codes = self.unpack(dense(packed, "codes"), tokens).int()
+        codes = self.unpack(dense(packed, "codes"), tokens, channels).int()
         scale = self._unpack_range(packed, "scale", tokens).float()
         scale = scale.repeat_interleave(self.group, -1)[..., :channels]
         out.copy_((self._stored_levels(out.device)[codes] * scale).clamp(-FP16_MAX, FP16_MAX))
@@ -206,7 +206,7 @@ class Balanced(Grouped):
         tokens, channels = out.shape[-2:]
         groups = channels // self.group
         own = (-1, tokens, groups, 1) if self.per == "token" else (-1, 1, groups, self.group)
-        codes = self.unpack(dense(packed, "codes"), tokens).float()
+        codes = self.unpack(dense(packed, "codes"), tokens, channels).float()
         scale, zero = (t.float().reshape(own) for t in self.unpack_ranges(packed, tokens))
         rows = codes.unflatten(-1, (groups, self.group)) * scale + zero
         second = self.second(packed, tokens)

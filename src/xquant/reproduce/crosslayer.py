@@ -145,7 +145,8 @@ def codes(layer: CompressedLayer) -> dict[str, Tensor]:
     packed = layer.stream.gather(layer.stream.table[0])
     for state, segment, fields in zip(("key", "value"), layer.stream.segments, packed, strict=True):
         assert isinstance(segment.quantizer, Affine)
-        found[state] = segment.quantizer.unpack(dense(fields, "codes"), layer.stream.block)
+        shape = layer.stream.block, segment.channels
+        found[state] = segment.quantizer.unpack(dense(fields, "codes"), *shape)
     return found
 
 

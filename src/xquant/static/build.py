@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import compat
-from ..kernels.choose import Choice, choose, packer_of
+from ..kernels.choose import Choice, choose, packer_of, warn_of_torch
 from ..kernels.torch import REFERENCE
 from ..kernels.trial import Trial
 from ..methods import LayerCodec, Method
@@ -93,7 +93,9 @@ def _angles(view: ModelView, method: Method, room: int) -> Angles:
 
 def _whole(choice: Choice) -> Choice:
     """A backend that reads no pages: steps decode the whole past."""
-    why = choice.why or "it reads no pages of such layers"
+    if not (why := choice.why):
+        why = "the kernel reads no pages of such layers"
+        warn_of_torch(why)
     return Choice(choice.backend, f"decodes the whole past: {why}")
 
 

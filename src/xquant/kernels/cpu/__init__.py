@@ -65,8 +65,6 @@ class Native(Backend):
         if rebuilt is None:
             return NativePages(codec, layout, isa, scaling, softcap, angles)
         assert angles is not None
-        if codec.view.head_size % 16:
-            return None
         if _is_ranked(codec, block):
             return ranked.RankedPages(rebuilt, layout, isa, scaling, softcap, angles)
         if not rebuild.ValueSum.fits(codec, block):

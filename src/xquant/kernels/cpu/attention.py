@@ -33,8 +33,8 @@ def unfit(codec: LayerCodec, block: int) -> str:
         return f"the layer is on {view.device.type}"
     if view.dtype not in native.DTYPES:
         return f"{view.dtype} states"
-    if view.head_size % 32 or block % 32:
-        return f"heads of {view.head_size} in blocks of {block}: both must be multiples of 32"
+    if view.head_size % 8 or block % 32:
+        return f"heads of {view.head_size} in blocks of {block}: multiples of 8 and of 32 are read"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding turns a part of a head"
     if why := uncoded(codec, block):
@@ -50,9 +50,9 @@ def _unfit_operand(operand: Operand, role: str, block: int) -> str:
     if operand.levels is not None and operand.bits > 4:
         return f"a table of {2**operand.bits} levels for {role}s"
     size, tokens = operand.group, not operand.per_token
-    # The kernel reads keys by 32 tokens and 4 channels, values by all tokens and 16 channels.
+    # The kernel reads keys by 32 tokens and 4 channels, values by all tokens.
     if role == "value":
-        fits = size >= block if tokens else size % 16 == 0
+        fits = size >= block or not tokens
     else:
         fits = (size % 32 == 0 or size >= block) if tokens else size % 4 == 0
     return "" if fits else f"ranges of {size} {'tokens' if tokens else 'channels'} for {role}s"

@@ -20,6 +20,9 @@ ISAS = {"avx512": 2, "avx2": 1}
 """Instruction sets, best first, with their bits in ``xq_isas``."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
+INTERFACE = 2
+"""As ``xq_interface`` in csrc/native.cpp."""
+
 NOT_BUILT = "installed without the native library"
 OTHER_MACHINE = "the native kernels are for Linux on x86-64 only"
 
@@ -211,9 +214,10 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
         found = ctypes.CDLL(str(file))
     except OSError as error:
         return None, f"the native library cannot be loaded: {error}"
-    for name, size in CALLS.items():
-        measure = getattr(found, f"xq_{name}_size", None)
-        if measure is None or measure() != ctypes.sizeof(size):
+    wanted = {f"xq_{name}_size": ctypes.sizeof(size) for name, size in CALLS.items()}
+    for name, number in {"xq_interface": INTERFACE, **wanted}.items():
+        measure = getattr(found, name, None)
+        if measure is None or measure() != number:
             raise ImportError(f"{file} is of another version of xquant: install again")
     for isa in ISAS:
         for name, structure in CALLS.items():

@@ -13,13 +13,15 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
 from ...quant.operand import Operand
-from ...quant.pack import Tile
+from ...quant.pack import Tile, channel_order
 from ..slow import SlowPairs, widened
 from . import library as native
 from .turning import ROWS, SLOW_LIMIT, Angles, in_pairs, point_to_angles
 
 PAIRED = [0, 2, 1, 3]
 """The order of the channels of a quad in registers (csrc/tiles.h)."""
+MADE = 32
+"""What the channels of slow pairs are filled up to a multiple of, as made_channels in csrc/rebuild.h."""
 
 
 def unfit(codec: LayerCodec, block: int) -> str:
@@ -96,8 +98,8 @@ class KeyProduct:
         return [in_tile_order(whole, self._group), unit, column, totals]
 
     def _prepare_slow(self, built: int) -> list[Tensor]:
-        """Of the channels of a head from ``built`` on: int16 weights ``[G, pairs, C, 2]``, their units and
-        the bias of keys ``[G, 2, width]``."""
+        """Of the channels of a head from ``built`` on: int16 weights ``[G, pairs, C, 2]``, with zeros up to a
+        multiple of `MADE`, their units and the bias of keys ``[G, 2, width]``."""
 
         def by_pair(rows: Tensor) -> Tensor:
             heads = in_pairs(self._codec.view, rows)
@@ -105,7 +107,8 @@ class KeyProduct:
 
         weight = by_pair(self._codec.key_weight) / self._codec.prepared["keys"][2]
         unit = weight.abs().amax(3).clamp(min=1e-30) / SLOW_LIMIT
-        whole = (weight / unit[..., None]).round().short().transpose(2, 3).contiguous()
+        whole = (weight / unit[..., None]).round().short()
+        whole = torch.nn.functional.pad(whole, (0, -whole.shape[-1] % MADE)).mT.contiguous()
         bias = self._codec.key_bias
         bias = unit * 0 if bias is None else by_pair(bias)
         return [whole, *(widened(t.mT) for t in (unit, bias))]
@@ -201,12 +204,16 @@ class ValueSum:
             and operand.per_token
             and operand.tile == Tile(segment.channels, "channels")
             and operand.tile.fits(block)
-            and operand.group % 16 == 0
         )
 
 
 def in_tile_order(weights: Tensor, group: int) -> Tensor:
     """int16 weights ``[N, C]`` in the order in which they meet the codes of tiles of ``group`` channels:
-    ``[N/8, C/group, units, 8, 8, 4]``, ``units = group / 32``; the last but one are the 8 of ``N``."""
-    split = weights.view(-1, ROWS, weights.shape[1] // group, 8, group // 32, 4)
-    return split.permute(0, 2, 4, 3, 1, 5)[..., PAIRED].contiguous()
+    ``[N/8, C/group, group/4, 8, 4]``; the last but one are the 8 of ``N``."""
+    quads = torch.tensor(channel_order(group), device=weights.device).view(-1, 4)
+    in_units = group // 32 * 8
+    # Of the quads of units, those that come out of a row of bytes follow each other.
+    units = quads[:in_units].view(8, -1, 4).transpose(0, 1).flatten(0, 1)
+    order = torch.cat([units, quads[in_units:]])[:, PAIRED].flatten()
+    split = weights.view(-1, ROWS, weights.shape[1] // group, group)[..., order]
+    return split.unflatten(-1, (-1, 4)).permute(0, 2, 3, 1, 4).contiguous()

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ...quant import Packed, Segment
 from ...quant.operand import Operand
-from ...quant.pack import unpack
 from ...quant.quantizer import dense
 
 Lanes = Literal["tokens", "channels"]
@@ -68,10 +67,10 @@ class PackedProduct:
         ``[B | 1, c | 1, G, m, k]``, one of the two a run each."""
         operand, stored = self._operand, dense(packed, "codes")
         if operand.tile is not None and operand.tile.fits(self._block):
-            summed = operand.tile.head if self._by_token else self._block
-            codes = operand.tile.rows(unpack(stored, operand.bits, summed // 4))
+            codes = operand.tile.rows(stored, operand.bits, self._block, operand.channels)
         else:
-            codes = self._by_head(self._quantizer.unpack(stored, self._block))
+            codes = self._quantizer.unpack(stored, self._block, operand.channels)
+            codes = self._by_head(codes)
         if operand.levels is not None:
             levels = operand.levels.to(codes.device).float()
             numbers = levels.index_select(0, codes.flatten().int()).view(codes.shape)

@@ -115,7 +115,8 @@ def tiled(segment: Segment, block: int) -> bool:
 
 
 def _in_tiles(operand: Operand, block: int) -> bool:
-    return operand.tile is not None and operand.tile.fits(block)
+    tile = operand.tile
+    return tile is not None and tile.whole and tile.fits(block)
 
 
 def power(size: int) -> int:
@@ -130,7 +131,7 @@ def seals(quantizer: Quantizer, x: Tensor) -> TypeGuard[Affine | Codebook]:
         return False
     assert isinstance(quantizer, Affine | Codebook)
     tile = quantizer.tile
-    if tile is None or not tile.fits(x.shape[1]):
+    if tile is None or not tile.whole or not tile.fits(x.shape[1]):
         return False
     fits = power(tile.head) * power(x.shape[1]) <= MOST_ELEMENTS
     return fits and not missing(x.device)

@@ -31,7 +31,7 @@ struct Task {
     ExactTokens exact;
 
     static size_t bytes(const xq_attend& c, int rows) {
-        const size_t query = c.turned_query ? 4 * (size_t)rows * c.head_size + 64 : 0;
+        const size_t query = c.turned_query ? 4 * (size_t)rows * whole_vectors(c.head_size) + 64 : 0;
         return Rows::bytes(rows) + Scratch::bytes(c, rows) + PackedKeys::bytes(c, rows) + PackedValues::bytes(c) +
                ExactTokens::bytes(c, rows) + query;
     }
@@ -50,8 +50,8 @@ struct Task {
 
     // The queries that exact tokens are multiplied with, where packed keys have others.
     float* own_query(Workspace& workspace) const {
-        float* query = workspace.take<float>((size_t)rows.count * call.head_size);
-        load_queries(call, call.query, rows, query);
+        float* query = workspace.take<float>((size_t)rows.count * softmax.width);
+        load_queries(call, call.query, rows, softmax.width, query);
         return query;
     }
 
@@ -60,12 +60,12 @@ struct Task {
         const int D = call.head_size;
         const float* turn = call.value_turn + place.g * call.value_turn_head;
         for (int r = 0; r < rows.count; r++) {
-            float* sums = softmax.sums + (size_t)r * D;
+            float* sums = softmax.sums + (size_t)r * softmax.width;
             std::memcpy(exact.row, sums, sizeof(float) * D);
             for (int c = 0; c < D; c += 16) {
                 Floats turned = broadcast_float(0);
                 for (int j = 0; j < D; j++)
-                    turned = fma(broadcast_float(exact.row[j]), load_floats(turn + (size_t)j * D + c), turned);
+                    turned = fma(broadcast_float(exact.row[j]), load_floats(turn + (size_t)j * D + c, D - c), turned);
                 store_floats(sums + c, turned);
             }
         }
@@ -131,7 +131,7 @@ struct RowOutput {
         const Place here(plan, part.task(g, row));
         for (int split = 0; split < part.tasks(); split++) {
             float* memory = states + (size_t)(part.task(g, row) + split) * state_size;
-            found(OnlineSoftmax(memory, here.rows(), plan.call.head_size), row % part.chunk_rows);
+            found(OnlineSoftmax(memory, here.rows(), whole_vectors(plan.call.head_size)), row % part.chunk_rows);
         }
     }
     template <class Found>
@@ -155,7 +155,7 @@ struct RowOutput {
             if (state.running_max[r] == -INFINITY) return;
             const float weight = std::exp(state.running_max[r] - highest);
             total += weight * state.running_sum[r];
-            for (int c = 0; c < D; c++) sums[c] += weight * state.sums[(size_t)r * D + c];
+            for (int c = 0; c < D; c++) sums[c] += weight * state.sums[(size_t)r * state.width + c];
         });
         if (call.sink_logits && total > 0) total += std::exp(call.sink_logits[h] - highest);
         const float inverse = total > 0 ? 1 / total : 0;
@@ -167,11 +167,11 @@ struct RowOutput {
 
 // xq_attend.
 inline int attend(const xq_attend& call) {
-    const int D = call.head_size, sequence = rows_of_sequence(call);
+    const int D = call.head_size, width = whole_vectors(D), sequence = rows_of_sequence(call);
     static thread_local Workspace planning, shared;
     if (!planning.reserve(Plan::bytes(call))) return XQ_NO_MEMORY;
     const Plan plan(call, planning);
-    const size_t state_size = OnlineSoftmax::floats(plan.most_rows, D);
+    const size_t state_size = OnlineSoftmax::floats(plan.most_rows, width);
     if (!shared.reserve(sizeof(float) * state_size * plan.tasks + 64 + RopePlaces::bytes(call))) return XQ_NO_MEMORY;
     float* states = shared.take<float>(state_size * plan.tasks);
     const RopePlaces rope_places(call, shared);
@@ -188,7 +188,7 @@ inline int attend(const xq_attend& call) {
             next = taken++;
             workspace.next = workspace.base;
             const Place here(plan, number);
-            OnlineSoftmax softmax(states + (size_t)number * state_size, here.rows(), D);
+            OnlineSoftmax softmax(states + (size_t)number * state_size, here.rows(), width);
             softmax.clear();
             Task task(call, here, workspace, softmax, rope_places);
             if (here.exact()) {

@@ -47,6 +47,23 @@ inline void load_row(const void* p, int dtype, int64_t start, int count, float* 
     }
 }
 
+// Sizes of rows that are gone through a vector at a time: up to the next multiple of 16.
+inline int whole_vectors(int size) { return (size + 15) / 16 * 16; }
+
+// The first `count` numbers; with fewer than 16, zeros follow.
+inline Floats load_floats(const float* p, int count) {
+    if (count >= 16) return load_floats(p);
+    alignas(64) float x[16] = {};
+    if (count > 0) std::memcpy(x, p, sizeof(float) * count);
+    return load_floats(x);
+}
+inline Floats load_fp16(const uint16_t* p, int count) {
+    if (count >= 16) return load_fp16(p);
+    alignas(32) uint16_t x[16] = {};
+    if (count > 0) std::memcpy(x, p, sizeof(uint16_t) * count);
+    return load_fp16(x);
+}
+
 template <int DTYPE>
 inline Floats load_as(const void* p, int64_t i) {
     if constexpr (DTYPE == XQ_FLOAT32) return load_floats((const float*)p + i);

@@ -7,13 +7,11 @@
 
 namespace {
 
+// `size`: a multiple of 16.
 inline float dot_rows(const float* a, const float* b, int size) {
     Floats lanes = broadcast_float(0);
-    int c = 0;
-    for (; c + 16 <= size; c += 16) lanes = fma(load_floats(a + c), load_floats(b + c), lanes);
-    float dot = sum(lanes);
-    for (; c < size; c++) dot += a[c] * b[c];
-    return dot;
+    for (int c = 0; c < size; c += 16) lanes = fma(load_floats(a + c), load_floats(b + c), lanes);
+    return sum(lanes);
 }
 
 // Caps and masks the scores [rows, n] with a block of packed tokens, of which `valid` are to be seen, the first of them
@@ -34,31 +32,41 @@ inline void mask_packed(const xq_attend& call, const Rows& rows, float* scores, 
     }
 }
 
-// The exact tokens of a key/value head, for the rows of a task.
+// The exact tokens of a key/value head, for the rows of a task. Heads may have any size: rows of states, queries and
+// sums are filled up with zeros to whole vectors.
 struct ExactTokens {
     static constexpr int AT_A_TIME = 64;
     // With so many rows, keys are turned so that 16 tokens lie beside each other.
     static constexpr int MANY_ROWS = 16;
 
     const xq_attend& call;
-    const int g, D, rows;
+    const int g, D, width, rows;
     const Rows all;
-    const float* query;  // [rows, D] times `scaling`
-    OnlineSoftmax softmax;
+    const float* query;  // [rows, width] times `scaling`
+    OnlineSoftmax softmax;  // of sums [rows, width]
     float* scores;     // [rows, AT_A_TIME]
-    float* states;     // [AT_A_TIME, D] keys, then values
+    float* states;     // [AT_A_TIME, width] keys, then values
     float* turned;     // [D, AT_A_TIME] keys
     float* row;        // [D] scratch
 
     static size_t bytes(const xq_attend& c, size_t rows) {
-        return 4 * (rows * AT_A_TIME + 2 * AT_A_TIME * c.head_size + c.head_size) + 4 * 64;
+        const size_t width = whole_vectors(c.head_size);
+        return 4 * (rows * AT_A_TIME + 2 * AT_A_TIME * width + width) + 4 * 64;
     }
 
     ExactTokens(const xq_attend& c, int g, const Rows& all, const float* query, OnlineSoftmax softmax,
                 Workspace& workspace)
-        : call(c), g(g), D(c.head_size), rows(all.count), all(all), query(query), softmax(softmax) {
+        : call(c),
+          g(g),
+          D(c.head_size),
+          width(whole_vectors(D)),
+          rows(all.count),
+          all(all),
+          query(query),
+          softmax(softmax) {
         scores = workspace.take<float>((size_t)rows * AT_A_TIME);
-        states = workspace.take<float>(AT_A_TIME * D);
+        states = workspace.take<float>(AT_A_TIME * width);
+        for (int t = 0; width > D && t < AT_A_TIME; t++) std::fill(states + t * width + D, states + (t + 1) * width, 0.0f);
         turned = workspace.take<float>(AT_A_TIME * D);
         row = workspace.take<float>(D);
     }
@@ -95,7 +103,7 @@ struct ExactTokens {
         const int64_t begin = run.row * exact.batch_stride + run.first * exact.token_stride + g * exact.head_stride;
         for (int t = 0; t < count; t++) {
             const int place = from + t - (from + t < wrap ? 0 : exact.capacity);
-            load_row(of, exact.dtype, begin + place * exact.token_stride, D, states + (size_t)t * D);
+            load_row(of, exact.dtype, begin + place * exact.token_stride, D, states + (size_t)t * width);
         }
     }
 
@@ -104,7 +112,7 @@ struct ExactTokens {
         for (int t = 0; t < count; t++) {
             const int64_t at = ((int64_t)all[0].b * exact.count + from + t) * pairs;
             const float *cos = exact.cos + at, *sin = exact.sin + at;
-            float* key = states + (size_t)t * D;
+            float* key = states + (size_t)t * width;
             std::memcpy(row, key, sizeof(float) * D);
             for (int j = 0; j < pairs; j++) {
                 key[j] = row[j] * cos[j] - row[j + pairs] * sin[j];
@@ -116,18 +124,19 @@ struct ExactTokens {
     void score_by_row(int count, int stride) {
         for (int t = 0; t < count; t++)
             for (int r = 0; r < rows; r++)
-                scores[(size_t)r * stride + t] = dot_rows(query + (size_t)r * D, states + (size_t)t * D, D);
+                scores[(size_t)r * stride + t] =
+                    dot_rows(query + (size_t)r * width, states + (size_t)t * width, width);
     }
 
     void score_by_lane(int count, int stride) {
         for (int c = 0; c < D; c++)
-            for (int t = 0; t < count; t++) turned[(size_t)c * stride + t] = states[(size_t)t * D + c];
+            for (int t = 0; t < count; t++) turned[(size_t)c * stride + t] = states[(size_t)t * width + c];
         for (int r = 0; r < rows; r += 4)
             for (int t = 0; t < stride; t += 16) {
                 const int most = std::min(4, rows - r);
                 Floats dot[4] = {broadcast_float(0), broadcast_float(0), broadcast_float(0), broadcast_float(0)};
                 const float* q[4];
-                for (int i = 0; i < 4; i++) q[i] = query + (size_t)(r + std::min(i, most - 1)) * D;
+                for (int i = 0; i < 4; i++) q[i] = query + (size_t)(r + std::min(i, most - 1)) * width;
                 for (int c = 0; c < D; c++) {
                     const Floats key = load_floats(turned + (size_t)c * stride + t);
                     for (int i = 0; i < 4; i++) dot[i] = fma(broadcast_float(q[i][c]), key, dot[i]);
@@ -159,25 +168,21 @@ struct ExactTokens {
         for (int t = count; t < stride; t++) s[t] = -INFINITY;
     }
 
-    // Heads may have any size.
     void weigh(int count, int stride) {
         for (int r = 0; r < rows; r++) {
             int c = 0;
-            for (; c + 64 <= D; c += 64) weigh<4>(r, c, count, stride);
-            for (; c + 16 <= D; c += 16) weigh<1>(r, c, count, stride);
-            for (; c < D; c++)
-                for (int t = 0; t < count; t++)
-                    softmax.sums[(size_t)r * D + c] += scores[(size_t)r * stride + t] * states[(size_t)t * D + c];
+            for (; c + 64 <= width; c += 64) weigh<4>(r, c, count, stride);
+            for (; c < width; c += 16) weigh<1>(r, c, count, stride);
         }
     }
     template <int VECTORS>
     void weigh(int r, int c, int count, int stride) {
-        float* to = softmax.sums + (size_t)r * D + c;
+        float* to = softmax.sums + (size_t)r * width + c;
         Floats sums[VECTORS];
         for (int i = 0; i < VECTORS; i++) sums[i] = load_floats(to + i * 16);
         for (int t = 0; t < count; t++) {
             const Floats weight = broadcast_float(scores[(size_t)r * stride + t]);
-            const float* value = states + (size_t)t * D + c;
+            const float* value = states + (size_t)t * width + c;
             for (int i = 0; i < VECTORS; i++) sums[i] = fma(weight, load_floats(value + i * 16), sums[i]);
         }
         for (int i = 0; i < VECTORS; i++) store_floats(to + i * 16, sums[i]);
@@ -186,14 +191,15 @@ struct ExactTokens {
 
 inline size_t attend_exact_bytes(const xq_attend& call) {
     const int rows = rows_of_sequence(call);
-    return Rows::bytes(rows) + 4 * (size_t)rows * call.head_size + 64 + ExactTokens::bytes(call, rows);
+    return Rows::bytes(rows) + 4 * (size_t)rows * whole_vectors(call.head_size) + 64 + ExactTokens::bytes(call, rows);
 }
 
-// Attends to the exact tokens of one sequence and head, for all its rows.
+// Attends to the exact tokens of one sequence and head, for all its rows. `softmax` has sums of whole vectors.
 inline void attend_exact(const xq_attend& call, int b, int g, OnlineSoftmax softmax, Workspace& workspace) {
     const Rows rows(call, b, g, 0, rows_of_sequence(call), workspace);
-    float* query = workspace.take<float>((size_t)rows.count * call.head_size);
-    load_queries(call, call.query, rows, query);
+    const int width = whole_vectors(call.head_size);
+    float* query = workspace.take<float>((size_t)rows.count * width);
+    load_queries(call, call.query, rows, width, query);
     ExactTokens(call, g, rows, query, softmax, workspace).attend();
 }
 

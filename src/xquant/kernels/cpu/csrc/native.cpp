@@ -21,7 +21,11 @@ int xq_isas() {
     return isas;
 }
 
-// Of the structure that each function takes: Python compares them with its own before it calls.
+// Raised where what is behind the structures changes, and not their sizes: 2 has tiles of any multiple of 8 channels.
+// Python compares it, and the sizes, with its own before it calls.
+int xq_interface() { return 2; }
+
+// Of the structure that each function takes.
 size_t xq_attend_size() { return sizeof(xq_attend); }
 size_t xq_affine_encode_size() { return sizeof(xq_affine_blocks); }
 size_t xq_affine_decode_size() { return sizeof(xq_affine_blocks); }
@@ -38,8 +42,8 @@ size_t xq_weigh_size() { return sizeof(xq_weigh); }
 void xq_rope_table(const float* cos, const float* sin, int block, int half, int16_t* out) {
     for (int t = 0; t < block; t++)
         for (int j = 0; j < half; j++) {
-            int e = j % 4, units = half / 16;
-            int quad = j / 4 % units * 4 + j / 4 / units;
+            int e = j % 4, units = half / 16, quad = j / 4;
+            if (quad < 4 * units) quad = quad % units * 4 + quad / units;
             size_t at = (((size_t)(t / 16) * (half / 4) + quad) * 2 + e % 2) * 64 + t % 16 * 2 + e / 2;
             out[at] = (int16_t)lrintf(cos[(size_t)t * half + j] * 32767);
             out[at + 32] = (int16_t)lrintf(sin[(size_t)t * half + j] * 32767);

@@ -8,6 +8,7 @@
 #pragma once
 #include <algorithm>
 
+#include "int16_tiles.h"
 #include "rows.h"
 
 namespace {
@@ -71,10 +72,6 @@ struct PackedOperand : Scratch {
         : Scratch(scratch), call(c), operand(operand), g(g), D(c.head_size), n(c.block) {
         if (operand.levels)
             for (int i = 0; i < 1 << operand.bits; i++) table16[i] = (int16_t)std::lrintf(operand.levels[i] * most);
-    }
-
-    uint64_t codes_at(HeadBlock at) const {
-        return operand.codes[at.id] + (uint64_t)at.head * n * D * operand.bits / 8;
     }
 
     // Fetches the ranges of the next block into the CPU's cache. Its codes are fetched while those of a block are read.

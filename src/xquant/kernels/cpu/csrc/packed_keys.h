@@ -13,6 +13,7 @@
 // 1e-3 of the output.
 #pragma once
 #include "operand.h"
+#include "packing.h"
 
 namespace {
 
@@ -31,9 +32,8 @@ struct RopePlaces {
         const int D = c.head_size, half = D / 2, units = D / 32;
         of = workspace.take<Place>(D);
         for (int i = 0; i < D; i++) {
-            const int j = i % half, e = j % 4, q = j / 4;
-            of[i] = {((q % units * 4 + q / units) * 2 + e % 2) * 64 + e / 2, i < half ? i + half : i - half,
-                     (i < half ? 1 : -1) / 32767.0f};
+            const int j = i % half, e = j % 4, q = j / 4, place = q < 4 * units ? q % units * 4 + q / units : q;
+            of[i] = {(place * 2 + e % 2) * 64 + e / 2, i < half ? i + half : i - half, (i < half ? 1 : -1) / 32767.0f};
         }
     }
 };
@@ -42,31 +42,52 @@ struct RopePlaces {
 struct PackedKeys : PackedOperand {
     const RopePlaces& rope_places;
     const Rows all;
-    float* query;               // [rows, D] times `scaling`
-    float* rotated_query;       // [rows, D] R(-p) query; without RoPE the query itself
-    float* scaled_query;        // [MAX_ROWS, D] times scales, or times steps
+    const int width;            // of a row of queries: D, and zeros up to whole vectors
+    float* query;               // [rows, width] times `scaling`
+    float* rotated_query;       // [rows, width] R(-p) query; without RoPE the query itself
+    float* scaled_query;        // [MAX_ROWS, width] times scales, or times steps
     int16_t* query16;           // [rows, D] weights of int16 keys, by MAX_ROWS rows, and
     float* query_steps;         // [rows] their steps
     int32_t *scale16, *zero16;  // int16 pairs: [D / 2] by channel, or [ranges of the head, 16] by token
-    float* pair_step;           // [D / 2] the step of int16 keys, of channels c and c + D / 2
+    float* pair_step;           // [width] the step of int16 keys; channels c and c + D / 2 have the same
+    uint8_t* rest;              // [n / 16, quads, 64] the block's codes that are in no unit of a tile (tiles.h)
 
+    static size_t rest_size(const xq_attend& c) {
+        return rest_quads(c.head_size) ? (size_t)(c.block / 16 * rest_quads(c.head_size) + 8) * STRIP : 0;
+    }
     static size_t bytes(const xq_attend& c, size_t rows) {
-        const size_t D = c.head_size;
-        return 4 * (2 * rows * D + rows + MAX_ROWS * D + 2 * 16 * D + D / 2) + 2 * rows * D + 8 * 64;
+        const size_t D = c.head_size, width = whole_vectors(D);
+        return 4 * (2 * rows * width + rows + MAX_ROWS * width + 2 * 16 * D + width + 16) + 2 * rows * D +
+               rest_size(c) + 9 * 64;
     }
 
     PackedKeys(const xq_attend& c, int g, const Rows& all, const Scratch& scratch, const RopePlaces& rope_places,
                Workspace& workspace)
-        : PackedOperand(c, c.key, 32767, g, scratch), rope_places(rope_places), all(all) {
-        query = workspace.take<float>((size_t)rows * D);
-        rotated_query = workspace.take<float>((size_t)rows * D);
-        scaled_query = workspace.take<float>(MAX_ROWS * D);
+        : PackedOperand(c, c.key, 32767, g, scratch), rope_places(rope_places), all(all), width(whole_vectors(D)) {
+        query = workspace.take<float>((size_t)rows * width);
+        rotated_query = workspace.take<float>((size_t)rows * width);
+        scaled_query = workspace.take<float>(MAX_ROWS * width);
         query16 = workspace.take<int16_t>((size_t)rows * D);
         query_steps = workspace.take<float>(rows);
         scale16 = workspace.take<int32_t>(16 * D);
         zero16 = workspace.take<int32_t>(16 * D);
-        pair_step = workspace.take<float>(D / 2);
-        load_queries(c, c.turned_query ? c.turned_query : c.query, all, query);
+        pair_step = workspace.take<float>(width + 16);
+        rest = workspace.take<uint8_t>(rest_size(c));
+        load_queries(c, c.turned_query ? c.turned_query : c.query, all, width, query);
+        if (width > D) std::fill(rotated_query, rotated_query + (size_t)rows * width, 0.0f);
+    }
+
+    uint64_t codes_at(HeadBlock at) const {
+        return operand.codes[at.id] + at.head * tiles_bytes(D, n, operand.bits);
+    }
+
+    const uint8_t* rest_of(int t) const { return rest + (size_t)t / 16 * rest_quads(D) * STRIP; }
+    void unpack_rest(const uint8_t* codes, ptrdiff_t ahead) const {
+        const int quads = rest_quads(D);
+        if (!quads) return;
+        codes += n / 16 * tile_bytes(D, operand.bits);
+        for (size_t i = 0; i < rest_bytes(D, n, operand.bits); i += STRIP) prefetch(codes + i + ahead);
+        pick_unpack_strip(operand.bits)(codes, n / 16 * quads, rest, STRIP, STRIP);
     }
 
     // Sets rotated_query to R(-p) q for the block in this column of the table, which starts at position p.
@@ -79,8 +100,8 @@ struct PackedKeys : PackedOperand {
         for (int r = 0; r < rows; r++) {
             const float* cos = call.start_cos + all[r].b * call.start_batch + column * half;
             const float* sin = call.start_sin + all[r].b * call.start_batch + column * half;
-            const float* q = query + (size_t)r * D;
-            float* t = rotated_query + (size_t)r * D;
+            const float* q = query + (size_t)r * width;
+            float* t = rotated_query + (size_t)r * width;
             for (int j = 0; j < half; j++) {
                 t[j] = q[j] * cos[j] + q[j + half] * sin[j];
                 t[j + half] = q[j + half] * cos[j] - q[j] * sin[j];
@@ -98,24 +119,26 @@ struct PackedKeys : PackedOperand {
             Floats top[MAX_ROWS], constant[MAX_ROWS];
             for (int i = 0; i < count; i++) top[i] = constant[i] = broadcast_float(0);
             for (int c = 0; c < D; c += 16) {
-                const Floats step = load_fp16(scale + c);
-                Floats base = load_fp16(zero + c);
-                if (offset) base = base + load_floats(offset + c);
+                const Floats step = load_fp16(scale + c, D - c);
+                Floats base = load_fp16(zero + c, D - c);
+                if (offset) base = base + load_floats(offset + c, D - c);
                 for (int i = 0; i < count; i++) {
-                    const Floats x = load_floats(rotated_query + (size_t)(r + i) * D + c), scaled = x * step;
+                    const Floats x = load_floats(rotated_query + (size_t)(r + i) * width + c), scaled = x * step;
                     top[i] = maximum(top[i], absolute(scaled));
                     constant[i] = fma(x, base, constant[i]);
-                    store_floats(scaled_query + i * D + c, scaled);
+                    store_floats(scaled_query + i * width + c, scaled);
                 }
             }
             for (int i = 0; i < count; i++) {
                 bias[i] = sum(constant[i]);
-                steps[i] = quantize_row(scaled_query + i * D, D, highest(top[i]), most, weights + i * 4, count);
+                steps[i] = quantize_row(scaled_query + i * width, D, highest(top[i]), most, weights + i * 4, count);
             }
-            const DotCodes dot = pick_dot_codes<TILES>(operand.bits, count);
+            const bool left = rest_quads(D) > 0;
+            const DotCodes dot = left ? pick_dot_codes<TILES, true>(operand.bits, count)
+                                      : pick_dot_codes<TILES>(operand.bits, count);
             for (int t = from; t < to; t += 16 * TILES)
                 dot(codes + t / 16 * tile_bytes(D, operand.bits), D, weights, steps, bias, scores + (size_t)r * n + t,
-                    n, r ? 0 : ahead);
+                    n, r ? 0 : ahead, rest_of(t));
         }
     }
 
@@ -140,14 +163,14 @@ struct PackedKeys : PackedOperand {
         const float per_level = operand.levels ? 32768.0f / 32767 : (float)(1 << operand.bits);
         const int half = D / 2;
         const Floats limit = broadcast_float(key_limit()), level = broadcast_float(per_level);
-        const QuadWriter low{D / 32, 1, 0, 0}, high{D / 32, 1, 0, 4};  // quads of half a head are 4 apart
+        const QuadWriter low(D, 1), high(D, 1, 4);  // quads of half a head are 4 apart
         QuadWriter places[2][2] = {{low, low}, {high, high}};
         for (int c = 0; c < half; c += 16) {
             Floats reach = broadcast_float(1e-20f), s[2], z[2];
             for (int upper = 0; upper < 2; upper++) {
-                s[upper] = load_fp16(scale + c + upper * half);
-                z[upper] = load_fp16(zero + c + upper * half);
-                if (offset) z[upper] = z[upper] + load_floats(offset + c + upper * half);
+                s[upper] = load_fp16(scale + c + upper * half, half - c);
+                z[upper] = load_fp16(zero + c + upper * half, half - c);
+                if (offset) z[upper] = z[upper] + load_floats(offset + c + upper * half, half - c);
                 raise_reach(s[upper], z[upper], reach);
             }
             const Floats unit = limit / reach;
@@ -155,10 +178,11 @@ struct PackedKeys : PackedOperand {
             for (int upper = 0; upper < 2; upper++) {
                 // It would be 2^15 where a range of 1 bit is symmetric.
                 const Floats most = broadcast_float(32767);
-                places[upper][0].store(to_nearest(minimum(s[upper] * unit * level, most)), (int16_t*)scale16);
-                places[upper][1].store(to_nearest(z[upper] * unit), (int16_t*)zero16);
+                places[upper][0].store(to_nearest(minimum(s[upper] * unit * level, most)), (int16_t*)scale16, std::min(16, half - c));
+                places[upper][1].store(to_nearest(z[upper] * unit), (int16_t*)zero16, std::min(16, half - c));
             }
         }
+        std::memcpy(pair_step + half, pair_step, sizeof(float) * half);
     }
 
     // The same for ranges per token: one step for all channels of a block, then scales and zeros of the 16 tokens of a
@@ -174,7 +198,7 @@ struct PackedKeys : PackedOperand {
                 float end = operand.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << operand.bits) - 1));
                 reach = std::fmax(reach, std::fmax(std::fabs(z), end));
             }
-        for (int j = 0; j < D / 2; j++) pair_step[j] = reach / key_limit();
+        std::fill(pair_step, pair_step + D, reach / key_limit());
     }
     void quantize_token_ranges(const uint16_t* scale, const uint16_t* zero, int t) {
         const float per_level = operand.levels ? 32768.0f / 32767 : (float)(1 << operand.bits);
@@ -195,47 +219,43 @@ struct PackedKeys : PackedOperand {
     void decode_keys(Words* tile, int tile_index) {
         const int units = D / 32, group = operand.group, first = g * D / group;
         const int16_t* table = ROTATE ? call.rope_table + (size_t)tile_index * D * 16 : nullptr;
-        for (int r = 0; r < units; r++, tile += 16)
-            for (int k = 0; k < 4; k++) {
-                const int quad = r + k * units;
-                for (int odd = 0; odd < 2; odd++) {
-                    const int a = k * 2 + odd, b = a + 8;  // channels half a head apart
-                    Words scale_a, scale_b, zero_a, zero_b;
-                    if (PER_TOKEN) {
-                        const int ga = (g * D + quad * 4) / group - first;
-                        const int gb = (g * D + D / 2 + quad * 4) / group - first;
-                        scale_a = load(scale16 + ga * 16), zero_a = load(zero16 + ga * 16);
-                        scale_b = load(scale16 + gb * 16), zero_b = load(zero16 + gb * 16);
-                    } else {
-                        scale_a = broadcast(scale16[r * 16 + a]), zero_a = broadcast(zero16[r * 16 + a]);
-                        scale_b = broadcast(scale16[r * 16 + b]), zero_b = broadcast(zero16[r * 16 + b]);
-                    }
-                    Words low = add16(multiply_q15(tile[a], scale_a), zero_a);
-                    Words high = add16(multiply_q15(tile[b], scale_b), zero_b);
-                    if (ROTATE) {
-                        Words cos = load(table), sin = load(table + 32);
-                        table += 64;
-                        tile[a] = sub16(multiply_q15(low, cos), multiply_q15(high, sin));
-                        tile[b] = add16(multiply_q15(high, cos), multiply_q15(low, sin));
-                    } else {
-                        tile[a] = low;
-                        tile[b] = high;
-                    }
+        // Of quad `quad` of the first half of a head, whose words begin at a, and that half a head further, at b.
+        auto decode = [&](int quad, int a, int b) {
+            for (int odd = 0; odd < 2; odd++, a++, b++) {
+                Words scale_a, scale_b, zero_a, zero_b;
+                if (PER_TOKEN) {
+                    const int ga = (g * D + quad * 4) / group - first;
+                    const int gb = (g * D + D / 2 + quad * 4) / group - first;
+                    scale_a = load(scale16 + ga * 16), zero_a = load(zero16 + ga * 16);
+                    scale_b = load(scale16 + gb * 16), zero_b = load(zero16 + gb * 16);
+                } else {
+                    scale_a = broadcast(scale16[a]), zero_a = broadcast(zero16[a]);
+                    scale_b = broadcast(scale16[b]), zero_b = broadcast(zero16[b]);
+                }
+                if (ROTATE) {
+                    decode_pair(tile[a], tile[b], scale_a, scale_b, zero_a, zero_b, table, tile[a], tile[b]);
+                    table += 64;
+                } else {
+                    tile[a] = add16(multiply_q15(tile[a], scale_a), zero_a);
+                    tile[b] = add16(multiply_q15(tile[b], scale_b), zero_b);
                 }
             }
+        };
+        for (int r = 0; r < units; r++)
+            for (int k = 0; k < 4; k++) decode(r + k * units, r * 16 + k * 2, r * 16 + k * 2 + 8);
+        for (int quad = 4 * units, a = 16 * units; quad < D / 8; quad++, a += 4) decode(quad, a, a + 2);
     }
 
     // Rounds the queries times the steps of int16 keys to weights.
     void quantize_queries() {
-        const int half = D / 2;
         const float most = highest_int16_weight(ROTATED_LIMIT);
         for (int r = 0; r < rows; r += MAX_ROWS) {
             const int count = std::min(rows - r, MAX_ROWS);
             for (int i = r; i < r + count; i++) {
-                const float* q = rotated_query + (size_t)i * D;
+                const float* q = rotated_query + (size_t)i * width;
                 Floats top = broadcast_float(0);
                 for (int c = 0; c < D; c += 16) {
-                    Floats x = load_floats(q + c) * load_floats(pair_step + (c < half ? c : c - half));
+                    Floats x = load_floats(q + c) * load_floats(pair_step + c, D - c);
                     top = maximum(top, absolute(x));
                     store_floats(scaled_query + c, x);
                 }
@@ -260,6 +280,14 @@ struct PackedKeys : PackedOperand {
                 dot(codes + t / 16 * tile_bytes(D, operand.bits), D,
                     {scale16, zero16, call.rope_table + (size_t)(t / 16) * D * 16}, query16, query_steps, scores + t, n,
                     ahead);
+            if (const int quads = rest_quads(D)) {
+                const int done = D / 32 * 32;
+                for (int t = from; t < to; t += 16 * TILES)
+                    pick_dot_rotated_rest(rows)(
+                        rest_of(t), D, operand.bits,
+                        {scale16 + done / 2, zero16 + done / 2, call.rope_table + ((size_t)(t / 16) * D + done) * 16},
+                        query16 + (size_t)done * rows, query_steps, scores + t, n);
+            }
             return;
         }
         Table table = load_table(table16);
@@ -270,6 +298,7 @@ struct PackedKeys : PackedOperand {
                 Words* tile = int16_tiles + (size_t)k * (D / 2);
                 const int index = t / 16 + k;
                 to_int16(codes + index * tile_bytes(D, operand.bits), D, table, tile, ahead);
+                rest_to_int16(rest_of(index * 16), rest_quads(D), operand.bits, operand.levels, table, tile + D / 32 * 16);
                 if (operand.per_token) {
                     quantize_token_ranges(scale, zero, index * 16);
                     call.rope_table ? decode_keys<true, true>(tile, index) : decode_keys<true, false>(tile, index);
@@ -297,7 +326,7 @@ struct PackedKeys : PackedOperand {
             }
             float* score = scores + t;
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++, here += D, there += D, score += n) *score += *here * cos + *there * sin;
+            for (int r = 0; r < rows; r++, here += width, there += width, score += n) *score += *here * cos + *there * sin;
         });
     }
 
@@ -307,6 +336,7 @@ struct PackedKeys : PackedOperand {
         const auto* codes = at_address<uint8_t>(codes_at({id, g}));
         const ptrdiff_t ahead = (ptrdiff_t)(codes_at(next) - codes_at({id, g}));
         std::memset(scores, 0, sizeof(float) * (size_t)rows * n);
+        unpack_rest(codes, ahead);
         const int channels = call.kv_heads * D;
         const bool fold = !operand.per_token && !operand.levels && !call.rope_table;
         if (operand.per_token) {

@@ -34,7 +34,7 @@ struct RankedStates {
           D(given.attend.head_size),
           C(given.states.channels + given.more.channels),
           packed_size(OnlineSoftmax::floats(rows * given.attend.kv_heads, C)),
-          exact_size(OnlineSoftmax::floats(rows, D)) {}
+          exact_size(OnlineSoftmax::floats(rows, whole_vectors(D))) {}
 
     bool reserve(Workspace& workspace) {
         const xq_attend& call = given.attend;
@@ -49,7 +49,7 @@ struct RankedStates {
         return OnlineSoftmax(packed + ((size_t)b * splits + split) * packed_size, all, C);
     }
     OnlineSoftmax of_exact(int b, int g) const {
-        return OnlineSoftmax(exact + ((size_t)b * given.attend.kv_heads + g) * exact_size, rows, D);
+        return OnlineSoftmax(exact + ((size_t)b * given.attend.kv_heads + g) * exact_size, rows, whole_vectors(D));
     }
 };
 
@@ -122,7 +122,7 @@ struct RankedOutput {
                     const int64_t at = batch_of(call, b) * call.out_batch + r % call.queries * call.out_token +
                                        head * call.out_head;
                     const float packed = sum(products[i]) + of_packed[r] * given.value_mean[g * call.head_size + d];
-                    const float kept = of_exact[r] * exact.sums[(size_t)r * call.head_size + d];
+                    const float kept = of_exact[r] * exact.sums[(size_t)r * exact.width + d];
                     store_element(call.out, call.dtype, at + d, packed + kept);
                 }
             }

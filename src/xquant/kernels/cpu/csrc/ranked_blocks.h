@@ -118,7 +118,7 @@ struct RankedBlocks {
         weight_step = workspace.take<float>((size_t)heads * rows);
         uint8_t* here = workspace.next;
         for (int g = 0; g < heads; g++, workspace.next = here)
-            load_queries(call, call.query, Rows(call, b, g, 0, rows, workspace), query + (size_t)g * rows * D);
+            load_queries(call, call.query, Rows(call, b, g, 0, rows, workspace), D, query + (size_t)g * rows * D);
     }
 
     // Sets what a level of 1 of each rank is.

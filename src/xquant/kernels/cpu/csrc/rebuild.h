@@ -19,10 +19,18 @@
 
 namespace {
 
-template <int... B>
+// Channels of rows that are made for a block, filled up to what is made at a time. kernels/cpu/rebuild.py fills the
+// weights of slow pairs up to as many.
+inline int made_channels(int channels) { return (channels + 31) / 32 * 32; }
+
+template <bool REST, int... B>
 DotCodes pick_dot_rebuilt(int bits, std::integer_sequence<int, B...>) {
-    static constexpr DotCodes all[] = {dot_codes<B + 1, BUILT_ROWS, TILES>...};
+    static constexpr DotCodes all[] = {dot_codes<B + 1, BUILT_ROWS, TILES, REST>...};
     return all[bits - 1];
+}
+inline DotCodes pick_dot_rebuilt(int bits, bool rest) {
+    const auto widths = std::make_integer_sequence<int, 8>();
+    return rest ? pick_dot_rebuilt<true>(bits, widths) : pick_dot_rebuilt<false>(bits, widths);
 }
 
 // The weights of BUILT_ROWS rows as they meet the codes of a block, and what turns sums into rows.
@@ -39,16 +47,22 @@ struct RebuiltKeys {
     const int D, n, C, K, ranges;  // K: channels that one product sums over, a range or all
     const DotCodes dot;
     TurnedScores turned;
-    float* slow;                // [BUILT_ROWS, C] the rows of slow pairs
+    const size_t rest_size;     // of `rest`, of one range
+    float* slow;                // [BUILT_ROWS, made C] the rows of slow pairs
     float* totals;              // [BUILT_ROWS, ranges] of their weights
     int16_t* weights;           // [C / 4, BUILT_ROWS, 4] of rows that are made for a block
     int16_t *scale16, *zero16;  // [C], in the order of weights
+    uint8_t* rest;              // [ranges, n / 16, quads, 64] the codes that are in no unit of a tile (tiles.h)
 
     static int summed(const xq_rebuild_scores& c) { return c.key.per_token ? c.key.group : c.channels; }
+    static size_t rest_of_range(const xq_rebuild_scores& c) {
+        const int quads = rest_quads(summed(c));
+        return quads ? (size_t)(c.block / 16 * quads + 8) * STRIP : 0;
+    }
     static size_t bytes(const xq_rebuild_scores& c) {
-        const size_t rows = BUILT_ROWS, C = c.channels;
-        return TurnedScores::bytes(c.turning, c.head_size, c.block, c.rows) + 4 * rows * (C + C / summed(c)) +
-               2 * (rows + 2) * C + 5 * 64;
+        const size_t rows = BUILT_ROWS, C = c.channels, ranges = C / summed(c);
+        return TurnedScores::bytes(c.turning, c.head_size, c.block, c.rows) + 4 * rows * (made_channels(C) + ranges) +
+               2 * (rows + 2) * C + ranges * rest_of_range(c) + 6 * 64;
     }
 
     RebuiltKeys(const xq_rebuild_scores& c, Workspace& workspace)
@@ -58,26 +72,41 @@ struct RebuiltKeys {
           C(c.channels),
           K(summed(c)),
           ranges(c.channels / K),
-          dot(pick_dot_rebuilt(c.key.bits, std::make_integer_sequence<int, 8>())),
-          turned(c.turning, c.head_size, c.block, c.rows, workspace) {
-        slow = workspace.take<float>((size_t)BUILT_ROWS * C);
+          dot(pick_dot_rebuilt(c.key.bits, rest_quads(K) > 0)),
+          turned(c.turning, c.head_size, c.block, c.rows, workspace),
+          rest_size(rest_of_range(c)) {
+        slow = workspace.take<float>((size_t)BUILT_ROWS * made_channels(C));
         totals = workspace.take<float>((size_t)BUILT_ROWS * ranges);
         weights = workspace.take<int16_t>((size_t)BUILT_ROWS * C);
         scale16 = workspace.take<int16_t>(C);
         zero16 = workspace.take<int16_t>(C);
+        rest = workspace.take<uint8_t>(ranges * rest_size);
     }
+
+    // Of one range of tokens, or of all channels.
+    size_t range_bytes() const { return tiles_bytes(K, n, call.key.bits); }
+
+    void unpack_rest(const uint8_t* codes) const {
+        for (int j = 0; rest_size && j < ranges; j++)
+            pick_unpack_strip(call.key.bits)(codes + j * range_bytes() + n / 16 * tile_bytes(K, call.key.bits),
+                                             n / 16 * rest_quads(K), rest + j * rest_size, STRIP, STRIP);
+    }
+    // Of the tiles of range j from token t on.
+    const uint8_t* rest_of(int j, int t) const { return rest + j * rest_size + (size_t)t / 16 * rest_quads(K) * STRIP; }
 
     // Rounds scales or zeros [C] of a block, times the weights' channel scales, to int16 up to `most`, in the order of
     // the weights. Returns the step.
     float quantize_ranges(const uint16_t* x, float most, int16_t* out) const {
         Floats top = broadcast_float(0);
         for (int c = 0; c < C; c += 16)
-            top = maximum(top, absolute(load_fp16(x + c) * load_floats(call.channel_scale + c)));
+            top = maximum(top, absolute(load_fp16(x + c, C - c) * load_floats(call.channel_scale + c, C - c)));
         const float step = highest(top) / most;
         const Floats inverse = inverse_of(step);
-        QuadWriter places{C / 32, 1};
-        for (int c = 0; c < C; c += 16)
-            places.store(to_nearest(load_fp16(x + c) * load_floats(call.channel_scale + c) * inverse), out);
+        QuadWriter places(C, 1);
+        each_vector(C, [&](int c, int count) {
+            const Floats scaled = load_fp16(x + c, count) * load_floats(call.channel_scale + c, count);
+            places.store(to_nearest(scaled * inverse), out, count);
+        });
         return step;
     }
 
@@ -111,7 +140,8 @@ struct RebuiltKeys {
         float steps[BUILT_ROWS];
         for (int i = 0; i < BUILT_ROWS; i++)
             steps[i] = turned.take_factors(start + i, i, call.slow_scale + head, call.slow_bias + head, row.bias[i]);
-        const int16_t* given = call.slow_weights + (size_t)g * pairs * C * 2;
+        const int made = made_channels(C);
+        const int16_t* given = call.slow_weights + (size_t)g * pairs * made * 2;
         Floats top[BUILT_ROWS], base[BUILT_ROWS];
         for (int i = 0; i < BUILT_ROWS; i++) top[i] = base[i] = broadcast_float(0);
         for (int c = 0; c < C; c += 16 * TILES) {
@@ -120,7 +150,7 @@ struct RebuiltKeys {
                 for (int k = 0; k < TILES; k++) acc[i][k] = zero_words();
             for (int j = 0; j < pairs; j++) {
                 Words weight[TILES];
-                for (int k = 0; k < TILES; k++) weight[k] = load(given + ((size_t)j * C + c + k * 16) * 2);
+                for (int k = 0; k < TILES; k++) weight[k] = load(given + ((size_t)j * made + c + k * 16) * 2);
                 unroll<BUILT_ROWS>([&](auto i) {
                     const Words factor = broadcast(turned.factors[(size_t)i * width + j]);
                     for (int k = 0; k < TILES; k++) acc[i][k] = dot16(acc[i][k], weight[k], factor);
@@ -128,16 +158,16 @@ struct RebuiltKeys {
             }
             for (int k = 0; k < TILES; k++) {
                 const int at = c + k * 16;
-                Floats scale = load_floats(call.channel_scale + at), zero = broadcast_float(0);
+                Floats scale = load_floats(call.channel_scale + at, C - at), zero = broadcast_float(0);
                 if (!call.key.per_token) {
-                    zero = scale * load_fp16(found.zero + at);
-                    scale = scale * load_fp16(found.scale + at);
+                    zero = scale * load_fp16(found.zero + at, C - at);
+                    scale = scale * load_fp16(found.scale + at, C - at);
                 }
                 for (int i = 0; i < BUILT_ROWS; i++) {
                     const Floats x = to_floats(acc[i][k]), scaled = x * scale;
                     base[i] = fma(x, zero, base[i]);
                     top[i] = maximum(top[i], absolute(scaled));
-                    store_floats(slow + (size_t)i * C + at, scaled);
+                    store_floats(slow + (size_t)i * made + at, scaled);
                 }
             }
         }
@@ -149,13 +179,13 @@ struct RebuiltKeys {
             row.bias[i] += sum(base[i]) * steps[i];
             for (int j = 0; j < ranges; j++) {
                 Floats total = broadcast_float(0);
-                QuadWriter places{K / 32, BUILT_ROWS};
+                QuadWriter places(K, BUILT_ROWS);
                 int16_t* to = weights + (size_t)j * BUILT_ROWS * K + i * 4;
-                for (int c = j * K; c < (j + 1) * K; c += 16) {
-                    const Floats x = load_floats(slow + (size_t)i * C + c);
+                each_vector(K, [&](int c, int count) {
+                    const Floats x = load_floats(slow + (size_t)i * made + j * K + c, count);
                     total = total + x;
-                    places.store(to_nearest(x * inverse), to);
-                }
+                    places.store(to_nearest(x * inverse), to, count);
+                });
                 totals[i * ranges + j] = sum(total) * steps[i];
             }
         }
@@ -174,7 +204,7 @@ struct RebuiltKeys {
                 // The codes are in the cache already: it is the weights of the next rows that are fetched.
                 const bool more = row.next && t / 16 * tile < BUILT_ROWS * (size_t)C * 2;
                 dot(here, K, row.weights, row.steps, row.bias, turned.keys + t, n,
-                    more ? row.next + t / 16 * tile - here : 0);
+                    more ? row.next + t / 16 * tile - here : 0, rest_of(0, t));
             }
             return;
         }
@@ -185,8 +215,8 @@ struct RebuiltKeys {
                 for (int k = 0; k < TILES; k++) sums[i][k] = broadcast_float(row.bias[i]);
             for (int j = 0; j < ranges; j++) {
                 alignas(64) float partial[BUILT_ROWS * 16 * TILES] = {};
-                dot(codes + (size_t)j * (n / 16) * tile + t / 16 * tile, K, row.weights + (size_t)j * BUILT_ROWS * K,
-                    row.steps, none, partial, 16 * TILES, 0);
+                dot(codes + j * range_bytes() + t / 16 * tile, K, row.weights + (size_t)j * BUILT_ROWS * K, row.steps,
+                    none, partial, 16 * TILES, 0, rest_of(j, t));
                 for (int k = 0; k < TILES; k++) {
                     const size_t at = (size_t)j * n + t + k * 16;
                     const Floats scale = load_fp16(found.scale + at), zero = load_fp16(found.zero + at);
@@ -211,6 +241,7 @@ struct RebuiltKeys {
         float* out = call.scores + head * call.rows * tokens + at;
         for (int r = 0; r < call.rows; r++) std::fill_n(out + r * tokens, n, 0.0f);
         turned.take_query(call.query + head * call.rows * D, b, column);
+        unpack_rest(codes);
         float step = 0, base_step = 0;
         if (!call.key.per_token) {
             step = quantize_ranges(found.scale, most(), scale16);

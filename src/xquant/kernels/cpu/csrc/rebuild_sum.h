@@ -19,7 +19,8 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
     call.head_size = given.channels;
     call.group_heads = given.rows;
     const int threads = std::max(given.threads, 1), splits = std::min(threads, given.columns), n = given.block;
-    const size_t state_size = OnlineSoftmax::floats(given.rows, given.channels), tokens = (size_t)given.columns * n;
+    const int width = whole_vectors(given.channels);
+    const size_t state_size = OnlineSoftmax::floats(given.rows, width), tokens = (size_t)given.columns * n;
     static thread_local Workspace shared;
     if (!shared.reserve(sizeof(float) * state_size * splits * given.batch)) return XQ_NO_MEMORY;
     float* states = shared.take<float>(state_size * splits * given.batch);
@@ -34,7 +35,7 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
             for (int split = 0; split < splits; split++) {
                 if (!ready) continue;
                 workspace.next = workspace.base;
-                OnlineSoftmax softmax(states + ((size_t)b * splits + split) * state_size, given.rows, given.channels);
+                OnlineSoftmax softmax(states + ((size_t)b * splits + split) * state_size, given.rows, width);
                 softmax.clear();
                 PackedValues values(call, 0, Scratch(call, workspace), softmax, workspace);
                 const int64_t columns = columns_of(given, b, n);
@@ -56,8 +57,8 @@ inline int rebuild_sum(const xq_rebuild_sum& given) {
             float* out = given.out + ((size_t)b * given.rows + r) * given.channels;
             for (int split = 0; split < splits; split++) {
                 const float* sums =
-                    OnlineSoftmax(states + ((size_t)b * splits + split) * state_size, given.rows, given.channels).sums +
-                    (size_t)r * given.channels;
+                    OnlineSoftmax(states + ((size_t)b * splits + split) * state_size, given.rows, width).sums +
+                    (size_t)r * width;
                 for (int c = 0; c < given.channels; c++) out[c] = split ? out[c] + sums[c] : sums[c];
             }
         }

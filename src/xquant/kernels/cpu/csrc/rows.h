@@ -34,15 +34,17 @@ inline int rows_of_sequence(const xq_attend& call) { return call.group_heads * c
 // Where a sequence is in query and out.
 inline int64_t batch_of(const xq_attend& call, int b) { return call.query_batches ? call.query_batches[b] : b; }
 
-// Loads the queries [rows, D], times `scaling`. `from`: those of all.
-inline void load_queries(const xq_attend& call, const void* from, const Rows& rows, float* to) {
+// Loads the queries [rows, width], times `scaling`, with zeros behind the channels of a head. `from`: those of all.
+inline void load_queries(const xq_attend& call, const void* from, const Rows& rows, int width, float* to) {
     const int D = call.head_size;
     for (int r = 0; r < rows.count; r++) {
         const Row& row = rows[r];
         const int64_t at = batch_of(call, row.b) * call.query_batch + row.head * call.query_head;
-        load_row(from, call.dtype, at + row.query * call.query_token, D, to + (size_t)r * D);
+        float* query = to + (size_t)r * width;
+        load_row(from, call.dtype, at + row.query * call.query_token, D, query);
+        std::fill(query + D, query + width, 0.0f);
     }
-    for (int i = 0; i < rows.count * D; i++) to[i] *= call.scaling;
+    for (int i = 0; i < rows.count * width; i++) to[i] *= call.scaling;
 }
 
 // What the mask says of the tokens from `start` on to one row.

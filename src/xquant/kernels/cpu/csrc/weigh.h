@@ -9,15 +9,15 @@ namespace {
 
 inline size_t weigh_bytes(const xq_attend& call) {
     const int rows = rows_of_sequence(call), D = call.head_size;
-    return Rows::bytes(rows) + attend_exact_bytes(call) + 4 * OnlineSoftmax::floats(rows, D) + 64;
+    return Rows::bytes(rows) + attend_exact_bytes(call) + 4 * OnlineSoftmax::floats(rows, whole_vectors(D)) + 64;
 }
 
 // One sequence and key/value head. `scores` [rows, tokens] are those of its table.
 inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Workspace& workspace) {
     const xq_attend& call = given.attend;
-    const int rows = rows_of_sequence(call), D = call.head_size;
+    const int rows = rows_of_sequence(call), D = call.head_size, width = whole_vectors(D);
     const int tokens = given.columns * call.block, limit = call.limits[b];
-    OnlineSoftmax softmax(workspace.take<float>(OnlineSoftmax::floats(rows, D)), rows, D);
+    OnlineSoftmax softmax(workspace.take<float>(OnlineSoftmax::floats(rows, width)), rows, width);
     softmax.clear();
     attend_exact(call, b, g, softmax, workspace);
     const Rows all(call, b, g, 0, rows, workspace);
@@ -47,7 +47,7 @@ inline void weigh_head(const xq_weigh& given, int b, int g, float* scores, Works
         const int64_t at = b * call.out_batch + all[r].query * call.out_token + all[r].head * call.out_head;
         for (int c = 0; c < D; c++) {
             const float added = given.value_bias ? seen_packed * given.value_bias[(size_t)g * D + c] : 0;
-            store_element(call.out, call.dtype, at + c, softmax.sums[(size_t)r * D + c] * inverse + added);
+            store_element(call.out, call.dtype, at + c, softmax.sums[(size_t)r * width + c] * inverse + added);
         }
     }
 }

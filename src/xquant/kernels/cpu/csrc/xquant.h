@@ -2,7 +2,8 @@
 //
 // A function is called `xq_<name>_<isa>` and takes one structure. Pointers are to the memory of torch tensors: a
 // function allocates nothing for its caller and keeps no pointer after it returns. Beside these, `xq_read_<isa>`
-// (isa.h), `xq_isas`, `xq_<name>_size` and `xq_rope_table` (native.cpp) take plain arguments.
+// (isa.h), `xq_isas`, `xq_interface`, `xq_<name>_size` and `xq_rope_table` (native.cpp) take plain
+// arguments.
 //
 // Letters: B sequences, H query heads, G key/value heads, D head size, C channels of a packed row, n tokens of a
 // block. A sequence's blocks are the columns of the block table; a block is an id, its index among the addresses.
@@ -163,7 +164,8 @@ typedef struct {
     const float *weight_sums;  // [G * D, ranges of a token] of the weight, over each range; with ranges per token
     const float *bias;         // [G * D]; null: 0
     xq_turning turning;
-    // Of slow pairs: weights [G, pairs, C, 2] * slow_scale [G, 2, width] * channel_scale, filled up with zeros
+    // Of slow pairs: weights [G, pairs, C, 2] * slow_scale [G, 2, width] * channel_scale, filled up with zeros, C to a
+    // multiple of 32
     const int16_t *slow_weights;
     const float *slow_scale, *slow_bias;  // [G, 2, width]
     const float *query;        // [B, G, rows, D], scaled, its channels as the model has them
