@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xquant import parse_method
 from xquant.bench.contenders import Compressed, Contender, Full
-from xquant.bench.shaped import random_calibration
 from xquant.results.rows import stamp, write_json
 
 SIZES = (64, 72, 80, 88, 96, 104, 112, 120, 128)
@@ -26,7 +25,7 @@ METHODS = (
     "kivi-4bit:rope=post",
     "int8",
     "nf4",
-    "kvquant-4bit-1%",
+    "kvquant-4bit-1%:scales=online,datatype=nf",
     "quarot-4bit",
     "xquant-4bit",
 )
@@ -71,9 +70,8 @@ def main(
         full: dict[int, Contender] = {}
         for size in sizes:
             model, method = model_of(size), parse_method(spec)
-            made = random_calibration(model, method) if method.calibrated_as else None
             full[size] = Full(model, "sdpa", tokens, 1)
-            steps[size] = Compressed(model, method, tokens, 1, made, "auto")
+            steps[size] = Compressed(model, method, tokens, 1, None, "auto")
         best, of_full = least(steps, rounds), least(full, rounds // 4)
         for size, step in steps.items():
             whole = -(-size // 32) * 32

@@ -191,7 +191,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             self._refresh()
         self.stack.forget_unsealed()
         self._mask = mask
-        held = self.index.length > 0 and mask.asks(length)
+        held = self.index.length > 0 and mask.asks(length, self.index.real.device)
         self._shows_padding = held and mask.shows_padding(self.index.real)
         if self._shows_padding:
             warnings.warn(SHOWN, stacklevel=2)

@@ -58,13 +58,13 @@ def choose(
     if wanted == "auto":
         *natives, folded, reference = fastest_first(codec.view.device)
         for native in natives:
-            why = refusal(native)
+            why = refused = refusal(native)
             if not why and native.tried:
-                why = trial.failure(native, codec)
+                why = trial.failure(native, codec)  # which warns by itself
             if not why:
                 return Choice(native, "agrees with the reference" if native.tried else "")
-        if not through_store:
-            warn_of_torch(why)
+        if refused and not through_store:
+            warn_of_torch(refused)
         gains = not refusal(folded) and folded.gains(codec, block)
         return Choice(folded if gains else reference, why)
     backend = BACKENDS[wanted]

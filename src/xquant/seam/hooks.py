@@ -19,7 +19,6 @@ with a cache each. In the order in which a forward pass meets them:
 4. `Attachment.decoder_ends` (`cache.finish`) and `model_ends`.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock, local
@@ -28,13 +27,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from .. import compat
 from ..codecs import Codecs
 from ..identity import Identity
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
+from .inputs import between, cache_among, ids_among, replaced, tokens_among
 from .layer import NAME, LayerHooks
 from .masks import PassMask, mask_among
 from .naming import name_functions
@@ -49,7 +48,7 @@ from .passes import (
     nothing,
     split_axes,
 )
-from .traced import RUNNING, in_one_graph, refused
+from .traced import RUNNING, in_one_graph, outside_graphs, refused
 from .watched import Watched, watch
 
 _ATTACHMENT = "_xquant_attachment"
@@ -152,7 +151,7 @@ class Attachment:
         self._see(model, self.model_begins, self.model_ends)
         self._handles += [
             each.register_forward_pre_hook(self.outer_begins, with_kwargs=True)
-            for each in _between(model, self.view.decoder)
+            for each in between(model, self.view.decoder)
         ]
 
     def _see(self, module: nn.Module, begins: Any, ends: Any) -> None:
@@ -204,57 +203,42 @@ class Attachment:
 
     # -- a forward pass begins -------------------------------------------------------------
 
-    def _concerns(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether hooks that no graph can hold are to run.
-
-        A compiled pass without a cache of ours stays one graph. In one that may not be left there is no way
-        to run them, and the operators of `traced` refuse it.
-        """
+    def leaves_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether hooks that no graph can hold are to run. A compiled pass without a cache of ours stays one
+        graph. Where a graph may not be left they cannot run, and operators of `traced` refuse the pass."""
         if not torch.compiler.is_dynamo_compiling():
             return True
-        ours = _cache_among(args, kwargs) is not None
+        ours = cache_among(args, kwargs) is not None
         return (ours or self.view.rope.switches) and not in_one_graph()
 
+    @outside_graphs
     def model_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._concerns(args, kwargs):
-            self._model_begins(module, args, kwargs)
-
-    @torch.compiler.disable
-    def _model_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        cache = _cache_among(args, kwargs)
+        cache = cache_among(args, kwargs)
         mine = cache is not None and cache.attachment is self
         if mine and compat.has_prefix(module):
             raise ValueError(f"{PREFIX_TUNED}: pass none")
         self._local.outer = None
-        self._outer_begins(module, args, kwargs)
+        self.outer_begins(module, args, kwargs)
         self._local.before = nothing
         if mine and cache is not None:
             self._local.before = hold(cache, Before(cache))
 
+    @outside_graphs
     def outer_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if self._concerns(args, kwargs):
-            self._outer_begins(module, args, kwargs)
-
-    @torch.compiler.disable
-    def _outer_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A module with the decoder in it may be given what it does not pass on: ids where the decoder is
         given embeddings, and a mask over tokens where it is given one of who sees whom."""
         ids, mask = getattr(self._local, "outer", None) or (None, None)
-        own, given = _ids_among(args, kwargs), mask_among(module, args, kwargs)
+        own, given = ids_among(args, kwargs), mask_among(module, args, kwargs)
         self._local.outer = ids if own is None else own, mask if given is None else given
 
     def decoder_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._concerns(args, kwargs):
+        if not self.leaves_graphs(args, kwargs):
             return None
         return args, kwargs | self._begin(
             module, args, kwargs, torch.compiler.is_dynamo_compiling()
@@ -265,10 +249,10 @@ class Attachment:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
     ) -> dict[str, Any]:
         """Have the cache begin. Returns what the decoder is given in place of its own inputs."""
-        cache = _cache_among(args, kwargs)
+        cache = cache_among(args, kwargs)
         self._local.current = nothing
         outer, self._local.outer = getattr(self._local, "outer", None) or (None, None), None
-        inputs = _tokens_among(args, kwargs)
+        inputs = tokens_among(args, kwargs)
         last = getattr(self._local, "last", nothing)()
         if cache is None or inputs is None:
             if last is not None and inputs is not None:
@@ -291,7 +275,7 @@ class Attachment:
         cache.begin(
             batch, length, PassMask.of(given, outer[1], batch, cache.get_seq_length() + length)
         )
-        ids = _ids_among(args, kwargs)
+        ids = ids_among(args, kwargs)
         ids = outer[0] if ids is None else ids
         if ids is not None and ids.shape != (batch, length):
             ids = None
@@ -323,7 +307,7 @@ class Attachment:
             raise refused("gradients are recorded; call the model under torch.no_grad()")
         if any(hooks.hands_over is None for hooks in self.hooks.values()):
             with torch.no_grad():
-                module(*_replaced(args, cache), **_replaced(kwargs, cache))
+                module(*replaced(args, cache), **replaced(kwargs, cache))
         for hooks in self.hooks.values():
             if not hooks.hands_over:
                 raise refused(f"layer {hooks.index} has {hooks.why_whole}")
@@ -369,19 +353,15 @@ class Attachment:
 
     # -- the forward pass ends -----------------------------------------------------------------
 
+    @outside_graphs
     def decoder_ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._concerns(args, kwargs):
-            self._decoder_ends(output is None)
-
-    @torch.compiler.disable
-    def _decoder_ends(self, failed: bool) -> None:
         current, self._local.current = self.current, nothing
         if current is None:
             return
         let_go(current.cache, ForwardPass)
-        lost = None
+        lost, failed = None, output is None
         for index, handed in () if failed else current.handed.items():
             if isinstance(handed.key, Watched):
                 self.hooks[index].learn(False)
@@ -391,18 +371,14 @@ class Attachment:
         if lost is not None:
             raise self.unserved(lost)
 
+    @outside_graphs
     def model_ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._concerns(args, kwargs):
-            self._model_ends(output is None)
-
-    @torch.compiler.disable
-    def _model_ends(self, failed: bool) -> None:
         before: Before | None = getattr(self._local, "before", nothing)()
         self._local.before = nothing
         if before is not None:
-            before.end(failed)
+            before.end(failed=output is None)
 
     def unserved(self, index: int) -> ValueError:
         """Layer ``index`` was given its newest states alone, and did something else with them."""
@@ -410,34 +386,3 @@ class Attachment:
             f"{type(self.view.model).__name__} is not supported in this way: layer {index} works with the"
             " keys and values that its cache returns before it attends to them"
         )
-
-
-def _between(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The modules on the way from ``model`` to the ``decoder`` in it."""
-    names = (name for name, module in model.named_modules() if module is decoder)
-    *parents, _ = next(names, "").split(".")
-    return [model.get_submodule(".".join(parents[: i + 1])) for i in range(len(parents))]
-
-
-def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ObservingCache | None:
-    inputs = (*kwargs.values(), *args)
-    return next((given for given in inputs if isinstance(given, ObservingCache)), None)
-
-
-def _replaced(inputs: Any, cache: ObservingCache) -> Any:
-    """The inputs of a module with a copy of ``cache`` in its place."""
-    return tree_map(lambda given: copy.deepcopy(cache) if given is cache else given, inputs)
-
-
-def _ids_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The ids of tokens ``[B, T]`` that a model is given."""
-    given = kwargs.get("input_ids", args[0] if args else None)
-    is_ids = isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point()
-    return given if is_ids else None
-
-
-def _tokens_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The input of a decoder, ``[B, T, ...]``: token ids or embeddings, or what stands for them."""
-    named = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    inputs = (*named, *args, *kwargs.values())
-    return next((t for t in inputs if isinstance(t, Tensor) and t.dim() > 1), None)

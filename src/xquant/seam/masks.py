@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..store import finite
 from ..store.tokens import visible
 
 NAME = "attention_mask"
@@ -72,9 +73,9 @@ class PassMask:
         new = self.tokens[:, held : held + length].bool()
         return pad(new, (0, length - new.shape[1])).expand(batch, length)
 
-    def asks(self, length: int) -> bool:
-        """Whether the host may look at it: a decode step on a device asks the device nothing."""
-        return length > 1 or not any(each.device.type != "cpu" for each in self._tensors)
+    def asks(self, length: int, device: torch.device) -> bool:
+        """Whether the host may look at it: a decode step asks a device nothing."""
+        return length > 1 or finite.asked_at_once(device)
 
     @property
     def _tensors(self) -> list[Tensor]:

@@ -6,11 +6,13 @@ layer runs, the operator shows it to the cache as hooks do in a pass that is not
 layers of a decode step are one graph. Begin and end of the pass stay with hooks that are not compiled.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from threading import local
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import compat
 from ..kernels.call import AttentionCall
@@ -38,6 +40,18 @@ def in_one_graph() -> bool:
         AttributeError
     ):  # of a torch that names it otherwise, whose own message says what is wrong
         return False
+
+
+def outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook of `Attachment` that no graph can hold."""
+    uncompiled = torch.compiler.disable(hook)
+
+    @wraps(hook)
+    def run(self: "Attachment", module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+        if self.leaves_graphs(args, kwargs):
+            uncompiled(self, module, args, kwargs, *output)
+
+    return run
 
 
 def attend(

@@ -152,7 +152,7 @@ class StaticKVCache(Cache, ObservingCache):
         assert places is not None
         new = torch.ones(batch, length, dtype=torch.bool, device="cpu")
         plain = mask.is_plain
-        if mask.asks(length):
+        if mask.asks(length, self._device):
             if mask.shows_padding(places.real):
                 raise ValueError(SHOWN)
             told = mask.real(held, batch, length)

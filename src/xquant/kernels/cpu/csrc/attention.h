@@ -64,9 +64,11 @@ struct Task {
             std::memcpy(exact.row, sums, sizeof(float) * D);
             for (int c = 0; c < D; c += 16) {
                 Floats turned = broadcast_float(0);
-                for (int j = 0; j < D; j++)
-                    turned = fma(broadcast_float(exact.row[j]), load_floats(turn + (size_t)j * D + c, D - c), turned);
-                store_floats(sums + c, turned);
+                // What is read behind a row is of the next, and what it adds to behind the sums of a head.
+                for (int j = 0; j < D - 1; j++)
+                    turned = fma(broadcast_float(exact.row[j]), load_floats(turn + (size_t)j * D + c), turned);
+                const Floats last = load_floats(turn + (size_t)(D - 1) * D + c, D - c);
+                store_floats(sums + c, fma(broadcast_float(exact.row[D - 1]), last, turned));
             }
         }
     }
