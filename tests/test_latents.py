@@ -101,8 +101,7 @@ def test_a_report_counts_latents() -> None:
         model(prompt(1, 320), past_key_values=cache, use_cache=True)
     report = cache.report()
     assert report.full_cache_bytes == 2 * 320 * 5 * (32 + 8)
-    block = (
-        32 * 32 // 2 + 32 * 4 + 32 * 8 // 2 + 32 * 4
-    )  # codes and scales of 32 latents, and of rotated parts
+    # Codes and scales of 32 latents, and of rotated parts: 8 channels take a tile of 16.
+    block = 32 * 32 // 2 + 32 * 4 + 32 * 16 // 2 + 32 * 4
     assert sum(report.sealed_bytes.values()) == 10 * 5 * block
     assert attach(model).view.compressed[0].latents is not None

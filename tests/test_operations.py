@@ -19,6 +19,9 @@ from xquant.quant.quantizer import OUTLIER_NBYTES
 
 MORE = [s for s in IDENTITY if not s.startswith("x")] if os.environ.get("XQUANT_MATRIX") else []
 """`make matrix` runs all."""
+ALIKE = ("llama-mha", "mistral", "qwen3", "gemma2")
+"""Families whose attention is much like another's: `make matrix` crosses them with everything, and
+tests/forms/test_stateful.py draws sequences of operations for them too."""
 FROM_X = ("cohere2", "glm4", "gpt2", "olmo3", "qwen3_next")
 WINDOWED = ("gemma2", "gemma3", "cohere2", "gpt_oss", "olmo3", "gemma4")
 CHANGING = ("crop_and_continue", "assisted", "prompt_lookup", "select", "repeat")
@@ -58,7 +61,13 @@ def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", [*IDENTITY, KEEPING_ALL])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=pytest.mark.long if family in ALIKE else ())
+        for family in FAMILIES
+    ],
+)
 @torch.inference_mode()
 def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation: Operation) -> None:
     skip_what_transformers_cannot(family, operation)
