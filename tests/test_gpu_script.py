@@ -53,7 +53,7 @@ def test_a_rehearsal_leaves_rows_and_tables(tmp_path: Path) -> None:
     ]
     assert {row["kernel"] for row in rows[1:]} == {"triton (agrees with the reference)"}
     assert all(row["batch"] for row in read_results(tmp_path / "largest.json"))
-    assert (tmp_path / "racecheck.log").read_text().startswith("triton: error ")
+    assert "triton: error " in (tmp_path / "racecheck.log").read_text()
     tables = (tmp_path / "tables.txt").read_text()
     for heading in ("Stages", "Appending and sealing", "The largest batch", "Bars"):
         assert f"\n{heading}" in tables
