@@ -16,6 +16,16 @@ IDENTITY = [
     "xquant-cl-16bit:group=8,form=mha,first_bits=16,stream=post",
 ]
 
+ONE_OF_EACH = [
+    "full:group=8",
+    "kivi-16bit:group=8",
+    "kivi-16bit:group=8,rope=post",
+    "xquant-16bit:group=8,form=gqa",
+    "xquant-16bit:group=8,form=mha",
+    "xquant-cl-16bit:group=8,first_bits=16",
+]
+"""One of each codec, which loses nothing."""
+
 LOW = [
     "kivi-2bit:group=8,sink=2",
     "kivi-1bit:group=8,rope=post",

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 from models import COMMON, prompt, tiny
+from saving import through_file
 from xquant import KVCache, StaticKVCache, parse_method
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
@@ -44,20 +45,15 @@ def whole(model: Any, ids: Tensor) -> Tensor:
     return logits
 
 
-def through_file(model: Any, cache: KVCache, folder: Path) -> KVCache:
-    cache.save(folder / "c")
-    return KVCache.load(model, folder / "c")
-
-
 Way = Callable[[Any, KVCache, Path], KVCache]
 WAYS: dict[str, Way] = {
     "copied": lambda m, c, _: copy.deepcopy(c),
     "converted": lambda m, c, _: c.converted(OTHER),
     "converted alike": lambda m, c, _: c.converted(SPEC),
     "converted twice": lambda m, c, _: c.converted(OTHER).converted(SPEC),
-    "loaded": through_file,
-    "converted and loaded": lambda m, c, f: through_file(m, c.converted(OTHER), f),
-    "loaded and converted": lambda m, c, f: through_file(m, c, f).converted(OTHER),
+    "loaded": lambda m, c, _: through_file(c),
+    "converted and loaded": lambda m, c, f: through_file(c.converted(OTHER)),
+    "loaded and converted": lambda m, c, f: through_file(c).converted(OTHER),
     "pickled": lambda m, c, _: pickle.loads(pickle.dumps(c)).load(m),
     "put back": lambda m, c, _: put_back(m, c),
 }

@@ -13,10 +13,10 @@ from .kernels.trial import Trial
 from .kernels.workspace import Workspace
 from .methods import LayerCodec, Method
 from .models.rope import Rope
+from .quant.quantizer import as_written
 from .store.evicting import EvictingLayer
 from .store.layer import CompressedLayer
 from .store.offload import Carrier
-from .store.packer import as_written
 from .store.past import State as LayerState
 from .store.sealing import seal
 from .store.tokens import TokenIndex

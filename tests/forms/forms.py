@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saving import through_file
 from xquant import KVCache, PrefixStore, StaticKVCache, compressed
 
 ROOM = 320
@@ -84,9 +85,7 @@ def copied(held: Held, ids: Tensor, inputs: dict[str, Any]) -> None:
 @form("saved, loaded")
 def loaded(held: Held, ids: Tensor, inputs: dict[str, Any]) -> None:
     growing(held, ids, inputs)
-    file = held.folder() / "cache"
-    held.cache.save(file)
-    held.cache = KVCache.load(held.model, file)
+    held.cache = through_file(held.cache)
 
 
 @form("pickled")

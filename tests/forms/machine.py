@@ -132,8 +132,8 @@ class Machine(RuleBasedStateMachine):
         self.theirs = self.fresh()
         self.start(len(pads), pads, length)
 
-    @rule(length=st.integers(10, 40), seed=st.integers(0, 99))
-    def go_on_compiled(self, length: int, seed: int) -> None:
+    @rule()
+    def go_on_compiled(self) -> None:
         """Passes of our cache are compiled from now on, or no longer."""
         self.run = None if self.run is not None else compiled_of(self.model)
 

@@ -31,12 +31,13 @@ class Promise:
     keep: Keep
 
 
-PROMISES: dict[str, Promise] = {}
+KEPT: dict[str, Promise] = {}
+"""What modules promise, by name."""
 
 
 def promise(said: str) -> Callable[[Keep], Keep]:
     def add(keep: Keep) -> Keep:
-        PROMISES[keep.__name__] = Promise(keep.__name__, said, keep)
+        KEPT[keep.__name__] = Promise(keep.__name__, said, keep)
         return keep
 
     return add
@@ -57,10 +58,10 @@ def theirs(model: Any) -> Held:
 
 
 def begun(
-    form: Form, stack: ExitStack, model: Any, ids: Tensor, spec: str = SPEC, **inputs: Any
+    form: Form, stack: ExitStack, model: Any, ids: Tensor, **inputs: Any
 ) -> tuple[Held, Held]:
     """First tokens in a form, and in transformers' cache."""
-    held, own = form.begin(model, spec, stack, ids, **inputs), theirs(model)
+    held, own = form.begin(model, SPEC, stack, ids, **inputs), theirs(model)
     with torch.no_grad():
         own(ids, **inputs)
     return held, own
@@ -82,5 +83,5 @@ def go_on(held: Held, own: Held, ids: Tensor, *counts: int, within: float = CLOS
     assert held.cache.get_seq_length() == own.cache.get_seq_length()
 
 
-def text(batch: int = 1, more: int = 60) -> Tensor:
-    return prompt(batch, LENGTH + more)
+def text() -> Tensor:
+    return prompt(1, LENGTH + 60)

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 import pytest
 
 from .forms import FORMS, Form
-from .promise import PROMISES, Promise
-from .refusals import REFUSED
+from .promise import Promise
+from .refusals import PROMISES, REFUSED
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -8,7 +8,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -20,6 +19,7 @@ from transformers import DynamicCache
 
 from models import tiny
 from operations import remove
+from saving import through_file
 from xquant import KVCache, PrefixStore, StaticKVCache, compressed
 
 from .machine import MOST_SEQUENCES, MOST_TOKENS, RECURRENT, Machine
@@ -84,10 +84,7 @@ class Growing(Machine):
 
     @rule()
     def go_on_from_a_file(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "cache"
-            self.ours.save(file)
-            self.ours = KVCache.load(self.model, file)
+        self.ours = through_file(self.ours)
 
     @rule(length=st.integers(140, 150))
     def go_on_from_a_store(self, length: int) -> None:

@@ -8,19 +8,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from matrix import ONE_OF_EACH as IDENTITY
 from models import prompt
 from wild import END, IMAGE, START, VISION, with_images
 from xquant import KVCache, StaticKVCache
 from xquant.seam.passes import split_axes
 
-IDENTITY = [
-    "full:group=8",
-    "kivi-16bit:group=8",
-    "kivi-16bit:group=8,rope=post",
-    "xquant-16bit:group=8,form=gqa",
-    "xquant-16bit:group=8,form=mha",
-    "xquant-cl-16bit:group=8,first_bits=16",
-]
 PICTURE = torch.tensor([[START, *[IMAGE] * 4, END]])
 GRID = torch.tensor([[1, 4, 4]])
 TURNS = ("image", "text", "image", "text", "text")

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
 
 from models import COMMON, left_padded, prompt, tiny
+from saving import through_file
 from xquant import KVCache, PrefixStore, StaticKVCache, compressed
 
 SPEC, CODED, PAGED = "kivi-16bit:group=8", "kivi-8bit:group=32", "kivi-16bit:group=32"
@@ -139,11 +140,6 @@ def error(ours: list[Tensor], theirs: list[Tensor]) -> float:
 # -- forms -------------------------------------------------------------------------------------------
 
 
-def through_file(model: Any, cache: KVCache, held: Tensor, folder: Path) -> KVCache:
-    cache.save(folder / "a.cache")
-    return KVCache.load(model, folder / "a.cache")
-
-
 FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     "native": (lambda m: KVCache(m, CODED), None),
     "reference": (lambda m: KVCache(m, SPEC, kernel="reference"), None),
@@ -159,18 +155,14 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
         lambda m: KVCache(m, SPEC),
         lambda m, c, _: c.converted("full:group=8" if c.method.spec != "full:group=8" else SPEC),
     ),
-    "loaded": (lambda m: KVCache(m, SPEC), through_file),
+    "loaded": (lambda m: KVCache(m, SPEC), lambda m, c, _: through_file(c)),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("passes", PASSES)
-def test_a_mask_of_four_axes_is_honoured(
-    model: Any, form: str, passes: Any, tmp_path: Path
-) -> None:
+def test_a_mask_of_four_axes_is_honoured(model: Any, form: str, passes: Any) -> None:
     make, between = FORMS[form]
-    if between is through_file:
-        between = lambda m, c, held: through_file(m, c, held, tmp_path)  # noqa: E731
     kinds = (False, True) if between is None else (True,)
     for added in kinds:  # bool, and added to scores
         batch = 1 if passes is of_tree else 2

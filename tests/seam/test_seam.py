@@ -8,19 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from matrix import ONE_OF_EACH as IDENTITY
 from models import prompt, tiny
 from wild import SWITCH, built, dynamic_rope, long_rope
 from xquant import KVCache
 from xquant.compat import VERSION
-
-IDENTITY = [
-    "full:group=8",
-    "kivi-16bit:group=8",
-    "kivi-16bit:group=8,rope=post",
-    "xquant-16bit:group=8,form=gqa",
-    "xquant-16bit:group=8,form=mha",
-    "xquant-cl-16bit:group=8,first_bits=16",
-]
 
 
 @torch.no_grad()

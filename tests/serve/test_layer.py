@@ -340,9 +340,10 @@ def test_mixed_states_are_read_right_from_pages(data: st.DataObject) -> None:
         usual(*states, step, found)
         out.copy_(found)
 
-    engine.layer.attend = attend  # type: ignore[method-assign]
-    for new in ({0: 70, 1: 5}, {0: 1, 1: 1}, {0: 2, 1: 2}):
-        assert engine.step(new) < max(TOLERANCES[query_dtype], 5e-3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.layer, "attend", attend)
+        for new in ({0: 70, 1: 5}, {0: 1, 1: 1}, {0: 2, 1: 2}):
+            assert engine.step(new) < max(TOLERANCES[query_dtype], 5e-3)
 
 
 def changed(usual: Any, change: Any, *given: Any) -> None:
@@ -350,11 +351,13 @@ def changed(usual: Any, change: Any, *given: Any) -> None:
 
 
 @needs_native
-def test_an_output_of_another_type_or_size_is_refused(wide: Any) -> None:
+def test_an_output_of_another_type_or_size_is_refused(
+    wide: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engine(_codec(wide, "kivi-8bit:group=32"), backend=NATIVE[0])
     engine.step({0: 40})
     usual, wrong = engine.layer.attend, [torch.Tensor.double, lambda out: out[:, :2]]
     for change in wrong:
-        engine.layer.attend = partial(changed, usual, change)  # type: ignore[method-assign]
+        monkeypatch.setattr(engine.layer, "attend", partial(changed, usual, change))
         with pytest.raises(ValueError, match=r"a kernel wants torch\.float32 .*, not"):
             engine.step({0: 1})

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..quant.quantizer import as_written
+
 PLAIN = (Tensor, nn.Parameter)
 """Types of tensors that hold their own values. torchao's hold codes: they are subclasses."""
 REFUSALS = (RuntimeError, AssertionError, TypeError, IndexError)
@@ -204,7 +206,7 @@ def decoded_weight(module: nn.Module, probe: Tensor) -> Tensor:
             return decoded.to(probe.dtype)
         # Others can at least be asked: rows of the identity come out as columns of the weight.
         eye = torch.eye(len(probe), dtype=probe.dtype, device=probe.device)
-        with as_stored(probe):
+        with as_written(probe):
             bias = bias_of(module, probe)
             return (ask(module, eye) - (0 if bias is None else bias)).T.contiguous()
     except (*REFUSALS, ValueError) as error:
@@ -221,7 +223,7 @@ def check_product(module: nn.Module, weight: Tensor, probe: Tensor) -> None:
     Raises:
         ValueError: it does not; the message names the kind of layer.
     """
-    with as_stored(probe):
+    with as_written(probe):
         bias, found = bias_of(module, probe), ask(module, probe[None])[0].float()
         wanted = F.linear(probe.float(), weight.float(), None if bias is None else bias.float())
     if (found - wanted).norm() > PRODUCT * wanted.norm():
@@ -230,11 +232,6 @@ def check_product(module: nn.Module, weight: Tensor, probe: Tensor) -> None:
             f"{type(module).__name__} does not multiply its input as it is with its weights ({kind}), perhaps"
             f" because it rounds inputs, too: {KEEP_STATES}"
         )
-
-
-def as_stored(probe: Tensor) -> torch.autocast:
-    """Turns autocast off, which computes in another dtype."""
-    return torch.autocast("cpu" if probe.is_meta else probe.device.type, enabled=False)
 
 
 @torch.no_grad()

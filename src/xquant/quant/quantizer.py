@@ -10,8 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -226,3 +227,15 @@ class Segment:
     def expected_outliers(self, blocks: int, tokens: int, seen: int) -> float:
         """See `Quantizer.expected_outliers`."""
         return self.quantizer.expected_outliers(blocks, tokens, self.channels, seen)
+
+
+def as_written(x: Tensor) -> AbstractContextManager[Any]:
+    """Arithmetic in the dtypes that quantizers and kernels ask for, whatever autocast takes elsewhere; it
+    refuses to join scales in fp64."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return _AS_IT_IS
+    return torch.autocast(kind, enabled=False)
+
+
+_AS_IT_IS = nullcontext()

@@ -15,8 +15,9 @@ from ..kernels.backend import Backend
 from ..kernels.paged import PagedAttention, Sequences
 from ..methods import LayerCodec
 from ..models import AttentionView
+from ..quant.quantizer import as_written
 from ..store import finite
-from ..store.packer import TORCH, Packer, as_written
+from ..store.packer import TORCH, Packer
 from ..store.pages import PageLayout, Pages
 from .exact import ExactAttention, torch_attention
 from .rotary import Angles

@@ -4,7 +4,6 @@ The store packs each block once, when it is full, and unpacks it at every read t
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ..methods.codec import by_block
 from ..quant import Packed, Quantizer, Segment
+from ..quant.quantizer import as_written
 
 
 class Packer:
@@ -66,18 +66,6 @@ class Packer:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Packer":
         """A copied cache shares its packer."""
         return self
-
-
-def as_written(x: Tensor) -> AbstractContextManager[Any]:
-    """Arithmetic in the dtypes that quantizers and kernels ask for, whatever autocast takes elsewhere; it
-    refuses to join scales in fp64."""
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return _AS_IT_IS
-    return torch.autocast(kind, enabled=False)
-
-
-_AS_IT_IS = nullcontext()
 
 
 TORCH = Packer()

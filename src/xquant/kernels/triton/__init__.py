@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...quant import Affine, Packed, Quantizer
-from ...store.packer import Packer, as_written
+from ...quant.quantizer import as_written
+from ...store.packer import Packer
 from ...store.pages import PageLayout
 from ...store.past import Accumulator
 from ..backend import Backend, LayerAttention, Shared
