@@ -261,9 +261,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
                 past_is_constant(whole, new)
                 for whole, new in ((key, key_states), (value, value_states))
             )
-        if hands_over is None:
-            return self.attachment.hand(layer_idx, key, value, whole=True)
-        return key, value
+        return self.attachment.hand(layer_idx, key, value, whole=True)
 
     def see(self, index: int, call: AttentionCall) -> None:
         layer: CompressedLayer = self.layers[index]

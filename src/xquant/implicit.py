@@ -12,16 +12,19 @@ from contextvars import ContextVar
 from os import PathLike
 from threading import RLock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Cache, GenerationMixin
 
 from .cache import KVCache
 from .calibration import Calibration
 from .compat import CACHE, depth_of, has_prefix
 from .methods import Method
+from .operators import operator
 from .seam.passes import PREFIX_TUNED
+from .seam.traced import in_one_graph, refused
 
 _NAME = "_prepare_cache_for_generation"
 _KEPT = "_xquant_calls"
@@ -206,12 +209,46 @@ class _Calls:
         asked = kwargs.get("use_cache") and not module.training
         if not asked or any(isinstance(each, Cache) for each in given):
             return None
+        if torch.compiler.is_dynamo_compiling() and in_one_graph():
+            return _first_checked(args, kwargs, _place(self))
         return args, {**kwargs, **self._cache_of_a_call()}
 
     @torch.compiler.disable
     def _cache_of_a_call(self) -> dict[str, Any]:
         current = self.current
         return {} if current is None else {CACHE: current.new_cache(self._model)}
+
+
+_COMPILED: WeakValueDictionary[int, _Calls] = WeakValueDictionary()
+"""Those that a graph was made of which may not be left, by their ids."""
+
+
+@torch.compiler.assume_constant_result
+def _place(calls: _Calls) -> int:
+    _COMPILED[id(calls)] = calls
+    return id(calls)
+
+
+def _first_checked(args: Any, kwargs: dict[str, Any], place: int) -> tuple[Any, dict[str, Any]]:
+    """The same arguments, the first tensor by way of an operator that refuses calls which are compressed."""
+    args, names = list(args), [name for name, each in kwargs.items() if isinstance(each, Tensor)]
+    if args and isinstance(args[0], Tensor):
+        args[0] = _unless_compressed(args[0], place)
+    elif names:
+        kwargs = {**kwargs, names[0]: _unless_compressed(kwargs[names[0]], place)}
+    return tuple(args), kwargs
+
+
+def _same(x: Tensor, place: int) -> Tensor:
+    calls = _COMPILED.get(place)
+    if calls is not None and calls.current is not None:
+        raise refused("with fullgraph=True no cache can be made before it")
+    return x.clone()
+
+
+_unless_compressed = operator(
+    "unless_compressed", "(Tensor x, int place) -> Tensor", _same, lambda x, _: torch.empty_like(x)
+)
 
 
 def _generating(model: nn.Module) -> Any:

@@ -1,5 +1,6 @@
 """Which kernel is chosen, and that it is said."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from calibrated import make_cache
 from models import prompt, tiny
+from wild import built
 from xquant import KVCache, StaticKVCache
 from xquant.kernels import choose
 from xquant.kernels.cpu import library as native
@@ -183,3 +186,38 @@ def test_what_no_kernel_reads_is_told_of_once(make: Callable[..., Any]) -> None:
         make(model, "kivi-4bit:group=32")
     assert len(told) == 1
     assert "heads of 20" in cache.kernel
+
+
+@needs_native
+@pytest.mark.parametrize("make", [KVCache, partial(StaticKVCache, room=64)])
+@pytest.mark.parametrize(
+    ("family", "attention", "why"),
+    [
+        ("DiffLlama", "sdpa", "DiffLlamaForCausalLM works with the states that a cache returns"),
+        (
+            "Llama",
+            "flex_attention",
+            "flex_attention .attention that is given whole keys and values",
+        ),
+    ],
+)
+@torch.no_grad()
+def test_a_layer_that_wants_whole_states_is_told_of_once(
+    make: Callable[..., Any], family: str, attention: str, why: str
+) -> None:
+    choose._warn.cache_clear()
+    model = built(family, head_dim=32)
+    model.set_attn_implementation(attention)
+
+    def told_of(method: str) -> list[str]:
+        cache = make(model, method)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for count in (40, 1, 1):
+                model(prompt(1, count), past_key_values=cache)
+        return [str(each.message) for each in told if issubclass(each.category, RuntimeWarning)]
+
+    assert told_of("kivi-16bit:group=32") == []
+    (told,) = told_of("kivi-4bit:group=32")
+    assert re.search(f"decoding may take longer .*{why}", told)
+    assert told_of("kivi-4bit:group=32") == []

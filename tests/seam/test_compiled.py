@@ -186,6 +186,24 @@ def test_one_graph_takes_other_caches_and_refuses_ours() -> None:
                 assert cache.get_seq_length() == (20 + steps if steps else 0)
 
 
+def test_one_graph_makes_no_cache_of_ours() -> None:
+    model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 20)
+    want = model(ids).logits
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        with compressed(model, SPEC):
+            for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
+                for _ in range(2):
+                    with pytest.raises(
+                        ValueError, match=r"^a compressed .* fullgraph=True [^\n]*$"
+                    ):
+                        fast(**given, use_cache=True)
+            assert torch.equal(fast(ids, use_cache=False).logits, want)
+        after = fast(ids, use_cache=True)
+    assert type(after.past_key_values) is DynamicCache
+    assert torch.equal(after.logits, want)
+
+
 def test_one_graph_follows_the_attention_that_is_set() -> None:
     model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 20)
     KVCache(model, SPEC)

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from .. import compat
 from ..codecs import Codecs
 from ..identity import Identity
+from ..kernels.backend import unread
+from ..kernels.choose import warn_of_torch
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
 from .inputs import between, cache_among, ids_among, replaced, tokens_among
@@ -343,10 +345,16 @@ class Attachment:
     def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index``, to be seen again by the attention function.
 
-        Where it is not known yet whether that will happen, the states are watched on their way.
+        Where it is not known yet whether that will happen, the states are watched on their way; where it is
+        known that it does not, a warning says once that this is slow.
         """
         assert self.current is not None
-        if self.hooks[index].hands_over is None:
+        hooks = self.hooks[index]
+        if whole and hooks.hands_over is False:
+            if not hooks.absorbs:
+                warn_of_torch(unread(self.current.cache.layers[index].codec) or hooks.why_whole)
+            return key, value
+        if hooks.hands_over is None:
             key, value = watch(key), watch(value)
         self.current.handed[index] = Handed(key, value, whole)
         return key, value

@@ -57,6 +57,8 @@ class ObservingCache:
     attachment: "Attachment"
     get_seq_length: Callable[..., int]
     """Tokens held."""
+    layers: list[Any]
+    """Those of compressed layers have a ``codec``."""
     traceable = False
     """Whether compiled forward passes may use it: see `traced`."""
 

@@ -231,8 +231,6 @@ class StaticKVCache(Cache, ObservingCache):
                 past_is_constant(whole, new)
                 for whole, new in ((key, key_states), (value, value_states))
             )
-        if self.attachment.hooks[layer_idx].hands_over is False:
-            return key, value
         return self.attachment.hand(layer_idx, key, value, whole=True)
 
     def _entered(self, index: int, dtype: torch.dtype) -> StaticLayer:
