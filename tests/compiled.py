@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a Hopper GPU, which need not be there; fails where one does not compile.
-Those that an engine needs are compiled for the GPUs before and after it too, two for one of AMD, and with the
-argument `ranked` those of ranked codes for all four, which takes minutes."""
+With the argument `others` those that an engine needs are compiled for the GPUs before and after it, and two
+for one of AMD; with `ranked` those of ranked codes for all four, which takes minutes."""
 
 import sys
 from types import SimpleNamespace
@@ -207,29 +207,40 @@ def build(
     return built
 
 
+def engines(target: int) -> None:
+    """What an engine needs."""
+    given = {**DECODING[0], "MASK": 0, "PAGED": True}
+    build(attend, given, target=target, **PAGED)
+    given = {**DECODING[2], "SOFTCAP": True, "PAGED": True, **NO_SINKS}
+    build(attend, given, target=target, **PAGED)
+    head = {"D": 128, "DP": 128}
+    pages = {**head, "N": 128, "PARTIAL": False, "sink_logits": None}
+    build(combine, pages, target=target, sums="*fp32", **SEQUENCES)
+    build(append, {"W": 1024, "WP": 1024, "D": 128}, target=target, **SEQUENCES)
+    for by_token in (False, True):
+        given = {**head, "N": 64, "NP": 64, "BITS": 3, "BY_TOKEN": by_token, "PLAIN": True}
+        build(assign, given, target=target, rows="*fp32", edges="*fp32", plain="*u8")
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["ranked"]:
         for target in (80, 90, 100, "gfx942"):
             build(rank, {"RANKED": 64}, target=target)
             build(decode, {"N": 128, "NP": 128}, target=target)
         sys.exit()
-    build(attend, DECODING[0], target="gfx942")
-    build(rebuild, REBUILDING[0], target="gfx942")
+    others = sys.argv[1:] == ["others"]
+    for target in (80, 100) if others else (90,):
+        engines(target)
+    if others:
+        build(attend, DECODING[0], target="gfx942")
+        build(rebuild, REBUILDING[0], target="gfx942")
+        sys.exit()
     for given in DECODING:
         build(attend, given)
     of_a_cache = {"limits": None, "new_runs": None, "N": None}
     build(combine, {"D": 96, "DP": 128, "PARTIAL": False, **of_a_cache}, sums="*fp32")
     alone = {**of_a_cache, "sink_logits": None}
     build(combine, {"D": 1024, "DP": 256, "PARTIAL": True, **alone}, sums="*fp32")
-    head = {"D": 128, "DP": 128}
-    for target in (80, 90, 100):
-        given = {**DECODING[0], "MASK": 0, "PAGED": True}
-        build(attend, given, target=target, **PAGED)
-        given = {**DECODING[2], "SOFTCAP": True, "PAGED": True, **NO_SINKS}
-        build(attend, given, target=target, **PAGED)
-        pages = {**head, "N": 128, "PARTIAL": False, "sink_logits": None}
-        build(combine, pages, target=target, sums="*fp32", **SEQUENCES)
-        build(append, {"W": 1024, "WP": 1024, "D": 128}, target=target, **SEQUENCES)
     build(attend_exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
     for given in REBUILDING:
         build(rebuild, given, matrix=MATRIX if given["PACKED"] else Matrix("*bf16", "*fp32"))
@@ -237,11 +248,5 @@ if __name__ == "__main__":
         build(sum_states, {"N": 128, "NP": 128, "ROWS": 32, **given})
     for below, weighted in ((True, True), (False, False)):
         build(accumulate, {**ACCUMULATING, "BELOW": below, "WEIGHTED": weighted}, sinks="*bf16")
-    for target in (80, 90, 100):
-        for by_token in (False, True):
-            given = {"N": 64, "NP": 64, "BITS": 3, "BY_TOKEN": by_token, "PLAIN": True}
-            build(
-                assign, {**head, **given}, target=target, rows="*fp32", edges="*fp32", plain="*u8"
-            )
     for given in SEALING:
         build(seal, {"D": 128, "DP": 128, "N": 64, "NP": 64, "BITS": 4, **given}, rows="*bf16")

@@ -39,6 +39,7 @@ def rehearsed(output: Path, stages: Sequence[str]) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_a_rehearsal_leaves_rows_and_tables(tmp_path: Path) -> None:
     wanted = ("ceilings", "others", "sealing", "largest", "racecheck")
     (tmp_path / "attention.json").write_text("from another run")

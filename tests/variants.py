@@ -15,7 +15,7 @@ from calibrated import calibration
 from models import left_padded, prompt, tiny
 from xquant import KVCache, StaticKVCache
 
-STEPS = 600
+STEPS = 400
 LENGTHS = [21, 7, 18]
 """Of prompts, less than a block."""
 GROWING = [

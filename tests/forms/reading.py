@@ -155,11 +155,14 @@ def images(form: Form, stack: ExitStack) -> None:
 @promise("models with recurrent layers: linear attention, Mamba")
 def hybrids(form: Form, stack: ExitStack) -> None:
     ids = text()
-    for family in ("falcon_h1", "qwen3_5"):
-        go_on(*begun(form, stack, tiny(family), ids[:, :LENGTH]), ids, 1, 1, 1)
+    kinds = ["linear_attention", "full_attention"]
+    for family, changes in (("falcon_h1", {}), ("qwen3_5", {"layer_types": kinds})):
+        model = tiny(family, num_hidden_layers=2, **changes)
+        go_on(*begun(form, stack, model, ids[:, :LENGTH]), ids, 1, 1, 1)
 
 
 @promise("models with sliding windows")
 def windows(form: Form, stack: ExitStack) -> None:
-    ids = text()
-    go_on(*begun(form, stack, tiny("gemma3"), ids[:, :LENGTH]), ids, 5, 1, 1)
+    ids, kinds = text(), ["sliding_attention", "full_attention"]
+    model = tiny("gemma3", num_hidden_layers=2, layer_types=kinds)
+    go_on(*begun(form, stack, model, ids[:, :LENGTH]), ids, 5, 1, 1)

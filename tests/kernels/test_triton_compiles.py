@@ -10,7 +10,9 @@ import pytest
 pytest.importorskip("triton", minversion="3.5")
 
 
-@pytest.mark.parametrize("which", [[], pytest.param(["ranked"], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "which", [[], *(pytest.param([each], marks=pytest.mark.long) for each in ("others", "ranked"))]
+)
 def test_the_kernels_compile(which: list[str], tmp_path: Path) -> None:
     script = Path(__file__).parent.parent / "compiled.py"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

@@ -54,16 +54,18 @@ def kernels(spec: str, count: int = 1, of: Any = None) -> tuple[list[str], list[
         "kivi-2bit:group=32,rope=post",
         "kvquant-3bit-1%:group=32",
         "xquant-4bit:group=32,sink=1",
-        "xquant-cl-4bit:group=32,form=gqa,sink=1",
-        "crosslayer:group=32,tail=0,km=0,vm=0,kq=2,vq=0",
-        "asymkv-1.5bit:group=32",
+        pytest.param("xquant-cl-4bit:group=32,form=gqa,sink=1", marks=pytest.mark.long),
+        pytest.param("crosslayer:group=32,tail=0,km=0,vm=0,kq=2,vq=0", marks=pytest.mark.long),
+        pytest.param("asymkv-1.5bit:group=32", marks=pytest.mark.long),
     ],
 )
 def test_a_kernel_that_agrees_is_taken(spec: str) -> None:
     assert kernels(spec) == (["triton (agrees with the reference)"], [])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
+)
 def test_it_agrees_in_half_precision(dtype: torch.dtype) -> None:
     for spec in ("kivi-2bit:group=32", "xquant-4bit:group=32"):
         assert kernels(spec, of=model().to(dtype))[1] == []
@@ -197,7 +199,7 @@ def same_bytes(one: KVCache, other: KVCache) -> bool:
     [
         ("kivi-4bit:group=32", "pack_affine"),
         ("nf4:group=32", "pack_codebook"),
-        ("tc-cl-2bit:group=32", "unpack_ranked"),
+        pytest.param("tc-cl-2bit:group=32", "unpack_ranked", marks=pytest.mark.long),
     ],
 )
 def test_a_packer_that_agrees_is_taken(

@@ -55,4 +55,4 @@ def test_all_kernels_of_decoding_were_started(found: dict[str, dict[str, Any]]) 
     }
     for name, case in found.items():
         reads = "attend_exact" if "xquant" in name else "attend"
-        assert case["started"][reads] == 600 * (3 if "-cl-" in name else 1)
+        assert case["started"][reads] == 400 * (3 if "-cl-" in name else 1)

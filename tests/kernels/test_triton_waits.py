@@ -12,6 +12,7 @@ pytest.importorskip("triton", minversion="3.5")
 import interpreted
 from attending import DEVICE
 from calibrated import make_cache
+from matrix import some
 from models import left_padded, prompt, tiny
 from waits import Silent, Unlaunched
 from xquant import KVCache
@@ -48,12 +49,14 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        "kivi-4bit:group=32,sink=2",
-        "kvquant-3bit:group=32,rope=post",
-        "xquant-4bit:group=32,sink=2",
-        "xquant-cl-2bit:group=32,first_layers=1,sink=2",
-    ],
+    some(
+        [
+            "kivi-4bit:group=32,sink=2",
+            "kvquant-3bit:group=32,rope=post",
+            "xquant-4bit:group=32,sink=2",
+            "xquant-cl-2bit:group=32,first_layers=1,sink=2",
+        ]
+    ),
 )
 @pytest.mark.parametrize(
     ("family", "implementation", "pads"),

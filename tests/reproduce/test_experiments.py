@@ -24,6 +24,8 @@ TRUTHFULQA = "Question,Correct Answers,Incorrect Answers\nw2 w3,w5; w6,w7; w8\n"
 APART = ("kvquant/table2", "kvquant/table4", "kvquant/table21")
 """These need longer prompts, or a model that goes on writing: test_kvquant.py runs them."""
 
+SLOW = ("xquant/table2", "kvquant/table3", "kvquant/table5", "crosslayer/table3")
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
@@ -57,7 +59,14 @@ def make(family, data=None):
     )
 
 
-@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in APART])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in SLOW else ())
+        for name in EXPERIMENTS
+        if name not in APART
+    ],
+)
 def test_it_measures_what_the_paper_prints(name, data):
     experiment = EXPERIMENTS[name]
     if experiment.needs == "data":

@@ -12,6 +12,7 @@ from torch import Tensor
 from attending import DEVICE, TOLERANCE
 from kernels.cuda.emulation import emulate, needs_a_compiler
 from kernels.test_triton_pages import BLOCK, Memory, One, codec_of, new_states, sequences
+from matrix import some
 from models import left_padded, prompt, tiny
 from xquant import StaticKVCache
 from xquant.kernels.cuda import BACKEND
@@ -99,7 +100,7 @@ def test_any_sequences_read_their_own(
     assert torch.equal(memory.rings, rings)
 
 
-@pytest.mark.parametrize("spec", ["kivi-4bit:group=64,sink=2", "int4:group=32"])
+@pytest.mark.parametrize("spec", some(["kivi-4bit:group=64,sink=2", "int4:group=32"]))
 def test_a_static_cache_decodes_as_in_torch(spec: str) -> None:
     model: Any = tiny("llama", head_dim=64, hidden_size=64, num_hidden_layers=2).to(DEVICE)
     found = [decoded(model, spec, kernel, steps=70) for kernel in ("cuda", "reference")]
