@@ -53,7 +53,9 @@ def stumbling() -> Any:
     return model
 
 
-def _fails(form: Form, stack: ExitStack, happens: BaseException | float, said: str) -> None:
+def _fails(
+    form: Form, stack: ExitStack, happens: BaseException | float, said: str | None = None
+) -> None:
     ids, model = text(), stumbling()
     stack.callback(setattr, Stumbling, "next", None)
     held, own = begun(form, stack, model, ids[:, :LENGTH])
@@ -74,7 +76,7 @@ def failure(form: Form, stack: ExitStack) -> None:
 
 @promise("so does a pass that Ctrl-C ends")
 def interruption(form: Form, stack: ExitStack) -> None:
-    _fails(form, stack, KeyboardInterrupt(), "")
+    _fails(form, stack, KeyboardInterrupt())
 
 
 @promise("NaN is refused, and never held")
