@@ -48,7 +48,7 @@ class Started:
 
 def take_for_a_gpu() -> None:
     """Tensors on the CPU are taken for some on a GPU, for the rest of this process."""
-    import fake_gpu
+    from support import fake_gpu
     from xquant.kernels import choose, cuda, triton
     from xquant.kernels.torch import FOLDED, REFERENCE
 
@@ -66,7 +66,7 @@ def jobs() -> dict[str, Callable[[], None]]:
     from on_gpu.correct import cases
     from on_gpu.machine import Machine
 
-    from attending import error, filled
+    from support.attention_cases import error, filled
     from xquant.bench import appending
     from xquant.bench.contenders import Compressed, Static
 

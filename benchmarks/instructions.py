@@ -26,7 +26,16 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 import triton
 
-from compiled import ACCUMULATING, NO_SINKS, PAGED, REBUILDING, SUMMING, build, decoding, layout
+from support.compile_kernels import (
+    ACCUMULATING,
+    NO_SINKS,
+    PAGED,
+    REBUILDING,
+    SUMMING,
+    build,
+    decoding,
+    layout,
+)
 from xquant.cli.common import print_table
 from xquant.kernels.triton.arguments import Matrix
 from xquant.kernels.triton.jit.accumulate import accumulate

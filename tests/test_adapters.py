@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, StaticKVCache, attach, compress, compressed, decompress
 from xquant.calibrators.run import calibrate_on
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import tiny
+from support.models import tiny
 from xquant import KVCache
 
 ROOT = Path(__file__).parent.parent

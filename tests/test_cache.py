@@ -10,10 +10,10 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from calibrated import make_cache
-from matrix import LOW
-from models import left_padded, prompt, tiny
-from sizes import block_nbytes
+from support.block_sizes import block_nbytes
+from support.caches import make_cache
+from support.method_matrix import LOW
+from support.models import left_padded, prompt, tiny
 from xquant import KVCache, attach, parse_method
 from xquant.methods import METHODS
 from xquant.quant import Ragged, Segment

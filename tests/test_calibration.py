@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import Calibration, KVCache, attach
 from xquant.calibrators.run import calibrate_on
 from xquant.codecs import fingerprint

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrated import calibration, make_cache
-from matrix import IDENTITY, LOW, RIVALS
-from models import FAMILIES, left_padded, prompt, tiny
-from operations import generate, remove
+from support.caches import calibration, make_cache
+from support.generation import generate, remove
+from support.method_matrix import IDENTITY, LOW, RIVALS
+from support.models import FAMILIES, left_padded, prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.models.rotation import rotate, unrotate
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import xquant
-from models import tiny
-from words import text_of, word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 WITHOUT = {"Report"}  # shown where KVCache.report is

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
-from models import tiny
+from support.models import tiny
 from upstream.every_class import RIGHT, outcomes
 from xquant import KVCache
 from xquant.models import view_model

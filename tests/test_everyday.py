@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from calibrated import make_cache
-from matrix import IDENTITY
-from models import left_padded, pickled, prompt, saved, tiny
+from support.caches import make_cache
+from support.method_matrix import IDENTITY
+from support.models import left_padded, pickled, prompt, saved, tiny
 from xquant import KVCache, detach
 from xquant.compat import CACHE
 
@@ -105,7 +105,7 @@ def test_gradients_through_a_kernel_are_refused(spec: str, kernel: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_gradients_where_a_layer_is_given_whole_states(implementation: str) -> None:
-    from wild import built
+    from support.unusual_models import built
 
     model = built("DiffLlama", attn_implementation=implementation)
     for _ in range(2):

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from calibrated import calibration
-from models import prompt, tiny
+from support.caches import calibration
+from support.models import prompt, tiny
 from xquant import Calibration, KVCache, attach, parse_method
 from xquant.calibration import Expected, check
 from xquant.calibrators import run

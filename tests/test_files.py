@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import tiny
+from support.models import tiny
 from xquant import Calibration, KVCache
 from xquant.files import replacing, workplace, write_atomically
 from xquant.results.rows import write_json

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from matrix import some
+from support.method_matrix import some
 
 TOOLS = Path(__file__).parent.parent / "tools"
 GOOD = """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rows import benched
+from support.result_rows import benched
 from xquant.results.rows import read_results
 
 pytest.importorskip("triton", minversion="3.5")

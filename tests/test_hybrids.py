@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
-from models import COMMON, prompt, tiny
-from saving import through_file
+from support.models import COMMON, prompt, tiny
+from support.saved_caches import through_file
 from xquant import KVCache, StaticKVCache, parse_method
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from models import FAMILIES, OTHERS, pickled, prompt, tiny
-from wild import dynamic_rope, long_rope
+from support.models import FAMILIES, OTHERS, pickled, prompt, tiny
+from support.unusual_models import dynamic_rope, long_rope
 from xquant import KVCache, PrefixStore, digests, identity, pack_weights
 from xquant.identity import Told
 from xquant.seam.hooks import attach

@@ -15,9 +15,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache, TextIteratorStreamer, pipeline
 
-from models import left_padded, prompt, tiny, what_is_set
-from questions import harness_folder, words
-from words import text_of, word_tokenizer
+from support.lm_eval_data import harness_folder, words
+from support.models import left_padded, prompt, tiny, what_is_set
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant import KVCache, compress, compressed, decompress, detach
 from xquant.compat import CACHE
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DynamicCache, MiniCPM3Config, MiniCPM3ForCausalLM
 
-from models import COMMON, prompt, tiny
+from support.models import COMMON, prompt, tiny
 from xquant import KVCache, attach
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from models import pickled, prompt, saved, tiny
+from support.models import pickled, prompt, saved, tiny
 from xquant import KVCache, pack_weights, unpack_weights
 from xquant.linear import PackedLinear
 

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers.utils.hub import httpx
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, files, kept, load, load_model
 from xquant.analysis.shapes import load_config
 from xquant.hub import hub_answers

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from calibrated import make_cache
-from models import prompt, tiny
-from operations import greedy
+from support.caches import make_cache
+from support.generation import greedy
+from support.models import prompt, tiny
 from xquant import (
     KVCache,
     PrefixStore,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from calibrated import make_cache
-from matrix import DROPPING, IDENTITY, KEEPING_ALL, LOW, RIVALS
-from models import FAMILIES, OTHERS, tiny
-from operations import OPERATIONS, Operation, greedy, reset
-from sizes import block_nbytes
-from wild import with_images
+from support.block_sizes import block_nbytes
+from support.caches import make_cache
+from support.generation import OPERATIONS, Operation, greedy, reset
+from support.method_matrix import DROPPING, IDENTITY, KEEPING_ALL, LOW, RIVALS
+from support.models import FAMILIES, OTHERS, tiny
+from support.unusual_models import with_images
 from xquant import KVCache, compat
 from xquant.quant.quantizer import OUTLIER_NBYTES
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import xquant
-from models import prompt, tiny
-from outside import Ternary
-from words import text_of, word_tokenizer
+from support.models import prompt, tiny
+from support.outside_method import Ternary
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant import KVCache, attach, parse_method
 from xquant.analysis.gpus import GPUS
 from xquant.analysis.memory import CacheLayout

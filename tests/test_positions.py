@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from models import tiny
-from words import text_of, word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant.calibrators.writing import write_samples
 from xquant.positions import check_context, positions_of
 from xquant.text import cut_windows

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrated import calibration
-from matrix import RIVALS
-from models import left_padded, prompt, tiny
-from saving import SOME
-from wild import SWITCH, dynamic_rope, long_rope
+from support.caches import calibration
+from support.method_matrix import RIVALS
+from support.models import left_padded, prompt, tiny
+from support.saved_caches import SOME
+from support.unusual_models import SWITCH, dynamic_rope, long_rope
 from xquant import KVCache, PrefixStore, parse_method
 
 SPEC = "kivi-2bit:group=32,sink=2"

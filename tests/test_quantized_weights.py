@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from calibrated import make_cache
-from matrix import IDENTITY, LOW
-from models import prompt, tiny
-from operations import greedy, padded
-from saving import SOME
+from support.caches import make_cache
+from support.generation import greedy, padded
+from support.method_matrix import IDENTITY, LOW
+from support.models import prompt, tiny
+from support.saved_caches import SOME
 from xquant import (
     KVCache,
     PrefixStore,

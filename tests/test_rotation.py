@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attending import decoding_error
-from calibrated import make_cache
-from models import FAMILIES, OTHERS, prompt, tiny
+from support.attention_cases import decoding_error
+from support.caches import make_cache
+from support.models import FAMILIES, OTHERS, prompt, tiny
 from xquant import KVCache, attach
 from xquant.kernels.cpu import library as native
 from xquant.models.probe import as_slice, by_token, find_channels

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from models import tiny
+from support.models import tiny
 from xquant import runs
 from xquant.runs import Runs, identity
 

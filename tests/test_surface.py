@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, StaticKVCache
 
 ROOM = 64

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from attending import Case, error, filled
+from support.attention_cases import Case, error, filled
 from xquant.kernels.trial import tolerance
 
 from .machine import Machine, Row

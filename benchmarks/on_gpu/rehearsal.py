@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-import interpreted
+from support import triton_interpreter
 from xquant.bench import capacity, run, trials
 from xquant.bench.clocks import HostClock
 
@@ -14,9 +14,9 @@ ROOM = 10**9
 
 def take_for_a_gpu() -> None:
     """For the rest of this process."""
-    interpreted.mend()
+    triton_interpreter.mend()
     patched: Any = pytest.MonkeyPatch()
-    interpreted.take_for_a_gpu(patched)
+    triton_interpreter.take_for_a_gpu(patched)
     patched.setattr(trials, "on_cpu", trials.on_gpu)
     patched.setattr(run, "measure_on_cpu", run.measure_on_gpu)
     patched.setattr(run, "GraphClock", HostClock)

@@ -2,16 +2,16 @@
 
 import torch
 
-from attending import DEVICE, Case, error, filled
+from support.attention_cases import DEVICE, Case, error, filled
 from xquant.kernels.trial import tolerance
 
 
 def main() -> None:
     """Fail where it is not right."""
     if DEVICE.type == "cpu":
-        import interpreted
+        from support import triton_interpreter
 
-        interpreted.mend()
+        triton_interpreter.mend()
     for kernel in ("triton",) if DEVICE.type == "cpu" else ("cuda", "triton"):
         case = Case(
             "kivi-4bit", head_size=128, tokens=300, layers=1, path=kernel, dtype=torch.bfloat16

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from calibrated import make_cache
-from models import prompt, tiny
+from support.caches import make_cache
+from support.models import prompt, tiny
 from xquant import parse_method
 from xquant.analysis.activations import Activations
 from xquant.analysis.memory import CacheLayout

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from calibrated import calibration, make_cache
-from matrix import IDENTITY, LOW, RIVALS
-from models import prompt, tiny
+from support.caches import calibration, make_cache
+from support.method_matrix import IDENTITY, LOW, RIVALS
+from support.models import prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.memory import CacheBytes, CacheLayout
 from xquant.analysis.shapes import Skeleton

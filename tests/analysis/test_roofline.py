@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import tiny
+from support.models import tiny
 from xquant import parse_method
 from xquant.analysis.gpus import GPUS, find_gpu
 from xquant.analysis.memory import CacheLayout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MambaConfig, T5Config
 
-from models import COMMON, FAMILIES, tiny
+from support.models import COMMON, FAMILIES, tiny
 from xquant.analysis.shapes import SHAPES, Skeleton, load_config, shape_config
 from xquant.models import view_model
 

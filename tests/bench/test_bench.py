@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from attending import exact, needs_flash
-from matrix import some
-from models import tiny
+from support.attention_cases import exact, needs_flash
+from support.method_matrix import some
+from support.models import tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.roofline import attention_step
 from xquant.bench import capacity, clocks, flash, trials

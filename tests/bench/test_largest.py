@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from attending import needs_flash
-from models import tiny
+from support.attention_cases import needs_flash
+from support.models import tiny
 from xquant import parse_method
 from xquant.bench import capacity, largest
 from xquant.bench.contenders import Compressed, Models

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import tiny
+from support.models import tiny
 from xquant.bench import llama_cpp, openvino, peers
 from xquant.bench.contenders import Full, Models, Peer
 from xquant.bench.run import bench

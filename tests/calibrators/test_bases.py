@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import attach, parse_method
 from xquant.calibrators.run import calibrate_on
 from xquant.calibrators.transform import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, attach
 from xquant.calibrators.kvtc import components, errors
 from xquant.calibrators.run import calibrate_on

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import attach, parse_method
 from xquant.calibrators.calibrator import Rows
 from xquant.calibrators.collect import collect

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import attach, parse_method
 from xquant.calibrators.calibrator import Rows
 from xquant.calibrators.collect import collect

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant.calibrators.collect import collect_weights
 from xquant.calibrators.weights import (
     channel_levels,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import tiny
+from support.models import tiny
 from xquant.calibrators.writing import OPENINGS, write_samples
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from words import model_folder
+from support.word_tokenizer import model_folder
 from xquant.cli import main
 
 

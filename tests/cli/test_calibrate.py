@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from words import text_of
+from support.word_tokenizer import text_of
 from xquant import Calibration
 from xquant.calibrators import writing
 

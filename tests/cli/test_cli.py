@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from words import model_folder, text_of
+from support.word_tokenizer import model_folder, text_of
 from xquant.bench import run as bench
 from xquant.methods import METHODS
 from xquant.spec import parse_method

@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from rows import benched, compared, scored
-from words import text_of
+from support.result_rows import benched, compared, scored
+from support.word_tokenizer import text_of
 
 SMALL = ("--context", 40, "--windows", 2, "--device", "cpu")
 

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from questions import choices, gsm8k, harness_folder, longbench
+from support.lm_eval_data import choices, gsm8k, harness_folder, longbench
 
 pytest.importorskip("lm_eval")
 from xquant.evals import task_lookup, tasks

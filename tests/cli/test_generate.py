@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from models import tiny
-from words import model_folder
+from support.models import tiny
+from support.word_tokenizer import model_folder
 from xquant.cli.generate import _continue
 from xquant.kernels.cpu import library as native
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from questions import choices, harness_folder
+from support.lm_eval_data import choices, harness_folder
 
 pytest.importorskip("lm_eval")
 import lm_eval.__main__

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from calibrated import calibration
-from models import tiny
+from support.caches import calibration
+from support.models import tiny
 from xquant.analysis.activations import Activations
 from xquant.analysis.gpus import GPU, GPUS
 from xquant.analysis.memory import CacheLayout

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from words import text_of
+from support.word_tokenizer import text_of
 from xquant.cli import main, progress
 from xquant.cli.progress import EVERY, FIRST, Lines, spoken
 

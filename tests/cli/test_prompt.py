@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import prompt, tiny
-from words import text_of
+from support.models import prompt, tiny
+from support.word_tokenizer import text_of
 from xquant import KVCache, load_model
 from xquant.cli.prompt import CHUNK, fill
 

@@ -3,8 +3,8 @@ import os
 
 import pytest
 
-from questions import harness_folder, longbench
-from words import text_of
+from support.lm_eval_data import harness_folder, longbench
+from support.word_tokenizer import text_of
 from xquant.cli.reproduce import check_needs
 from xquant.reproduce.experiments import EXPERIMENTS
 

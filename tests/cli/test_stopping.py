@@ -8,7 +8,7 @@ from importlib import import_module
 
 import pytest
 
-from words import text_of
+from support.word_tokenizer import text_of
 
 AGAIN = "with --resume DIR keeps what it has finished"
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from matrix import DROPPING
-from models import tiny
-from questions import harness_tokenizer, longbench, words
+from support.lm_eval_data import harness_tokenizer, longbench, words
+from support.method_matrix import DROPPING
+from support.models import tiny
 from xquant import Full, KVCache, parse_method
 from xquant.calibrations import Calibrations
 from xquant.evals.agreement import ANSWER, LAST, Agreement, Comparison, mean

@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from models import tiny
-from questions import harness_folder, harness_tokenizer, words
+from support.lm_eval_data import harness_folder, harness_tokenizer, words
+from support.models import tiny
 from xquant import KVCache
 
 pytest.importorskip("lm_eval")

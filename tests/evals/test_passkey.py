@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from models import tiny
-from words import word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import word_tokenizer
 from xquant import Full, KVCache, parse_method
 from xquant.evals import passkey as module
 from xquant.evals.passkey import passkey

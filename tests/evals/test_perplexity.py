@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import tiny
-from words import text_of, word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant import KVCache
 from xquant.evals.perplexity import perplexity
 from xquant.runs import Runs

@@ -3,8 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from models import tiny
-from questions import (
+from support.lm_eval_data import (
     choices,
     gsm8k,
     harness_folder,
@@ -13,6 +12,7 @@ from questions import (
     words,
     write_lines,
 )
+from support.models import tiny
 
 pytest.importorskip("lm_eval")
 from xquant.evals import task_lookup, tasks

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from models import prompt, tiny
-from operations import remove
+from support.generation import remove
+from support.models import prompt, tiny
 from xquant import KVCache, detach
 
 from .forms import Form, Held

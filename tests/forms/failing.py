@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import decompress, detach
 
 from .forms import Form

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saving import through_file
+from support.saved_caches import through_file
 from xquant import KVCache, PrefixStore, StaticKVCache, compressed
 
 ROOM = 320

@@ -9,8 +9,8 @@ import torch
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import Tensor, nn
 
-from models import VOCABULARY
-from operations import remove
+from support.generation import remove
+from support.models import VOCABULARY
 
 RECURRENT = ["qwen3_5", "falcon_h1"]
 COMPILED: dict[int, Any] = {}

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from models import left_padded, prompt, tiny
-from operations import remove
-from wild import END, IMAGE, START, with_images
+from support.generation import remove
+from support.models import left_padded, prompt, tiny
+from support.unusual_models import END, IMAGE, START, with_images
 
 from .forms import Form, Held
 from .promise import CLOSE, LENGTH, SPEC, begun, go_on, llama, promise, same, text, theirs

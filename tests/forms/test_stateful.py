@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import initialize, rule
 from transformers import DynamicCache
 
-from models import tiny
-from operations import remove
-from saving import through_file
+from support.generation import remove
+from support.models import tiny
+from support.saved_caches import through_file
 from xquant import KVCache, PrefixStore, StaticKVCache, compressed
 
 from .machine import MOST_SEQUENCES, MOST_TOKENS, RECURRENT, Machine

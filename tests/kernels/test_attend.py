@@ -9,8 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import TOLERANCE, Case, append, decoding_error, error, filled, tolerance_of
-from models import left_padded, tiny
+from support.attention_cases import (
+    TOLERANCE,
+    Case,
+    append,
+    decoding_error,
+    error,
+    filled,
+    tolerance_of,
+)
+from support.models import left_padded, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native

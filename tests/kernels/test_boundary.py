@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from attending import STRIDES, TOLERANCES, Case, exact, filled, laid, mask_for
-from calibrated import make_cache
-from models import prompt, tiny
+from support.attention_cases import STRIDES, TOLERANCES, Case, exact, filled, laid, mask_for
+from support.caches import make_cache
+from support.models import prompt, tiny
 from xquant import KVCache, StaticKVCache
 from xquant.kernels.call import FLOATS, AttentionCall
 from xquant.kernels.cpu import library as native

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from calibrated import make_cache
-from models import prompt, tiny
-from wild import built
+from support.caches import make_cache
+from support.models import prompt, tiny
+from support.unusual_models import built
 from xquant import KVCache, StaticKVCache
 from xquant.kernels import choose
 from xquant.kernels.cpu import library as native

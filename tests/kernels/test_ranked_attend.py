@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attending import NARROW_TOLERANCE, TOLERANCE, Case, decoding_error, error, filled
-from models import tiny
+from support.attention_cases import NARROW_TOLERANCE, TOLERANCE, Case, decoding_error, error, filled
+from support.models import tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.ranked import RankedCall, zipped

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.sealing import NativePacker

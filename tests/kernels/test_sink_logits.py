@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attending import Case, decoding_error, error, filled, tolerance_of
-from models import prompt, tiny
+from support.attention_cases import Case, decoding_error, error, filled, tolerance_of
+from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attending import TOLERANCE, Case, error, filled
+from support.attention_cases import TOLERANCE, Case, error, filled
 from xquant.kernels.cpu import library as native
 from xquant.kernels.rope import Within
 from xquant.kernels.slow import slow_pairs

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", minversion="3.5")
 
-import interpreted
-from attending import (
+from support import triton_interpreter
+from support.attention_cases import (
     DEVICE,
     STRIDES,
     TOLERANCE,
@@ -22,14 +22,14 @@ from attending import (
     filled,
     laid,
 )
-from matrix import some
-from models import tiny
+from support.method_matrix import some
+from support.models import tiny
 from xquant import KVCache
 from xquant.kernels.call import FLOATS, AttentionCall
 from xquant.kernels.triton import support
 from xquant.kernels.triton.device import Slots
 
-interpreted.mend()
+triton_interpreter.mend()
 
 
 LAYOUTS = [

@@ -9,10 +9,10 @@ pytest.importorskip("triton", minversion="3.5")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import interpreted
-from attending import TOLERANCE, Case, error, filled
+from support import triton_interpreter
+from support.attention_cases import TOLERANCE, Case, error, filled
 
-interpreted.mend()
+triton_interpreter.mend()
 
 SPECS = [
     *(f"kivi-{bits}bit:group=32" for bits in range(1, 9)),

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", minversion="3.5")
 
-import interpreted
-from attending import DEVICE, TOLERANCE, Case, error, filled
+from support import triton_interpreter
+from support.attention_cases import DEVICE, TOLERANCE, Case, error, filled
 
-interpreted.mend()
+triton_interpreter.mend()
 
 BLOCK = 128
 SPECS = [

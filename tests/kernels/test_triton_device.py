@@ -13,16 +13,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.5")
 
-import interpreted
-from attending import DEVICE, Case, error, filled
-from calibrated import make_cache
-from models import prompt, tiny
+from support import triton_interpreter
+from support.attention_cases import DEVICE, Case, error, filled
+from support.caches import make_cache
+from support.models import prompt, tiny
 from xquant import KVCache, StaticKVCache
 from xquant.kernels.splits import Limits
 from xquant.kernels.triton import device
 from xquant.kernels.triton.jit.attend import attend
 
-interpreted.mend()
+triton_interpreter.mend()
 
 SOURCES = Path(device.__file__).parent
 FIRST, SECOND, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
@@ -103,13 +103,13 @@ def test_every_kernel_is_started_where_its_tensors_are(
     started: Started,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    interpreted.take_for_a_gpu(monkeypatch)
+    triton_interpreter.take_for_a_gpu(monkeypatch)
     act()
     assert started.right == dict.fromkeys(kernels, True)
 
 
 def test_so_is_what_is_tried(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreted.take_for_a_gpu(monkeypatch)
+    triton_interpreter.take_for_a_gpu(monkeypatch)
     cache = KVCache(model(), "kivi-4bit:group=32")
     assert cache.report().kernel == "triton (agrees with the reference)"
     assert started.right == {"attend": True, "combine": True}

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", minversion="3.5")
 
-from attending import DEVICE, Case, filled
+from support.attention_cases import DEVICE, Case, filled
 from xquant.bench.clocks import capture
 from xquant.kernels.call import AttentionCall
 

@@ -15,12 +15,12 @@ pytest.importorskip("triton", minversion="3.5")
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-import interpreted
-from attending import DEVICE, TOLERANCE, Case, filled
-from calibrated import calibration
-from matrix import some
-from models import tiny
-from waits import Silent, Unlaunched
+from support import triton_interpreter
+from support.attention_cases import DEVICE, TOLERANCE, Case, filled
+from support.caches import calibration
+from support.host_waits import Silent, Unlaunched
+from support.method_matrix import some
+from support.models import tiny
 from xquant import parse_method
 from xquant.bench.clocks import capture
 from xquant.kernels.call import AttentionCall
@@ -34,7 +34,7 @@ from xquant.serve.build import codecs_of
 from xquant.serve.rotary import Angles
 from xquant.store.pages import ALIGNMENT, PageLayout, Pages
 
-interpreted.mend()
+triton_interpreter.mend()
 
 BLOCK, POSITIONS, PAGES, RINGS, SLOTS = 32, 256, 24, 5, 3
 NAN = 255  # bytes of NaN in every float

@@ -8,16 +8,16 @@ pytest.importorskip("triton", minversion="3.5")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import interpreted
-from attending import DEVICE
-from calibrated import make_cache
 from kernels.test_sealing import not_torch
-from models import tiny
+from support import triton_interpreter
+from support.attention_cases import DEVICE
+from support.caches import make_cache
+from support.models import tiny
 from xquant.kernels.triton import BACKEND, support
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 
-interpreted.mend()
+triton_interpreter.mend()
 
 
 def test_attention_is_refused_by_name() -> None:

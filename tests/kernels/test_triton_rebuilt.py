@@ -11,10 +11,10 @@ pytest.importorskip("triton", minversion="3.5")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import interpreted
-from attending import DEVICE, TOLERANCE, Case, decoding_error, error, filled
-from matrix import some
-from models import prompt, tiny
+from support import triton_interpreter
+from support.attention_cases import DEVICE, TOLERANCE, Case, decoding_error, error, filled
+from support.method_matrix import some
+from support.models import prompt, tiny
 from xquant import KVCache, attach
 from xquant.kernels.triton import matrices
 from xquant.kernels.triton.device import Slots
@@ -22,7 +22,7 @@ from xquant.kernels.triton.jit.unpack import TILE
 from xquant.kernels.triton.matrices import PackedStates, by_chunk
 from xquant.kernels.triton.operand import Layout
 
-interpreted.mend()
+triton_interpreter.mend()
 
 
 def case(spec: str, **options: Any) -> Case:

@@ -12,10 +12,10 @@ pytest.importorskip("triton", minversion="3.5")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import interpreted
-from attending import DEVICE
 from kernels.test_sealing import not_torch
-from models import prompt, tiny
+from support import triton_interpreter
+from support.attention_cases import DEVICE
+from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.triton import BACKEND, sealing
 from xquant.methods import AttentionInputs
@@ -25,7 +25,7 @@ from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
 from xquant.store.sealing import seal
 
-interpreted.mend()
+triton_interpreter.mend()
 PACKER = BACKEND.packer
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", minversion="3.5")
 
-import interpreted
-from attending import DEVICE
-from calibrated import make_cache
-from models import prompt, tiny
+from support import triton_interpreter
+from support.attention_cases import DEVICE
+from support.caches import make_cache
+from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels import choose, trial
 from xquant.kernels.triton import decoding, sealing
@@ -22,7 +22,7 @@ from xquant.kernels.triton.attention import TritonAttention
 from xquant.quant import Affine
 from xquant.quant.pack import Tile
 
-interpreted.mend()
+triton_interpreter.mend()
 
 ATTEND = TritonAttention.attend
 
@@ -30,7 +30,7 @@ ATTEND = TritonAttention.attend
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has tried nothing yet."""
-    interpreted.take_for_a_gpu(monkeypatch)
+    triton_interpreter.take_for_a_gpu(monkeypatch)
 
 
 def model(**options: Any) -> Any:

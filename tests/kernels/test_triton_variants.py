@@ -1,25 +1,18 @@
 """Decode steps ask for one variant of every kernel, however long they go on: another takes seconds."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", minversion="3.6")
+from support.processes import run
 
-SCRIPT = Path(__file__).parent.parent / "variants.py"
+pytest.importorskip("triton", minversion="3.6")
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True
-    )
+    done = run("kernel_variants", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-3000:]
     cases: dict[str, dict[str, Any]] = json.loads(done.stdout)
     assert len(cases) == 16

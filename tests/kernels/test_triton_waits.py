@@ -9,17 +9,17 @@ from transformers import masking_utils
 
 pytest.importorskip("triton", minversion="3.5")
 
-import interpreted
-from attending import DEVICE
-from calibrated import make_cache
-from matrix import some
-from models import left_padded, prompt, tiny
-from waits import Silent, Unlaunched
+from support import triton_interpreter
+from support.attention_cases import DEVICE
+from support.caches import make_cache
+from support.host_waits import Silent, Unlaunched
+from support.method_matrix import some
+from support.models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels.triton import accumulate, attention, rebuild
 from xquant.store import finite
 
-interpreted.mend()
+triton_interpreter.mend()
 
 by_eager = pytest.mark.skipif(
     "torch.tensor(" in inspect.getsource(masking_utils.eager_mask),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models import tiny
+from support.models import tiny
 from xquant import AsymKV, KVCache
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import CrossLayer, KVCache, parse_method
 from xquant.quant import Affine
 from xquant.quant.affine import dequantize, quantize

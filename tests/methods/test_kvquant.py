@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from calibrated import calibration, make_cache
-from models import tiny
+from support.caches import calibration, make_cache
+from support.models import tiny
 from xquant.quant import Codebook
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrated import calibration, make_cache
-from models import prompt, tiny
-from saving import loaded
-from together import alike, error, filled, recalls_as_converted, states
+from support.caches import calibration, make_cache
+from support.mixed_layers import alike, error, filled, recalls_as_converted, states
+from support.models import prompt, tiny
+from support.saved_caches import loaded
 from xquant import KVCache, PrefixStore, parse_method
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from calibrated import calibration, make_cache
-from models import prompt, tiny
+from support.caches import calibration, make_cache
+from support.models import prompt, tiny
 from xquant import attach, parse_method
 from xquant.methods.oscar_codec import OscarCodec, bit_reversed, clipped, spread
 from xquant.methods.rotated import range_channels

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.methods import LayerCodec
 from xquant.methods.rotated import RotatedCodec, random_hadamard

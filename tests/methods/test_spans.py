@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrated import make_cache
-from models import tiny
-from saving import loaded
-from together import alike, error, filled, recalls_as_converted, states
+from support.caches import make_cache
+from support.mixed_layers import alike, error, filled, recalls_as_converted, states
+from support.models import tiny
+from support.saved_caches import loaded
 from xquant.calibrators.transform import dealt_out
 
 APART, TOGETHER = (

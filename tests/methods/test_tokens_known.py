@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrated import calibration, make_cache
-from models import left_padded, prompt, tiny
-from saving import loaded
+from support.caches import calibration, make_cache
+from support.models import left_padded, prompt, tiny
+from support.saved_caches import loaded
 from xquant import KVCache, PrefixStore
 from xquant.store.tokens import UNKNOWN, look_up
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calibrated import calibration, make_cache
-from models import prompt, tiny
+from support.caches import calibration, make_cache
+from support.models import prompt, tiny
 from xquant import KVCache, files, parse_method
 from xquant.calibrators.run import own_calibration
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.ranked_counts import counts_of
 from xquant.quant import Affine, Codebook, Ragged, Segment
 from xquant.quant.codebook import (
     inner_range,
@@ -18,8 +19,6 @@ from xquant.quant.codebook import (
 from xquant.quant.levels import edges_of
 from xquant.quant.quantizer import OUTLIER_NBYTES, dense
 from xquant.quant.ranked import Ranked
-
-from ..widths import counts_of
 
 # The table that QLoRA prints (arXiv 2305.14314, appendix E).
 NF4 = [

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.ranked_counts import counts_of
 from xquant.quant import Affine, Codebook, Packed, Plain, Quantizer, Ragged, Segment
 from xquant.quant.codebook import outlier_count, uniform_levels
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import OUTLIER_NBYTES, Field
 from xquant.quant.ranked import Ranked
-
-from ..widths import counts_of
 
 BOUNDS = torch.tensor(-1.0), torch.tensor(1.0)
 COUNTS = counts_of({0.5: 1, 3: 2, 8: 1})

@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.ranked_counts import counts_of
 from xquant.quant.levels import NORMAL, TAILED, Mixture, best_levels, normal_error, normal_levels
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 from xquant.quant.trellis import WIDTHS, Width
-
-from ..widths import counts_of
 
 # Mean squared errors of Max (1960), Table I, for 2, 4, 8, 16 and 32 levels.
 MAX_1960 = [0.3634, 0.1175, 0.03454, 0.009497, 0.002499]

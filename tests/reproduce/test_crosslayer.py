@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from models import tiny
-from words import text_of, word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant import KVCache, parse_method
 from xquant.methods import CrossLayer
 from xquant.methods.key_value import flat_heads

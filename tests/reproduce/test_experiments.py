@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from models import VOCABULARY, tiny
-from questions import truthfulqa
-from words import text_of, word_tokenizer
+from support.lm_eval_data import truthfulqa
+from support.models import VOCABULARY, tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant.reproduce import IDS, check_id
 from xquant.reproduce.experiments import EXPERIMENTS
 from xquant.reproduce.setup import Setup

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from models import tiny
-from questions import harness_folder, words
-from words import text_of, word_tokenizer
+from support.lm_eval_data import harness_folder, words
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant.analysis.shapes import shape_config
 from xquant.reproduce import kvquant_figures, kvquant_states, kvquant_tasks
 from xquant.reproduce.experiments import EXPERIMENTS

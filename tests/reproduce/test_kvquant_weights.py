@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from models import tiny
-from words import text_of, word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant.calibrators.weights import linear_weights, weight_bits
 from xquant.reproduce import kvquant_weights as module
 from xquant.reproduce.experiments import EXPERIMENTS

@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from models import tiny
-from words import text_of, word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant import parse_method
 from xquant.reproduce import setup as module
 from xquant.reproduce.setup import Setup

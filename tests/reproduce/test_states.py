@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from models import tiny
-from words import text_of, word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import text_of, word_tokenizer
 from xquant.reproduce.setup import Setup
 from xquant.reproduce.states import layers, magnitudes, similarity, watch
 from xquant.reproduce.xquant import outlier_channels

@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 
-from rows import ENVIRONMENT, compared
+from support.result_rows import ENVIRONMENT, compared
 from xquant.results.diff import changes, settings
 
 BEFORE = [2.0, 2.5, 3.0]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from rows import ENVIRONMENT, benched, compared, scored
+from support.result_rows import ENVIRONMENT, benched, compared, scored
 from xquant.results.page import render_page
 
 ROWS = [

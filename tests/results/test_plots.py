@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rows import benched, compared
+from support.result_rows import benched, compared
 from xquant.results.front import RATIO, compressed, front, verdict
 from xquant.results.labels import write_labels
 from xquant.results.plots import NARROW, as_png, as_svg, loss_figure, speed_figure

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrated import make_cache
-from models import prompt, tiny
-from saving import SOME, lived, loaded, model_of
+from support.caches import make_cache
+from support.models import prompt, tiny
+from support.saved_caches import SOME, lived, loaded, model_of
 from xquant import KVCache
 
 

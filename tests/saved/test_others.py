@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from altering import read, write
-from calibrated import make_cache
-from models import prompt
-from saving import Run, loaded, model_of
-from wild import END, IMAGE, START, with_images
+from support.caches import make_cache
+from support.damaged_files import read, write
+from support.models import prompt
+from support.saved_caches import Run, loaded, model_of
+from support.unusual_models import END, IMAGE, START, with_images
 from xquant import KVCache
 
 RECURRENT = ["qwen3_next", "qwen3_5", "granitemoehybrid", "falcon_h1"]

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from altering import fact_changes, outcome, read, tensor_changes, write
-from calibrated import calibration, make_cache
-from models import prompt, tiny
-from wild import SWITCH, long_rope
+from support.caches import calibration, make_cache
+from support.damaged_files import fact_changes, outcome, read, tensor_changes, write
+from support.models import prompt, tiny
+from support.unusual_models import SWITCH, long_rope
 from xquant import Calibration, KVCache
 from xquant.methods import xquant_codec
 from xquant.quant import Codebook

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from test_prefixes import SPEC, filled, model_of, store_of
 from xquant import KVCache
 from xquant.saved import header, reading

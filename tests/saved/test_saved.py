@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from calibrated import calibration, make_cache
-from matrix import IDENTITY, LOW, RIVALS
-from models import prompt, tiny
-from operations import beams, generate, greedy, sampling
-from saving import SOME, Run, lived, loaded, model_of
+from support.caches import calibration, make_cache
+from support.generation import beams, generate, greedy, sampling
+from support.method_matrix import IDENTITY, LOW, RIVALS
+from support.models import prompt, tiny
+from support.saved_caches import SOME, Run, lived, loaded, model_of
+from support.unusual_models import SWITCH, long_rope
 from test_quantized_weights import SIZES, hqq
-from wild import SWITCH, long_rope
 from xquant import KVCache
 from xquant.saved import writing
 from xquant.store.sinks import Sinks
@@ -196,7 +196,7 @@ import sys
 from pathlib import Path
 import torch
 from test_saved import DTYPES, KERNEL_SPECS, four_steps
-from models import tiny
+from support.models import tiny
 from xquant import KVCache
 torch.set_num_threads(1)
 for dtype in DTYPES:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from test_prefixes import SPEC, filled, model_of, store_of
 from xquant import PrefixStore
 
@@ -93,7 +93,7 @@ def test_a_chunk_of_something_else_is_left_out(tmp_path: Path) -> None:
 WORKER = """
 import random, sys
 import torch
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, PrefixStore
 torch.set_num_threads(1)
 SPEC, folder, limit, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

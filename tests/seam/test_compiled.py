@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
 
-from models import left_padded, prompt, tiny
-from wild import built
+from support.models import left_padded, prompt, tiny
+from support.unusual_models import built
 from xquant import KVCache, StaticKVCache, compressed, detach
 
 SPEC = "kivi-4bit:group=8"

@@ -11,7 +11,7 @@ from weakref import ref
 import pytest
 import torch
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, PrefixStore, StaticKVCache, compress, compressed, decompress, detach
 
 SPEC = "kivi-4bit:group=32"

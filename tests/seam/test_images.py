@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from matrix import ONE_OF_EACH as IDENTITY
-from models import prompt
-from wild import END, IMAGE, START, VISION, with_images
+from support.method_matrix import ONE_OF_EACH as IDENTITY
+from support.models import prompt
+from support.unusual_models import END, IMAGE, START, VISION, with_images
 from xquant import KVCache, StaticKVCache
 from xquant.seam.passes import split_axes
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from models import FAMILIES, prompt, tiny, what_is_set
+from support.models import FAMILIES, prompt, tiny, what_is_set
 from xquant import KVCache, StaticKVCache, compress, compressed, decompress, detach
 
 SPEC = "kivi-16bit:group=8"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
 
-from models import COMMON, left_padded, prompt, tiny
-from saving import through_file
+from support.models import COMMON, left_padded, prompt, tiny
+from support.saved_caches import through_file
 from xquant import KVCache, PrefixStore, StaticKVCache, compressed
 
 SPEC, CODED, PAGED = "kivi-16bit:group=8", "kivi-8bit:group=32", "kivi-16bit:group=32"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calibrated import make_cache
-from matrix import LOW
-from models import prompt, tiny
+from support.caches import make_cache
+from support.method_matrix import LOW
+from support.models import prompt, tiny
 from xquant import KVCache
 
 START, STOP = 44, 61  # 17 tokens are no decode step, so that layers seal as they go

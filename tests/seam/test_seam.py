@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from matrix import ONE_OF_EACH as IDENTITY
-from models import prompt, tiny
-from wild import SWITCH, built, dynamic_rope, long_rope
+from support.method_matrix import ONE_OF_EACH as IDENTITY
+from support.models import prompt, tiny
+from support.unusual_models import SWITCH, built, dynamic_rope, long_rope
 from xquant import KVCache
 from xquant.compat import VERSION
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache, attach
 
 ROUNDS = int(os.environ.get("XQUANT_ROUNDS", 6))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from calibrated import calibration
-from models import tiny
+from support.caches import calibration
+from support.models import tiny
 from xquant import parse_method
 from xquant.models import view_model
 from xquant.serve import fit

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engines import answers, calibrated, engine, random_prompts, save_mixed, save_tiny
+from support.vllm_engines import answers, calibrated, engine, random_prompts, save_mixed, save_tiny
 
 LONG = [300, 400, 129, 90]
 
@@ -57,7 +57,7 @@ def test_another_engine_reads_what_one_has_stored(tiny: Path, tmp_path: Path) ->
 ELSEWHERE = """
 import json, sys
 from pathlib import Path
-from engines import answers, engine, random_prompts
+from support.vllm_engines import answers, engine, random_prompts
 from test_connector import LONG, hits, kept
 folder, store, spec, method, calibration = sys.argv[1:]
 options = kept(Path(store), method=method, calibration=calibration)

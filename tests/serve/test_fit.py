@@ -12,7 +12,7 @@ from transformers import (
     StableLmConfig,
 )
 
-from models import tiny
+from support.models import tiny
 from xquant.methods import Method
 from xquant.serve import fit
 from xquant.serve.build import Model

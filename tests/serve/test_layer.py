@@ -1,7 +1,6 @@
 """ServedLayer, without an engine: steps of many sequences against attention over each by itself."""
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,24 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attending import TOLERANCES, laid
-from calibrated import calibration
-from models import tiny
-from xquant import parse_method
+from support.attention_cases import TOLERANCES, laid
+from support.models import tiny
+from support.paged_sequences import BLOCK, KEPT, KERNEL_SPECS, PLAIN, SPECS, STEPS, Engine, codec_of
 from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
-from xquant.methods import LayerCodec
-from xquant.models import view_model
-from xquant.serve.build import codecs_of
-from xquant.serve.layer import ServedLayer
-from xquant.serve.rotary import Angles
 from xquant.serve.sinks import Slots
 from xquant.serve.step import Keeping, Run, Step
-from xquant.store.sealing import pack_rows
-from xquant.store.stream import Stream
 
-BLOCK, POSITIONS = 32, 300
-PLAIN = Keeping(BLOCK, capacity=BLOCK)
 needs_native = pytest.mark.skipif(not cpu.library.isas(), reason="no native kernels here")
 NATIVE = [cpu.BACKENDS[isa] for isa in cpu.library.isas()]
 
@@ -42,158 +31,6 @@ def model() -> Any:
 def wide() -> Any:
     """With heads that the native kernels read."""
     return tiny("llama", head_dim=32, hidden_size=64)
-
-
-def _codec(model: Any, spec: str) -> LayerCodec:
-    layers = view_model(model).compressed
-    return codecs_of(parse_method(spec), layers, calibration(model, spec))[2]
-
-
-def _angles(size: int) -> Angles:
-    turns = torch.arange(POSITIONS)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
-    return Angles(turns.cos(), turns.sin())
-
-
-class Engine:
-    """Gives out pages and rings as an engine does, and knows what each sequence was given."""
-
-    def __init__(
-        self,
-        codec: LayerCodec,
-        softcap: float = 0.0,
-        backend: Backend | None = None,
-        keeping: Keeping = PLAIN,
-    ) -> None:
-        self.sink = 0 if keeping.slots is None else keeping.slots.sink
-        keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
-        self.codec, self.view, self.keeping = codec, codec.view, keeping
-        self.angles = _angles(self.view.head_size)
-        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap, backend, sink=self.sink)
-        self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
-        self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
-        self.free = torch.randperm(64).tolist()
-        self.tables: dict[int, list[int]] = {}
-        self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
-
-    def step(self, new: dict[int, int], softcap: float = 0.0) -> float:
-        """Run the layer on so many new tokens of these sequences; the largest error, relative."""
-        view, start = self.view, 0
-        runs, tables = [], []
-        count = sum(new.values())
-        query = torch.randn(count, view.query_heads, view.head_size)
-        # As parts of one projection, of which the key may have been normalized since.
-        both = torch.randn(count, 2 * view.kv_heads, view.head_size)
-        key, value = both.chunk(2, 1)
-        if len(self.past) % 2:
-            key = key.contiguous()
-        for number, tokens in new.items():
-            table, past = self.tables.setdefault(number, []), self.past.setdefault(number, [])
-            before = sum(map(len, past))
-            while len(table) * BLOCK < before + tokens:
-                table.append(self.free.pop())
-            runs.append(Run(start, start + tokens, before))
-            tables.append(table + [0] * (20 - len(table)))
-            own = slice(start, start + tokens)
-            past.append(torch.cat([key[own].flatten(1), value[own].flatten(1)], -1))
-            start += tokens
-        out = torch.full_like(query, torch.nan)
-        self.layer.bind(self.memory, self.rings, self.rings.shape[1])
-        rings = torch.tensor([number % 8 for number in new])
-        step = Step(runs, torch.tensor(tables), rings, self.keeping)
-        self.layer.attend(query, key, value, step, out)
-        worst = 0.0
-        for number, run in zip(new, runs, strict=True):
-            own = slice(run.start, run.stop)
-            wanted = self.expected(number, query[own], softcap)
-            worst = max(worst, float((out[own] - wanted).norm() / wanted.norm()))
-        return worst
-
-    def refuse(self, number: int, drafts: int) -> None:
-        """Forget the newest tokens of a sequence, as an engine does with drafts that were wrong."""
-        self.past[number] = [torch.cat(self.past[number])[:-drafts]]
-
-    def expected(self, number: int, query: Tensor, softcap: float) -> Tensor:
-        view = self.view
-        rows = torch.cat(self.past[number])
-        before = len(rows) - len(query)
-        sealed = self.keeping.sealed(Run(0, len(query), before))
-        keys, values = (
-            part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
-            for part in rows.split(view.kv_width, -1)
-        )
-        if sealed:
-            coded = slice(self.sink, sealed)
-            found = self.decoded(keys[:sealed], values[:sealed])
-            keys[coded], values[coded] = (states[self.sink :] for states in found)
-        groups = view.query_heads // view.kv_heads
-        keys, values = (t.double().repeat_interleave(groups, 1) for t in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * 0.3
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        later = torch.ones(scores.shape[1:]).triu(len(keys) - len(query) + 1).bool()
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values).float()
-
-    def decoded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What a stream of the library reads of these tokens."""
-        places = torch.arange(len(keys))
-        if not self.codec.rotated:
-            keys = self.angles.turn_back(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(
-                0, 1
-            )
-        rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
-        stream = Stream(self.codec.segments, BLOCK)
-        excluded = (torch.arange(len(keys)) < self.sink).view(-1, BLOCK)
-        packed = pack_rows([stream], [self.codec.encode(rows[None], None)[0]], excluded)[0]
-        stream.seal(packed, 1)
-        read = self.codec.recall(stream.read(torch.float32, len(keys)), None)
-        keys, values = (t[0].view(keys.shape) for t in self.codec.rebuild(read))
-        return keys if self.codec.rotated else self.angles.turn(keys, places), values
-
-
-KERNEL_SPECS = [
-    "kivi-4bit:group=32",
-    "kivi-2bit:group=32,rope=post",
-    "int4-gs32:group=32,rope=pre",
-    "nf4:group=32",
-    "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
-    "kvquant-2bit-10%:group=32,datatype=int,scales=online,rope=post,sink=0",
-    "xquant-4bit:group=32,form=gqa",
-    "tc-2bit:group=32,sink=0",
-    "tc-2bit:group=32,sink=0,basis=keys-first",
-    "quarot-4bit:group=32",
-    "turboquant-3bit:group=32",
-    "kvarn-k4v2:group=32",
-    "q4_0:group=32,rotate=true",
-]
-SPECS = [
-    "full:group=32",
-    "kivi-4bit:group=32",
-    "kivi-2bit:group=32,rope=post",
-    "int4:group=32",
-    "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
-    "xquant-4bit:group=32,form=gqa",
-    "tc-2bit:group=32,sink=0",
-    "tc-2bit:group=32,sink=0,basis=keys-first",
-]
-
-
-STEPS = [
-    {0: 70, 1: 5},
-    {0: 1, 1: 1, 2: 32},
-    {1: 25, 2: 1},  # 1 is one token short of a block
-    {1: 1, 0: 1},
-    {1: 1, 2: 40, 3: 31},
-    {0: 24, 3: 1},
-    *[{0: 1, 1: 1, 2: 1, 3: 1}] * 35,
-]
-KEPT = [
-    PLAIN,
-    Keeping(BLOCK, capacity=2 * BLOCK, tail=20),
-    Keeping(BLOCK, BLOCK, 0, True),
-    Keeping(BLOCK, BLOCK, slots=Slots(3)),
-    Keeping(BLOCK, BLOCK, 0, True, Slots(1)),
-]
 
 
 def _kept(specs: list[str]) -> Any:
@@ -212,7 +49,7 @@ def _kept(specs: list[str]) -> Any:
 @_kept(SPECS)
 def test_each_sequence_reads_its_own_past(model: Any, spec: str, keeping: Keeping) -> None:
     torch.manual_seed(2)
-    engine = Engine(_codec(model, spec), keeping=keeping)
+    engine = Engine(codec_of(model, spec), keeping=keeping)
     for step in STEPS:
         assert engine.step(step) < 2e-5
 
@@ -223,7 +60,7 @@ def test_kernels_read_unequal_sequences(
     wide: Any, spec: str, keeping: Keeping, backend: Backend
 ) -> None:
     torch.manual_seed(2)
-    engine = Engine(_codec(wide, spec), softcap=4.0, keeping=keeping, backend=backend)
+    engine = Engine(codec_of(wide, spec), softcap=4.0, keeping=keeping, backend=backend)
     assert engine.layer.in_place
     # Latents of random states differ more in size than those that a model makes.
     tolerance = 5e-3 if spec.startswith("xquant") else 5e-2 if spec.startswith("tc-") else 1e-3
@@ -237,11 +74,11 @@ def test_kernels_read_unequal_sequences(
 def test_triton_reads_unequal_sequences(wide: Any, spec: str, keeping: Keeping) -> None:
     """In Triton's interpreter."""
     pytest.importorskip("triton", minversion="3.5")
-    import interpreted
+    from support import triton_interpreter
 
-    interpreted.mend()
+    triton_interpreter.mend()
     torch.manual_seed(2)
-    engine = Engine(_codec(wide, spec), softcap=4.0, keeping=keeping, backend=triton.BACKEND)
+    engine = Engine(codec_of(wide, spec), softcap=4.0, keeping=keeping, backend=triton.BACKEND)
     assert engine.layer.in_place
     for step in [*STEPS[:3], {0: 3, 1: 2, 2: 1}, *STEPS[3:7]]:
         assert engine.step(step, softcap=4.0) < 1e-3
@@ -253,7 +90,7 @@ def test_drafts_that_are_refused_leave_nothing_behind(wide: Any, backend: Backen
     torch.manual_seed(5)
     drafts = 3
     keeping = Keeping(BLOCK, capacity=BLOCK + drafts)
-    engine = Engine(_codec(wide, "kivi-4bit:group=32"), backend=backend, keeping=keeping)
+    engine = Engine(codec_of(wide, "kivi-4bit:group=32"), backend=backend, keeping=keeping)
     tolerance = 2e-5 if backend is None else 1e-3
     assert engine.step({0: 20, 1: 45}) < tolerance
     for step in range(40):
@@ -266,7 +103,7 @@ def test_drafts_that_are_refused_leave_nothing_behind(wide: Any, backend: Backen
 def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     """A block that one sequence seals is read by another in the same step."""
     torch.manual_seed(3)
-    engine = Engine(_codec(model, "kivi-4bit:group=32"))
+    engine = Engine(codec_of(model, "kivi-4bit:group=32"))
     engine.step({0: 20})
     engine.tables[1] = engine.tables[0][:]
     begun = torch.cat(engine.past[0])
@@ -294,7 +131,7 @@ def test_sinks_are_shared_with_their_page(wide: Any, backend: Backend | None) ->
     """Of a prefix that another sequence computed, and that keeps its sinks while memory for more is made."""
     torch.manual_seed(6)
     keeping = Keeping(BLOCK, BLOCK, slots=Slots(2))
-    engine = Engine(_codec(wide, "kivi-2bit:group=32"), backend=backend, keeping=keeping)
+    engine = Engine(codec_of(wide, "kivi-2bit:group=32"), backend=backend, keeping=keeping)
     tolerance = 2e-5 if backend is None else 1e-3
     engine.step({0: 40})
     begun = torch.cat(engine.past[0])[:BLOCK]
@@ -319,13 +156,13 @@ def test_a_prompt_is_read_by_one_function_from_the_store() -> None:
 
 def test_scores_are_capped(model: Any) -> None:
     torch.manual_seed(4)
-    engine = Engine(_codec(model, "full:group=32"), softcap=1.5)
+    engine = Engine(codec_of(model, "full:group=32"), softcap=1.5)
     for tokens in (40, 1, 30):
         assert engine.step({0: tokens}, softcap=1.5) < 2e-5
 
 
 def test_a_page_is_a_block(model: Any) -> None:
-    layer = Engine(_codec(model, "kivi-4bit:group=32")).layer
+    layer = Engine(codec_of(model, "kivi-4bit:group=32")).layer
     width, tokens = layer.codec.view.kv_width, 32
     formula = tokens * 2 * width * 4 / 8 + 4 * width + 4 * tokens * math.ceil(width / 32)
     assert layer.layout.packed_nbytes == formula
@@ -339,7 +176,7 @@ def test_mixed_states_are_read_right_from_pages(data: st.DataObject) -> None:
     backend, dtypes = data.draw(st.sampled_from(NATIVE)), st.sampled_from(list(TOLERANCES))
     query_dtype, key_dtype, value_dtype = (data.draw(dtypes) for _ in range(3))
     chosen = [data.draw(st.sampled_from(["whole", "offset", "wide"])) for _ in range(3)]
-    engine = Engine(_codec(tiny("llama", head_dim=32, hidden_size=64), spec), backend=backend)
+    engine = Engine(codec_of(tiny("llama", head_dim=32, hidden_size=64), spec), backend=backend)
     usual = engine.layer.attend
 
     def attend(query: Tensor, key: Tensor, value: Tensor, step: Any, out: Tensor) -> None:
@@ -365,7 +202,7 @@ def changed(usual: Any, change: Any, *given: Any) -> None:
 def test_an_output_of_another_type_or_size_is_refused(
     wide: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(_codec(wide, "kivi-8bit:group=32"), backend=NATIVE[0])
+    engine = Engine(codec_of(wide, "kivi-8bit:group=32"), backend=NATIVE[0])
     engine.step({0: 40})
     usual, wrong = engine.layer.attend, [torch.Tensor.double, lambda out: out[:, :2]]
     for change in wrong:

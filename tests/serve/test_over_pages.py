@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import tiny
+from support.models import tiny
 from xquant.models import view_model
 from xquant.serve.exact import torch_attention
 from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engines import VOCABULARY, Library, engine, save_tiny
+from support.vllm_engines import VOCABULARY, Library, engine, save_tiny
 
 REQUESTS = int(os.environ.get("XQUANT_REQUESTS", "24"))
 BLOCK, MOST_NEW, AT_ONCE = 128, 24, 8

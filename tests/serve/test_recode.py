@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrated import calibration
-from models import prompt, tiny
+from support.caches import calibration
+from support.models import prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.models import view_model
 from xquant.serve.build import codecs_of

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 import openai
 
-from engines import save_tiny
+from support.vllm_engines import save_tiny
 from xquant import load_model
 
 PORT = 8765

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engines import LENGTHS, Library, answers, calibrated, engine, random_prompts
+from support.vllm_engines import LENGTHS, Library, answers, calibrated, engine, random_prompts
 from xquant import load_model, parse_method
 from xquant.load import packaged_folder
 from xquant.text import read_text

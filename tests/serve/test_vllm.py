@@ -10,7 +10,7 @@ from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 pytest.importorskip("vllm")
 
-from engines import (
+from support.vllm_engines import (
     LENGTHS,
     VOCABULARY,
     answers,

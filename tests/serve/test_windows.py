@@ -9,7 +9,7 @@ from transformers import AutoConfig, MistralConfig, MistralForCausalLM
 
 pytest.importorskip("vllm")
 
-from engines import (
+from support.vllm_engines import (
     LENGTHS,
     SHAPE,
     answers,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from attending import DEVICE
-from models import left_padded, prompt, tiny
-from waits import Silent
+from support.attention_cases import DEVICE
+from support.host_waits import Silent
+from support.models import left_padded, prompt, tiny
 from xquant import StaticKVCache
 from xquant.kernels.cpu import library as native
 
@@ -153,10 +153,10 @@ def _told(argument: Any, stays: bool) -> Any:
 def test_every_step_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a CUDA graph of one step holds for all; and the device is asked for nothing."""
     pytest.importorskip("triton", minversion="3.5")
-    import interpreted
+    from support import triton_interpreter
     from xquant.kernels.triton import paged
 
-    interpreted.mend()
+    triton_interpreter.mend()
     model = tiny("llama", head_dim=32, hidden_size=64, initializer_range=0.1, num_hidden_layers=2)
     model, ids = model.to(DEVICE), prompt(2, 40).to(DEVICE)
     cache, plain = (StaticKVCache(model, SPEC, 64, kernel=k) for k in ("triton", "reference"))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrated import calibration
-from models import left_padded, prompt, tiny
-from wild import built, dynamic_rope
+from support.caches import calibration
+from support.models import left_padded, prompt, tiny
+from support.unusual_models import built, dynamic_rope
 from xquant import KVCache, StaticKVCache
 
 SPEC, ROOM = "kivi-4bit:group=32", 256

@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("triton", minversion="3.5")
 
-import interpreted
-from attending import DEVICE
-from models import prompt, tiny
+from support import triton_interpreter
+from support.attention_cases import DEVICE
+from support.models import prompt, tiny
 from xquant import StaticKVCache
 from xquant.kernels.triton.paged import TritonPages
 
-interpreted.mend()
+triton_interpreter.mend()
 
 SPEC = "kivi-4bit:group=32,sink=2"
 ATTEND = TritonPages.attend
@@ -24,7 +24,7 @@ ATTEND = TritonPages.attend
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has tried nothing yet."""
-    interpreted.take_for_a_gpu(monkeypatch)
+    triton_interpreter.take_for_a_gpu(monkeypatch)
 
 
 def made(spec: str = SPEC) -> tuple[Any, StaticKVCache, list[str]]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrated import make_cache
-from models import prompt, tiny
-from operations import remove
+from support.caches import make_cache
+from support.generation import remove
+from support.models import prompt, tiny
 from xquant import KVCache
 
 SPECS = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from models import left_padded, prompt, tiny
+from support.models import left_padded, prompt, tiny
 from xquant import KVCache, Pyramid
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.store import finite
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from calibrated import calibration
-from matrix import LOW
-from models import tiny
+from support.caches import calibration
+from support.method_matrix import LOW
+from support.models import tiny
 from xquant import attach, parse_method
 from xquant.methods import AttentionInputs
 from xquant.quant import Ragged

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibrated import calibration
-from models import left_padded, prompt, tiny
-from operations import beams, greedy
-from saving import SOME
+from support.caches import calibration
+from support.generation import beams, greedy
+from support.models import left_padded, prompt, tiny
+from support.saved_caches import SOME
 from xquant import KVCache
 from xquant import cache as cache_module
 from xquant.store import offload

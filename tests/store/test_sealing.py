@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calibrated import make_cache
-from models import prompt, tiny
+from support.caches import make_cache
+from support.models import prompt, tiny
 from xquant import KVCache
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sizes import block_nbytes
+from support.block_sizes import block_nbytes
 from xquant.kernels.cpu import best
 from xquant.quant import Affine, Codebook, Plain, Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES, dense

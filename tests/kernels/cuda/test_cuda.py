@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from attending import DEVICE, TOLERANCE, Case, error, filled
 from kernels.cuda.emulation import emulate, needs_a_compiler
-from models import tiny
+from support.attention_cases import DEVICE, TOLERANCE, Case, error, filled
+from support.models import tiny
 from xquant import KVCache
 
 pytestmark = needs_a_compiler

@@ -9,11 +9,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attending import DEVICE, TOLERANCE
 from kernels.cuda.emulation import emulate, needs_a_compiler
 from kernels.test_triton_pages import BLOCK, Memory, One, codec_of, new_states, sequences
-from matrix import some
-from models import left_padded, prompt, tiny
+from support.attention_cases import DEVICE, TOLERANCE
+from support.method_matrix import some
+from support.models import left_padded, prompt, tiny
 from xquant import StaticKVCache
 from xquant.kernels.cuda import BACKEND
 from xquant.kernels.paged import PagedAttention

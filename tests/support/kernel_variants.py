@@ -1,6 +1,6 @@
 """What decode steps start on a GPU that is not there, case by case, as JSON.
 
-TRITON_INTERPRET=0 python tests/variants.py
+PYTHONPATH=tests TRITON_INTERPRET=0 python -m support.kernel_variants
 """
 
 import json
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-import fake_gpu
-from calibrated import calibration
-from models import left_padded, prompt, tiny
+from support import fake_gpu
+from support.caches import calibration
+from support.models import left_padded, prompt, tiny
 from xquant import KVCache, StaticKVCache
 
 STEPS = 400

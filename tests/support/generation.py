@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import left_padded, prompt
+from support.models import left_padded, prompt
 
 Make = Callable[[], Any]
 Operation = Callable[[Any, Make], Tensor]

@@ -5,7 +5,7 @@ Triton chooses the variant of a kernel by what it is started with: types, consta
 multiple of 16. A variant that is new takes seconds to compile. Here it is a `Kernel` that writes zeros.
 
 Written for Triton 3.6, of which `JITFunction._do_compile` is replaced. Nothing may be interpreted, so this is
-for processes of their own with ``TRITON_INTERPRET=0``, such as `variants.py`.
+for processes of their own with ``TRITON_INTERPRET=0``, such as `kernel_variants.py`.
 """
 
 from types import SimpleNamespace

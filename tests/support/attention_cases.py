@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from calibrated import calibration, make_cache
-from models import left_padded, prompt, tiny
+from support.caches import calibration, make_cache
+from support.models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
 from xquant.methods import AttentionInputs

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrated import calibration
-from models import left_padded, prompt, tiny
-from operations import remove
+from support.caches import calibration
+from support.generation import remove
+from support.models import left_padded, prompt, tiny
 from xquant import KVCache
 
 SOME = [

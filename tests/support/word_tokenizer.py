@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from models import VOCABULARY, tiny
+from support.models import VOCABULARY, tiny
 
 
 def word_tokenizer() -> Any:

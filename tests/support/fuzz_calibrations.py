@@ -1,8 +1,8 @@
 """Calibration files that are not as they should be, and a process that uses each in a short generation.
 
-``python fuzzing.py FOLDER START COUNT`` takes the artifacts of `SPECS` in a folder, changes each in every way
-there is and ``COUNT`` more at random, and says what came of every case from number ``START`` on: JSON, a line
-when it begins and one when it ends. A process that dies has begun a case and not ended it.
+``python -m support.fuzz_calibrations FOLDER START COUNT`` takes the artifacts of `SPECS` in a folder, changes
+each in every way there is and ``COUNT`` more at random. It says what came of every case from number ``START``
+on: JSON, a line when it begins and one when it ends. A process that dies has begun a case and not ended it.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from models import prompt, tiny
+from support.models import prompt, tiny
 from xquant import KVCache
 
 SPECS = [

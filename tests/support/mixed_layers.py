@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calibrated import make_cache
-from models import prompt, tiny
+from support.caches import make_cache
+from support.models import prompt, tiny
 from xquant import KVCache
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from models import prompt
+from support.models import prompt
 from xquant import Calibration, KVCache, attach, parse_method
 from xquant.calibrators.run import calibrate_on
 from xquant.codecs import fingerprint

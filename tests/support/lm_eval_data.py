@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from models import tiny
-from words import word_tokenizer
+from support.models import tiny
+from support.word_tokenizer import word_tokenizer
 
 
 def harness_tokenizer() -> Any:

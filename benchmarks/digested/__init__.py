@@ -1,0 +1,1 @@
+"""What `digests.py` covers: a module for each form of a cache."""

@@ -1,0 +1,180 @@
+"""Sequences whose past an engine keeps in pages and rings, around one `ServedLayer`: no engine is needed."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.caches import calibration
+from xquant import parse_method
+from xquant.kernels.backend import Backend
+from xquant.methods import LayerCodec
+from xquant.models import view_model
+from xquant.serve.build import codecs_of
+from xquant.serve.layer import ServedLayer
+from xquant.serve.rotary import Angles
+from xquant.serve.sinks import Slots
+from xquant.serve.step import Keeping, Run, Step
+from xquant.store.sealing import pack_rows
+from xquant.store.stream import Stream
+
+BLOCK, POSITIONS = 32, 300
+PLAIN = Keeping(BLOCK, capacity=BLOCK)
+
+
+def codec_of(model: Any, spec: str) -> LayerCodec:
+    layers = view_model(model).compressed
+    return codecs_of(parse_method(spec), layers, calibration(model, spec))[2]
+
+
+def angles_of(size: int) -> Angles:
+    turns = torch.arange(POSITIONS)[:, None] * 100.0 ** -(torch.arange(size // 2) * 2 / size)
+    return Angles(turns.cos(), turns.sin())
+
+
+class Engine:
+    """Gives out pages and rings as an engine does, and knows what each sequence was given."""
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        softcap: float = 0.0,
+        backend: Backend | None = None,
+        keeping: Keeping = PLAIN,
+    ) -> None:
+        self.sink = 0 if keeping.slots is None else keeping.slots.sink
+        keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
+        self.codec, self.view, self.keeping = codec, codec.view, keeping
+        self.angles = angles_of(self.view.head_size)
+        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap, backend, sink=self.sink)
+        self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
+        self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
+        self.free = torch.randperm(64).tolist()
+        self.tables: dict[int, list[int]] = {}
+        self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
+
+    def step(self, new: dict[int, int], softcap: float = 0.0) -> float:
+        """Run the layer on so many new tokens of these sequences; the largest error, relative."""
+        query, out, runs = self.run(new)
+        worst = 0.0
+        for number, run in zip(new, runs, strict=True):
+            own = slice(run.start, run.stop)
+            wanted = self.expected(number, query[own], softcap)
+            worst = max(worst, float((out[own] - wanted).norm() / wanted.norm()))
+        return worst
+
+    def run(self, new: dict[int, int]) -> tuple[Tensor, Tensor, list[Run]]:
+        """The queries and outputs ``[T, H, D]`` of so many new tokens of these sequences."""
+        view, start = self.view, 0
+        runs, tables = [], []
+        count = sum(new.values())
+        query = torch.randn(count, view.query_heads, view.head_size)
+        # As parts of one projection, of which the key may have been normalized since.
+        both = torch.randn(count, 2 * view.kv_heads, view.head_size)
+        key, value = both.chunk(2, 1)
+        if len(self.past) % 2:
+            key = key.contiguous()
+        for number, tokens in new.items():
+            table, past = self.tables.setdefault(number, []), self.past.setdefault(number, [])
+            before = sum(map(len, past))
+            while len(table) * BLOCK < before + tokens:
+                table.append(self.free.pop())
+            runs.append(Run(start, start + tokens, before))
+            tables.append(table + [0] * (20 - len(table)))
+            own = slice(start, start + tokens)
+            past.append(torch.cat([key[own].flatten(1), value[own].flatten(1)], -1))
+            start += tokens
+        out = torch.full_like(query, torch.nan)
+        self.layer.bind(self.memory, self.rings, self.rings.shape[1])
+        rings = torch.tensor([number % 8 for number in new])
+        step = Step(runs, torch.tensor(tables), rings, self.keeping)
+        self.layer.attend(query, key, value, step, out)
+        return query, out, runs
+
+    def refuse(self, number: int, drafts: int) -> None:
+        """Forget the newest tokens of a sequence, as an engine does with drafts that were wrong."""
+        self.past[number] = [torch.cat(self.past[number])[:-drafts]]
+
+    def expected(self, number: int, query: Tensor, softcap: float) -> Tensor:
+        view = self.view
+        rows = torch.cat(self.past[number])
+        before = len(rows) - len(query)
+        sealed = self.keeping.sealed(Run(0, len(query), before))
+        keys, values = (
+            part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
+            for part in rows.split(view.kv_width, -1)
+        )
+        if sealed:
+            coded = slice(self.sink, sealed)
+            found = self.decoded(keys[:sealed], values[:sealed])
+            keys[coded], values[coded] = (states[self.sink :] for states in found)
+        groups = view.query_heads // view.kv_heads
+        keys, values = (t.double().repeat_interleave(groups, 1) for t in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * 0.3
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        later = torch.ones(scores.shape[1:]).triu(len(keys) - len(query) + 1).bool()
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).float()
+
+    def decoded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What a stream of the library reads of these tokens."""
+        places = torch.arange(len(keys))
+        if not self.codec.rotated:
+            keys = self.angles.turn_back(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(
+                0, 1
+            )
+        rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
+        stream = Stream(self.codec.segments, BLOCK)
+        excluded = (torch.arange(len(keys)) < self.sink).view(-1, BLOCK)
+        packed = pack_rows([stream], [self.codec.encode(rows[None], None)[0]], excluded)[0]
+        stream.seal(packed, 1)
+        read = self.codec.recall(stream.read(torch.float32, len(keys)), None)
+        keys, values = (t[0].view(keys.shape) for t in self.codec.rebuild(read))
+        return keys if self.codec.rotated else self.angles.turn(keys, places), values
+
+
+KERNEL_SPECS = [
+    "kivi-4bit:group=32",
+    "kivi-2bit:group=32,rope=post",
+    "int4-gs32:group=32,rope=pre",
+    "nf4:group=32",
+    "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
+    "kvquant-2bit-10%:group=32,datatype=int,scales=online,rope=post,sink=0",
+    "xquant-4bit:group=32,form=gqa",
+    "tc-2bit:group=32,sink=0",
+    "tc-2bit:group=32,sink=0,basis=keys-first",
+    "quarot-4bit:group=32",
+    "turboquant-3bit:group=32",
+    "kvarn-k4v2:group=32",
+    "q4_0:group=32,rotate=true",
+]
+SPECS = [
+    "full:group=32",
+    "kivi-4bit:group=32",
+    "kivi-2bit:group=32,rope=post",
+    "int4:group=32",
+    "kvquant-3bit-5%:group=32,datatype=nf,scales=online,sink=0",
+    "xquant-4bit:group=32,form=gqa",
+    "tc-2bit:group=32,sink=0",
+    "tc-2bit:group=32,sink=0,basis=keys-first",
+]
+
+
+STEPS = [
+    {0: 70, 1: 5},
+    {0: 1, 1: 1, 2: 32},
+    {1: 25, 2: 1},  # 1 is one token short of a block
+    {1: 1, 0: 1},
+    {1: 1, 2: 40, 3: 31},
+    {0: 24, 3: 1},
+    *[{0: 1, 1: 1, 2: 1, 3: 1}] * 35,
+]
+KEPT = [
+    PLAIN,
+    Keeping(BLOCK, capacity=2 * BLOCK, tail=20),
+    Keeping(BLOCK, BLOCK, 0, True),
+    Keeping(BLOCK, BLOCK, slots=Slots(3)),
+    Keeping(BLOCK, BLOCK, 0, True, Slots(1)),
+]
