@@ -229,6 +229,27 @@ def test_what_cannot_run_compiled_is_refused() -> None:
         decoded(wrapped(other), KVCache(other, SPEC))
 
 
+@pytest.mark.parametrize("family", ["falcon", "gemma4"])
+@pytest.mark.parametrize("known", [False, True])
+def test_layers_that_attend_by_themselves_are_refused_where_they_alone_are_compiled(
+    family: str, known: bool
+) -> None:
+    """Falcon asks no attention function, so nothing of ours ran, and its logits were of new tokens alone."""
+    model = tiny(family)
+    cache, kept = KVCache(model, SPEC), 12 if known else 0
+    with torch.no_grad():
+        if known:
+            model(prompt(1, 12), past_key_values=cache)
+        torch.compiler.reset()
+        decoder = model.base_model
+        decoder.forward = torch.compile(decoder.forward, backend="eager", dynamic=True)
+        for count in (13, 34, 1, 1):
+            # With a past the compiler says first that the mask is longer than the states.
+            with pytest.raises(Exception, match=r"^a compressed cache cannot|fake tensor call"):
+                model(prompt(1, count), past_key_values=cache)
+            assert cache.get_seq_length() == kept
+
+
 def test_no_cuda_graph_records_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no GPU in tests: the tag is what the compiler asks for, and a recording is pretended."""
     if hasattr(torch.Tag, "cudagraph_unsafe"):

@@ -50,7 +50,14 @@ from .passes import (
     nothing,
     split_axes,
 )
-from .traced import RUNNING, in_one_graph, outside_graphs, refused
+from .traced import (
+    RUNNING,
+    handed_over,
+    in_one_graph,
+    known_to_hand_over,
+    outside_graphs,
+    refused,
+)
 from .watched import Watched, watch
 
 _ATTACHMENT = "_xquant_attachment"
@@ -337,7 +344,9 @@ class Attachment:
         self, index: int, key: Tensor, value: Tensor, mark: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index`` while it is compiled: the states as they are. ``mark``: see
-        `LayerPass`."""
+        `LayerPass`. A layer that may attend by itself is refused as it runs: the cache would not see it."""
+        if not in_one_graph() and not known_to_hand_over(self.hooks[index]):
+            key = handed_over(key, index)
         tracing = self.hooks[index].tracing()
         tracing.key, tracing.value, tracing.mark = key, value, mark
         return key, value

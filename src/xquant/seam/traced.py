@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..kernels.call import AttentionCall
 from ..operators import operator
-from .layer import unusual
+from .layer import LayerHooks, unusual
 from .passes import ForwardPass, LayerPass, nothing
 
 if TYPE_CHECKING:
@@ -136,8 +136,7 @@ def _attend(
         raise refused(why or "hooks of its model did not run")
     attachment, current = _current()
     hooks = attachment.hooks[index]
-    if not hooks.hands_over:
-        raise refused("a pass that is not compiled must come before it")
+    _check_seen(hooks)
     rope = None if cos is None else (cos, sin)
     named = {"position_ids": positions, "attention_mask": mask, "position_embeddings": rope}
     hooks.see_attention(hooks.view.module, (x,), named)
@@ -205,6 +204,31 @@ _operator_in_place = operator(
     _attend_in_place,
     _empty_in_place,
 )
+
+
+@torch.compiler.assume_constant_result
+def known_to_hand_over(hooks: LayerHooks) -> bool:
+    """While a layer is traced: whether it was seen to hand over its states. No graph asks again."""
+    return bool(hooks.hands_over)
+
+
+def _handed_over(key: Tensor, index: int) -> Tensor:
+    attachment, _ = _current()
+    _check_seen(attachment.hooks[index])
+    return key.clone()
+
+
+def _check_seen(hooks: LayerHooks) -> None:
+    if hooks.hands_over is None:
+        raise refused("a pass that is not compiled must come before it")
+    if not hooks.hands_over:
+        raise refused(f"layer {hooks.index} has {hooks.why_whole}")
+
+
+handed_over = operator(
+    "handed_over", "(Tensor key, int index) -> Tensor", _handed_over, lambda key, _: key.clone()
+)
+"""The same key, of a layer that does not attend by itself to what its cache returns."""
 
 
 def refused(why: str) -> ValueError:
