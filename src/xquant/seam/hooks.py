@@ -31,8 +31,6 @@ from torch import Tensor, nn
 from .. import compat
 from ..codecs import Codecs
 from ..identity import Identity
-from ..kernels.backend import unread
-from ..kernels.choose import warn_of_torch
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
 from .inputs import between, cache_among, ids_among, replaced, tokens_among
@@ -50,14 +48,7 @@ from .passes import (
     nothing,
     split_axes,
 )
-from .traced import (
-    RUNNING,
-    handed_over,
-    in_one_graph,
-    known_to_hand_over,
-    outside_graphs,
-    refused,
-)
+from .traced import RUNNING, checked, in_one_graph, outside_graphs, refused
 from .watched import Watched, watch
 
 _ATTACHMENT = "_xquant_attachment"
@@ -345,9 +336,8 @@ class Attachment:
     ) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index`` while it is compiled: the states as they are. ``mark``: see
         `LayerPass`. A layer that may attend by itself is refused as it runs: the cache would not see it."""
-        if not in_one_graph() and not known_to_hand_over(self.hooks[index]):
-            key = handed_over(key, index)
-        tracing = self.hooks[index].tracing()
+        hooks = self.hooks[index]
+        key, tracing = checked(hooks, key), hooks.tracing()
         tracing.key, tracing.value, tracing.mark = key, value, mark
         return key, value
 
@@ -360,8 +350,7 @@ class Attachment:
         assert self.current is not None
         hooks = self.hooks[index]
         if whole and hooks.hands_over is False:
-            if not hooks.absorbs:
-                warn_of_torch(unread(self.current.cache.layers[index].codec) or hooks.why_whole)
+            hooks.warn_of_whole(self.current.cache.layers[index].codec)
             return key, value
         if hooks.hands_over is None:
             key, value = watch(key), watch(value)

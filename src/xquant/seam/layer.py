@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.backend import unread
+from ..kernels.choose import warn_of_torch
+from ..methods import LayerCodec
 from ..models import AttentionView
 from ..models.rotation import Pair
 from .passes import Given, Handed, LayerPass, split_axes
@@ -92,6 +95,11 @@ class LayerHooks:
         if self.absorbs:
             return "absorbed (attends to latents as they are)"
         return f"reference ({family} works with the states that a cache returns)"
+
+    def warn_of_whole(self, codec: LayerCodec) -> None:
+        """Say once that the layer's whole past, packed by ``codec``, is decoded for every token."""
+        if not self.absorbs:
+            warn_of_torch(unread(codec) or self.why_whole)
 
     def learn(self, hands_over: bool) -> None:
         self._hands_over[self.implementation] = hands_over

@@ -206,13 +206,22 @@ _operator_in_place = operator(
 )
 
 
+def checked(hooks: LayerHooks, key: Tensor) -> Tensor:
+    """The key of a layer that is traced. One that was not seen to hand over its states is checked as it runs:
+    where it attends by itself, the cache would see nothing."""
+    if in_one_graph() or _known_to_hand_over(hooks):
+        return key
+    out: Tensor = _operator_checked(key, hooks.index)
+    return out
+
+
 @torch.compiler.assume_constant_result
-def known_to_hand_over(hooks: LayerHooks) -> bool:
-    """While a layer is traced: whether it was seen to hand over its states. No graph asks again."""
+def _known_to_hand_over(hooks: LayerHooks) -> bool:
+    """No graph asks again."""
     return bool(hooks.hands_over)
 
 
-def _handed_over(key: Tensor, index: int) -> Tensor:
+def _checked(key: Tensor, index: int) -> Tensor:
     attachment, _ = _current()
     _check_seen(attachment.hooks[index])
     return key.clone()
@@ -225,10 +234,9 @@ def _check_seen(hooks: LayerHooks) -> None:
         raise refused(f"layer {hooks.index} has {hooks.why_whole}")
 
 
-handed_over = operator(
-    "handed_over", "(Tensor key, int index) -> Tensor", _handed_over, lambda key, _: key.clone()
+_operator_checked = operator(
+    "checked", "(Tensor key, int index) -> Tensor", _checked, lambda key, _: key.clone()
 )
-"""The same key, of a layer that does not attend by itself to what its cache returns."""
 
 
 def refused(why: str) -> ValueError:
