@@ -34,7 +34,7 @@ REFUSED: dict[str, dict[str, str]] = {
     ),
     "saving": dict.fromkeys(STATIC, "a StaticKVCache is not saved"),
     "conversion": dict.fromkeys(STATIC, "'StaticKVCache' object has no attribute 'converted'"),
-    "crop_far": dict.fromkeys(STATIC, "a static cache drops its newest 16 tokens at most"),
+    "crop_far": dict.fromkeys(STATIC, "a static cache goes back 16 tokens at most"),
     "repeat": _FIXED,
     "select": _FIXED,
     "reorder": _FIXED,

@@ -37,7 +37,7 @@ class StaticKVCache(Cache, ObservingCache):
     (``torch.compile(model, mode="reduce-overhead")``). What tokens read is what they read in a `KVCache`, up
     to rounding: blocks are packed of keys that are turned back from RoPE.
 
-    The sequences of a batch stay, so there is no beam search, and at most 16 tokens can be dropped at a time.
+    The sequences of a batch stay, so there is no beam search, and `crop` goes back 16 tokens at most.
 
     Args:
         model: a causal language model of transformers, all of whose layers attend to all tokens. The cache
@@ -338,7 +338,8 @@ class StaticKVCache(Cache, ObservingCache):
         """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep.
 
         Raises:
-            ValueError: more than 16 are to be dropped, and some of those that stay are no longer at hand.
+            ValueError: some of those that stay are no longer at hand. That cannot be within 16 tokens of the
+                most that the cache was ever given, dropped drafts included.
         """
         self._forget_pass()
         length = self.get_seq_length()
@@ -353,8 +354,8 @@ class StaticKVCache(Cache, ObservingCache):
             state = self._places.without(length - keep)
             if state is None:
                 raise ValueError(
-                    f"a static cache drops its newest {MOST_QUERIES} tokens at most, not {length - keep}:"
-                    " use KVCache"
+                    f"a static cache goes back {MOST_QUERIES} tokens at most, here from the"
+                    f" {self._places.most} that it was given, not to {keep}: use KVCache"
                 )
             self._places.restore(state, rings=False)
 

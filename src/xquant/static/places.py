@@ -65,6 +65,11 @@ class Places:
         """``T``, padding included."""
         return self.real.shape[1]
 
+    @property
+    def most(self) -> int:
+        """The most tokens that rings were given: more than `length` after a crop, or a step that failed."""
+        return self.length + max(a - b for a, b in zip(self._written, self._lengths, strict=True))
+
     # -- a forward pass ----------------------------------------------------------------------------
 
     def begin(self, new: Tensor) -> None:
