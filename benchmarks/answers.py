@@ -23,8 +23,8 @@ import click
 import torch
 
 from xquant import KVCache, load_model
-from xquant.bench.contenders import Full, Models, fill
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
+from xquant_lab.bench.contenders import Full, Models, fill
 
 FULL, APART, TOGETHER, PADDED = "full", "apart", "together", "padded"
 ATTENTIONS = "sdpa", "eager"

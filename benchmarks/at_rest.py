@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xquant import Calibration, KVCache, load_model, own_calibration, parse_method
-from xquant.evals.reading import read_together
 from xquant.methods import Method
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.runs import Runs, identity
 from xquant.text import cut_windows
+from xquant_lab.evals.reading import read_together
 
 BUDGETS = "0.5", "1", "2"
 SPANS = "", ",span=3", ",span=6", ",span=10"

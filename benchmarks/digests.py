@@ -25,7 +25,7 @@ from digested import growing, served, static, stored
 from digested.common import Found
 
 from support.triton_interpreter import mend
-from xquant.results.rows import environment
+from xquant.results import environment
 
 FILE = Path(__file__).parent / "results" / "digests.json"
 

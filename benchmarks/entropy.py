@@ -22,7 +22,7 @@ import torch
 from xquant import KVCache, calibrate, load_model, parse_method
 from xquant.cli.prompt import fill
 from xquant.progress import silent
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.saved import entropy
 from xquant.text import cut_windows, read_text, text_name
 

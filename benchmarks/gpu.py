@@ -22,8 +22,9 @@ from pathlib import Path
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab/src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from on_gpu import kept
 from on_gpu.apart import COMMANDS, run

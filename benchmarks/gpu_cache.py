@@ -20,8 +20,9 @@ from typing import Any
 
 import click
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab/src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from on_gpu import kept
 from on_gpu.plan import WHOLE
@@ -67,8 +68,8 @@ def jobs() -> dict[str, Callable[[], None]]:
     from on_gpu.machine import Machine
 
     from support.attention_cases import error, filled
-    from xquant.bench import appending
-    from xquant.bench.contenders import Compressed, Static
+    from xquant_lab.bench import appending
+    from xquant_lab.bench.contenders import Compressed, Static
 
     batches = {batch for _, batch in (*WHOLE.attention, *WHOLE.others)}
     machine = Machine(

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xquant import parse_method
-from xquant.bench.contenders import Compressed, Contender, Full
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
+from xquant_lab.bench.contenders import Compressed, Contender, Full
 
 SIZES = (64, 72, 80, 88, 96, 104, 112, 120, 128)
 METHODS = (

@@ -43,7 +43,7 @@ from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.rebuild import rebuild
 from xquant.kernels.triton.jit.sum_states import sum_states
 from xquant.kernels.triton.jit.unpack import CHANNEL, TOKEN
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?);")

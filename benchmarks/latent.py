@@ -15,7 +15,7 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3Model, DynamicCache
 
 from xquant import KVCache
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 
 def one_layer() -> Any:

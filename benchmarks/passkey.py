@@ -19,13 +19,13 @@ from torch import Tensor
 from xquant import Calibration, parse_method
 from xquant.calibrators.run import calibrate_together
 from xquant.cli.progress import progress
-from xquant.evals import passkey as task
-from xquant.evals.reading import read_together
 from xquant.load import load_model
 from xquant.methods import Method
 from xquant.progress import Progress
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.text import cut_windows, read_text
+from xquant_lab.evals import passkey as task
+from xquant_lab.evals.reading import read_together
 
 CONTEXT, SAMPLES, WINDOWS = 2048, 3, 16
 PLAIN = ("full", "kivi-4bit", "kivi-3bit", "xquant-3bit")

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from xquant import KVCache, load_model
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 
 @click.command()

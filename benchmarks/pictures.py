@@ -15,8 +15,8 @@ from typing import Any
 import matplotlib
 from measured import beside
 
-from xquant.reproduce.experiments import EXPERIMENTS
-from xquant.results.plots import as_svg, new_figure
+from xquant_lab.reproduce.experiments import EXPERIMENTS
+from xquant_lab.results.plots import as_svg, new_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

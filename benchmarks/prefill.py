@@ -24,8 +24,8 @@ import torch
 from transformers import DynamicCache
 
 from xquant import Calibration, KVCache, load_model
-from xquant.bench.contenders import Full, fill
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
+from xquant_lab.bench.contenders import Full, fill
 
 SPECS = ("kivi-4bit", "kivi-2bit", "xquant-4bit")
 FULL = "DynamicCache"

@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xquant import Calibration, KVCache, __version__, attach, parse_method
 from xquant.analysis.shapes import SHAPES
-from xquant.bench.contenders import fill
 from xquant.codecs import fingerprint
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
 from xquant.quant.ranked import steps_of
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
+from xquant_lab.bench.contenders import fill
 
 
 @click.command()

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xquant import parse_method
-from xquant.bench.contenders import Compressed
-from xquant.bench.shaped import shaped_model
 from xquant.kernels.call import AttentionCall
 from xquant.models.base import linear
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
+from xquant_lab.bench.contenders import Compressed
+from xquant_lab.bench.shaped import shaped_model
 
 SHAPE = "llama-3.1-8b"
 RUNS = (

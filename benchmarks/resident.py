@@ -25,8 +25,8 @@ import click
 import torch
 
 from xquant import load_model, parse_method
-from xquant.bench.contenders import Compressed, Contender, Full
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
+from xquant_lab.bench.contenders import Compressed, Contender, Full
 
 FULL = "full"
 ALLOCATORS = {"default": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": str(128 << 10)}}

@@ -18,10 +18,10 @@ import torch
 from texts import source_versions, texts, with_c4, with_wikitext
 
 from xquant import load_model, own_calibration, parse_method
-from xquant.evals.perplexity import measure
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.runs import Runs
 from xquant.text import cut_windows
+from xquant_lab.evals.perplexity import measure
 
 METHODS = (
     *("q8_0", "q4_0", "q4_0:rotate=true", "quarot-4bit", "quarot-2bit"),

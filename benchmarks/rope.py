@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from xquant import parse_method
-from xquant.bench.contenders import Compressed
 from xquant.kernels.call import AttentionCall
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
+from xquant_lab.bench.contenders import Compressed
 
 SHAPE: dict[str, Any] = {
     **{"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 4},

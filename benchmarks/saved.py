@@ -24,7 +24,7 @@ from torch import Tensor
 from xquant import Calibration, KVCache, PrefixStore, calibrate, load_model
 from xquant.cli.prompt import CHUNK, fill
 from xquant.progress import silent
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.text import cut_windows, read_text, text_name
 
 LONG, FAST = "tc-cl-2bit", "kivi-4bit"

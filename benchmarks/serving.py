@@ -159,7 +159,7 @@ def _write(rows: list[dict[str, Any]], begun: float, given: dict[str, Any], **lo
 
     import torch  # noqa: F401  its threads are among what is written
 
-    from xquant.results.rows import stamp, write_json
+    from xquant.results import stamp, write_json
 
     took, target = time.perf_counter() - begun, given.pop("target")
     del given["folder"]
@@ -277,7 +277,7 @@ class Clock:
 
     def __init__(self, requests: int) -> None:
         from xquant.kernels.cpu import library as native
-        from xquant.serve.vllm import seam
+        from xquant_vllm import seam
 
         self._requests = requests
         self._steps: list[Step] = []

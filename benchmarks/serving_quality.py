@@ -62,11 +62,11 @@ def main(
     import torch
 
     from xquant import load_model, own_calibration
-    from xquant.evals.perplexity import measure
     from xquant.load import packaged_folder
-    from xquant.results.rows import stamp, write_json
+    from xquant.results import stamp, write_json
     from xquant.spec import parse_method
     from xquant.text import cut_windows, read_text, text_name
+    from xquant_lab.evals.perplexity import measure
 
     begun = time.perf_counter()
     loaded, tokenizer = load_model(model, getattr(torch, dtype))

@@ -54,7 +54,7 @@ def main(
 
     from xquant import load_model, own_calibration
     from xquant.load import packaged_folder
-    from xquant.results.rows import stamp, write_json
+    from xquant.results import stamp, write_json
     from xquant.spec import parse_method
     from xquant.text import cut_windows, read_text, text_name
 

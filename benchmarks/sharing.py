@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from xquant import KVCache, load_model, parse_method
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.text import cut_windows, read_text, text_name
 
 # arXiv 2510.11236, tables 5 and 6: 2-bit codes without calibration, values shared from layer 8 on.

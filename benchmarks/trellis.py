@@ -16,7 +16,7 @@ from xquant.kernels import cpu
 from xquant.quant.levels import normal_error, normal_levels
 from xquant.quant.ranked import Ranked
 from xquant.quant.trellis import WIDTHS
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 BLOCKS, TOKENS, CHANNELS = 16, 128, 256
 

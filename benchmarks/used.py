@@ -42,11 +42,11 @@ from transformers import DynamicCache, QuantizedCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
 from xquant import KVCache, load_model, own_calibration, parse_method
-from xquant.bench.contenders import head_sizes
-from xquant.bench.peers import held_bytes
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.runs import Runs, identity
 from xquant.text import cut_windows
+from xquant_lab.bench.contenders import head_sizes
+from xquant_lab.bench.peers import held_bytes
 
 OWN = *METHODS, "tc-cl-1bit:tail=128"
 BACKENDS = {"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}

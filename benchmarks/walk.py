@@ -24,7 +24,7 @@ from support.models import prompt, tiny
 from support.paged_sequences import Engine, codec_of
 from xquant import KVCache, StaticKVCache
 from xquant.kernels import cpu
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 SOURCES = Path(xquant.__file__).parent
 SPEC = "kivi-4bit:group=32"

@@ -55,7 +55,7 @@ def test_the_picture_shows_the_contract(layers: list[list[str]]) -> None:
 def test_no_file_is_long(suffix: str) -> None:
     long = {
         str(file.relative_to(ROOT)): count
-        for folder in (SOURCE, ROOT / "tests", ROOT / "benchmarks")
+        for folder in (SOURCE, *map(ROOT.joinpath, ("lab", "vllm-plugin", "tests", "benchmarks")))
         for file in folder.rglob(suffix)
         if (count := len(file.read_text().splitlines())) > LONGEST
     }
@@ -65,7 +65,7 @@ def test_no_file_is_long(suffix: str) -> None:
 def test_every_tensor_says_where_it_is() -> None:
     """What a user sets as the default device or dtype is not ours to take: each call names its own."""
     silent = []
-    for file in SOURCE.rglob("*.py"):
+    for file in [*SOURCE.rglob("*.py"), *(ROOT / "lab" / "src").rglob("*.py")]:
         for call in (
             node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
         ):

@@ -15,7 +15,7 @@ import torch
 from support.models import tiny
 from xquant import Calibration, KVCache
 from xquant.files import replacing, workplace, write_atomically
-from xquant.results.rows import write_json
+from xquant.results import write_json
 from xquant.runs import Runs
 
 Write = Callable[[Path], None]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.result_rows import benched
-from xquant.results.rows import read_results
+from xquant.results import read_results
 
 pytest.importorskip("triton", minversion="3.5")
 
@@ -128,7 +128,9 @@ def test_outcomes_are_told_as_tests_end_and_one_case_of_each_comes_first(tmp_pat
         "def test_c(n): n == 3 and os._exit(1)\n"  # as a kernel may
     )
     told = tmp_path / "told.json"
-    path = os.pathsep.join(str(folder) for folder in (BENCHMARKS, BENCHMARKS.parent / "src"))
+    path = os.pathsep.join(
+        str(BENCHMARKS.parent / folder) for folder in ("benchmarks", "src", "lab/src")
+    )
     command = [sys.executable, "-m", "pytest", "-p", "on_gpu.told", f"--told={told}", str(tmp_path)]
     own = {name: each for name, each in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     done = subprocess.run(command, env={**own, "PYTHONPATH": path}, capture_output=True, text=True)

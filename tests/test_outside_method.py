@@ -20,14 +20,14 @@ from xquant.analysis.memory import CacheLayout
 from xquant.analysis.plan import plan
 from xquant.analysis.roofline import attention_step, layout_load
 from xquant.analysis.shapes import Skeleton
-from xquant.bench.contenders import Models
-from xquant.bench.run import bench
-from xquant.bench.shaped import random_calibration
-from xquant.bench.trials import Settings
 from xquant.calibrators.run import calibrate_on
-from xquant.evals.perplexity import perplexity
 from xquant.methods import METHODS, LayerCodec, Method
 from xquant.quant import Quantizer
+from xquant_lab.bench.contenders import Models
+from xquant_lab.bench.run import bench
+from xquant_lab.bench.shaped import random_calibration
+from xquant_lab.bench.trials import Settings
+from xquant_lab.evals.perplexity import perplexity
 
 SPECS = ["ternary-1", "ternary-3:sink=2,tail=5", "ternary-5:group=8", "ternary-4:offline=true"]
 

@@ -26,7 +26,16 @@ LARGEST = 2_000_000
 SDIST = ".tar.gz"
 EXPECTED = {"src", "tests", "docs", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
 EXPECTED |= {"CMakeLists.txt", "pyproject.toml", "PKG-INFO"}
-ALLOWED = EXPECTED | {"benchmarks", "examples", "notebooks", "tools", "mkdocs.yml"}
+ALLOWED = EXPECTED | {
+    "benchmarks",
+    "examples",
+    "lab",
+    "notebooks",
+    "tools",
+    "vllm-plugin",
+    "mkdocs.yml",
+}
+ALLOWED |= {"conftest.py"}
 """What lies at the top of a source distribution."""
 UNWANTED = (".pyc", ".so", ".pth", ".safetensors", ".gguf")
 

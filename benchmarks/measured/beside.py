@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
 
-from xquant.reproduce.experiment import AVERAGE, Experiment
+from xquant_lab.reproduce.experiment import AVERAGE, Experiment
 
 from .columns import ONE_EACH, columns, number, printed_for, text_of
 from .common import RESULTS, Row, code, markdown
 
 FOLDER = RESULTS / "reproduce"
-FIGURES = "src/xquant/reproduce/figures"
+FIGURES = "lab/src/xquant_lab/reproduce/figures"
 IMAGES = "images/papers"
 """In docs/."""
 UP = "../../"

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from xquant import parse_method
-from xquant.reproduce.experiment import Experiment
+from xquant_lab.reproduce.experiment import Experiment
 
 from .common import Row, code
 

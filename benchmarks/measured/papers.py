@@ -7,8 +7,8 @@ import re
 from functools import partial
 from itertools import groupby
 
-from xquant.reproduce.experiment import Experiment
-from xquant.reproduce.experiments import EXPERIMENTS
+from xquant_lab.reproduce.experiment import Experiment
+from xquant_lab.reproduce.experiments import EXPERIMENTS
 
 from .beside import beside
 from .common import RESULTS, TABLES, code, markdown, table

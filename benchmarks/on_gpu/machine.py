@@ -6,11 +6,11 @@ from typing import Any
 import torch
 
 from xquant import parse_method
-from xquant.bench import capacity, shaped
-from xquant.bench.ceilings import Ceilings, ceilings
-from xquant.bench.clocks import Clock, GraphClock, HostClock, Job
-from xquant.bench.contenders import Models
 from xquant.methods import Method
+from xquant_lab.bench import capacity, shaped
+from xquant_lab.bench.ceilings import Ceilings, ceilings
+from xquant_lab.bench.clocks import Clock, GraphClock, HostClock, Job
+from xquant_lab.bench.contenders import Models
 
 from .plan import Sizes, sized
 

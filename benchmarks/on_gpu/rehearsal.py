@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from support import triton_interpreter
-from xquant.bench import capacity, run, trials
-from xquant.bench.clocks import HostClock
+from xquant_lab.bench import capacity, run, trials
+from xquant_lab.bench.clocks import HostClock
 
 ROOM = 10**9
 

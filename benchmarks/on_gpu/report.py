@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xquant.cli.bench_tables import print_largest, print_rows
 from xquant.cli.common import print_table
-from xquant.results.rows import read_results, write_json
+from xquant.results import read_results, write_json
+from xquant_lab.verbs.bench_tables import print_largest, print_rows
 
 from .plan import STAGES
 

@@ -11,8 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import StaticCache
 
-from xquant.bench.clocks import HostClock, reason
-from xquant.bench.contenders import Contender, Static, head_sizes
+from xquant_lab.bench.clocks import HostClock, reason
+from xquant_lab.bench.contenders import Contender, Static, head_sizes
 
 from .machine import Machine, Row
 from .plan import Size

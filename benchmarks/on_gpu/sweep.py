@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xquant.bench.clocks import Clock, reason
-from xquant.bench.contenders import Compressed
 from xquant.kernels.triton.device import Slots
+from xquant_lab.bench.clocks import Clock, reason
+from xquant_lab.bench.contenders import Compressed
 
 from .machine import Machine, Row
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from xquant.bench import capacity, ceilings
-from xquant.bench.largest import largest_batches
-from xquant.bench.run import bench
-from xquant.bench.trials import Settings
 from xquant.progress import silent
+from xquant_lab.bench import capacity, ceilings
+from xquant_lab.bench.largest import largest_batches
+from xquant_lab.bench.run import bench
+from xquant_lab.bench.trials import Settings
 
 from .machine import Machine, Row
 from .plan import KVQUANT, Size

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

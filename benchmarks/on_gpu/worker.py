@@ -15,7 +15,7 @@ def serve(pipe: Connection, output: Path, device: str, quick: bool) -> None:
     # What takes time is imported here, by this process alone.
     import torch
 
-    from xquant.results.rows import stamp, write_json
+    from xquant.results import stamp, write_json
 
     from . import correct, steps, sweep, timed
     from .machine import Machine, Row

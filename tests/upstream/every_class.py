@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from upstream.tiny import build, configs, outline
 from xquant import KVCache, detach
 from xquant.models import view_model
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 SPECS = ("kivi-16bit:group=8,rope=post", "kivi-16bit:group=8", "xquant-16bit:group=8")
 PREFILL, STEPS = 20, 4

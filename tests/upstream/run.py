@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xquant.results.rows import stamp, write_json
+from xquant.results import stamp, write_json
 
 FAMILIES = [
     "arcee",

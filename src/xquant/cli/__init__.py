@@ -5,18 +5,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+LABORATORY = "pip install . ./lab"
 EXTRAS = {
-    "click": "cli",
-    "rich": "cli",
-    "sklearn": "calibrate",
-    "matplotlib": "plots",
-    "jinja2": "plots",
-    "markupsafe": "plots",
-    "lm_eval": "eval",
-    "datasets": "eval",
-    "accelerate": "eval",
-    "gguf": "smollm2",
+    **dict.fromkeys(("click", "rich"), ".[cli]"),
+    "sklearn": ".[calibrate]",
+    **dict.fromkeys(("accelerate", "gguf"), ".[smollm2]"),
+    **dict.fromkeys(("matplotlib", "jinja2", "markupsafe"), "./lab[plots]"),
+    **dict.fromkeys(("lm_eval", "datasets"), "./lab[eval]"),
 }
+"""What brings a package, for pip in a clone."""
 BAD_INPUT = 2
 INTERRUPTED = 130
 NOTHING_KEPT = "stopped; nothing was kept"
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in EXTRAS:
-            return _fail(f"{package} is missing: pip install 'xquant-kv[{EXTRAS[package]}]'")
+            return _fail(f"{package} is missing: in a clone, pip install '{EXTRAS[package]}'")
         if error.name is not None:  # without a name it is load_model's own advice
             raise
         return _fail(str(error))

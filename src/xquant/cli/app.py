@@ -2,50 +2,56 @@
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 import click
 
 from .. import __version__
-from . import (
-    bench,
-    calibrate,
-    compare,
-    generate,
-    inspect,
-    methods,
-    perplexity,
-    plan,
-    prompt,
-    reproduce,
-)
+from . import LABORATORY, calibrate, generate, inspect, methods, plan, prompt
 from .common import how_to_go_on
-from .eval import evaluate
-from .lm_eval import lm_eval
 
-
-@click.group(no_args_is_help=False, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, message="xquant %(version)s")
-def xquant() -> None:
-    """Compress the KV cache of language models, and measure what that costs."""
-
-
-for _verb in (
+OWN = (
     methods.methods,
     generate.generate,
     prompt.prompt,
     inspect.inspect,
-    perplexity.perplexity,
-    compare.compare,
     calibrate.calibrate,
-    bench.bench,
     plan.plan,
-    reproduce.reproduce,
-    evaluate,
-    lm_eval,
-):
-    # Given as such, click writes it whole. What it takes of a docstring itself is cut off with dots.
-    _verb.short_help = " ".join((_verb.help or "").partition("\n\n")[0].split()).rstrip(".")
-    xquant.add_command(_verb)
+)
+LABORATORYS = "bench", "compare", "eval", "lm-eval", "perplexity", "reproduce"
+VERBS = "xquant.verbs"
+"""The group of entry points by which other distributions add verbs."""
+
+
+class Verbs(click.Group):
+    """Our own verbs, and those that other distributions add. What is not asked for is not imported."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted({*self.commands, *entry_points(group=VERBS).names})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        verb = self.commands.get(name)
+        if verb is None:
+            verb = next((each.load() for each in entry_points(group=VERBS, name=name)), None)
+        if verb is not None:
+            # Given as such, click writes it whole. What it takes of a docstring itself is cut off with dots.
+            verb.short_help = " ".join((verb.help or "").partition("\n\n")[0].split()).rstrip(".")
+        elif name in LABORATORYS:
+            raise ValueError(
+                f"'{name}' is a verb of the laboratory, xquant-lab: in a clone, {LABORATORY}"
+            )
+        return verb
+
+
+@click.group(
+    cls=Verbs,
+    commands=OWN,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, message="xquant %(version)s")
+def xquant() -> None:
+    """Compress the KV cache of language models, and measure what that costs."""
 
 
 def run(arguments: Sequence[str] | None = None) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ..results.rows import STDOUT
+from ..results import STDOUT
 from .common import (
     OUT_FILE,
     RESUME,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..hub import check_model
-from ..results.rows import STDOUT, stamp, write_json
+from ..results import STDOUT, stamp, write_json
 from ..text import NAMES
 from . import NOTHING_KEPT
 from .progress import progress

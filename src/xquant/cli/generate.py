@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..progress import Progress
-from ..results.rows import STDOUT
+from ..results import STDOUT
 from ..saved.header import Saved, read_header
 from .common import (
     SPEC,

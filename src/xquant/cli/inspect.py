@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..results.rows import SCHEMA, STDOUT, write_json
+from ..results import SCHEMA, STDOUT, write_json
 from ..saved.header import Saved, read_header
 from ..sizes import readable
 from .common import json_option

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..results.rows import STDOUT
+from ..results import STDOUT
 from .common import finish, json_option, print_table
 
 if TYPE_CHECKING:

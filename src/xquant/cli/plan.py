@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..analysis.gpus import GPU, find_gpu
-from ..results.rows import STDOUT
+from ..results import STDOUT
 from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option, print_table
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..progress import Progress
-from ..results.rows import STDOUT
+from ..results import STDOUT
 from ..sizes import readable
 from .common import (
     OUT_FILE,

@@ -30,7 +30,7 @@ def require() -> Any:
         import zstandard
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "entropy coding needs zstandard: pip install 'xquant-kv[entropy]'"
+            "entropy coding needs zstandard: in a clone, pip install '.[entropy]'"
         ) from None
     return zstandard
 

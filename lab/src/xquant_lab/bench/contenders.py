@@ -1,0 +1,283 @@
+"""Contenders: caches filled with random states, whose decoding is timed."""
+
+import copy
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from xquant import compat
+from xquant.cache import KVCache
+from xquant.kernels.call import AttentionCall
+from xquant.kernels.trial import random_states
+from xquant.linear import pack_weights
+from xquant.methods import Method
+from xquant.models import AttentionView
+from xquant.static.cache import StaticKVCache
+
+FILL = 4096
+"""Tokens of a sequence that are appended at a time, at most."""
+FILLED_ROWS = 8 * FILL
+"""Tokens of all sequences together that are appended at a time, at most."""
+STATIC = "static"
+"""What the row of a `StaticKVCache` is called, after its method."""
+
+
+class Contender(ABC):
+    """A cache of a model that holds ``context`` tokens and decodes the next."""
+
+    name: str
+    model: Any
+    dtype: torch.dtype
+    setting: str
+    cache: Any
+    alone: bool = True
+    """Whether its attention can be timed apart from the rest of a step."""
+    packed: bool = False
+    """Whether steps run with packed weights."""
+
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Resident bytes of the whole cache."""
+
+    @abstractmethod
+    def attend(self) -> None:
+        """Compute the attention of one token in every layer, and nothing else."""
+
+    def step(self) -> None:
+        """Decode one token."""
+        ids = torch.zeros(self.batch, 1, dtype=torch.long, device=self.model.device)
+        self.run(ids, **{compat.CACHE: self.cache}, use_cache=True, logits_to_keep=1)
+
+    @property
+    def run(self) -> Any:
+        """The model as steps call it."""
+        return self.model if self._compiled is None else self._compiled
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run compiled."""
+        return self._compiled is not None
+
+    def prepare(self, packed: bool, compiled: bool, **how: Any) -> None:
+        """Have steps run with packed weights, and compiled; ``how`` is what ``torch.compile`` is told."""
+        if packed:
+            pack_weights(self.model)
+        self.packed = packed
+        self._compiled = torch.compile(self.model, **how) if compiled else None
+
+    def newest(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A random query ``[B, H, 1, D]``, and the key and value ``[B, G, 1, D]`` of its token."""
+        queries, heads, size = head_sizes(self.model)
+        query, key, value = (
+            torch.randn(self.batch, h, 1, size, dtype=self.dtype, device=self.model.device)
+            for h in (queries, heads, heads)
+        )
+        return query, key, value
+
+    @property
+    def batch(self) -> int:
+        return self._batch
+
+    _batch: int
+    _compiled: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model; the CPU where there is no model of torch."""
+        return torch.device("cpu") if self.model is None else self.model.device
+
+
+class Peer(Contender):
+    """A cache of another package: whole steps alone are timed."""
+
+    alone = False
+
+    def attend(self) -> None:
+        raise NotImplementedError(f"{self.name} attends in whole steps alone")
+
+
+class Compressed(Contender):
+    """A method's cache."""
+
+    def __init__(
+        self, model: Any, method: Method, context: int, batch: int, calibration: Any, kernel: str
+    ) -> None:
+        self.name, self.model, self._batch = method.spec, model, batch
+        self.cache = KVCache(model, method, calibration=calibration, kernel=kernel)
+        self.setting = self.cache.report().kernel
+        self.dtype = self.cache.compressed[0].codec.view.dtype
+        fill(self.cache, context, batch)
+        self._newest = self.newest()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.report().cache_bytes
+
+    def attend(self) -> None:
+        query, key, value = self._newest
+        scaling = query.shape[-1] ** -0.5
+        call = AttentionCall(query, key, value, None, scaling, None)
+        for layer in self.cache.compressed:
+            index = layer.codec.view.index
+            layer.accumulate()
+            if self.cache.attend(index, call) is None:
+                keys, values, mask = self.cache.answer(index, key, value, None)
+                own = compat.attention_function("sdpa", layer.codec.view.module)
+                own(layer.codec.view.module, query, keys, values, mask, scaling=scaling)
+        self.cache.finish()
+
+
+class Static(Contender):
+    """A method's cache in memory of a fixed size."""
+
+    def __init__(
+        self,
+        model: Any,
+        method: Method,
+        size: tuple[int, int],
+        steps: int,
+        calibration: Any,
+        kernel: str,
+    ) -> None:
+        self.name, self.model = f"{method.spec} {STATIC}", model
+        context, self._batch = size
+        room = context + 2 * steps  # every job takes a step before the one that is timed
+        self.cache = StaticKVCache(model, method, room, calibration=calibration, kernel=kernel)
+        self.setting = self.cache.kernel
+        self.dtype = self.cache.layers[0].codec.view.dtype
+        for count in pieces(context, self._batch, method.group):
+            self.cache.fill(partial(self._states, count), self._batch, count)
+        self._newest = self.newest()
+
+    def _states(self, count: int, view: AttentionView) -> tuple[Tensor, Tensor]:
+        found = random_states(view, self._batch, count)
+        return found.key, found.value
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.nbytes
+
+    def attend(self) -> None:
+        query, key, value = self._newest
+        call = AttentionCall(query, key, value, None, query.shape[-1] ** -0.5, None)
+        self.cache.attend_alone(call)
+
+
+class Full(Contender):
+    """transformers' own uncompressed cache, with one of its attention implementations."""
+
+    name = "full"
+
+    def __init__(self, model: Any, attention: str, context: int, batch: int) -> None:
+        self.model, self._batch, self.setting = model, batch, attention
+        self.dtype = next(model.parameters()).dtype
+        self.cache = DynamicCache(config=model.config)
+        _, key, _ = self._newest = self.newest()
+        shape = (batch, key.shape[1], context, key.shape[3])
+        for i in range(len(self.cache.layers)):
+            states = (torch.randn(shape, dtype=self.dtype, device=model.device) for _ in range(2))
+            self.cache.update(*states, i)
+        config = compat.text_config(model)
+        config._attn_implementation = attention
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+    def attend(self) -> None:
+        query = self._newest[0]
+        for module in attentions(self.model):
+            layer = self.cache.layers[module.layer_idx]
+            own = compat.attention_function(self.setting, module)
+            own(module, query, layer.keys, layer.values, None, scaling=query.shape[-1] ** -0.5)
+
+
+def grouped(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The fastest known form of attention in plain torch: a batched product for each key/value head with
+    all of its query heads.
+
+    Args:
+        query: ``[B, H, 1, D]``.
+        keys, values: ``[B, G, T, D]``.
+    """
+    batch, heads, tokens, size = keys.shape
+    keys, values = (t.view(batch * heads, tokens, size) for t in (keys, values))
+    scores = torch.bmm(query.view(batch * heads, -1, size), keys.mT).float() * size**-0.5
+    return torch.bmm(scores.softmax(-1).to(values.dtype), values)
+
+
+class Grouped(Full):
+    """The full cache with `grouped` attention, which transformers does not have."""
+
+    name = "torch-grouped"
+
+    def attend(self) -> None:
+        for layer in self.cache.layers:
+            grouped(self._newest[0], layer.keys, layer.values)
+
+
+def fill(cache: KVCache, context: int, batch: int) -> None:
+    """Give an empty cache ``context`` tokens with random states, without running the model."""
+    start = 0
+    device = cache.compressed[0].codec.view.device
+    for length in pieces(context, batch, cache.method.group):
+        positions = torch.arange(start, start + length, device=device).expand(batch, -1)
+        cache.index.append(positions, torch.ones_like(positions, dtype=torch.bool))
+        for layer in cache.compressed:
+            layer.append(random_states(layer.codec.view, batch, length))
+            layer.release_below()  # as in a forward pass
+        for layer in cache.compressed:
+            layer.release()
+        start += length
+
+
+def pieces(context: int, batch: int, block: int) -> list[int]:
+    """How many tokens are appended at a time to have ``context`` of them, in blocks of ``block``."""
+    piece = min(FILL, max(FILLED_ROWS // batch // block, 1) * block)
+    return [min(piece, context - start) for start in range(0, context, piece)]
+
+
+def head_sizes(model: Any) -> tuple[int, int, int]:
+    """Query heads, key/value heads and the size of a head."""
+    config: Any = compat.text_config(model)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return config.num_attention_heads, config.num_key_value_heads, size
+
+
+def attentions(model: Any) -> list[Any]:
+    """The attention modules of a model."""
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "o_proj")]
+
+
+class Models:
+    """Copies of a model by dtype; those of one dtype share their weights."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._pairs: dict[torch.dtype, tuple[Any, Any]] = {}
+
+    def plain(self, dtype: torch.dtype) -> Any:
+        """A new copy with a configuration of its own, for the full cache: it has no hooks of ours."""
+        return _copy(self._pair(dtype)[0], dtype)
+
+    def attached(self, dtype: torch.dtype) -> Any:
+        """The copy that compressed caches share, so that they prepare what they need of its weights once."""
+        return self._pair(dtype)[1]
+
+    def _pair(self, dtype: torch.dtype) -> tuple[Any, Any]:
+        if dtype not in self._pairs:
+            plain = _copy(self.model, dtype)
+            self._pairs[dtype] = plain, _copy(plain, dtype)
+        return self._pairs[dtype]
+
+
+def _copy(model: Any, dtype: torch.dtype) -> Any:
+    """The model in ``dtype``, with a configuration of its own; weights are shared where they can be."""
+    tensors = [*model.parameters(), *model.buffers()]
+    memo = {id(t): t for t in tensors} if model.dtype == dtype else {}
+    return copy.deepcopy(model, memo).to(dtype)

@@ -1,0 +1,293 @@
+"""Decode time beside the uncompressed cache. All caches are filled with random states and take turns in one
+run."""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from xquant import compat
+from xquant.analysis.roofline import attention_step
+from xquant.calibration import Calibration
+from xquant.calibrations import Calibrations
+from xquant.methods import Method
+from xquant.progress import Progress
+
+from . import appending as sealing
+from . import capacity, trials
+from .ceilings import Ceilings, ceilings
+from .clocks import Clock, GraphClock, HostClock, Job
+from .contenders import STATIC, Compressed, Contender, Models, Peer, attentions
+from .parts import parts_of
+from .trials import Settings, Trial
+
+HOPELESS = 2.0
+"""A trial that takes so many times as long as another of its name is given up."""
+FAR = 4.0
+"""And so is a peer that takes so many times as long as the full cache."""
+STEP, ATTENTION = "step", "attend"
+"""The jobs that are timed, by the names of `Contender`'s methods."""
+
+Row = dict[str, Any]
+MakeClock = Callable[[Job, torch.device], Clock]
+Clocks = dict[tuple[int, str], Clock]
+"""By the number of the trial and the job."""
+
+
+@torch.inference_mode()
+def bench(
+    models: Models,
+    methods: Sequence[Method],
+    settings: Settings,
+    progress: Progress,
+    calibrations: Iterable[Calibration] = (),
+    peers: Sequence[Callable[[Settings], Contender]] = (),
+    limits: Ceilings | None = None,
+) -> list[Row]:
+    """A row for the full cache (the fastest of its settings) and for every method.
+
+    On a GPU a row may instead say why the method could not be timed.
+
+    Args:
+        methods: for `Settings.parts` with those of `parts.with_dense`.
+        peers: makers of further contenders.
+        limits: of the device; they are measured here where they are not given.
+    """
+    device = models.model.device
+    on_gpu = device.type == "cuda"
+    if on_gpu and limits is None:
+        limits = ceilings(device)
+    progress(0, 1, "filling the caches")
+    gather = trials.on_gpu if on_gpu else trials.on_cpu
+    every = gather(models, methods, settings, Calibrations(calibrations))
+    every += [Trial.of(make(settings)) for make in peers]
+    if on_gpu:
+        measure_on_gpu(every, settings, progress)
+    else:
+        measure_on_cpu(every, settings, progress)
+    limits = limits or ceilings(device)
+    layers = len(attentions(models.model))
+    known = {method.spec: method for method in methods}
+    rows = []
+    for name in dict.fromkeys(trial.name for trial in every):
+        row, best = _row(name, every, settings, layers, limits)
+        if limits.copy and limits.multiply:
+            of_method = known.get(name.removesuffix(f" {STATIC}"))
+            row["roofline"] = _predict(row, models.model, of_method, limits)
+        if (settings.sealing or settings.parts) and best is not None and name in known:
+            with best.noting_failure():
+                row["sealing"] = _time_sealing(best)
+            if best.failed:
+                row["sealing"] = {"failed": best.failed}
+        rows.append(row)
+    if settings.parts:
+        by_name = {row["method"]: row for row in rows}
+        for method in methods:
+            row, dense = (by_name[each.spec] for each in (method, method.dense))
+            row["parts"] = parts_of(row, dense, layers)
+    return rows
+
+
+def measure_on_cpu(every: Sequence[Trial], settings: Settings, progress: Progress) -> None:
+    """Time decoding steps, and their attention alone, in the same rounds."""
+    jobs = (STEP, ATTENTION) if settings.whole else (ATTENTION,)
+    _measure(every, _clocks(every, jobs, HostClock), jobs, settings, progress)
+
+
+def measure_on_gpu(every: Sequence[Trial], settings: Settings, progress: Progress) -> None:
+    """Time attention in all rounds first, then decoding steps: a graph reads memory that decoding changes."""
+    phases: dict[str, MakeClock] = {ATTENTION: GraphClock}
+    if settings.whole:
+        phases[STEP] = HostClock
+    for job, kind in phases.items():
+        _measure(every, _clocks(every, (job,), kind), (job,), settings, progress, tolerant=True)
+
+
+def _clocks(every: Sequence[Trial], jobs: Sequence[str], kind: MakeClock) -> Clocks:
+    return {
+        (i, job): kind(getattr(trial.contender, job), trial.contender.device)
+        for i, trial in enumerate(every)
+        for job in jobs
+        if trial.contender is not None and (job != ATTENTION or trial.contender.alone)
+    }
+
+
+def _measure(
+    every: Sequence[Trial],
+    clocks: Clocks,
+    jobs: Sequence[str],
+    settings: Settings,
+    progress: Progress,
+    tolerant: bool = False,
+) -> None:
+    """Time ``jobs`` of all trials, round by round.
+
+    After the warm-up, trials are given up that are far slower at the first job than another of their name,
+    and peers that are than the full cache: they would take most of the time. They keep the times of the
+    warm-up.
+
+    Args:
+        tolerant: a trial that raises has failed, and the others go on.
+    """
+    total = settings.warm_up + settings.rounds
+    for trial in every:
+        trial.slow = False
+        trial.seconds |= {job: [] for job in jobs}
+    for number in range(total):
+        if number == settings.warm_up:
+            _give_up(every, jobs[0])
+        for i, trial in enumerate(every):
+            progress(number * len(every) + i, total * len(every), trial.name)
+            if trial.failed or trial.slow:
+                continue
+            own = {job: clocks[i, job] for job in jobs if (i, job) in clocks}
+            if number == settings.warm_up:
+                trial.seconds |= {job: [] for job in jobs}
+            if tolerant:
+                with trial.noting_failure():
+                    _time(trial, own, number == 0)
+            else:
+                _time(trial, own, number == 0)
+            if trial.failed:
+                for job in own:
+                    del clocks[i, job]
+                capacity.release()
+    for (i, job), clock in clocks.items():
+        every[i].timed_by[job] = clock.how
+
+
+def _time(trial: Trial, clocks: dict[str, Clock], first: bool) -> None:
+    """One round of a trial."""
+    for job, clock in clocks.items():
+        if first:
+            clock.settle()
+        trial.seconds[job].append(clock())
+
+
+def _give_up(every: Sequence[Trial], job: str) -> None:
+    """Mark the trials that are `HOPELESS`, and the peers that are `FAR` behind."""
+    found = [min(trial.seconds[job], default=0.0) for trial in every]
+    best: dict[str, float] = {}
+    for trial, taken in zip(every, found, strict=True):
+        if not trial.failed:
+            best[trial.name] = min(taken, best.get(trial.name, taken))
+    for trial, taken in zip(every, found, strict=True):
+        trial.slow = not trial.failed and taken > HOPELESS * best[trial.name]
+        if isinstance(trial.contender, Peer) and taken > FAR * best.get("full", taken):
+            trial.slow, trial.behind = True, taken / best["full"]
+
+
+def _row(
+    name: str, every: Sequence[Trial], settings: Settings, layers: int, limits: Ceilings
+) -> tuple[Row, Trial | None]:
+    """The row of the fastest trial of this name, and that trial; None where all failed."""
+    decisive = STEP if settings.whole else ATTENTION
+    tried = [trial for trial in every if trial.name == name]
+    best = _best(tried, decisive)
+    shown = best or tried[0]
+    full = _best([trial for trial in every if trial.name == "full"], decisive)
+    row = {
+        "method": name,
+        "context": settings.context,
+        "batch": settings.batch,
+        "dtype": str(shown.dtype).removeprefix("torch."),
+        "kernel": shown.setting,
+        "packed": shown.packed,
+        "compiled": shown.compiled,
+        "failed": shown.failed or None,
+        "dropped": None if best else _dropped(tried, decisive),
+        "measured": "decode" if settings.whole else f"attention of {layers} layers",
+        **_times(best, full, decisive),
+        **_attention(best, layers, limits),
+        "rounds": settings.rounds,
+        "timed_by": shown.timed_by,
+        "tried": {
+            e.label: statistics.median(e.seconds[decisive]) * 1e3 for e in tried if not e.failed
+        },
+        "refused": {e.label: e.failed for e in tried if e.failed},
+    }
+    if row["dropped"] and shown.contender is not None:
+        row["cache_bytes"] = shown.contender.cache_bytes
+    return row, best
+
+
+def _dropped(tried: Sequence[Trial], job: str) -> str | None:
+    """Why there is no time of a peer: what its fastest trial took in the warm-up."""
+    slow = [trial for trial in tried if trial.slow]
+    if not slow:
+        return None
+    first = min(slow, key=lambda trial: min(trial.seconds[job]))
+    taken = f"{min(first.seconds[job]) * 1e3:,.0f} ms a token"
+    return f"dropped after the warm-up: {taken}, {first.behind:.1f} times the full cache"
+
+
+def _best(tried: Sequence[Trial], job: str) -> Trial | None:
+    """The trial of the least median."""
+    there = [trial for trial in tried if not trial.failed and not trial.slow]
+    return min(there, key=lambda trial: statistics.median(trial.seconds[job]), default=None)
+
+
+def _times(best: Trial | None, full: Trial | None, job: str) -> Row:
+    """The times of a token, and their ratios to the full cache's of the same rounds."""
+    row: Row = dict.fromkeys(
+        ("ms_per_token", "ms_min_max", "speedup_vs_full", "speedup_min_max"), None
+    )
+    if best is not None:
+        taken = best.seconds[job]
+        row["ms_per_token"] = statistics.median(taken) * 1e3
+        row["ms_min_max"] = [min(taken) * 1e3, max(taken) * 1e3]
+        if full is not None:
+            ratios = sorted(a / b for a, b in zip(full.seconds[job], taken, strict=True))
+            row["speedup_vs_full"] = statistics.median(ratios)
+            row["speedup_min_max"] = [ratios[0], ratios[-1]]
+    return row
+
+
+def _attention(best: Trial | None, layers: int, limits: Ceilings) -> Row:
+    """The time of one layer's attention, and the bytes of the cache a second as a share of the bandwidth."""
+    nbytes = seconds = rate = None
+    if best is not None:
+        assert best.contender is not None
+        nbytes = best.contender.cache_bytes
+        if best.contender.alone:
+            seconds = statistics.median(best.seconds[ATTENTION]) / layers
+            rate = nbytes / layers / seconds
+    row: Row = {
+        "attention_ms_per_layer": seconds and seconds * 1e3,
+        "cache_bytes": nbytes,
+        "gbytes_per_second": rate and rate / 1e9,
+    }
+    for kind, limit in (("read", limits.read), ("copy", limits.copy)):
+        row[f"{kind}_gbytes_per_second"] = limit and limit / 1e9
+        row[f"share_of_{kind}_bandwidth"] = rate / limit if rate and limit else None
+    return row
+
+
+def _predict(row: Row, model: Any, method: Method | None, limits: Ceilings) -> Row | None:
+    """The least time of a layer's attention by the limits of the device, for the method and for the full
+    cache, of which only the bytes count. None where it is not known for the method."""
+    assert limits.copy is not None and limits.multiply is not None
+    config, dtype = compat.text_config(model), getattr(torch, row["dtype"])
+    layers, size = len(attentions(model)), (row["context"], row["batch"])
+    full = capacity.full_bytes(config, dtype, *size) / limits.copy
+    found: Row = {
+        "full_ms_per_layer": full / layers * 1e3,
+        "multiply_tflops_per_second": limits.multiply / 1e12,
+    }
+    if method is None:
+        return found
+    least = attention_step(capacity.layout(config, method, dtype), *size)
+    if least is None:
+        return None
+    seconds = least.seconds(limits.copy, limits.multiply) / layers
+    return {**asdict(least), "ms_per_layer": seconds * 1e3, **found}
+
+
+def _time_sealing(trial: Trial) -> Row:
+    contender = trial.contender
+    assert isinstance(contender, Compressed)
+    attention = statistics.median(trial.seconds[ATTENTION])
+    found = sealing.time_appending(contender)
+    return sealing.as_fields(found, contender.cache.method.group, attention)

@@ -1,0 +1,83 @@
+"""Reads texts into caches: a block at a time, or once for several methods."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from xquant.cache import KVCache
+from xquant.calibration import Calibration
+from xquant.compat import CACHE
+from xquant.kernels.call import AttentionCall
+from xquant.methods import Method
+from xquant.seam.masks import PassMask
+from xquant.seam.passes import Given, ObservingCache
+
+
+def logits_of(model: Any, cache: KVCache, ids: Tensor, block: int | None) -> Tensor:
+    """Logits ``[B, T, V]`` of token ids ``[B, T]``, read ``block`` tokens at a time, or all at once."""
+    parts = ids.split(block or ids.shape[1], 1)
+    logits = [model(part, **{CACHE: cache}, use_cache=True).logits for part in parts]
+    return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+
+@torch.inference_mode()
+def read_together(
+    model: Any, methods: Mapping[Method, Calibration | None], ids: Tensor
+) -> dict[Method, KVCache]:
+    """A cache of each method that holds the tokens ``ids`` ``[1, T]``, which attend to each other exactly:
+    what they compute is the same for all methods, so one forward pass fills all caches.
+
+    Args:
+        methods: with the calibrations of those that need one.
+    """
+    caches = {
+        method: KVCache(model, method, calibration=calibration)
+        for method, calibration in methods.items()
+    }
+    if ids.shape[1]:
+        model(ids, **{CACHE: Together(list(caches.values()))}, logits_to_keep=1)
+    return caches
+
+
+class Together(DynamicCache, ObservingCache):
+    """Fills empty caches of one model in one forward pass. It holds nothing itself, and is used once."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        super().__init__()
+        self.caches, self.attachment = caches, caches[0].attachment
+
+    def begin(self, batch: int, length: int, mask: PassMask) -> None:
+        for cache in self.caches:
+            cache.begin(batch, length, mask)
+
+    def observe(self, given: Given) -> None:
+        for cache in self.caches:
+            cache.observe(given)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """All return the same: tokens of a first forward pass attend to each other exactly."""
+        current, states = self.attachment.current, (key_states, value_states)
+        seen = None if current is None else current.inputs.get(layer_idx)
+        for cache in self.caches:
+            if current is not None and seen is not None:
+                current.inputs[layer_idx] = seen  # each takes it away
+            states = cache.update(key_states, value_states, layer_idx, *args, **kwargs)
+        return states
+
+    def see(self, index: int, call: AttentionCall) -> None:
+        for cache in self.caches:
+            cache.see(index, call)
+
+    def answer(
+        self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return key, value, mask
+
+    def finish(self, failed: bool = False) -> None:
+        for cache in self.caches:
+            cache.finish(failed)

@@ -1,0 +1,164 @@
+"""``xquant compare``: methods beside each other, as a table, a picture and a page."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xquant.cli.common import (
+    IN_FILE,
+    OUT_FOLDER,
+    calibrations_option,
+    finish,
+    json_option,
+    load_calibrations,
+    methods_option,
+    model_options,
+    print_table,
+    resume_option,
+    text_options,
+)
+from xquant.files import write_atomically
+from xquant.results import STDOUT, read_results, write_json
+from xquant.text import HELP_TOPICS
+
+from .perplexity import print_rows, run
+
+if TYPE_CHECKING:
+    from ..results.diff import Change
+
+BASELINE = "full"
+DEFAULT_METHODS = (
+    "xquant-4bit",
+    "xquant-3bit",
+    "xquant-2bit",
+    "xquant-cl-3bit",
+    "xquant-cl-2bit",
+    "kivi-4bit",
+    "kivi-2bit",
+    "crosslayer",
+)
+
+
+COLUMNS = {
+    "method": "left",
+    "perplexity earlier": "right",
+    "now": "right",
+    "change, nats a token": "right",
+    "std. error": "right",
+    "MB earlier": "right",
+    "MB now": "right",
+    "seconds earlier": "right",
+    "seconds now": "right",
+}
+
+
+@click.command()
+@model_options
+@methods_option
+@text_options(default=HELP_TOPICS)
+@calibrations_option
+@click.option(
+    "--bench",
+    "bench_files",
+    metavar="FILE",
+    type=IN_FILE,
+    multiple=True,
+    help="Show these results of 'xquant bench --json' too; may be given several times.",
+)
+@click.option(
+    "--eval",
+    "eval_files",
+    metavar="FILE",
+    type=IN_FILE,
+    multiple=True,
+    help="Show these results of 'xquant eval --json' too; may be given several times.",
+)
+@click.option(
+    "--against",
+    metavar="FILE",
+    type=IN_FILE,
+    help="Compare with an earlier run: its results.json.",
+)
+@click.option(
+    "--output",
+    metavar="DIR",
+    type=OUT_FOLDER,
+    required=True,
+    help="Folder of the files; made if missing.",
+)
+@resume_option()
+@json_option
+def compare(
+    output: str,
+    specs: tuple[str, ...],
+    bench_files: Sequence[str],
+    eval_files: Sequence[str],
+    against: str | None,
+    json_file: str | None,
+    **asked: Any,
+) -> None:
+    """Compare methods on MODEL: what a cache loses against its size.
+
+    Writes results.json, report.html and the pictures into --output: perplexity.svg and .png, with
+    --bench also speed.svg and .png. The full cache is always the first row; without --method a
+    selection follows it, and the method of every --calibration. Methods are judged by KL, the divergence
+    of predictions from the full cache's: perplexity may fall where predictions are merely other ones.
+    """
+    # Imported before the long work, so that a missing package is told of at once.
+    import jinja2  # noqa: F401
+    import matplotlib  # noqa: F401
+
+    from ..results import diff, page
+    from ..results.front import verdict
+    from ..results.plots import as_png, as_svg, loss_figure, speed_figure, timed
+
+    bench = [row for file in bench_files for row in read_results(file, *page.BENCH_FIELDS)]
+    bench = [row for row in bench if row["speedup_vs_full"] is not None]  # what failed is not shown
+    tasks = [row for file in eval_files for row in read_results(file, *page.TASK_FIELDS)]
+    earlier = read_results(against, *diff.FIELDS) if against else []
+    if not specs:
+        calibrated = (made.method for made in load_calibrations(asked["artifacts"]))
+        specs = (*DEFAULT_METHODS, *calibrated)
+    rows, subject = run(specs=(BASELINE, *specs), **asked)
+    rows = finish(rows, json_file, **subject)
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "results.json", rows)
+    figures = {"perplexity": loss_figure(rows)}
+    if timed(bench):
+        figures["speed"] = speed_figure(bench)
+    for name, figure in figures.items():
+        write_atomically(folder / f"{name}.svg", as_svg(figure))
+        write_atomically(folder / f"{name}.png", as_png(figure))
+    write_atomically(folder / "report.html", page.render_page(rows, bench, tasks, earlier))
+    if json_file != STDOUT:
+        print_rows(rows)
+        click.echo("\n" + verdict(rows).replace("`", ""))
+        if against:
+            click.echo(f"\nAgainst {against}:")
+            print_changes(diff.changes(rows, earlier))
+        click.echo(f"\n{folder / 'report.html'}")
+
+
+def print_changes(changes: "Sequence[Change]") -> None:
+    """The table of two runs on standard output."""
+
+    def show(number: float | None, form: str) -> str:
+        return "" if number is None else format(number, form)
+
+    print_table(
+        COLUMNS,
+        [
+            (
+                change.method,
+                *(show(row["perplexity"], ".3f") for row in (change.earlier, change.now)),
+                show(change.difference, "+.4f"),
+                show(change.error, ".4f"),
+                *(f"{row['cache_bytes'] / 1e6:.2f}" for row in (change.earlier, change.now)),
+                *(f"{row['seconds']:.1f}" for row in (change.earlier, change.now)),
+            )
+            for change in changes
+        ],
+    )

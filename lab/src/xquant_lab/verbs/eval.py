@@ -1,0 +1,194 @@
+"""``xquant eval``: tasks of lm-evaluation-harness, and passkey retrieval, with compressed caches."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from xquant.cli.common import (
+    calibrations_for,
+    calibrations_option,
+    finish,
+    json_option,
+    load,
+    methods_option,
+    model_options,
+    own_calibrations,
+    print_table,
+    resume_option,
+)
+from xquant.cli.progress import progress
+from xquant.results import STDOUT
+
+if TYPE_CHECKING:
+    from ..evals.passkey import PasskeyRow
+
+BASELINE = "full"
+PASSKEY = "passkey"
+COLUMNS = {
+    "method": "left",
+    "task": "left",
+    "metric": "left",
+    "value": "right",
+    "std. error": "right",
+    "rows": "right",
+    "as full": "right",
+    "seconds": "right",
+}
+
+
+@click.command("eval")
+@model_options
+@methods_option
+@click.option(
+    "--task",
+    "names",
+    metavar="NAME",
+    multiple=True,
+    help="passkey, gsm8k, truthfulqa_gen, longbench_hotpotqa, niah_single_1, or any other task or group of"
+    " lm-eval; may be given several times.",
+)
+@click.option(
+    "--data",
+    metavar="PATH",
+    type=click.Path(exists=True),
+    help="File or folder of the tasks' data.  [default: the hub]",
+)
+@click.option("--limit", type=click.IntRange(1), help="First rows of a task.  [default: all]")
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Rows at a time."
+)
+@click.option(
+    "--context",
+    "contexts",
+    type=click.IntRange(1),
+    multiple=True,
+    help="Tokens of the prompts of passkey and RULER; may be given several times."
+    "  [default: 1024, 2048 and 4096 for passkey, 4096 for RULER]",
+)
+@click.option(
+    "--attend",
+    type=click.Choice(("store", "chunk")),
+    default="store",
+    show_default=True,
+    help="How the prompts of passkey are read: every token through the packed store, or exactly, as in"
+    " generate(), so that the answer alone reads it.",
+)
+@calibrations_option
+@resume_option()
+@json_option
+def evaluate(json_file: str | None, **asked: Any) -> None:
+    """Run tasks on MODEL with the cache compressed by each method, and with the full cache.
+
+    Prompts and metrics are those of lm-evaluation-harness. Beside its scores stands how many rows were
+    answered as with the full cache.
+    """
+    if not asked["specs"]:
+        raise ValueError("no method to measure: give --method SPEC")
+    if not asked["names"]:
+        raise ValueError("no task to run: give --task NAME")
+    rows, subject = run(**asked)
+    finish(rows, json_file, **subject)
+    if json_file != STDOUT:
+        print_rows(rows)
+
+
+def run(
+    model: str,
+    dtype: str,
+    device: str | None,
+    specs: Sequence[str],
+    names: Sequence[str],
+    data: str | None,
+    limit: int | None,
+    batch_size: int,
+    contexts: Sequence[int],
+    attend: str,
+    artifacts: Sequence[str],
+    resume: str | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The measurement: rows, and what they were measured on."""
+    from importlib.metadata import version
+
+    from xquant import parse_method
+
+    methods = list(dict.fromkeys(map(parse_method, (BASELINE, *specs))))
+    calibrations = calibrations_for(methods, artifacts)
+    ours, theirs = PASSKEY in names, [name for name in names if name != PASSKEY]
+    asked: list[Any] = []
+    if theirs:
+        # And with them lm-eval, which passkey does without.
+        from ..evals.task_lookup import find_tasks
+        from ..evals.tasks import evaluate as run_tasks
+
+        asked = find_tasks(theirs, data, contexts)
+    from xquant.runs import Runs, identity
+
+    from ..evals.passkey import passkey
+
+    network, tokenizer = load(model, dtype, device)
+    calibrations = own_calibrations(network, tokenizer, methods, calibrations)
+    subject = {
+        "model": model,
+        "dtype": dtype,
+        "device": str(network.device),
+        "limit": limit,
+        "batch_size": batch_size,
+        "data": None if data is None else Path(data).name,
+        "lm_eval": version("lm_eval") if theirs else None,
+        "calibrations": {made.method: made.text for made in calibrations},
+    }
+    runs = Runs(resume, {**subject, "identity": identity(network, "", calibrations)})
+    rows: list[dict[str, Any]] = []
+    with progress("running tasks") as show:
+        if ours:
+            sizes: dict[str, Any] = {"contexts": contexts} if contexts else {}
+            sizes |= {"samples": limit} if limit else {}
+            sizes |= {
+                "attend": attend,
+                "progress": show,
+                "calibrations": calibrations,
+                "runs": runs,
+            }
+            rows += map(_passkey_row, passkey(network, tokenizer, methods, **sizes))
+        if theirs:
+            scored = run_tasks(
+                network, tokenizer, methods, asked, limit, batch_size, show, calibrations, runs
+            )
+            rows += [row.to_dict() for row in scored]
+    return rows, subject
+
+
+def _passkey_row(row: "PasskeyRow") -> dict[str, Any]:
+    share, samples = row.found / row.samples, row.samples
+    return {
+        **row.to_dict(),
+        "task": PASSKEY,
+        "metric": "found",
+        "value": share,
+        "stderr": math.sqrt(share * (1 - share) / (samples - 1)) if samples > 1 else None,
+        "n": samples,
+        "agreement": None,
+    }
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table on standard output."""
+    print_table(COLUMNS, map(_cells, rows))
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    made_to = f" {row['context']}" if row["context"] else ""
+    depth = f" at {row['depth']:g}" if "depth" in row else ""
+    return (
+        row["method"],
+        f"{row['task']}{made_to}{depth}",
+        row["metric"],
+        f"{row['value']:.4f}",
+        "" if row["stderr"] is None else f"{row['stderr']:.4f}",
+        str(row["n"]),
+        "" if row["agreement"] is None else f"{row['agreement']} of {row['n']}",
+        f"{row['seconds']:.1f}",
+    )

@@ -1,0 +1,127 @@
+"""``xquant perplexity``: what compression costs a model, through the real packed store."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from xquant.cli.common import (
+    calibrations_for,
+    calibrations_option,
+    finish,
+    json_option,
+    load,
+    methods_option,
+    model_options,
+    own_calibrations,
+    print_table,
+    resume_option,
+    text_options,
+)
+from xquant.cli.progress import progress
+from xquant.results import STDOUT
+
+COLUMNS = {
+    "method": "left",
+    "perplexity": "right",
+    "relative": "right",
+    "std. error": "right",
+    "KL": "right",
+    "same token": "right",
+    "bits per value": "right",
+    "in codes": "right",
+    "of fp16 cache": "right",
+    "cache, MB": "right",
+    "seconds": "right",
+}
+
+
+@click.command()
+@model_options
+@methods_option
+@text_options()
+@calibrations_option
+@resume_option()
+@json_option
+def perplexity(json_file: str | None, **asked: Any) -> None:
+    """Measure MODEL's perplexity on a text with the cache compressed by each method.
+
+    The text is cut into windows from its start; every token reads keys and values that went through
+    the packed store. The full cache is measured in the same run, and each method's predictions are
+    compared with its own: the standard error is that of the logarithm of the relative perplexity, KL the
+    mean divergence in nats, "same token" how often the most likely one is the same. With a method that
+    drops tokens or stores codes of a layer above, all read the text a block at a time.
+    """
+    if not asked["specs"]:
+        raise ValueError("no method to measure: give --method SPEC")
+    rows, subject = run(**asked)
+    finish(rows, json_file, **subject)
+    if json_file != STDOUT:
+        print_rows(rows)
+
+
+def run(
+    model: str,
+    dtype: str,
+    device: str | None,
+    specs: Sequence[str],
+    text: str,
+    context: int,
+    windows: int,
+    artifacts: Sequence[str],
+    resume: str | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
+    from xquant.text import read_text, text_name
+
+    words = read_text(text)  # before torch is imported
+    from xquant import parse_method
+    from xquant.runs import Runs, identity
+
+    from ..evals import perplexity as evaluation
+
+    methods = [parse_method(spec) for spec in specs]
+    calibrations = calibrations_for(methods, artifacts)
+    network, tokenizer = load(model, dtype, device)
+    calibrations = own_calibrations(network, tokenizer, methods, calibrations)
+    subject = {
+        "model": model,
+        "text": text_name(text),
+        "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
+        "dtype": dtype,
+        "device": str(network.device),
+        "calibrations": {made.method: made.text for made in calibrations},
+    }
+    asked = {**subject, "context": context, "identity": identity(network, words, calibrations)}
+    runs = Runs(resume, asked)
+    with progress("measuring perplexity") as show:
+        rows = evaluation.perplexity(
+            network, tokenizer, words, methods, context, windows, show, calibrations, runs
+        )
+    return [row.to_dict() for row in rows], subject
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The table on standard output."""
+    print_table(
+        COLUMNS,
+        [
+            (
+                row["method"],
+                f"{row['perplexity']:.3f}",
+                f"{row['ratio']:.4f}",
+                "" if row["difference_error"] is None else f"{row['difference_error']:.4f}",
+                f"{row['kl']:.4f}",
+                f"{row['agreement']:.1%}",
+                f"{row['bits_per_value']:.2f}",
+                f"{row['code_bits']:.2f}",
+                f"{row['cache_ratio']:.1%}",
+                f"{row['cache_bytes'] / 1e6:.2f}",
+                f"{row['seconds']:.1f}",
+            )
+            for row in rows
+        ],
+    )
+    if rows[0]["block"]:
+        click.echo(f"Read {rows[0]['block']} tokens at a time, which see each other exactly.")

@@ -1,0 +1,3 @@
+from support.command_line import model, quiet, run, text
+
+__all__ = ["model", "quiet", "run", "text"]

@@ -1,0 +1,113 @@
+import json
+
+import pytest
+
+from xquant_lab.bench import run as bench
+
+
+def test_bench_prints_a_table_or_json(run, model):
+    asked = ("bench", model, "--method", "kivi-4bit:group=8", "--context", 20, "--rounds", 1)
+    asked += ("--device", "cpu")
+    status, out, err = run(*asked, "--json", "-")
+    rows = json.loads(out)
+    assert (status, err) == (0, "")
+    assert [row["method"] for row in rows] == ["full", "kivi-4bit:group=8"]
+    assert rows[0]["model"] == model and rows[0]["environment"]["threads"] >= 1
+    status, out, err = run(*asked)
+    assert (status, err) == (0, "")
+    assert "kivi-4bit:group=8" in out and "reference" in out
+    assert "least" not in out  # of a GPU alone
+
+
+def test_bench_measures_every_size(run, tmp_path):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
+    asked += ("--context", 12, "--context", 20, "--batch", 1, "--batch", 2, "--device", "cpu")
+    status, out, err = run(*asked, "--json", tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert (status, err, len(out.splitlines())) == (0, "", 1 + len(rows))
+    full = [(row["context"], row["batch"]) for row in rows if row["method"] == "full"]
+    assert full == [(12, 1), (12, 2), (20, 1), (20, 2)]
+    assert {row["measured"] for row in rows} == {"attention of 1 layers"}
+
+
+def test_a_stopped_bench_goes_on_with_the_sizes_that_are_left(run, tmp_path, monkeypatch):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
+    asked += ("--context", 12, "--context", 20, "--device", "cpu", "--json", tmp_path / "rows.json")
+    asked += ("--resume", tmp_path / "kept")
+    measure, measured = bench.bench, []
+
+    def watched(models, methods, settings, *rest):
+        if settings.context in measured:
+            raise KeyboardInterrupt
+        measured.append(settings.context)
+        return measure(models, methods, settings, *rest)
+
+    def rows():
+        return [
+            {name: value for name, value in row.items() if name != "environment"}
+            for row in json.loads((tmp_path / "rows.json").read_text())
+        ]
+
+    monkeypatch.setattr(bench, "bench", watched)
+    measured.append(20)
+    assert run(*asked)[0] == 130
+    first = rows()
+    assert {row["context"] for row in first} == {12}
+    measured.remove(20)
+    assert run(*asked)[0] == 0
+    assert measured == [12, 20]
+    assert rows()[: len(first)] == first
+    assert [row["context"] for row in rows()] == [12] * len(first) + [20] * len(first)
+    # Other contenders, other rounds: other measurements.
+    monkeypatch.setattr(bench, "bench", lambda *_: [])
+    assert run(*asked, "--method", "kivi-2bit")[0] == 0
+    assert rows() == []
+
+
+def test_what_failed_is_tried_again(run, tmp_path, monkeypatch):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
+    asked += ("--context", 12, "--context", 20, "--device", "cpu", "--resume", tmp_path / "kept")
+    measure, measured, reasons = bench.bench, [], {20: "no memory"}
+
+    def flawed(models, methods, settings, *rest):
+        measured.append(settings.context)
+        rows = measure(models, methods, settings, *rest)
+        return [{**row, "failed": reasons.get(settings.context)} for row in rows]
+
+    monkeypatch.setattr(bench, "bench", flawed)
+    status, out, _ = run(*asked)
+    assert status == 0 and "kivi-4bit, 20 tokens, batch 1: no memory" in out
+    reasons.clear()
+    status, out, _ = run(*asked)
+    assert status == 0 and "no memory" not in out
+    assert run(*asked)[0] == 0
+    assert measured == [12, 20, 20]
+
+
+def test_bench_finds_the_largest_batch(run):
+    asked = ("bench", "--shape", "tiny", "--largest-batch", "--memory", 0.002, "--device", "cpu")
+    asked += ("--method", "kivi-2bit:group=32", "--context", 64)
+    status, out, err = run(*asked)
+    assert (status, err) == (0, "")
+    assert "tokens/s" in out and "kivi-2bit:group=32" in out
+    status, out, err = run(*asked, "--json", "-")
+    assert [row["method"] for row in json.loads(out)] == ["full", "kivi-2bit:group=32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "either MODEL or --shape"),
+        (("smollm2", "--shape", "llama-3.1-8b"), "either MODEL or --shape"),
+        (("--shape", "nothing"), "no shape 'nothing'"),
+        (("--shape", "llama-3.1-8b", "--peers"), "not with a shape"),
+        (("smollm2", "--largest-batch"), "want a shape"),
+        (("--shape", "tiny", "--largest-batch", "--device", "cpu"), "or --memory GB"),
+        (("--shape", "tiny", "--device", "nowhere"), "no device 'nowhere'"),
+        (("--shape", "llama-3.1-8b", "--kernel", "fast"), "'fast' is not one of"),
+        (("--shape", "llama-3.1-8b", "--method", "nope"), "nope"),
+    ],
+)
+def test_bench_refuses_in_one_line(run, arguments, words):
+    status, out, err = run("bench", *arguments)
+    assert (status, out) == (2, "") and words in err and err.count("\n") == 1

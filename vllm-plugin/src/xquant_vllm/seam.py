@@ -1,0 +1,384 @@
+"""The only file that knows vLLM's names. docs/architecture.md lists those that it hooks into, and why."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
+from vllm.v1.worker.gpu_worker import Worker
+
+from xquant.models import AttentionView
+from xquant.serve import fit
+from xquant.serve.build import Model
+from xquant.serve.capacity import Room, room_of
+from xquant.serve.layer import DTYPES, EngineView, ServedLayer
+from xquant.serve.rotary import Angles
+from xquant.serve.step import Batch, Keeping, in_whole_blocks
+
+from .exact import exact_of
+from .guard import asked_for, is_wrapped, refusing, wrap
+
+_NAME = "CUSTOM"  # vLLM has a list of backends, and this place in it for others
+RING = "xquant_ring"
+CONNECTOR = "XQuantConnector"
+
+
+# -- before the model is loaded --------------------------------------------------------------------
+
+
+def install() -> None:
+    """Hook in; once for a process."""
+    if is_wrapped(EngineArgs, "create_engine_config"):
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{PagedBackend.__name__}")
+    KVConnectorFactory.register_connector(CONNECTOR, f"{__package__}.connector", CONNECTOR)
+    wrap(EngineArgs, "create_engine_config", _checked)
+    wrap(Scheduler, "__init__", _scheduled)
+    wrap(Worker, "get_kv_cache_spec", _prepared)
+    wrap(Worker, "execute_model", _noted)
+    platform = type(current_platform)
+    chosen = platform.get_attn_backend_cls
+
+    def choose(cls: Any, selected: Any, attn_selector_config: Any, **more: Any) -> Any:
+        if found := _wanted(get_current_vllm_config()) and _backend(attn_selector_config):
+            return f"{__name__}.{found.__name__}"
+        return chosen(selected, attn_selector_config=attn_selector_config, **more)
+
+    platform.get_attn_backend_cls = classmethod(choose)
+
+
+def _wanted(config: Any) -> fit.Wanted | None:
+    found = config.additional_config
+    return None if asked_for(found) is None else fit.wanted(found)
+
+
+def _backend(layer: Any) -> type[AttentionBackend] | None:
+    if layer.has_sliding_window:
+        return WindowBackend
+    plain = layer.attn_type == AttentionType.DECODER and not (layer.use_mla or layer.has_sink)
+    return PagedBackend if plain else None
+
+
+@refusing
+def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any) -> Any:
+    """An engine's configuration, with pages of the method's blocks."""
+    selector._cached_get_attn_backend.cache_clear()  # of an earlier engine of this process
+    wanted = _wanted(args)
+    if wanted is None:
+        config = original(*more, **options)
+        if getattr(config.kv_transfer_config, "kv_connector", None) == CONNECTOR:
+            raise ValueError(f"xquant: {CONNECTOR} needs a method, additional_config xquant=SPEC")
+        return config
+    args.block_size, args.enforce_eager = wanted.block_of(args.block_size), True
+    config = original(*more, **options)
+    known = model_of(config)
+    codecs = fit.check_model(wanted, known)
+    if kept := kept_of(config):
+        codecs = [*codecs, *fit.check_model(kept.wanted, known, stored=True)]
+    if why := _unfit(config, wanted, known):
+        raise ValueError(f"xquant: {why} is not served yet")
+    _check_angles(config, known, [codec.view for codec in codecs if not codec.rotated])
+    return config
+
+
+def kept_of(config: VllmConfig) -> fit.Kept | None:
+    """What this engine's connector is to keep; None where it has none, or another."""
+    transfer, wanted = config.kv_transfer_config, _wanted(config)
+    if transfer is None or transfer.kv_connector != CONNECTOR or wanted is None:
+        return None
+    return fit.kept(transfer.kv_connector_extra_config, wanted)
+
+
+def model_of(config: VllmConfig) -> Model:
+    model, parallel = config.model_config, config.parallel_config
+    return Model(model.hf_text_config, model.dtype, model.model, parallel.tensor_parallel_size)
+
+
+def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
+    """What of an engine's configuration cannot be served; empty where all can."""
+    parallel, scheduler = config.parallel_config, config.scheduler_config
+    drafts, store = config.speculative_config, wanted.through_store
+    few = scheduler.max_num_batched_tokens < wanted.method.group
+    refused = {
+        "a device that is no CPU": not current_platform.is_cpu(),
+        "a KV cache dtype of its own": config.cache_config.cache_dtype != "auto",
+        "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
+        "xquant_attend=store with speculative decoding": store and drafts is not None,
+        "xquant_attend=store with fewer tokens in a step than a block": store and few,
+        "a sliding window with disable_hybrid_kv_cache_manager": bool(known.windows)
+        and scheduler.disable_hybrid_kv_cache_manager,
+        f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None
+        and kept_of(config) is None,
+        f"{CONNECTOR} with sliding windows": bool(known.windows)
+        and config.kv_transfer_config is not None,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+    }
+    return next((name for name, here in refused.items() if here), "")
+
+
+def _check_angles(config: VllmConfig, known: Model, views: list[AttentionView]) -> None:
+    """Ask for the angles by which heads of these layers are turned."""
+    angles, most = functools.cache(_angles), known.config.max_position_embeddings
+    with set_current_vllm_config(config):
+        for view in views:
+            rotary = get_rope(view.head_size, most, True, known.rope(view), known.dtype)
+            angles(rotary, view.rotary_size)
+
+
+def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **options: Any) -> None:
+    original(*more, **options)
+    wanted = _wanted(scheduler.vllm_config)
+    if wanted is not None and wanted.through_store:
+        # vLLM's own reason to end chunks with blocks is the state of a Mamba layer.
+        scheduler.need_mamba_block_aligned_split = True
+        cut = functools.partial(in_whole_blocks, wanted.method.group)
+        scheduler._mamba_block_aligned_split = cut
+
+
+# -- the model is loaded ---------------------------------------------------------------------------
+
+
+@refusing
+def _prepared(original: Callable[..., Any], worker: Any) -> Any:
+    """Give every attention layer its codec, its page and its ring.
+
+    Raises:
+        ValueError: vLLM's model has other parts than are known here.
+    """
+    config, model = worker.vllm_config, worker.get_model()
+    wanted = _wanted(config)
+    if wanted is None:
+        return original()
+    found = [module for module in model.modules() if isinstance(_attention(module), Attention)]
+    found = [module for module in found if _attention(module).sliding_window is None]
+    if not found:
+        raise ValueError(f"xquant: no attention layer found in {type(model).__name__}")
+    dtype = config.model_config.dtype
+    views = [_view(module, dtype) for module in found]
+    known, angles = model_of(config), functools.cache(_angles)
+    codecs = fit.codecs_for(wanted, known, views, get_tensor_model_parallel_rank())
+    keeping = wanted.keeping(getattr(config.speculative_config, "num_speculative_tokens", 0))
+    room = room_of(codecs, keeping, dtype, known.windows)
+    for place, (parent, codec) in enumerate(zip(found, codecs, strict=True)):
+        layer: Any = _attention(parent)
+        rotary = getattr(parent, "rotary_emb", None)
+        turned = functools.partial(angles, rotary, codec.view.rotary_size)
+        served = wanted.layer(codec, layer.impl.scale, layer.impl.logits_soft_cap, turned, exact_of)
+        ring = Ring(f"{layer.layer_name}.{RING}", served.row, keeping, dtype)
+        config.compilation_config.static_forward_context[ring.name] = ring
+        layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, turned
+        layer.impl.moved = room.starts[place] - place * room.page
+        layer.get_kv_cache_spec = functools.partial(_page_spec, layer, room)
+    return original()
+
+
+def _attention(module: Any) -> Any:
+    return getattr(module, "attn", None)
+
+
+def _view(parent: Any, dtype: torch.dtype) -> AttentionView:
+    """What a method may ask of vLLM's layer, or of this shard of it."""
+    layer: Any = _attention(parent)
+    fused = getattr(parent, "qkv_proj", None)
+    if fused is None or not isinstance(layer.impl, PagedImpl):
+        raise ValueError(f"xquant: {type(parent).__name__} is no attention layer that is known")
+    index, heads = extract_layer_index(layer.layer_name), (layer.num_heads, layer.num_kv_heads)
+    norm, rotary = getattr(parent, "k_norm", None), getattr(parent, "rotary_emb", None)
+    turned = getattr(rotary, "rotary_dim", 0)
+    return EngineView.of(index, parent, fused, *heads, layer.head_size, norm, turned, dtype)
+
+
+def _angles(rotary: Any, size: int) -> Angles:
+    plain = getattr(rotary, "is_neox_style", False) and not getattr(rotary, "mrope_section", None)
+    # vLLM's own table is in the dtype of the model.
+    table = rotary._compute_cos_sin_cache() if plain else None
+    if table is None or table.shape != rotary.cos_sin_cache.shape or table.shape[-1] != size:
+        raise ValueError(
+            f"xquant: keys before {type(rotary).__name__} cannot be had from vLLM: use a method that keeps"
+            " keys after RoPE, such as kivi-4bit:rope=post"
+        )
+    return Angles(*table.chunk(2, -1))
+
+
+def _page_spec(layer: Any, room: Room, config: VllmConfig) -> FullAttentionSpec:
+    return FullAttentionSpec(
+        block_size=room.block,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_size,
+        dtype=torch.uint8,
+        num_head_slots=1,
+        state_content_bytes=room.share,
+    )
+
+
+class Ring(nn.Module, AttentionLayerBase):
+    """The tokens of a layer that are not in a whole block: a block of rows for each request."""
+
+    def __init__(self, name: str, row: int, keeping: Keeping, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.name, self.keeping, self.row, self.dtype = name, keeping, row, dtype
+        self.kv_cache = torch.tensor([], device="cpu")
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return PagedBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
+        return CircularBufferSpec(
+            block_size=self.keeping.block,
+            num_kv_heads=1,
+            head_size=self.keeping.width(self.row),
+            head_size_v=0,
+            dtype=self.dtype,
+            dcp_sharded=False,
+        )
+
+
+# -- a forward pass --------------------------------------------------------------------------------
+
+
+_begun: dict[int, tuple[int, int]] = {}
+"""By the number of a ring, of the request that has it: how many tokens were found when it began, and how many
+it is to read before it writes one."""
+
+
+def _noted(original: Callable[..., Any], worker: Any, scheduler_output: Any) -> Any:
+    """A ring holds what its request computed; of a prefix that was found, it holds nothing."""
+    found = [
+        (new.block_ids, new.num_computed_tokens, new.prompt_len)
+        for new in scheduler_output.scheduled_new_reqs
+    ]
+    old = scheduler_output.scheduled_cached_reqs
+    again = zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True)
+    for name, blocks, count in again:
+        if name in old.resumed_req_ids:
+            found.append((blocks, count, worker.model_runner.requests[name].num_tokens))
+    for blocks, count, tokens in found:
+        _begun.update((group[0], (count, tokens)) for group in blocks if group)
+    return original(scheduler_output)
+
+
+class PagedBackend(AttentionBackend):
+    """Pages of packed blocks, and rings."""
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        return _NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return PagedImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return BatchBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        size = getattr(kv_cache_spec, "block_size", None)
+        return [get_current_vllm_config().cache_config.block_size if size is None else size]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # Pages of all layers beside each other: rings then fit the room of a block's pages.
+        return (KVCacheLayout.BLHNC,)
+
+
+class WindowBackend(cpu_attn.CPUAttentionBackend):
+    """vLLM's own, for layers with sliding windows. It reads a block wherever that lies."""
+
+    supported_kv_cache_layouts = PagedBackend.supported_kv_cache_layouts
+
+
+class BatchBuilder(AttentionMetadataBuilder):
+    """Makes a `Batch` of what vLLM says, for pages and for rings."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:  # vLLM's own is abstract
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Batch:
+        given = common_attn_metadata
+        starts, lengths = given.query_start_loc_cpu.tolist(), given.seq_lens.tolist()
+        return Batch.of(starts, lengths, given.block_table_tensor)
+
+
+class PagedImpl(AttentionImpl):
+    """Attends over one layer, by a `ServedLayer` that it is given when the model is loaded."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **more: Any,
+    ) -> None:
+        if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
+            raise ValueError("xquant: ALiBi and layers that share a cache are not served")
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.logits_soft_cap = float(scale), logits_soft_cap or 0.0
+        self.served: ServedLayer | None = None
+        self.ring: Ring | None = None
+        self.angles: Callable[[], Angles] | None = None
+        self.moved = 0  # bytes: from where vLLM puts its page in a block to where it is
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Batch | None,
+        output: Tensor,
+        **more: Any,
+    ) -> Tensor:
+        if attn_metadata is None:  # vLLM tries the model out
+            return output.zero_()
+        assert self.served is not None and self.ring is not None
+        self.served.bind(kv_cache, self.ring.kv_cache, self.ring.keeping.capacity, self.moved)
+        found: Any = get_forward_context().attn_metadata
+        step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _begun)
+        self.served.attend(query, key, value, step, output)
+        return output
