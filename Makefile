@@ -2,7 +2,7 @@
 # make demo   the main job on a small packaged model: a table, an HTML page, a generated text
 # make test   the tests
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
-# make matrix   every method in every family and way to generate, which takes half an hour; make test runs a part
+# make matrix   every method in every family and way to generate, for an hour; make test runs a part
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make serve-stress   its server with many clients, and thousands of random requests

@@ -59,6 +59,7 @@ def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
         pytest.skip("a recurrent state cannot go back, nor have its sequences chosen")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", [*IDENTITY, KEEPING_ALL])
 @pytest.mark.parametrize(
@@ -77,6 +78,7 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
     assert torch.equal(got, want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize(
     ("family", "spec"),
@@ -109,6 +111,7 @@ def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor,
     return tokens, caches[-1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", [*LOW, *(RIVALS if MORE else ())])
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "family", "bits", "spec"), EVERY)
 def test_every_method_works(
     library: Callable[..., None], family: str, bits: int, spec: str

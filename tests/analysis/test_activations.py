@@ -93,6 +93,7 @@ def measure(name: str, spec: str, context: int, batch: int, new: int) -> tuple[i
     return found, max(held.nbytes - before, 0)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def check(held: CacheBytes, report: Report, outliers: int) -> None:
     assert held.outliers >= counts
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3", "gemma2"])
 @pytest.mark.parametrize("spec", [*IDENTITY, *LOW, *SIZED])
 def test_every_part_is_that_of_a_real_run(spec: str, family: str) -> None:

@@ -188,6 +188,7 @@ def test_what_no_kernel_reads_is_told_of_once(make: Callable[..., Any]) -> None:
     assert "heads of 20" in cache.kernel
 
 
+@pytest.mark.sampled(4)
 @needs_native
 @pytest.mark.parametrize("make", [KVCache, partial(StaticKVCache, room=64)])
 @pytest.mark.parametrize(

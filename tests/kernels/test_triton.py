@@ -22,7 +22,6 @@ from support.attention_cases import (
     filled,
     laid,
 )
-from support.method_matrix import some
 from support.models import tiny
 from xquant import KVCache
 from xquant.kernels.call import FLOATS, AttentionCall
@@ -55,12 +54,14 @@ def case(spec: str, **options: Any) -> Case:
     return Case(spec, **{"path": "triton", "layers": 1, "tokens": 75, **options})
 
 
-@pytest.mark.parametrize("spec", some(LAYOUTS))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("spec", LAYOUTS)
 def test_every_layout_is_read_right(spec: str) -> None:
     one = case(spec, batch=2, queries=2, mask="bool")
     assert error(one, filled(one)) < TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec", ["asymkv-1.5bit:tail=3", "crosslayer:tail=0,km=0,vm=0,kq=2,vq=0", "crosslayer:tail=2"]
 )
@@ -69,6 +70,7 @@ def test_layers_may_differ_in_width_and_share_codes(spec: str) -> None:
     assert error(one, filled(one)) < TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [

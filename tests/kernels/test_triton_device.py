@@ -84,6 +84,7 @@ def read_ranked_codes() -> None:
         one(prompt(1, length).to(DEVICE), past_key_values=cache)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("act", "kernels"),
     [

@@ -19,7 +19,6 @@ from support import triton_interpreter
 from support.attention_cases import DEVICE, TOLERANCE, Case, filled
 from support.caches import calibration
 from support.host_waits import Silent, Unlaunched
-from support.method_matrix import some
 from support.models import tiny
 from xquant import parse_method
 from xquant.kernels.call import AttentionCall
@@ -257,8 +256,9 @@ def test_splits_are_of_the_blocks_that_are_there(
         assert (out[int(of.first[b])].double() - want[0]).norm() < TOLERANCE * want.norm()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "spec", some(["kivi-4bit:group=32", "kivi-2bit:group=32,rope=post", "int4:group=32"])
+    "spec", ["kivi-4bit:group=32", "kivi-2bit:group=32,rope=post", "int4:group=32"]
 )
 def test_a_cache_is_the_case_of_equal_lengths(spec: str) -> None:
     """Of the same blocks, the kernels of the library and of an engine make the same."""

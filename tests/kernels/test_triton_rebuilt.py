@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from support import triton_interpreter
 from support.attention_cases import DEVICE, TOLERANCE, Case, decoding_error, error, filled
-from support.method_matrix import some
 from support.models import prompt, tiny
 from xquant import KVCache, attach
 from xquant.kernels.triton import matrices
@@ -30,13 +29,15 @@ def case(spec: str, **options: Any) -> Case:
     return Case(spec, **{"path": "triton", "layers": 1, "tokens": 75, **options})
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", ["mha", "gqa"])
-@pytest.mark.parametrize("bits", some(range(1, 9)))
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_every_width_is_rebuilt_right(form: str, bits: int) -> None:
     one = case(f"xquant-{bits}bit:group=32,form={form},sink=2", batch=2, queries=2, mask="bool")
     assert error(one, filled(one)) < TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -60,47 +61,47 @@ def test_a_sum_of_one_layer_is_normalized_too() -> None:
     assert error(one, filled(one)) < TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
-    some(
-        [
-            {"queries": 3},  # causal among themselves
-            {
-                "group_heads": 9,
-                "queries": 8,
-                "kv_heads": 1,
-                "head_size": 64,
-            },  # more rows than a run has
-            {"softcap": 5.0, "mask": "float", "batch": 3, "sink_logits": 1.0},
-            {
-                "head_size": 96,
-                "kv_heads": 3,
-                "group_heads": 12,
-                "spec": "xquant-3bit:group=96,form=gqa",
-            },
-            {
-                "head_size": 96,
-                "kv_heads": 3,
-                "group_heads": 12,
-                "spec": "xquant-5bit:group=96,form=mha",
-            },
-            {
-                "head_size": 128,
-                "kv_heads": 1,
-                "group_heads": 8,
-                "spec": "xquant-4bit:group=64,form=gqa",
-            },
-            {"tokens": 20},  # nothing is sealed
-            {"tokens": 33, "queries": 5, "mask": "float"},  # queries are sealed
-            {"spec": "xquant-4bit:group=32,form=gqa,tail=40,rotate=true"},
-        ]
-    ),
+    [
+        {"queries": 3},  # causal among themselves
+        {
+            "group_heads": 9,
+            "queries": 8,
+            "kv_heads": 1,
+            "head_size": 64,
+        },  # more rows than a run has
+        {"softcap": 5.0, "mask": "float", "batch": 3, "sink_logits": 1.0},
+        {
+            "head_size": 96,
+            "kv_heads": 3,
+            "group_heads": 12,
+            "spec": "xquant-3bit:group=96,form=gqa",
+        },
+        {
+            "head_size": 96,
+            "kv_heads": 3,
+            "group_heads": 12,
+            "spec": "xquant-5bit:group=96,form=mha",
+        },
+        {
+            "head_size": 128,
+            "kv_heads": 1,
+            "group_heads": 8,
+            "spec": "xquant-4bit:group=64,form=gqa",
+        },
+        {"tokens": 20},  # nothing is sealed
+        {"tokens": 33, "queries": 5, "mask": "float"},  # queries are sealed
+        {"spec": "xquant-4bit:group=32,form=gqa,tail=40,rotate=true"},
+    ],
 )
 def test_every_shape_is_rebuilt_right(options: dict[str, Any]) -> None:
     one = case(**{"spec": "xquant-4bit:group=32,sink=2", "tokens": 130, **options})
     assert error(one, filled(one)) < TOLERANCE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 100])
 @pytest.mark.parametrize("spec", ["xquant-4bit:group=32,form=gqa", "xquant-cl-4bit:group=32"])
 def test_splits_are_combined(spec: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:

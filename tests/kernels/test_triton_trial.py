@@ -47,6 +47,7 @@ def kernels(spec: str, count: int = 1, of: Any = None) -> tuple[list[str], list[
     return said, [str(each.message) for each in found if each.category is RuntimeWarning]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -112,6 +113,7 @@ def silent(self: TritonAttention, call: Any) -> Tensor | None:
     return None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("attend", "why"),
     [
@@ -194,6 +196,7 @@ def same_bytes(one: KVCache, other: KVCache) -> bool:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "asked"),
     [

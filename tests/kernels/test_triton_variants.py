@@ -19,6 +19,7 @@ def found() -> dict[str, dict[str, Any]]:
     return cases
 
 
+@pytest.mark.long
 def test_there_is_one_variant_of_every_kernel_for_one_layout(
     found: dict[str, dict[str, Any]],
 ) -> None:

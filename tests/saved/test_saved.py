@@ -28,6 +28,7 @@ from xquant.saved import writing
 from xquant.store.sinks import Sinks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", [*IDENTITY, *LOW, *RIVALS])
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -57,6 +58,7 @@ def test_every_token_through_the_store(attend: str, spec: str, tmp_path: Path) -
     assert run.same_with(loaded(run.cache, tmp_path / "c"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [0, 1, 5, 8, 9, 31])
 @pytest.mark.parametrize("spec", SOME)
 def test_a_cache_of_any_length(spec: str, length: int, tmp_path: Path) -> None:
@@ -69,6 +71,7 @@ def test_a_cache_of_any_length(spec: str, length: int, tmp_path: Path) -> None:
     assert run.same_with(loaded(run.cache, tmp_path / "c"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", [greedy, sampling, beams], ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", SOME)
 def test_generate_writes_the_tokens_of_a_run_that_was_not_interrupted(

@@ -57,6 +57,7 @@ def decoded(
     return torch.cat(logits, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [wrapped, in_place, forward_alone])
 def test_a_compiled_model_gives_what_it_gives_uncompiled(way: Callable[[Any], Any]) -> None:
     model = tiny("llama")
@@ -73,6 +74,7 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(way: Callable[[Any], An
         assert torch.equal(decoded(fast, other), want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "family, spec, backend",
     [
@@ -229,6 +231,7 @@ def test_what_cannot_run_compiled_is_refused() -> None:
         decoded(wrapped(other), KVCache(other, SPEC))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", ["falcon", "gemma4"])
 @pytest.mark.parametrize("known", [False, True])
 def test_layers_that_attend_by_themselves_are_refused_where_they_alone_are_compiled(

@@ -54,6 +54,7 @@ def pair(model: Any, spec: str) -> tuple[KVCache, KVCache]:
     return cache, copy.deepcopy(cache)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_prefill_that_fails_half_way_up(family: str, spec: str) -> None:

@@ -46,6 +46,7 @@ def _kept(specs: list[str]) -> Any:
     )
 
 
+@pytest.mark.sampled(4)
 @_kept(SPECS)
 def test_each_sequence_reads_its_own_past(model: Any, spec: str, keeping: Keeping) -> None:
     torch.manual_seed(2)
@@ -54,6 +55,7 @@ def test_each_sequence_reads_its_own_past(model: Any, spec: str, keeping: Keepin
         assert engine.step(step) < 2e-5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", NATIVE)
 @_kept(KERNEL_SPECS)
 def test_kernels_read_unequal_sequences(
@@ -69,6 +71,7 @@ def test_kernels_read_unequal_sequences(
         assert engine.step(step, softcap=4.0) < tolerance
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keeping", KEPT[3:4])
 @pytest.mark.parametrize("spec", KERNEL_SPECS[:6:2])
 def test_triton_reads_unequal_sequences(wide: Any, spec: str, keeping: Keeping) -> None:

@@ -43,6 +43,7 @@ def decoded(model: Any, cache: StaticKVCache, ids: Tensor, settled: int | None =
     return torch.cat(found, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not native.isas(), reason="no native library, and pages are not read in place")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_all_steps_are_one_graph_of_one_shape(model: Any, backend: str) -> None:
@@ -149,6 +150,7 @@ def _told(argument: Any, stays: bool) -> Any:
     return argument
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_every_step_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a CUDA graph of one step holds for all; and the device is asked for nothing."""

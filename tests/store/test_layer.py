@@ -108,6 +108,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("step", "hold"), [(1, True), (5, True), (5, False), (8, False), (19, True), (19, False)]
 )

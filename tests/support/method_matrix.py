@@ -1,10 +1,5 @@
 """What is crossed in the operations matrix: methods in both forms, at 16 bits and at low bits."""
 
-from collections.abc import Iterable
-from typing import Any
-
-import pytest
-
 IDENTITY = [
     "full:group=8",
     "kivi-16bit:group=8",
@@ -77,10 +72,3 @@ RIVALS = [
 KEEPING_ALL = "pyramid:keep=1,tail=5,group=8"
 DROPPING = ["pyramid:tail=6,group=8", "pyramid:keep=0.3,slope=1,tail=5,group=1,sink=2"]
 """What drops tokens is neither saved nor converted, and has no blocks."""
-
-
-def some(cases: Iterable[Any], of: int = 3) -> list[Any]:
-    """Cases of a slow test: all of them for `make matrix`, otherwise the first and every third after it."""
-    return [
-        pytest.param(case, marks=pytest.mark.long if i % of else ()) for i, case in enumerate(cases)
-    ]

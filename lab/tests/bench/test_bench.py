@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache
 
 from support.attention_cases import exact, needs_flash
-from support.method_matrix import some
 from support.models import tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.roofline import attention_step
@@ -57,6 +56,7 @@ def test_a_row_for_the_full_cache_and_for_every_method() -> None:
     assert full["speedup_vs_full"] == 1
 
 
+@pytest.mark.long
 def test_packed_weights_and_compiled_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
@@ -154,6 +154,7 @@ def on_gpu(specs: list[str], model: Any = None, **options: Any) -> list[dict[str
     return bench(models, methods, settings, lambda *_: None, limits=LIMITS)
 
 
+@pytest.mark.sampled(2)
 @needs_flash
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("whole", [True, False])
@@ -197,8 +198,9 @@ def test_what_does_not_fit_says_so_and_the_others_go_on(monkeypatch: pytest.Monk
     assert ours["speedup_vs_full"] is None  # over nothing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("round", some([1, 0]))
+@pytest.mark.parametrize("round", [1, 0])
 def test_a_kernel_that_fails_has_a_row_that_says_why(
     round: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_the_full_cache_agrees_with_itself(model):
     assert found == [Agreement(0.0, ANSWER)] * 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens_are_those_of_greedy_decoding(model, method):
     asked = prompts(4)

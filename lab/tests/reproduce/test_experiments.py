@@ -59,6 +59,7 @@ def make(family, data=None):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -45,6 +45,7 @@ def test_passkeys_are_asked_for_at_every_depth():
     assert paper["cache_ratio"]["Llama-2-70B-32K, 32K"] == round(3.35 / 16, 4)
 
 
+@pytest.mark.long
 def test_ruler_is_of_as_many_tokens_as_the_context(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     from transformers import AutoTokenizer
@@ -93,6 +94,7 @@ def test_times_are_those_of_one_layer():
     assert paper["speedup"]["keys, 16K"] == round(219.4 / 126.3, 2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("table", ["table7", "table8"])
 @pytest.mark.parametrize("size", ["7B", "13B", "30B", "65B"])
 def test_the_papers_bytes_come_out_for_the_papers_models(table, size):

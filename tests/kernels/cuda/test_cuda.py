@@ -25,6 +25,7 @@ def case(spec: str, **options: Any) -> Case:
     return Case(spec, **{**given, **options})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec",
     [
