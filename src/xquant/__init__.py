@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         TurboQuant,
         XQuant,
         XQuantCL,
+        register,
     )
     from .prefixes import PrefixStore
     from .report import Report
@@ -82,6 +83,7 @@ __all__ = [
     "own_calibration",
     "pack_weights",
     "parse_method",
+    "register",
     "unpack_weights",
 ]
 
@@ -89,6 +91,7 @@ _METHODS = (
     *("AsymKV", "CrossLayer", "Full", "Integer", "KVQuant", "Kivi", "Method", "NormalFloat"),
     *("PredictedTransform", "Pyramid", "Transform", "XQuant", "XQuantCL"),
     *("KVLinC", "KVTC", "KVarN", "LlamaCpp", "Oscar", "QuaRot", "TurboQuant"),
+    "register",
 )
 _HOMES = {
     **dict.fromkeys(("attach", "detach"), "seam.hooks"),

@@ -15,6 +15,7 @@ import transformers
 from .calibration import Calibration
 from .files import write_atomically
 from .kernels.cpu import library as native
+from .methods.registry import outside
 from .seam.hooks import attach
 
 Rows = list[dict[str, Any]]
@@ -99,13 +100,15 @@ def tell_unfit(file: Path) -> None:
 
 @cache
 def code_digest() -> str:
-    """SHA-256 over the Python files of our packages that are loaded and the native library: results of edited
-    code are those of other code."""
+    """SHA-256 over the Python files of our packages that are loaded, those of methods from outside, and the
+    native library: results of edited code are those of other code."""
     digest, library = hashlib.sha256(), native.library_file()
     for name in sorted(name for name in sys.modules if _OURS.fullmatch(name)):
         for root in map(Path, sys.modules[name].__path__):
             for file in sorted(root.rglob("*.py")):
                 digest.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
+    for method, file in sorted(outside().items()):
+        digest.update(method.encode() + file.read_bytes())
     if library is not None:
         digest.update(library.read_bytes())
     return digest.hexdigest()

@@ -5,7 +5,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from .methods import METHODS, Method
+from .methods import METHODS, Method, find_installed
 
 
 def parse_method(spec: str | Method) -> Method:
@@ -31,14 +31,19 @@ def parse_method(spec: str | Method) -> Method:
         return spec
     if not isinstance(spec, str):
         raise TypeError(f"a method is a spec string or a Method, not {type(spec).__name__}")
-    name = _method_name(spec)
-    cls = METHODS[name]
     head, _, options = spec.strip().partition(":")
-    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
-    match = re.fullmatch(cls.head_pattern, head[len(name) :])
-    if match is None:
+    found = _named(head)
+    if found is None or found[1] is None:
+        find_installed()
+        found = _named(head)
+    if found is None:
+        raise ValueError(f"unknown method '{spec}'; known are {', '.join(METHODS)}")
+    cls, in_head = found
+    name = cls.name
+    if in_head is None:
         raise ValueError(f"'{spec}' is not how {name} is written; write it like '{cls.example}'")
-    written = [(key, text) for key, text in match.groupdict().items() if text is not None]
+    kinds = {f.name: f.type for f in dataclasses.fields(cls)}
+    written = [(key, text) for key, text in in_head.items() if text is not None]
     known = cls.option_help()
     values: dict[str, Any] = {}
     for option in filter(None, options.split(",")):
@@ -55,14 +60,17 @@ def parse_method(spec: str | Method) -> Method:
     return cls(**values)
 
 
-def _method_name(spec: str) -> str:
-    """The name that ``spec`` begins with, the longest where there are several."""
-    head = spec.strip().partition(":")[0]
-    named = (n for n in METHODS if head.startswith(n) and not head[len(n) :][:1].isalpha())
-    name = max(named, key=len, default=None)
-    if name is None:
-        raise ValueError(f"unknown method '{spec}'; known are {', '.join(METHODS)}")
-    return name
+def _named(head: str) -> tuple[type[Method], dict[str, str | None] | None] | None:
+    """The method that what stands before the colon is of, and the options in it: the longest name where there
+    are several. No options where the head is not how that method is written, nothing where there is none."""
+    named = [n for n in METHODS if head.startswith(n) and not head[len(n) :][:1].isalpha()]
+    matches = {n: re.fullmatch(METHODS[n].head_pattern, head[len(n) :]) for n in named}
+    fitting = [n for n, match in matches.items() if match] or named
+    if not fitting:
+        return None
+    name = max(fitting, key=len)
+    match = matches[name]
+    return METHODS[name], None if match is None else match.groupdict()
 
 
 def _parse_value(method: str, key: str, text: str, kind: Any) -> int | float | bool | str | None:

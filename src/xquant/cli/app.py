@@ -8,7 +8,7 @@ import click
 
 from .. import __version__
 from . import LABORATORY, calibrate, generate, inspect, methods, plan, prompt
-from .common import how_to_go_on
+from .common import IN_FILE, how_to_go_on
 
 OWN = (
     methods.methods,
@@ -21,6 +21,28 @@ OWN = (
 LABORATORYS = "bench", "compare", "eval", "lm-eval", "perplexity", "reproduce"
 VERBS = "xquant.verbs"
 """The group of entry points by which other distributions add verbs."""
+
+
+def _load(context: click.Context, option: click.Parameter, files: Sequence[str]) -> None:
+    if files:
+        from ..methods import load_file
+
+        for file in files:
+            load_file(file)
+
+
+def _plugin_option() -> click.Option:
+    """``--plugin``, which is looked at before specs are."""
+    return click.Option(
+        ["--plugin"],
+        metavar="FILE",
+        type=IN_FILE,
+        multiple=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_load,
+        help="Python file that registers methods of yours; may be given several times.",
+    )
 
 
 class Verbs(click.Group):
@@ -36,6 +58,8 @@ class Verbs(click.Group):
         if verb is not None:
             # Given as such, click writes it whole. What it takes of a docstring itself is cut off with dots.
             verb.short_help = " ".join((verb.help or "").partition("\n\n")[0].split()).rstrip(".")
+            if verb.add_help_option and all(each.name != "plugin" for each in verb.params):
+                verb.params.append(_plugin_option())
         elif name in LABORATORYS:
             raise ValueError(
                 f"'{name}' is a verb of the laboratory, xquant-lab: in a clone, {LABORATORY}"
@@ -46,6 +70,7 @@ class Verbs(click.Group):
 @click.group(
     cls=Verbs,
     commands=OWN,
+    params=[_plugin_option()],
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

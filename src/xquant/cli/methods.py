@@ -17,8 +17,9 @@ FROM_A_TEXT, ITS_OWN, NONE = "from a text", "its own", "none"
 @json_option
 def methods(json_file: str | None) -> None:
     """List the methods, their papers and their options."""
-    from ..methods import METHODS
+    from ..methods import METHODS, find_installed
 
+    find_installed()
     rows = [
         {
             "name": name,

@@ -1,4 +1,4 @@
-"""One file a method; `METHODS` lists them by the name that a spec starts with.
+"""One file a method; `METHODS` has them by the name that a spec starts with.
 
 Methods and their options are known without torch. What codecs are made of (`codec`, the files ``*_codec``)
 needs it, and is imported when it is first used.
@@ -20,6 +20,7 @@ from .oscar import Oscar
 from .plain_formats import Integer, NormalFloat
 from .pyramid import Pyramid
 from .quarot import QuaRot
+from .registry import METHODS, find_installed, load_file, register
 from .transform import PredictedTransform, Transform
 from .turboquant import TurboQuant
 from .xquant import XQuant
@@ -28,18 +29,9 @@ from .xquant_cl import XQuantCL
 if TYPE_CHECKING:
     from .codec import AttentionInputs, LayerCodec
 
-METHODS: dict[str, type[Method]] = {
-    cls.name: cls
-    for cls in (
-        Full,
-        Integer,
-        NormalFloat,
-        LlamaCpp,
-        Kivi,
-        AsymKV,
-        CrossLayer,
-        Pyramid,
-        KVQuant,
+for _method in (
+    *(Full, Integer, NormalFloat, LlamaCpp, Kivi, AsymKV, CrossLayer, Pyramid, KVQuant),
+    *(
         QuaRot,
         TurboQuant,
         KVarN,
@@ -50,8 +42,9 @@ METHODS: dict[str, type[Method]] = {
         XQuantCL,
         Transform,
         PredictedTransform,
-    )
-}
+    ),
+):
+    register(_method)
 
 __all__ = [
     "KVTC",
@@ -78,6 +71,9 @@ __all__ = [
     "TurboQuant",
     "XQuant",
     "XQuantCL",
+    "find_installed",
+    "load_file",
+    "register",
 ]
 
 
