@@ -4,6 +4,7 @@ import ast
 import tomllib
 from pathlib import Path
 
+import networkx
 import pytest
 from click.testing import CliRunner
 from importlinter.cli import lint_imports_command
@@ -75,3 +76,30 @@ def test_every_tensor_says_where_it_is() -> None:
             if module == "torch" and name in MADE and None not in said and wanted - said:
                 silent.append(f"{file.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}")
     assert not silent
+
+
+def _imported(file: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules that a file names in its imports, those for types alone included."""
+    home = [*file.relative_to(SOURCE.parent).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*home[: len(home) - node.level + 1], *(node.module or "").split(".")]
+            package = ".".join(filter(None, base))
+            found |= {f"{package}.{each.name}" for each in node.names} | {package}
+    return found & modules.keys()
+
+
+def test_no_circle_has_more_than_three_files() -> None:
+    """Files that name each other can only be read together. What a package gathers in its ``__init__`` is
+    left out: whoever imports a part of it imports that first, whatever stands there."""
+    modules = {
+        ".".join(file.relative_to(SOURCE.parent).with_suffix("").parts): file
+        for file in SOURCE.rglob("*.py")
+        if file.name != "__init__.py"
+    }
+    graph = networkx.DiGraph()
+    for name, file in modules.items():
+        graph.add_edges_from((name, other) for other in _imported(file, modules) - {name})
+    circles = [sorted(each) for each in networkx.strongly_connected_components(graph)]
+    assert not [each for each in circles if len(each) > 3]

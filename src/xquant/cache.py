@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import compat
 from .calibration import Calibration
 from .changes import ChangingCache
+from .contents import Contents
 from .kernels.backend import MOST_QUERIES
 from .kernels.call import AttentionCall
 from .methods import AttentionInputs, LayerCodec, Method
@@ -18,7 +19,7 @@ from .report import Report, report_of
 from .saved.resting import RestingCache
 from .seam.check import check_input, check_not_recorded, check_rope, check_states, places
 from .seam.gradients import past_is_constant, without_gradients
-from .seam.hooks import attached
+from .seam.hooks import Attachment, attached
 from .seam.masks import SHOWN, PassMask
 from .seam.passes import Given, ObservingCache
 from .snapshot import Snapshot
@@ -62,6 +63,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         1
     """
 
+    attachment: Attachment
     traceable = True
 
     def __init__(
@@ -157,6 +159,11 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         return type(self.attachment.view.model).__name__
 
     @property
+    def contents(self) -> Contents:
+        """What the cache holds, for what saves, converts and reports it."""
+        return Contents(self.attachment, self.method, self.stack, self.layers, self.beside)
+
+    @property
     def compressed(self) -> list[CompressedLayer]:
         """The layers that the method compresses, bottom up."""
         return self.stack.layers
@@ -172,10 +179,10 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
     def snapshot(self) -> Snapshot:
         """What `restore` needs to bring back the tokens of now; copies nothing that is compressed."""
         self._undo()
-        return Snapshot.of(self)
+        return Snapshot.of(self.contents)
 
     def restore(self, state: Snapshot) -> None:
-        state.bring_back(self)
+        state.bring_back(self.contents)
         self.stack.forget_pass()
         self._begun, self._mask = None, PassMask()
 
@@ -196,7 +203,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         if self._shows_padding:
             warnings.warn(SHOWN, stacklevel=2)
         self.note = ""
-        self._begun = Snapshot.of(self)
+        self._begun = Snapshot.of(self.contents)
 
     def _refresh(self) -> None:
         """Build an empty cache anew where the model's weights, dtype or device have changed."""
@@ -339,4 +346,4 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             >>> cache.report().tokens, cache.report().code_bits
             (300, 4.0)
         """
-        return report_of(self)
+        return report_of(self.contents, self.get_seq_length(), self.kernel, self.note)

@@ -3,20 +3,17 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import compat
 from .beside import StatesBesideCache
+from .snapshot import Snapshot
 from .stack import LayerStack
 from .store.layer import CompressedLayer
 from .store.tokens import TokenIndex
-
-if TYPE_CHECKING:
-    from .snapshot import Snapshot
-
 
 WINDOW = "_sliding_window_tensor"
 
@@ -53,11 +50,11 @@ class ChangingCache(StatesBesideCache):
         """Undo a forward pass that was interrupted."""
 
     @abstractmethod
-    def snapshot(self) -> "Snapshot":
+    def snapshot(self) -> Snapshot:
         """What `restore` needs, after `_undo`."""
 
     @abstractmethod
-    def restore(self, state: "Snapshot") -> None:
+    def restore(self, state: Snapshot) -> None:
         """Be as at the time of `snapshot`."""
 
     @contextmanager

@@ -2,39 +2,34 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .contents import Contents
 from .methods import LayerCodec
 from .models.rotation import rotate, unrotate
-from .store.layer import CompressedLayer
 from .store.tokens import TokenIndex
-
-if TYPE_CHECKING:
-    from .cache import KVCache
 
 
 @torch.no_grad()
-def fill(target: "KVCache", source: "KVCache") -> None:
-    """Give the empty ``target`` all tokens of ``source``, a cache of the same model, which stays as it is.
+def fill(target: Contents, source: Contents) -> None:
+    """Give an empty cache, the ``target``, all tokens of ``source``, of the same model, which stays as it is.
 
     Raises:
         ValueError: ``target`` keeps more than keys and values tell.
     """
     _check(source, target)
-    for i, own in enumerate(source.layers):
-        if not isinstance(own, CompressedLayer):
-            target.layers[i] = copy.deepcopy(own)
-    target.beside = copy.deepcopy(source.beside)
+    for number, layer in source.others.items():
+        target.layers[number] = copy.deepcopy(layer)
+    target.beside.update(copy.deepcopy(source.beside))
     if source.index.length:
         target.index.take(source.index)
         _pour(source, [target], lambda rows, _: rows)
 
 
 @torch.no_grad()
-def fill_apart(targets: "Mapping[int, KVCache]", source: "KVCache", ids: Tensor) -> None:
+def fill_apart(targets: Mapping[int, Contents], source: Contents, ids: Tensor) -> None:
     """Give each of the empty ``targets`` one sequence of ``source``, that of its number, without padding; all
     layers are compressed.
 
@@ -58,10 +53,9 @@ def fill_apart(targets: "Mapping[int, KVCache]", source: "KVCache", ids: Tensor)
     _pour(source, list(targets.values()), of_one)
 
 
-def _check(source: "KVCache", target: "KVCache") -> None:
-    for cache in (source, target):
-        if any(layer.evicts for layer in cache.compressed):
-            raise ValueError(f"a cache of {cache.method.spec} cannot be converted: it drops tokens")
+def _check(source: Contents, target: Contents) -> None:
+    for each in (source, target):
+        each.require_all_tokens("converted")
     for layer in target.compressed:
         if not layer.codec.keeps_states:
             raise ValueError(
@@ -71,7 +65,7 @@ def _check(source: "KVCache", target: "KVCache") -> None:
 
 
 def _pour(
-    source: "KVCache", targets: "Sequence[KVCache]", part: Callable[[Tensor, int], Tensor]
+    source: Contents, targets: Sequence[Contents], part: Callable[[Tensor, int], Tensor]
 ) -> None:
     """Layer by layer, bottom up: the states of one layer (and what it is predicted from) are there at a time.
 
@@ -88,8 +82,8 @@ def _pour(
                 new.release_below()
             old.release_below()
     finally:
-        for cache in (source, *targets):
-            cache.stack.forget_pass()
+        for each in (source, *targets):
+            each.stack.forget_pass()
 
 
 def _rows(

@@ -120,7 +120,7 @@ class PrefixStore:
         if cache.attachment is not attach(self._model):
             raise ValueError("the cache is one of another model than the store's")
         cache.snapshot()  # undoes a forward pass that was interrupted
-        ids = ids_of(cache, tokens)
+        ids = ids_of(cache.contents, tokens)
         _check_usual(cache)
         long = any(long for _, long in cache.index.runs)
         sequences = [ids[i][cache.index.real[i].cpu()] for i in range(len(ids))]
@@ -133,21 +133,23 @@ class PrefixStore:
                 self._shelf.touch(own)
                 stored[i] = self.chunk * len(own)
             elif as_it_is and _are_of(cache, i, sequences[i]):
-                stored[i] = self._put(cache, i, own[: chunks.whole_chunks(cache, self._blocks)])
+                whole = chunks.whole_chunks(cache.contents, self._blocks)
+                stored[i] = self._put(cache, i, own[:whole])
             else:
                 apart[i] = self._new_cache()
         if apart:
-            fill_apart(apart, cache, ids)
+            fill_apart({i: own.contents for i, own in apart.items()}, cache.contents, ids)
         for i, other in apart.items():
-            whole = chunks.whole_chunks(other, self._blocks)
+            whole = chunks.whole_chunks(other.contents, self._blocks)
             stored[i] = self._put(other, 0, names[i][:whole])
         return stored
 
     def _put(self, cache: KVCache, sequence: int, names: Sequence[str]) -> int:
         """Tokens of the chunks that are stored of one sequence."""
-        blocks, bases_held = self._blocks, chunks.bases_of(cache)
+        blocks, contents = self._blocks, cache.contents
+        bases_held = chunks.bases_of(contents)
         return self.chunk * self._shelf.put(
-            names, lambda number: chunks.chunk_of(cache, sequence, number, blocks, bases_held)
+            names, lambda number: chunks.chunk_of(contents, sequence, number, blocks, bases_held)
         )
 
     @torch.inference_mode(False)
@@ -202,7 +204,7 @@ class PrefixStore:
         while found:
             cache = self._new_cache(kernel)
             try:
-                chunks.fill(cache, found, self._blocks, long, ids)
+                chunks.fill(cache.contents, found, self._blocks, long, ids)
             except chunks.DamagedChunkError as error:
                 self._shelf.discard(names[error.number], str(error))
                 del found[error.number :]

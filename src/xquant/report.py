@@ -2,15 +2,12 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import compat
+from .contents import Contents
 from .linear import packed_bytes
 from .sizes import readable
-from .store.layer import CompressedLayer
-
-if TYPE_CHECKING:
-    from .cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -94,27 +91,30 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(cache: "KVCache") -> Report:
-    """What is resident in a cache, layer by layer kind."""
-    view = cache.attachment.view
+def report_of(contents: Contents, tokens: int, kernel: str, note: str) -> Report:
+    """What is resident in a cache that counts so many ``tokens``, layer by layer kind."""
+    view = contents.attachment.view
     sealed: Counter[str] = Counter()
     values = sealed_values = code_bytes = 0
-    for layer in cache.compressed:
+    for layer in contents.compressed:
         per_token = layer.codec.view.state_width
-        values += per_token * cache.index.batch * layer.get_seq_length()
-        sealed_values += per_token * cache.index.batch * layer.stream.tokens
+        values += per_token * contents.index.batch * layer.get_seq_length()
+        sealed_values += per_token * contents.index.batch * layer.stream.tokens
         for packed in layer.stream.pool:
             sealed.update({name: tensor.nbytes for name, tensor in packed.items()})
         for segment in layer.stream.segments:
             code_bytes += layer.stream.blocks * segment.parts(layer.stream.block)["codes"]
-    sinks = sum(layer.sink_nbytes for layer in cache.compressed)
-    tail = sum(layer.tail_nbytes for layer in cache.compressed) + cache.stack.unsealed_nbytes
-    index = cache.index.nbytes + sum(layer.stream.table_nbytes for layer in cache.compressed)
-    codebooks = sum(layer.stream.shared_nbytes for layer in cache.compressed)
-    lowest = cache.compressed[0]
-    ids = 0 if lowest.codec.embedding is None else cache.index.ids[:, : lowest.stream.tokens].nbytes
-    others = [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
-    others += cache.beside.values()
+    sinks = sum(layer.sink_nbytes for layer in contents.compressed)
+    tail = sum(layer.tail_nbytes for layer in contents.compressed) + contents.stack.unsealed_nbytes
+    index = contents.index.nbytes + sum(layer.stream.table_nbytes for layer in contents.compressed)
+    codebooks = sum(layer.stream.shared_nbytes for layer in contents.compressed)
+    lowest = contents.compressed[0]
+    ids = (
+        0
+        if lowest.codec.embedding is None
+        else contents.index.ids[:, : lowest.stream.tokens].nbytes
+    )
+    others = [*contents.others.values(), *contents.beside.values()]
     held = [tensor for layer in others for tensor in compat.held_by(layer)]
     skipped = sum(tensor.nbytes for tensor in held)
     resident = sealed.total() + codebooks + sinks + tail + index
@@ -123,11 +123,11 @@ def report_of(cache: "KVCache") -> Report:
         return 8 * size / sealed_values if sealed_values else 0.0
 
     return Report(
-        method=cache.method.spec,
-        batch=cache.index.batch,
-        tokens=cache.get_seq_length(),
-        kernel=cache.kernel,
-        layers_compressed=[layer.codec.view.index for layer in cache.compressed],
+        method=contents.method.spec,
+        batch=contents.index.batch,
+        tokens=tokens,
+        kernel=kernel,
+        layers_compressed=[layer.codec.view.index for layer in contents.compressed],
         layers_skipped=dict(view.skipped),
         sealed_bytes=dict(sealed),
         table_bytes=codebooks,
@@ -141,7 +141,7 @@ def report_of(cache: "KVCache") -> Report:
         code_bits=bits(code_bytes),
         cache_ratio=resident / (2 * values) if values else 0.0,
         model_bytes=packed_bytes(view.model) + sum(p.nbytes for p in view.model.parameters()),
-        codec_bytes=sum(layer.codec.nbytes for layer in cache.compressed),
-        note=cache.note,
-        host_bytes=sealed.total() if cache.stack.carrier is not None else 0,
+        codec_bytes=sum(layer.codec.nbytes for layer in contents.compressed),
+        note=note,
+        host_bytes=sealed.total() if contents.stack.carrier is not None else 0,
     )

@@ -2,16 +2,14 @@
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import compat
+from .contents import Contents
 from .store.layer import CompressedLayer
 from .store.past import State as LayerState
 from .store.tokens import State as IndexState
 from .store.tokens import TokenIndex
-
-if TYPE_CHECKING:
-    from .cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -27,15 +25,11 @@ class Snapshot:
     """States beside ours."""
 
     @classmethod
-    def of(cls, cache: "KVCache") -> "Snapshot":
-        layers, others = [], {}
-        for number, layer in enumerate(cache.layers):
-            if isinstance(layer, CompressedLayer):
-                layers.append((layer, layer.snapshot()))
-            else:
-                others[number] = _copied(layer)
-        beside = {index: _copied(layer) for index, layer in cache.beside.items()}
-        return cls(cache.index, cache.index.snapshot(), layers, others, beside)
+    def of(cls, contents: Contents) -> "Snapshot":
+        layers = [(layer, layer.snapshot()) for layer in contents.compressed]
+        others = {number: _copied(layer) for number, layer in contents.others.items()}
+        beside = {number: _copied(state) for number, state in contents.beside.items()}
+        return cls(contents.index, contents.index.snapshot(), layers, others, beside)
 
     @property
     def tokens(self) -> int:
@@ -49,16 +43,17 @@ class Snapshot:
             return int(other.get_seq_length()) if compat.keeps_tokens(other) else self.tokens
         return self.tokens
 
-    def bring_back(self, cache: "KVCache") -> None:
-        if self.index is cache.index:
-            cache.index.restore(self.state)
+    def bring_back(self, contents: Contents) -> None:
+        if self.index is contents.index:
+            contents.index.restore(self.state)
             for layer, state in self.layers:
                 layer.restore(state)
         else:  # its layers were made anew since, so they were empty
-            cache.stack.reset()
+            contents.stack.reset()
         for number, other in self.others.items():
-            cache.layers[number] = _copied(other)
-        cache.beside = {number: _copied(state) for number, state in self.beside.items()}
+            contents.layers[number] = _copied(other)
+        for number, state in self.beside.items():
+            contents.beside[number] = _copied(state)
 
 
 def _copied(layer: Any) -> Any:

@@ -28,6 +28,8 @@ from .calibrator import Rows, Stage
 class _Recorder(DynamicCache, ObservingCache):
     """A cache for one forward pass that keeps the inputs of the compressed layers, and their queries."""
 
+    attachment: Attachment
+
     def __init__(self, attachment: Attachment, gradients: bool, queries: bool) -> None:
         super().__init__(config=compat.text_config(attachment.view.model))
         self.attachment, self.gradients, self.asks_queries = attachment, gradients, queries

@@ -5,18 +5,10 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-LABORATORY = "pip install . ./lab"
-EXTRAS = {
-    **dict.fromkeys(("click", "rich"), ".[cli]"),
-    "sklearn": ".[calibrate]",
-    **dict.fromkeys(("accelerate", "gguf"), ".[smollm2]"),
-    **dict.fromkeys(("matplotlib", "jinja2", "markupsafe"), "./lab[plots]"),
-    **dict.fromkeys(("lm_eval", "datasets"), "./lab[eval]"),
-}
-"""What brings a package, for pip in a clone."""
+from .messages import EXTRAS, NOTHING_KEPT
+
 BAD_INPUT = 2
 INTERRUPTED = 130
-NOTHING_KEPT = "stopped; nothing was kept"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

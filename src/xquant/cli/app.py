@@ -7,8 +7,9 @@ from importlib.metadata import entry_points
 import click
 
 from .. import __version__
-from . import LABORATORY, calibrate, generate, inspect, methods, plan, prompt
+from . import calibrate, generate, inspect, methods, plan, prompt
 from .common import IN_FILE, how_to_go_on
+from .messages import LABORATORY
 
 OWN = (
     methods.methods,

@@ -16,7 +16,7 @@ from rich.table import Table
 from ..hub import check_model
 from ..results import STDOUT, stamp, write_json
 from ..text import NAMES
-from . import NOTHING_KEPT
+from .messages import NOTHING_KEPT
 from .progress import progress
 
 if TYPE_CHECKING:

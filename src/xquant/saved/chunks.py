@@ -6,11 +6,11 @@ each other without names.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..contents import Contents
 from ..quant import Ragged, Segment
 from ..store.layer import CompressedLayer
 from ..store.sinks import Sinks
@@ -18,9 +18,6 @@ from ..store.slabs import Slabs
 from ..store.stream import Pool
 from . import bases
 from .reading import FLOATS
-
-if TYPE_CHECKING:
-    from ..cache import KVCache
 
 _OTHER = "it holds more or less than the method stores"
 
@@ -30,9 +27,9 @@ features of the sinks among the tokens, by layer. ``features`` ``[0]``: of the t
 ``bases`` ``[.]``: see `bases_of`."""
 
 
-def whole_chunks(cache: "KVCache", blocks: int) -> int:
+def whole_chunks(contents: Contents, blocks: int) -> int:
     """How many chunks of so many ``blocks`` a sequence has: those in which no block was cut short."""
-    first = cache.compressed[0].stream
+    first = contents.compressed[0].stream
     whole = 0
     for length in first.lengths:
         if length < first.block:
@@ -42,13 +39,13 @@ def whole_chunks(cache: "KVCache", blocks: int) -> int:
 
 
 def chunk_of(
-    cache: "KVCache", sequence: int, number: int, blocks: int, bases_held: Tensor
+    contents: Contents, sequence: int, number: int, blocks: int, bases_held: Tensor
 ) -> Chunk:
     """The chunk of this number of a sequence; ``bases_held`` as by `bases_of`."""
     packed, sinks = [], []
-    start = number * blocks * cache.method.group
-    ranks = slice(start, start + blocks * cache.method.group)
-    for layer in cache.compressed:
+    start = number * blocks * contents.method.group
+    ranks = slice(start, start + blocks * contents.method.group)
+    for layer in contents.compressed:
         stream = layer.stream
         assert stream.table is not None and layer.tail is not None
         ids = stream.table[sequence, number * blocks : (number + 1) * blocks]
@@ -61,7 +58,7 @@ def chunk_of(
         none = layer.tail.new_empty(0, dtype=layer.codec.sink_dtype)
         rows = none if layer.sinks is None else layer.sinks.rows[sequence, ranks]
         sinks.append(rows.flatten().cpu())
-    tail = cache.compressed[0].tail
+    tail = contents.compressed[0].tail
     assert tail is not None
     return {
         "packed": torch.cat(packed),
@@ -71,16 +68,16 @@ def chunk_of(
     }
 
 
-def bases_of(cache: "KVCache") -> Tensor:
+def bases_of(contents: Contents) -> Tensor:
     """A few numbers ``[.]`` of the bases that the codecs computed from the weights, see `bases`."""
-    found = bases.probe(cache.method, cache.stack.codecs)
+    found = bases.probe(contents.method, contents.codecs)
     return torch.tensor(
         [number for own in found for number in own], dtype=torch.float64, device="cpu"
     )
 
 
-def fill(cache: "KVCache", chunks: Sequence[Chunk], blocks: int, long: bool, ids: Tensor) -> None:
-    """Give the empty ``cache`` the tokens of these chunks, each of so many ``blocks``.
+def fill(contents: Contents, chunks: Sequence[Chunk], blocks: int, long: bool, ids: Tensor) -> None:
+    """Give an empty cache the tokens of these chunks, each of so many ``blocks``.
 
     Args:
         ids: of the tokens, ``[T]``, and perhaps of some that follow.
@@ -90,18 +87,18 @@ def fill(cache: "KVCache", chunks: Sequence[Chunk], blocks: int, long: bool, ids
         DamagedChunkError: one of them is none of this method and model.
     """
     count = len(chunks) * blocks
-    tokens = count * cache.method.group
-    home = cache.compressed[0].codec.view.device
+    tokens = count * contents.method.group
+    home = contents.compressed[0].codec.view.device
     positions = torch.arange(tokens, device=home)[None]
-    runs = ((tokens, long),) if cache.attachment.view.rope.switches else ()
+    runs = ((tokens, long),) if contents.attachment.view.rope.switches else ()
     real = torch.ones_like(positions, dtype=torch.bool)
-    cache.index.give(positions, real, runs, ids[None, :tokens])
+    contents.index.give(positions, real, runs, ids[None, :tokens])
     readers = [_Reader(number, chunk) for number, chunk in enumerate(chunks)]
-    expected = bases_of(cache)
+    expected = bases_of(contents)
     for reader in readers:
         reader.check(reader.dtype == readers[0].dtype, "its features are of another type")
         reader.check_bases(expected)
-    for layer in cache.compressed:
+    for layer in contents.compressed:
         _fill_layer(layer, readers, blocks, count)
     for reader in readers:
         reader.check_all_read()

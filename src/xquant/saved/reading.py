@@ -1,7 +1,7 @@
 """Reading a cache from a file. What does not fit the model and the method is refused."""
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import compat
+from ..contents import Contents
 from ..models import AttentionView
 from ..quant import Segment, Streams
 from ..seam.hooks import Attachment
@@ -20,9 +21,6 @@ from ..store.tokens import UNKNOWN
 from . import bases, entropy
 from .header import Saved
 from .writing import WINDOWS, checksum, plain_name
-
-if TYPE_CHECKING:
-    from ..cache import KVCache
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Types that rows may have; under autocast they are not the model's."""
@@ -54,31 +52,35 @@ def check_model(saved: Saved, attachment: Attachment) -> None:
         raise ValueError(f"'{saved.path}' was saved from a model that has other layers compressed")
 
 
-def fill(cache: "KVCache", saved: Saved) -> None:
-    """Give the empty ``cache``, of the model and the method of the file, all that the file holds.
+def fill(contents: Contents, saved: Saved) -> Tensor | None:
+    """Give an empty cache, of the model and the method of the file, all that the file holds.
+
+    Returns:
+        the ids that it was saved with, int64 ``[B, T]``, if any.
 
     Raises:
         ValueError: the file is damaged, or was packed with another calibration or other bases.
     """
-    header, codecs = saved.header, cache.stack.codecs
+    header, codecs = saved.header, contents.codecs
     if header.calibration != codecs[0].calibrated:
         raise ValueError(
-            f"'{saved.path}' was packed with another calibration of {cache.method.calibrated_as}: give the"
+            f"'{saved.path}' was packed with another calibration of {contents.method.calibrated_as}: give the"
             " one that it was made with"
         )
-    if not bases.same(header.bases, bases.probe(cache.method, codecs)):
+    if not bases.same(header.bases, bases.probe(contents.method, codecs)):
         raise ValueError(
-            f"'{saved.path}' was packed in other bases than {cache.method.spec} computes of this model here:"
-            " another version or build of torch may choose others"
+            f"'{saved.path}' was packed in other bases than {contents.method.spec} computes of this model"
+            " here: another version or build of torch may choose others"
         )
     try:
         with safe_open(saved.source, "pt") as file:
             reader = _Reader(saved, file)
-            _fill(cache, reader)
+            ids = _fill(contents, reader)
             reader.check_all_read()
     except SafetensorError as error:
         raise saved.damaged(str(error)[:160]) from None
-    _expect_attention(cache, saved)
+    _expect_attention(contents.attachment, saved)
+    return ids
 
 
 class _Reader:
@@ -164,7 +166,7 @@ class _Reader:
         )
 
 
-def _fill(cache: "KVCache", reader: _Reader) -> None:
+def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
     header = reader.header
     batch, tokens = header.batch, header.tokens
     reader.check((batch > 0) == (tokens > 0), "sequences without tokens")
@@ -172,42 +174,43 @@ def _fill(cache: "KVCache", reader: _Reader) -> None:
         reader.check(
             not header.blocks and not header.lengths and not header.runs, "no tokens, but blocks"
         )
-        return
-    home = cache.compressed[0].codec.view.device
+        return None
+    home = contents.compressed[0].codec.view.device
     positions = reader.take("positions", (torch.int32,), (batch, tokens))
     real = reader.take("real", (torch.bool,), (batch, tokens))
-    _check_runs(cache, reader)
+    _check_runs(contents, reader)
     runs = tuple((stop, long) for stop, long in header.runs)
     ids = None
-    if cache.stack.codecs[0].embedding is not None:
+    if contents.codecs[0].embedding is not None:
         ids = reader.take("ids", (torch.int32,), (batch, tokens)).to(home, copy=True)
         reader.check(int(ids.min()) >= UNKNOWN, "an id that no token has")
-    cache.index.give(positions.to(home, copy=True), real.to(home, copy=True), runs, ids)
+    contents.index.give(positions.to(home, copy=True), real.to(home, copy=True), runs, ids)
     if "axes" in reader:
         reader.check(
-            cache.index.takes_axes, "positions of several axes, of which the model has one"
+            contents.index.takes_axes, "positions of several axes, of which the model has one"
         )
-        axes = reader.take("axes", (torch.int32,), (cache.index.axis_count, batch, tokens))
-        cache.index.axes = axes.to(home, copy=True)
+        axes = reader.take("axes", (torch.int32,), (contents.index.axis_count, batch, tokens))
+        contents.index.axes = axes.to(home, copy=True)
+    saved = None
     if "tokens" in reader:
-        ids = reader.take("tokens", (torch.int32,), (batch, tokens)).long()
-        reader.check(int(ids.min()) >= 0, "a token has no id")
-        cache.saved_tokens = ids
-    lengths, table = _table(reader, cache.method.group)
-    for layer in cache.compressed:
+        saved = reader.take("tokens", (torch.int32,), (batch, tokens)).long()
+        reader.check(int(saved.min()) >= 0, "a token has no id")
+    lengths, table = _table(reader, contents.method.group)
+    for layer in contents.compressed:
         _fill_layer(layer, reader, lengths, table)
-    for view in cache.attachment.view.layers:
-        if view.index in cache.attachment.view.skipped:
-            _fill_other(cache.layers[view.index], view, reader)
-    for number, layer in {**dict(enumerate(cache.layers)), **cache.beside}.items():
+    for view in contents.attachment.view.layers:
+        if view.index in contents.attachment.view.skipped:
+            _fill_other(contents.layers[view.index], view, reader)
+    for number, layer in {**dict(enumerate(contents.layers)), **contents.beside}.items():
         if compat.states_of(layer) is not None:
             _fill_states(number, layer, home, reader)
+    return saved
 
 
-def _check_runs(cache: "KVCache", reader: _Reader) -> None:
+def _check_runs(contents: Contents, reader: _Reader) -> None:
     """Runs of tokens end one after the other, the last with the last token, and neighbours differ."""
     runs, before = reader.header.runs, 0
-    if not cache.attachment.view.rope.switches:
+    if not contents.attachment.view.rope.switches:
         return reader.check(not runs, "runs of frequencies, of which the model has one set")
     kinds = [long for _, long in runs]
     reader.check(all(a != b for a, b in pairwise(kinds)), "runs that are one")
@@ -343,12 +346,12 @@ def _fill_states(number: int, layer: Any, home: torch.device, reader: _Reader) -
     compat.put_states(layer, states)
 
 
-def _expect_attention(cache: "KVCache", saved: Saved) -> None:
+def _expect_attention(attachment: Attachment, saved: Saved) -> None:
     """Spare the first forward pass finding out what the file knows: with which attention implementation of
     this version of transformers the layers hand over what a cache returns. Until a layer is seen to, it is
     given keys and values decoded, which its own implementation rounds otherwise than a kernel."""
-    cache.attachment.see_implementation()
-    for hooks in cache.attachment.hooks.values():
+    attachment.see_implementation()
+    for hooks in attachment.hooks.values():
         known = saved.header.attention == hooks.implementation
         same = saved.header.transformers == transformers.__version__
         if known and same and hooks.hands_over is None and hooks.view.latents is None:

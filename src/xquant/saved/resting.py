@@ -6,23 +6,23 @@ import tempfile
 from abc import abstractmethod
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
 from ..calibration import Calibration
+from ..contents import Contents
 from ..convert import fill
 from ..methods import Method
+from ..report import Report
 from ..seam.hooks import Attachment, attached
 from ..seam.passes import is_running
+from ..snapshot import Snapshot
 from ..spec import parse_method
 from . import reading, writing
 from .header import opened
-
-if TYPE_CHECKING:
-    from ..snapshot import Snapshot
 
 
 class RestingCache(Cache):
@@ -30,9 +30,20 @@ class RestingCache(Cache):
 
     attachment: Attachment
     method: Method
-    _begun: "Snapshot | None"
+    _begun: Snapshot | None
     _through_store: bool
     _offload: str | None
+
+    saved_tokens: Tensor | None
+
+    @property
+    @abstractmethod
+    def contents(self) -> Contents:
+        """What the cache holds."""
+
+    @abstractmethod
+    def report(self) -> Report:
+        """The same in bytes."""
 
     @abstractmethod
     def _undo(self) -> None:
@@ -72,7 +83,7 @@ class RestingCache(Cache):
             self.attachment.view.model, method, attend, calibration, kernel, self._offload
         )
         other._refresh()
-        fill(other, self)
+        fill(other.contents, self.contents)
         return other
 
     def save(
@@ -103,7 +114,7 @@ class RestingCache(Cache):
                 "a cache cannot be saved within a forward pass: save it before or after"
             )
         self._undo()
-        writing.write(self, Path(path), tokens, pack)
+        writing.write(self.contents, self.report(), Path(path), tokens, pack)
 
     @classmethod
     @torch.inference_mode(False)  # what is made within it could not be written to outside
@@ -134,7 +145,7 @@ class RestingCache(Cache):
             header = saved.header
             cache = cls(model, header.method, header.attend, calibration, kernel, offload)
             cache._refresh()
-            reading.fill(cache, saved)
+            cache.saved_tokens = reading.fill(cache.contents, saved)
         return cache
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -13,41 +13,43 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import compat
+from ..contents import Contents
 from ..files import replacing
 from ..quant import Streams
+from ..report import Report
 from ..store.layer import CompressedLayer
 from ..store.slabs import Slabs
 from . import bases, entropy
 from .header import VERSION, Header, seal, unsealed
-
-if TYPE_CHECKING:
-    from ..cache import KVCache
 
 WINDOWS = "DynamicSlidingWindowLayer"
 PLAIN = "DynamicLayer"
 """Classes of layers that transformers keeps itself and whose state is known here."""
 
 
-def write(cache: "KVCache", target: Path, tokens: Tensor | None, pack: str | None) -> None:
-    """Write a cache that is between two forward passes; see `KVCache.save`."""
+def write(
+    contents: Contents, report: Report, target: Path, tokens: Tensor | None, pack: str | None
+) -> None:
+    """Write what a cache holds, and what was reported of it; see `KVCache.save`."""
     if pack not in (None, "entropy"):
         raise ValueError(f"pack is None or 'entropy', not '{pack}'")
     if target.exists() and not target.is_file():
         raise ValueError(f"cannot save to '{target}': it is not a file")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot save to '{target}': there is no folder '{target.parent}'")
-    if any(layer.evicts for layer in cache.compressed):
-        raise ValueError(f"a cache of {cache.method.spec} cannot be saved: it drops tokens")
-    CompressedLayer.check_finite(cache.compressed, cache.index.length)
-    cache.stack.forget_unsealed()  # what is loaded holds as much as what was saved
-    tensors = {**_index(cache), **_blocks(cache), **_others(cache)}
+    contents.require_all_tokens("saved")
+    CompressedLayer.check_finite(contents.compressed, contents.index.length)
+    contents.stack.forget_unsealed()  # what is loaded holds as much as what was saved
+    tensors = {**_index(contents), **_blocks(contents), **_others(contents)}
     if tokens is not None:
-        tensors["tokens"] = ids_of(cache, tokens)
+        tensors["tokens"] = ids_of(contents, tokens)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     coded: entropy.Coded = {}
     if pack == "entropy":
-        tensors, coded = entropy.code(tensors, _streams(cache, tensors))
-    header = _header(cache, {name: checksum(tensor) for name, tensor in tensors.items()}, coded)
+        tensors, coded = entropy.code(tensors, _streams(contents, tensors))
+    header = _header(
+        contents, report, {name: checksum(tensor) for name, tensor in tensors.items()}, coded
+    )
     with replacing(target) as file:
         try:
             save_file(tensors, file, metadata=unsealed(header))
@@ -61,11 +63,13 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
-def _header(cache: "KVCache", checksums: dict[str, str], coded: entropy.Coded) -> Header:
+def _header(
+    contents: Contents, report: Report, checksums: dict[str, str], coded: entropy.Coded
+) -> Header:
     from .. import __version__
 
-    attachment, report = cache.attachment, cache.report()
-    view, first = attachment.view, cache.compressed[0]
+    attachment = contents.attachment
+    view, first = attachment.view, contents.compressed[0]
     told = attachment.identity.now()
     attachment.see_implementation()
     handing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.hands_over}
@@ -78,18 +82,20 @@ def _header(cache: "KVCache", checksums: dict[str, str], coded: entropy.Coded) -
         configuration=told.configuration,
         weights=told.weights,
         dtype=plain_name(first.codec.view.dtype),
-        method=cache.method.spec,
+        method=contents.method.spec,
         attend="store" if first.through_store else "chunk",
         calibration=first.codec.calibrated,
-        bases=bases.probe(cache.method, cache.stack.codecs),
+        bases=bases.probe(contents.method, contents.codecs),
         attention=handing.pop() if seen and len(handing) == 1 else "",
-        layers=[layer.codec.view.index for layer in cache.compressed],
-        recording=[i for i, own in enumerate(cache.layers) if getattr(own, "record_past", False)],
-        batch=cache.index.batch,
-        tokens=cache.index.length,
+        layers=[layer.codec.view.index for layer in contents.compressed],
+        recording=[
+            i for i, own in enumerate(contents.layers) if getattr(own, "record_past", False)
+        ],
+        batch=contents.index.batch,
+        tokens=contents.index.length,
         blocks=first.stream.blocks,
         lengths=[[length, len(list(alike))] for length, alike in groupby(first.stream.lengths)],
-        runs=[[stop, long] for stop, long in cache.index.runs],
+        runs=[[stop, long] for stop, long in contents.index.runs],
         cache_bytes=report.cache_bytes,
         full_cache_bytes=report.full_cache_bytes,
         checksums=checksums,
@@ -101,15 +107,15 @@ def plain_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _index(cache: "KVCache") -> dict[str, Tensor]:
+def _index(contents: Contents) -> dict[str, Tensor]:
     """What is known of every token, and the table of blocks, which all layers have alike."""
-    index, streams = cache.index, [layer.stream for layer in cache.compressed]
+    index, streams = contents.index, [layer.stream for layer in contents.compressed]
     if not index.length:
         return {}
     held = {"positions": index.positions, "real": index.real}
     if index.axes is not None:
         held["axes"] = index.axes
-    if cache.stack.codecs[0].embedding is not None:
+    if contents.codecs[0].embedding is not None:
         held["ids"] = index.ids
     tables = [stream.table for stream in streams if stream.table is not None]
     assert all(stream.lengths == streams[0].lengths for stream in streams)
@@ -117,11 +123,11 @@ def _index(cache: "KVCache") -> dict[str, Tensor]:
     return {**held, "table": tables[0].int()} if tables else held
 
 
-def _blocks(cache: "KVCache") -> dict[str, Tensor]:
+def _blocks(contents: Contents) -> dict[str, Tensor]:
     """The packed blocks, tail and sinks of each compressed layer. A field that lies in several pieces of
     memory is saved in as many, so that none is copied."""
     held: dict[str, Tensor] = {}
-    for layer in cache.compressed:
+    for layer in contents.compressed:
         number = layer.codec.view.index
         if layer.tail is not None:
             held[f"{number}.tail"] = layer.tail
@@ -142,9 +148,9 @@ def _blocks(cache: "KVCache") -> dict[str, Tensor]:
     return held
 
 
-def _streams(cache: "KVCache", names: Iterable[str]) -> dict[str, Streams]:
+def _streams(contents: Contents, names: Iterable[str]) -> dict[str, Streams]:
     """How the packed fields among these tensors are taken apart."""
-    layers = {str(layer.codec.view.index): layer.stream for layer in cache.compressed}
+    layers = {str(layer.codec.view.index): layer.stream for layer in contents.compressed}
     found = {}
     for name in names:
         layer, *rest = name.split(".")
@@ -156,12 +162,11 @@ def _streams(cache: "KVCache", names: Iterable[str]) -> dict[str, Streams]:
     return found
 
 
-def _others(cache: "KVCache") -> dict[str, Tensor]:
+def _others(contents: Contents) -> dict[str, Tensor]:
     """What transformers keeps itself: keys and values, or states of linear attention."""
     held: dict[str, Tensor] = {}
-    others = {i: layer for i, layer in enumerate(cache.layers) if not _is_ours(layer)}
-    for number, layer in {**others, **cache.beside}.items():
-        if not cache.index.length or compat.is_empty(layer):
+    for number, layer in {**contents.others, **contents.beside}.items():
+        if not contents.index.length or compat.is_empty(layer):
             continue
         states = compat.states_of(layer)
         if states is not None:
@@ -176,10 +181,6 @@ def _others(cache: "KVCache") -> dict[str, Tensor]:
     return held
 
 
-def _is_ours(layer: Any) -> bool:
-    return isinstance(layer, CompressedLayer)
-
-
 def as_ids(tokens: Any) -> Tensor:
     """Ids of tokens as a tensor."""
     try:
@@ -189,9 +190,9 @@ def as_ids(tokens: Any) -> Tensor:
         raise TypeError(f"ids of tokens are needed, not {kind}") from None
 
 
-def ids_of(cache: "KVCache", tokens: Tensor) -> Tensor:
+def ids_of(contents: Contents, tokens: Tensor) -> Tensor:
     """The ids of the tokens that the cache holds."""
-    tokens, held = as_ids(tokens), (cache.index.batch, cache.index.length)
+    tokens, held = as_ids(tokens), (contents.index.batch, contents.index.length)
     if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != held:
         raise ValueError(
             f"the tokens are {plain_name(tokens.dtype)} {list(tokens.shape)}, and the cache holds"

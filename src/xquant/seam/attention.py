@@ -10,11 +10,9 @@ from .. import compat
 from ..kernels.call import AttentionCall
 from . import traced
 from .gradients import past_is_constant, without_gradients
-from .layer import NAME, PREFIX, LayerHooks, unusual
+from .layer import NAME, LayerHooks, unusual
+from .naming import PREFIX, WRAPPED
 from .watched import Watched, plain
-
-WRAPPED = ("eager", "sdpa")
-"""Implementations of transformers that ours stand before."""
 
 
 def _attention(like: str) -> Callable[..., Any]:
@@ -87,5 +85,7 @@ def _attention(like: str) -> Callable[..., Any]:
     return attend
 
 
-for _name in WRAPPED:
-    compat.register_attention(PREFIX + _name, _name, _attention(_name))
+def register() -> None:
+    """Let transformers know the functions."""
+    for name in WRAPPED:
+        compat.register_attention(PREFIX + name, name, _attention(name))

@@ -33,12 +33,14 @@ from ..codecs import Codecs
 from ..identity import Identity
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
+from . import attention
 from .inputs import between, cache_among, ids_among, replaced, tokens_among
 from .layer import NAME, LayerHooks
 from .masks import PassMask, mask_among
 from .naming import name_functions
 from .passes import (
     PREFIX_TUNED,
+    Attached,
     Before,
     ForwardPass,
     Handed,
@@ -53,6 +55,8 @@ from .watched import Watched, watch
 
 _ATTACHMENT = "_xquant_attachment"
 _ATTACHING = RLock()
+
+attention.register()
 
 
 def attach(model: nn.Module) -> "Attachment":
@@ -117,7 +121,7 @@ def detach(model: nn.Module) -> None:
             attachment.detach()
 
 
-class Attachment:
+class Attachment(Attached):
     """The hooks on one model, and the codecs built for it."""
 
     def __init__(self, view: ModelView) -> None:

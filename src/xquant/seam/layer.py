@@ -1,7 +1,7 @@
 """LayerHooks: what is seen at one attention layer, and what is known of how it attends."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +11,12 @@ from ..kernels.choose import warn_of_torch
 from ..methods import LayerCodec
 from ..models import AttentionView
 from ..models.rotation import Pair
-from .passes import Given, Handed, LayerPass, split_axes
+from .naming import PREFIX, FunctionName
+from .passes import Attached, Given, Handed, LayerPass, split_axes
 from .watched import plain
-
-if TYPE_CHECKING:
-    from .hooks import Attachment
-    from .naming import FunctionName
 
 NAME = "_xquant_hooks"
 """Of the attribute of an attention layer that has its hooks."""
-PREFIX = "xquant_"
-"""Of the names of our attention functions."""
 NEWEST = 8
 """Tokens whose keys and values are compared with those that latents give."""
 
@@ -29,7 +24,7 @@ NEWEST = 8
 class LayerHooks:
     """The hooks of one attention layer."""
 
-    def __init__(self, attachment: "Attachment", view: AttentionView) -> None:
+    def __init__(self, attachment: Attached, view: AttentionView) -> None:
         self.attachment, self.view, self.index = attachment, view, view.index
         self.lowest = view is attachment.view.compressed[0]
         """Of the compressed layers: what all are given is seen there."""

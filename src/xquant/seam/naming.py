@@ -1,15 +1,18 @@
 """By which name attention layers find our attention function, while their model keeps its own for others."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from .. import compat
+from ..models import AttentionView
 from ..models.layer_config import LayerConfig
-from .attention import WRAPPED
-from .layer import PREFIX, LayerHooks
 
+WRAPPED = ("eager", "sdpa")
+"""Implementations of transformers that ours stand before."""
+PREFIX = "xquant_"
+"""Of the names of our attention functions."""
 NAMES = {name: PREFIX + name for name in WRAPPED}
 """Of our attention functions, by those that they stand before."""
 
@@ -43,7 +46,14 @@ class FunctionName:
                 module.config = self._given
 
 
-def name_functions(layers: Iterable[LayerHooks], default: Any) -> list[FunctionName]:
+class Named(Protocol):
+    """A layer that is told the name."""
+
+    view: AttentionView
+    named: FunctionName
+
+
+def name_functions(layers: Iterable[Named], default: Any) -> list[FunctionName]:
     """Name our attention function to layers.
 
     Args:

@@ -1,21 +1,18 @@
 """What is known during one forward pass, and what a cache offers to those that see it run."""
 
 import sys
-from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 
 from ..kernels.call import AttentionCall
+from ..models import ModelView
 from ..models.rotation import Pair
 from .masks import PassMask
 from .watched import Watched
-
-if TYPE_CHECKING:
-    from .hooks import Attachment
-
 
 PREFIX_TUNED = (
     "peft's prefix tuning gives the model a cache with the prefix in it, in place of any other"
@@ -51,10 +48,31 @@ class Given(NamedTuple):
     """Of the tokens, ``[B, T]``; None where the model was given embeddings alone."""
 
 
+class Attached(ABC):
+    """What hangs on one model, as its passes, its layers and its caches know it: see `hooks`."""
+
+    view: ModelView
+    hooks: Mapping[int, Any]
+    """`LayerHooks` of each compressed layer, by number."""
+
+    @property
+    @abstractmethod
+    def current(self) -> "ForwardPass | None":
+        """The forward pass that runs in this thread."""
+
+    @abstractmethod
+    def leaves_graphs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether hooks that no graph can hold are to run."""
+
+    @abstractmethod
+    def unserved(self, index: int) -> ValueError:
+        """Layer ``index`` was given its newest states alone, and did something else with them."""
+
+
 class ObservingCache:
     """What a cache offers to the seam."""
 
-    attachment: "Attachment"
+    attachment: Attached
     get_seq_length: Callable[..., int]
     """Tokens held."""
     layers: list[Any]

@@ -9,7 +9,7 @@ layers of a decode step are one graph. Begin and end of the pass stay with hooks
 from collections.abc import Callable
 from functools import wraps
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,7 @@ from .. import compat
 from ..kernels.call import AttentionCall
 from ..operators import operator
 from .layer import LayerHooks, unusual
-from .passes import ForwardPass, LayerPass, nothing
-
-if TYPE_CHECKING:
-    from .hooks import Attachment
+from .passes import Attached, ForwardPass, LayerPass, nothing
 
 RUNNING = local()
 """``attachment``: a reference to that whose decoder runs in this thread."""
@@ -47,7 +44,7 @@ def outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
     uncompiled = torch.compiler.disable(hook)
 
     @wraps(hook)
-    def run(self: "Attachment", module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+    def run(self: Attached, module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
         if self.leaves_graphs(args, kwargs):
             uncompiled(self, module, args, kwargs, *output)
 
@@ -104,13 +101,13 @@ def attend_in_place(
     return out
 
 
-def _current() -> "tuple[Attachment, ForwardPass]":
+def _current() -> tuple[Attached, ForwardPass]:
     """What runs in this thread.
 
     Raises:
         ValueError: nothing does.
     """
-    attachment: Attachment | None = getattr(RUNNING, "attachment", nothing)()
+    attachment: Attached | None = getattr(RUNNING, "attachment", nothing)()
     current = None if attachment is None else attachment.current
     if attachment is None or current is None:
         raise refused("hooks of its model did not run")

@@ -16,7 +16,7 @@ from ..methods import Method
 from ..models import AttentionView
 from ..seam.check import check_input, check_not_recorded
 from ..seam.gradients import past_is_constant
-from ..seam.hooks import attached
+from ..seam.hooks import Attachment, attached
 from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, ObservingCache
 from ..spec import parse_method
@@ -60,6 +60,7 @@ class StaticKVCache(Cache, ObservingCache):
         1
     """
 
+    attachment: Attachment
     traceable = True
 
     def __init__(

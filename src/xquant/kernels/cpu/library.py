@@ -7,6 +7,7 @@ beside its fields: a name that is not a field is an error, and not a value that 
 import ctypes
 import os
 import platform
+import sys
 import warnings
 from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
@@ -185,8 +186,7 @@ CALLS = {
 
 def library_file() -> Path | None:
     """Where the library is, or None where the package was installed without a compiler."""
-    from . import __path__ as folders  # an editable install has two
-
+    folders = sys.modules[__package__].__path__  # an editable install has two
     given = os.environ.get("XQUANT_NATIVE_LIBRARY")
     files = [Path(given)] if given else [Path(folder) / _FILE for folder in folders]
     return next(filter(Path.exists, files), None)

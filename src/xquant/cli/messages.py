@@ -1,0 +1,12 @@
+"""What the command says in more than one place."""
+
+LABORATORY = "pip install . ./lab"
+EXTRAS = {
+    **dict.fromkeys(("click", "rich"), ".[cli]"),
+    "sklearn": ".[calibrate]",
+    **dict.fromkeys(("accelerate", "gguf"), ".[smollm2]"),
+    **dict.fromkeys(("matplotlib", "jinja2", "markupsafe"), "./lab[plots]"),
+    **dict.fromkeys(("lm_eval", "datasets"), "./lab[eval]"),
+}
+"""What brings a package, for pip in a clone."""
+NOTHING_KEPT = "stopped; nothing was kept"
