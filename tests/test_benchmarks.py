@@ -36,6 +36,7 @@ def check_tables() -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_tables_are_what_the_results_say() -> None:
     found = check_tables()
     assert found.returncode == 0, found.stdout + found.stderr

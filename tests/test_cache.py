@@ -19,6 +19,7 @@ from xquant.methods import METHODS
 from xquant.quant import Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES
 from xquant.store.layer import CompressedLayer
+from xquant.store.rows import ROOM
 
 
 def logits(model: Any, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -249,7 +250,8 @@ def test_the_report_counts_every_byte(family: str, name: str) -> None:
     total = 0
     layers = cache.compressed
     sinks = [layer.sinks for layer in layers if layer.sinks is not None]
-    parts = [layer.built for layer in layers] + [layer.stream for layer in layers]
+    built = [layer.built for layer in layers]
+    parts = [*built, *(layer.stream for layer in layers)]
     for owner in [*layers, *sinks, cache.index, *parts]:
         tensors = [t for t in vars(owner).values() if isinstance(t, torch.Tensor)]
         tensors = [t for t in tensors if t is not cache.stack.codecs[0].embedding]
@@ -258,7 +260,9 @@ def test_the_report_counts_every_byte(family: str, name: str) -> None:
         for tensor in tensors:
             if tensor.data_ptr() not in held:
                 held.add(tensor.data_ptr())
-                assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a view keeps more alive"
+                room = tensor.untyped_storage().nbytes() - tensor.nbytes
+                follow = ROOM * tensor[:, :1].nbytes if owner in (*layers, *built) else 0
+                assert room <= follow, "a view keeps more alive"
                 total += tensor.nbytes
     assert report.cache_bytes - report.skipped_bytes == total
     assert (report.tokens, report.batch) == (43, 2)

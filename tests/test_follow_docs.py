@@ -49,6 +49,7 @@ def test_a_page_is_followed(tmp_path: Path) -> None:
     assert "(a GPU)" in found.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", ["```sh\nfalse\ntrue\n```", "```python\nprint(missing)\n```"])
 def test_a_block_that_fails_is_shown(tmp_path: Path, block: str) -> None:
     found = follow(tmp_path / "page.md", block + "\n")
@@ -63,6 +64,7 @@ def test_a_block_says_what_it_is(tmp_path: Path, block: str) -> None:
     assert "page.md:1:" in found.stderr
 
 
+@pytest.mark.long
 def test_pages_share_no_names(tmp_path: Path) -> None:
     first, second = tmp_path / "first.md", tmp_path / "second.md"
     first.write_text("```python\nname = 1\n```\n")

@@ -101,6 +101,7 @@ KINDS: list[tuple[Callable[..., None], int | str]] = [
 KEEPS_INPUTS = "xquant-16bit:group=32"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "bits"), KINDS)
 def test_every_form_works(library: Callable[..., None], bits: int | str, tmp_path: Path) -> None:
     """Or says in one line, and always the same, that weights do not make keys and values of inputs."""

@@ -91,8 +91,11 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(contents: Contents, tokens: int, kernel: str, note: str) -> Report:
-    """What is resident in a cache that counts so many ``tokens``, layer by layer kind."""
+def report_of(
+    contents: Contents, tokens: int | None = None, kernel: str = "", note: str = ""
+) -> Report:
+    """What is resident in a cache, layer by layer kind; ``tokens`` are those that it counts within a forward
+    pass."""
     view = contents.attachment.view
     sealed: Counter[str] = Counter()
     values = sealed_values = code_bytes = 0
@@ -125,7 +128,7 @@ def report_of(contents: Contents, tokens: int, kernel: str, note: str) -> Report
     return Report(
         method=contents.method.spec,
         batch=contents.index.batch,
-        tokens=tokens,
+        tokens=contents.index.length if tokens is None else tokens,
         kernel=kernel,
         layers_compressed=[layer.codec.view.index for layer in contents.compressed],
         layers_skipped=dict(view.skipped),

@@ -78,6 +78,7 @@ def test_every_part_is_that_of_a_real_run(spec: str, family: str) -> None:
         assert skeleton.nbytes == report.model_bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 @pytest.mark.parametrize("spec", OWN_GROUPS)
 def test_the_methods_own_groups_in_bfloat16(spec: str, family: str) -> None:

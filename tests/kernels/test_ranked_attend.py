@@ -30,7 +30,7 @@ specs = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     spec=specs,
     head_size=st.sampled_from([8, 24, 32, 40, 64, 80, 96, 128]),

@@ -123,6 +123,7 @@ def test_states_of_several_dtypes_are_read_right(dtypes: tuple[torch.dtype, ...]
         cache.attend(0, AttentionCall(query, key, value[..., :16], None, 1.0, None))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])
 def test_it_follows_what_happens_to_the_batch(spec: str) -> None:
     one = case(spec, batch=2, tokens=140, kv_heads=1)
@@ -145,6 +146,7 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
     assert cache.attend(0, AttentionCall(q, k, k, None, 0.2, None)) is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_models_decode_as_with_the_reference(family: str) -> None:
     options = {} if family == "gemma2" else {"num_hidden_layers": 2}

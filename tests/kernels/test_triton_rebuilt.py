@@ -121,6 +121,7 @@ def test_half_precision_states_cost_their_own_rounding_only(spec: str, dtype: to
     assert error(one, filled(one)) < 6 * least
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "spec",
     [
@@ -140,6 +141,7 @@ def test_it_follows_what_happens_to_the_batch(spec: str) -> None:
     assert error(one, cache) < TOLERANCE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("family", "spec"),
     [
@@ -172,6 +174,7 @@ def test_sums_go_from_layer_to_layer_in_one_memory(form: str) -> None:
     assert base.accumulated is None
 
 
+@pytest.mark.long
 def test_codes_do_not_depend_on_what_came_with_them() -> None:
     model = tiny("llama", head_dim=32, hidden_size=128, num_hidden_layers=4).to(DEVICE)
     spec, ids = "xquant-cl-2bit:group=32,form=gqa,sink=1", prompt(2, 128).to(DEVICE)

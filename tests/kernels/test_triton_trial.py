@@ -64,6 +64,7 @@ def test_a_kernel_that_agrees_is_taken(spec: str) -> None:
     assert kernels(spec) == (["triton (agrees with the reference)"], [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
 )
@@ -72,6 +73,7 @@ def test_it_agrees_in_half_precision(dtype: torch.dtype) -> None:
         assert kernels(spec, of=model().to(dtype))[1] == []
 
 
+@pytest.mark.long
 def test_a_layout_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 

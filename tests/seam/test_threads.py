@@ -55,6 +55,7 @@ def at_once(jobs: list[Callable[[], Tensor]]) -> list[Tensor]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize(
     "spec", ["kivi-4bit:group=32", "xquant-4bit:group=32", "xquant-cl-3bit:group=8"]

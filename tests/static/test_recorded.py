@@ -73,6 +73,7 @@ def test_a_graph_that_was_recorded_holds_for_other_steps_and_caches() -> None:
         assert (found - wanted).norm() < 2e-2 * wanted.norm()
 
 
+@pytest.mark.long
 def test_generate_compiled_with_padding(model: Any) -> None:
     """The mask grows from step to step, and no step is compiled anew for it."""
     inputs = left_padded([64, 40])

@@ -128,6 +128,7 @@ def test_the_same_states_give_the_same_store_however_they_arrive(
         assert dict(contents(one)) == dict(contents(other))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_sealed_block_holds_still(spec: str) -> None:
     layers, index = stack(tiny("llama"), spec)

@@ -174,6 +174,7 @@ def test_the_full_cache_is_attended_to_by_the_best_kernel_there_is(whole: bool) 
         assert row["timed_by"]["attend"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_roofline_stands_beside_what_was_measured() -> None:
     full, ours = on_gpu(["xquant-4bit:group=32"], dtypes=(torch.float32,))

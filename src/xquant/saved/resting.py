@@ -16,7 +16,6 @@ from ..calibration import Calibration
 from ..contents import Contents
 from ..convert import fill
 from ..methods import Method
-from ..report import Report
 from ..seam.hooks import Attachment, attached
 from ..seam.passes import is_running
 from ..snapshot import Snapshot
@@ -40,10 +39,6 @@ class RestingCache(Cache):
     @abstractmethod
     def contents(self) -> Contents:
         """What the cache holds."""
-
-    @abstractmethod
-    def report(self) -> Report:
-        """The same in bytes."""
 
     @abstractmethod
     def _undo(self) -> None:
@@ -114,7 +109,7 @@ class RestingCache(Cache):
                 "a cache cannot be saved within a forward pass: save it before or after"
             )
         self._undo()
-        writing.write(self.contents, self.report(), Path(path), tokens, pack)
+        writing.write(self.contents, Path(path), tokens, pack)
 
     @classmethod
     @torch.inference_mode(False)  # what is made within it could not be written to outside

@@ -16,7 +16,7 @@ from .. import compat
 from ..contents import Contents
 from ..files import replacing
 from ..quant import Streams
-from ..report import Report
+from ..report import report_of
 from ..store.layer import CompressedLayer
 from ..store.slabs import Slabs
 from . import bases, entropy
@@ -27,10 +27,8 @@ PLAIN = "DynamicLayer"
 """Classes of layers that transformers keeps itself and whose state is known here."""
 
 
-def write(
-    contents: Contents, report: Report, target: Path, tokens: Tensor | None, pack: str | None
-) -> None:
-    """Write what a cache holds, and what was reported of it; see `KVCache.save`."""
+def write(contents: Contents, target: Path, tokens: Tensor | None, pack: str | None) -> None:
+    """Write what a cache holds; see `KVCache.save`."""
     if pack not in (None, "entropy"):
         raise ValueError(f"pack is None or 'entropy', not '{pack}'")
     if target.exists() and not target.is_file():
@@ -47,9 +45,7 @@ def write(
     coded: entropy.Coded = {}
     if pack == "entropy":
         tensors, coded = entropy.code(tensors, _streams(contents, tensors))
-    header = _header(
-        contents, report, {name: checksum(tensor) for name, tensor in tensors.items()}, coded
-    )
+    header = _header(contents, {name: checksum(t) for name, t in tensors.items()}, coded)
     with replacing(target) as file:
         try:
             save_file(tensors, file, metadata=unsealed(header))
@@ -63,12 +59,10 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
-def _header(
-    contents: Contents, report: Report, checksums: dict[str, str], coded: entropy.Coded
-) -> Header:
+def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded) -> Header:
     from .. import __version__
 
-    attachment = contents.attachment
+    attachment, report = contents.attachment, report_of(contents)
     view, first = attachment.view, contents.compressed[0]
     told = attachment.identity.now()
     attachment.see_implementation()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..methods import AttentionInputs, LayerCodec
 from ..methods.key_value import states_of
+from .rows import GrowingRows
 
 States = tuple[Tensor, Tensor]
 
@@ -18,7 +19,7 @@ class BuiltTail:
     fewer than it has."""
 
     def __init__(self, codec: LayerCodec) -> None:
-        self._codec = codec
+        self._codec, self._rows = codec, GrowingRows()
         self.forget()
 
     @property
@@ -28,6 +29,7 @@ class BuiltTail:
     def forget(self) -> None:
         """Have them built from what the tail holds, when they are asked for."""
         self.states: Tensor | None = None  # [B, t, G*D + G*D]
+        self._rows.forget()
 
     def see(self, inputs: AttentionInputs, length: int) -> None:
         """A forward pass has given ``inputs`` for the newest tokens of a tail, which has ``length`` now."""
@@ -51,23 +53,24 @@ class BuiltTail:
         return states[..., :width], states[..., width:]
 
     def _add(self, states: Tensor) -> None:
-        states = states.detach()
-        held = [] if self.states is None else [self.states]
-        self.states = torch.cat(
-            [*held, states], 1
-        )  # a copy: views keep the model's activations alive
+        self.states = self._rows.extended(self.states, states.detach())
+
+    def restore(self, states: Tensor | None) -> None:
+        """Have the ``states`` of an earlier time."""
+        self.states = states
+        self._rows.forget()
 
     def drop(self, count: int) -> None:
         """The first ``count`` tokens have left the tail."""
         if self.states is not None:
-            self.states = self.states[:, count:].clone()
+            self.restore(self.states[:, count:].clone())
 
     def cut(self, length: int) -> None:
         """The tail has its first ``length`` tokens only."""
         if self.states is not None:
-            self.states = self.states[:, :length].clone()
+            self.restore(self.states[:, :length].clone())
 
     def select(self, indices: Tensor) -> None:
         """The sequences are now these of before."""
         if self.states is not None:
-            self.states = self.states[indices.to(self.states.device)]
+            self.restore(self.states[indices.to(self.states.device)])

@@ -130,6 +130,7 @@ class EvictingLayer(CompressedLayer):
         self.columns, self.weights = self.columns.gather(1, best), self.weights.gather(1, best)
         rows = best[..., None].expand(-1, -1, self.tail.shape[2])
         self.tail = self.tail.gather(1, rows)
+        self._rows.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens. Those that were dropped before do not come back.
@@ -151,6 +152,7 @@ class EvictingLayer(CompressedLayer):
         assert self.tail is not None and self.weights is not None
         rows = int(left.max())
         self.tail, self.columns = self.tail[:, :rows].clone(), self.columns[:, :rows].clone()
+        self._rows.forget()
         self.weights, self._seen = self.weights[:, :rows].clone(), keep
         self.release()
 

@@ -15,6 +15,7 @@ from ..quant import Packed
 from . import finite
 from .built import BuiltTail
 from .packer import TORCH, Packer
+from .rows import GrowingRows
 from .sealing import pack, seal
 from .sinks import Sinks
 from .stream import State as StreamState
@@ -63,7 +64,7 @@ class Past:
         self.span: Sequence[Past] = (self,)
         self.source: Past | None = None
         self.accumulator: Accumulator | None = None
-        self.built = BuiltTail(codec)
+        self.built, self._rows = BuiltTail(codec), GrowingRows()
         self.reset()
 
     @staticmethod
@@ -86,6 +87,7 @@ class Past:
         """Forget all tokens."""
         self.stream.reset()
         self.tail: Tensor | None = None  # [B, t, W]
+        self._rows.forget()
         self.built.forget()
         self.sinks: Sinks | None = None  # once a block was sealed
         self.release()
@@ -96,7 +98,9 @@ class Past:
 
     def restore(self, state: State) -> None:
         """Hold what it held at the time of a `snapshot`, to the bit."""
-        self.tail, self.built.states, self.sinks, stream = state
+        self.tail, built, self.sinks, stream = state
+        self._rows.forget()
+        self.built.restore(built)
         self.stream.restore(stream)
         self.release()
 
@@ -156,7 +160,7 @@ class Past:
         if self._asks_at_once(rows.device):
             finite.check_rows(rows, self.codec.view.index)
         self.release()
-        self.tail = rows if self.tail is None else torch.cat([self.tail, rows], 1)
+        self.tail = self._rows.extended(self.tail, rows)
         if self.through_store and self.method.tail:
             self.fresh = self.tail
         read = self.through_store or self.codec.reads_below or self.codec.feeds_above
@@ -164,8 +168,6 @@ class Past:
         if sealing:
             Past.check_finite(self.span, before)
             seal(self.span)
-        elif self.tail is rows:
-            self.tail = rows.clone()  # a view would keep the model's activations alive
         self.accumulate(sealing or self.through_store)
 
     def _widened(self, rows: Tensor, held: torch.dtype) -> Tensor:
@@ -228,6 +230,7 @@ class Past:
         self.stream.seal(packed, self.tail.shape[0])
         self.span[0].decoded = None
         self.tail = self.tail[:, count:].clone()  # a view would keep the sealed rows alive
+        self._rows.forget()
         self.built.drop(count)
 
     # -- recalling -----------------------------------------------------------------------------
@@ -371,6 +374,7 @@ class Past:
         if keep == 0:
             return self.reset()
         self.tail = self.tail[:, : max(keep - self.stream.tokens, 0)].clone()
+        self._rows.forget()
         self.built.cut(self.tail.shape[1])
         self.stream.crop(keep)
         if self.sinks is not None:
@@ -383,6 +387,7 @@ class Past:
             return
         self.stream.select(indices)
         self.tail = self.tail[indices.to(self.tail.device)]
+        self._rows.forget()
         self.built.select(indices)
         if self.sinks is not None:
             self.sinks = self.sinks.selected(indices)
