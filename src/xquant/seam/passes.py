@@ -237,4 +237,7 @@ class ForwardPass:
         return cache
 
     def at(self, index: int) -> LayerPass:
-        return self.inputs.setdefault(index, LayerPass())
+        seen = self.inputs.get(index)
+        if seen is None:
+            seen = self.inputs[index] = LayerPass()
+        return seen

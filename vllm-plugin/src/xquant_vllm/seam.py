@@ -1,4 +1,4 @@
-"""The only file that knows vLLM's names. docs/architecture.md lists those that it hooks into, and why."""
+"""Where the plugin hooks into vLLM: docs/architecture.md lists the names, and why each."""
 
 import functools
 from collections.abc import Callable

@@ -14,13 +14,12 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...models import AttentionView
 from ...quant.operand import Operand
-from ...store.built import States
 from ..addresses import BlockAddresses
 from ..backend import LayerAttention, uncoded
 from ..call import AttentionCall
 from ..rope import RopeTable, Within
 from . import library as native
-from .kept import point_to_kept
+from .kept import ExactTokens
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer
@@ -131,6 +130,7 @@ class NativeAttention(LayerAttention):
         self._addresses = BlockAddresses(layer.stream)
         self._call = native.Attend()
         self._constant = describe_layer(self._call, layer.codec, layer.stream.block)
+        self._exact = ExactTokens(self._call, layer)
 
     def _refresh(self) -> None:
         """Point to the blocks as they are now."""
@@ -167,14 +167,10 @@ class NativeAttention(LayerAttention):
             )
             to.start_batch = angles.start[0].stride(0)
         self._refresh()
-        tail = sinks = None
-        if before:
-            assert layer.tail is not None
-            tail = self._states(layer.tail[:, :before])
-        if layer.sinks is not None:
-            sinks = self._states(layer.sinks.rows)
+        tail = layer.tail if before else None
+        sinks = None if layer.sinks is None else layer.sinks.rows
         exact = None if angles is None else (angles.tail, angles.sinks)
-        kept = point_to_kept(to, layer, call, tail, sinks, exact)
+        kept = self._exact.point(call, before, tail, sinks, exact)
         query = query if query.stride(-1) == 1 else query.contiguous()
         turn = layer.codec.turns[0]
         if turn is not None:
@@ -189,8 +185,3 @@ class NativeAttention(LayerAttention):
             raise MemoryError("not enough memory to attend over the packed cache")
         del kept  # the library has read it
         return out
-
-    def _states(self, rows: Tensor) -> States:
-        """Keys and values that lie side by side."""
-        width = self._layer.codec.view.kv_width
-        return rows[..., :width], rows[..., width:]

@@ -19,7 +19,7 @@ from ..rebuilding import TOKENS, at_columns
 from ..rope import BlockAngles, RopeAngles, RopeTable
 from . import library as native
 from .attention import describe_heads
-from .kept import point_to_kept
+from .kept import ExactTokens
 from .rebuild import KeyProduct, ValueSum
 from .turning import Angles
 
@@ -46,6 +46,7 @@ class RebuiltAttention(LayerAttention):
         assert codec is not None
         self._layer, self._codec, self._rope, self._to = layer, codec, rope, to
         self._addresses, self._sources = BlockAddresses(layer.stream), sources
+        self._exact = ExactTokens(to, layer)
         describe_heads(to, codec.view, layer.stream.block)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
@@ -120,7 +121,7 @@ class RebuiltAttention(LayerAttention):
             turned = angles.tail, angles.sinks
         elif not codec.rotated:
             turned = self._token_angles(before)
-        return point_to_kept(self._to, layer, call, tail, sinks, turned)
+        return self._exact.point(call, before, tail, sinks, turned)
 
     def _token_angles(self, before: int) -> tuple[Pair, Pair]:
         """Of the tail and of sinks, where blocks have none."""
