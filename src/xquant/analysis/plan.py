@@ -29,8 +29,9 @@ def plan(
     """A row for every method: the bytes of its cache, whether they fit beside the weights, and how far
     rematerialization is free.
 
-    A cache fits where the most bytes that it holds on the way to ``context`` tokens do, together with the
-    activations of a pass there. One of the rows has ``take``, see `choose`.
+    A cache grows to ``context`` tokens, and may for a moment hold more bytes on the way than at the end. It
+    fits if that peak fits, together with the activations of the largest pass. One of the rows has ``take``,
+    see `choose`.
 
     Args:
         chunk: tokens of a prompt that are read at a time.
@@ -47,8 +48,9 @@ def plan(
 
 
 def choose(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row to take of those that fit: that of the widest codes. The full cache has the widest. Of equals,
-    one that rebuilds nothing, then one that needs no calibration, then the smallest. None where none fits."""
+    """The row to take of those that fit: the one with the most bits a code, and so the full cache if it fits.
+    Among rows with as many bits, a method that computes no keys and values anew comes first, then one that
+    needs no calibration, then the smallest cache. None where none fits."""
     fitting = [row for row in rows if row["fits"]]
     return max(
         fitting,

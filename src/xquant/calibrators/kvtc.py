@@ -20,9 +20,13 @@ SAMPLE = 1024
 
 
 class KVTCCalibrator:
-    """Finds ``mean`` ``[W]`` of each layer; for each kind of components (`KVTC.kinds`) ``KIND.basis``
-    ``[P, W']``, its columns of the principal components of all layers of its span, the largest first; and for
-    the lowest layer of a span ``KIND.error`` ``[.]``: the squared error of a token for each of the `choices`.
+    """Finds what is stored of the layers of each span, which share principal components.
+
+    * ``mean`` ``[W]`` of each layer's row of ``W`` numbers;
+    * ``KIND.basis`` ``[P, W']`` of each layer, for each kind of numbers (`KVTC.kinds`: keys, values, or
+      both): the part for its ``W'`` numbers of the ``P`` components of the span, the largest component first;
+    * ``KIND.error`` ``[.]`` of the lowest layer of a span: the mean squared error of a token with each of the
+      `choices` of how many bits which components get.
     """
 
     def __init__(self, method: KVTC, views: Sequence[AttentionView]) -> None:
@@ -59,8 +63,8 @@ class KVTCCalibrator:
 
 
 def components(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean ``[P]`` of rows ``[M, P]``, their principal components, fp16 ``[P, P]``, the largest first,
-    and what each of their `choices` loses ``[.]``."""
+    """The mean ``[P]`` of rows ``[M, P]``; their principal components, fp16 ``[P, P]``, the largest first;
+    and the `errors` of each of the `choices`."""
     mean = rows.mean(0)
     rows = rows - mean
     with one_thread():
@@ -71,7 +75,7 @@ def components(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def errors(states: Tensor) -> Tensor:
-    """The squared error of a token that each of the `choices` has, of components ``[M, P]``."""
+    """The mean squared error of a token with each of the `choices`, measured on components ``[M, P]``."""
     found = []
     for start, count, bits in choices(states.shape[1]):
         part = states[None, :, start : start + count]

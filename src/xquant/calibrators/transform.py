@@ -29,7 +29,7 @@ SINKS = 4
 BLOCK = 128
 """Tokens whose variance is taken at a time."""
 METRIC_RIDGE = 0.02
-"""Times the mean diagonal of the metric, added to its diagonal."""
+"""A metric gets so much times the mean of its diagonal added to its diagonal, so that it can be inverted."""
 PREDICTION_RIDGE = 1e-3
 """The same for the covariance of the rows that are predicted from."""
 TOKENS_AT_ONCE = 8192
@@ -83,8 +83,9 @@ class TransformCalibrator:
         return found
 
     def _embedding(self, view: AttentionView, count: int) -> Tensor:
-        """Numbers of every token, fp16 ``[V, count]``: of all that are linear in its embedding those that
-        tell most of the rows of all layers, as their metrics weigh them (reduced-rank regression)."""
+        """``count`` numbers for every token of the vocabulary, fp16 ``[V, count]``: those linear functions of
+        its embedding that predict the rows of all layers best, errors weighed by the layers' metrics
+        (reduced-rank regression)."""
         assert view.embed is not None
         seen = normed(view.embed, self.stage.ids.flatten())
         mean = seen.mean(0)
@@ -146,10 +147,11 @@ class TransformCalibrator:
     def _keys_first(self, number: int, rows: Tensor) -> dict[str, Tensor]:
         """The tensors of a layer whose keys have channels of their own, from its rows ``[N, T, W]``.
 
-        By the metric ``F`` an error of a key may cost more or less by an error of a value. With ``F_vv^-1
-        F_vk`` times the keys added to the values, that is no longer so: keys and these sums are coded by
-        themselves. Of the sums is coded what the decoded keys do not tell. So nothing is lost but where codes
-        are so coarse that keys tell less.
+        In the metric ``F`` errors of keys and of values are not independent: what an error of a key costs
+        depends on the error of the value. Adding ``F_vv^-1 F_vk`` times the keys to the values removes that,
+        so keys and these sums can be coded apart. Then what the decoded keys predict of the sums is
+        subtracted, and only the rest is coded. That loses something only where codes are so coarse that
+        decoded keys predict less.
         """
         width = self.codecs[number].view.kv_width
         metric = ridged(self.stage.metric(number))
@@ -314,8 +316,8 @@ def best_basis(covariance: Tensor, root: Tensor, count: int) -> tuple[Tensor, Te
 
 
 def dealt_out(counts: Sequence[int]) -> list[Tensor]:
-    """Which of so many channels in all, the loudest first, each of several layers packs: all have as many
-    loud ones for their ``counts``."""
+    """Deal the channels of a span, ordered by their variance, out to its layers: which of them each layer
+    packs, so many as ``counts`` says. Every layer gets its share of those with the largest variance."""
     layers = torch.arange(len(counts), device="cpu").repeat_interleave(
         torch.tensor(counts, device="cpu")
     )

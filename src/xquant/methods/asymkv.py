@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 class AsymKV(Method):
     """AsymKV (arXiv 2410.13212): 2 bits for the first l_k key and l_v value layers, 1 bit above.
 
-    Stores what `kivi` stores, at the width of each layer and tensor. By average bits, keys get the
-    wider codes first: at 1.5 bits every key has 2 bits and every value 1.
+    Stores what `kivi` stores, with bits of their own for the keys and the values of each layer. Where an
+    average is asked for, keys get more bits before values do: at 1.5 bits all keys have 2 bits, all values 1.
 
-    Differs from the paper: keys before RoPE by default; the tail, as in `kivi`.
+    Differs from the paper: keys are stored before RoPE by default, and recent tokens stay in the model's
+    dtype as in `kivi`.
 
     Examples:
         >>> from xquant import AsymKV
         >>> method = AsymKV(average=1.5)
         >>> method.spec
         'asymkv-1.5bit'
-        >>> method.wide_layers(32)  # of 32 layers, all keys have 2 bits and no values
+        >>> method.wide_layers(32)  # how many of 32 layers have 2-bit keys, and 2-bit values
         (32, 0)
     """
 
@@ -37,8 +38,12 @@ class AsymKV(Method):
     tail: int = field(default=128, metadata=TAIL)
     group: int = field(default=32, metadata=GROUP)
     average: float | None = field(default=None, metadata={"help": "average bits of K and V"})
-    lk: int | None = field(default=None, metadata={"help": "lowest layers with wide keys"})
-    lv: int | None = field(default=None, metadata={"help": "lowest layers with wide values"})
+    lk: int | None = field(
+        default=None, metadata={"help": "how many of the lowest layers have keys of high bits"}
+    )
+    lv: int | None = field(
+        default=None, metadata={"help": "how many of the lowest layers have values of high bits"}
+    )
     high: int = bits_field(2, help="bits of the lower layers")
     low: int = bits_field(1, help="bits of the layers above")
     rope: str = field(default="pre", metadata=ROPE)

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 class Kivi(QuantizedMethod):
     """KIVI (arXiv 2402.02750), by default with keys before RoPE: KIVI* of arXiv 2508.10395.
 
-    Stores K per channel in groups of g tokens and V per token in groups of g channels, b bits a code:
-    ``n (2 G D b) / 8 + 4 G D + 4 n ceil(G D / g)`` bytes a block of n = g tokens and layer.
+    Stores K per channel in groups of g tokens and V per token in groups of g channels, b bits a code, with an
+    fp16 scale and zero point for each group. With G key/value heads of size D that is
+    ``n (2 G D b) / 8 + 4 G D + 4 n ceil(G D / g)`` bytes in each layer for a block of n = g tokens.
 
-    Differs from the paper: recent tokens that are not yet a whole block stay full, K and V alike, so
-    the tail is ``tail`` to ``tail + g - 1`` tokens; a key bias is subtracted before quantizing.
+    Differs from the paper: K and V of recent tokens stay in the model's dtype until the tokens fill a block
+    beyond the newest ``tail``, so ``tail`` to ``tail + g - 1`` tokens do. The bias of the key projection is
+    subtracted before quantizing and added again when keys are read.
 
     Examples:
         >>> from xquant import Kivi, KVCache

@@ -12,14 +12,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KVarN(Method):
-    """KVarN (arXiv 2606.03458): rotated heads whose tokens and channels have one variance, then integers.
+    """KVarN (arXiv 2606.03458): heads are rotated by a Hadamard matrix, tokens and channels are scaled
+    to equal variance, and the result is stored as integers.
 
     Stores codes of keys and values; an fp16 scale and zero for each channel of a key head and each token of a
     value head; and a second scale for each token of a key head and each channel of a value head: ``n G D (k +
-    v) / 8 + 6 G D + 6 n G`` bytes a block of n tokens and layer.
+    v) / 8 + 6 G D + 6 n G`` bytes in each layer for a block of n tokens.
 
-    Differs from the paper: how many rounds are enough is not said, and here are 16, as in its form for vLLM;
-    sinks are those of every method.
+    Differs from the paper: it does not say how many rounds of dividing are enough; here there are 16, as in
+    its implementation for vLLM. Sinks are kept as in every other method.
 
     Examples:
         >>> from xquant import KVarN, parse_method
@@ -36,7 +37,11 @@ class KVarN(Method):
     key_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of keys"})
     value_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of values"})
     rounds: int = field(
-        default=16, metadata={"least": 1, "help": "of giving tokens and channels one variance"}
+        default=16,
+        metadata={
+            "least": 1,
+            "help": "times that tokens and channels are divided by their deviation",
+        },
     )
     rope: str = field(default="post", metadata=ROPE)
 

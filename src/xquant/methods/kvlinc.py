@@ -17,7 +17,7 @@ class KVLinC(CodedMethod):
 
     Stores K per channel in groups of g tokens, and V per token with an fp16 scale and zero for each head, or
     for each equal part of at most 128 channels of a larger head, b bits a code: ``n (2 G D b) / 8 + 4 G D + 4
-    n G ceil(D / 128)`` bytes a block of n = g tokens and layer.
+    n G ceil(D / 128)`` bytes in each layer for a block of n = g tokens.
 
     Differs from the paper: there are no adapters. There, trained linear ones make up for what quantized keys
     do to attention. Keys are before RoPE by default, as in `Kivi`; we have not found what they are there. A

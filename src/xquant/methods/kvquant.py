@@ -32,7 +32,7 @@ class KVQuant(Method):
     Stores K with scales of every channel found offline and V with an fp16 scale and zero per token, as
     codes into 2^b levels per layer; the outliers of each channel of K (offline thresholds) and of each
     token of V (found online) as an fp16 value and a 16-bit channel; the first token full:
-    ``n (2 G D b) / 8 + 4 n + 2 n c + 4 outliers`` bytes a block of n tokens and layer, c the bytes of
+    ``n (2 G D b) / 8 + 4 n + 2 n c + 4 outliers`` bytes in each layer for a block of n tokens, c the bytes of
     a token's outlier count (1 below 256 channels, else 2; none without outliers).
 
     Differs from the paper: offline ranges of keys are fitted to the levels; sparse rows of K are token

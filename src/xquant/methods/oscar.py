@@ -22,7 +22,7 @@ class Oscar(CodedMethod):
 
     Stores b-bit codes of keys after RoPE and of values, and an fp16 scale and zero for each head of a token,
     or for each equal part of at most 128 channels of a larger head: ``n (2 G D b) / 8 + 8 n G ceil(D / 128)``
-    bytes a block of n tokens and layer. The first 64 tokens and the last 256 stay full.
+    bytes in each layer for a block of n tokens. The first 64 tokens and the last 256 stay full.
 
     Differs from the paper: calibrated on text that the model writes. Every head has its own matrix;
     ``matrix="layer"`` gives the heads of a layer one, as its code does. As there, the weight of a token in

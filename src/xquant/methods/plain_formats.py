@@ -25,10 +25,14 @@ class PlainFormat(QuantizedMethod):
     gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
     group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
     keys: "Granularity" = field(
-        default="token", metadata={"choices": PER, "help": "ranges of keys per"}
+        default="token",
+        metadata={
+            "choices": PER,
+            "help": "whether a range is of one token or of one channel, for keys",
+        },
     )
     values: "Granularity" = field(
-        default="token", metadata={"choices": PER, "help": "ranges of values per"}
+        default="token", metadata={"choices": PER, "help": "the same for values"}
     )
     rope: str = field(default="post", metadata=ROPE)
 
@@ -56,11 +60,12 @@ class PlainFormat(QuantizedMethod):
 class Integer(PlainFormat):
     """Plain b-bit integers, the papers' int4, int4-gs64 (FlexGen) and int4-gs128 (Atom).
 
-    Stores codes, and an fp16 scale and zero per group of gs channels (tokens, where ranges are per
-    channel): ``n (2 G D b) / 8 + 8 n ceil(G D / gs)`` bytes a block of n tokens and layer, per token.
+    Stores codes, and an fp16 scale and zero point for each group of gs channels of a token. With G key/value
+    heads of size D that is ``n (2 G D b) / 8 + 8 n ceil(G D / gs)`` bytes in each layer for a block of n
+    tokens. With ``keys=channel`` or ``values=channel`` a group is gs tokens of a channel.
 
-    Differs from the papers: the zero is fp16, not an integer; per channel without groups, the vector
-    is the block.
+    Differs from the papers: the zero point is fp16, not an integer. Per channel and without gs, a group is
+    the channel's part of a block.
 
     Examples:
         >>> from xquant import Integer, parse_method

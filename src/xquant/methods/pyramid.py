@@ -21,12 +21,13 @@ class Pyramid(Method):
     whole. Of ``n`` older ones, layer ``l`` of ``L`` keeps ``n r``: those with the highest attention weight,
     averaged over all heads and the newest ``tail`` queries. ``r`` falls in a straight line from ``keep + s``
     in the lowest layer to ``keep - s`` in the highest, ``s = min(keep slope, 1 - keep)``. Bytes of a layer:
-    ``2 G D b (tail + n r)`` and 8 a token for its column and weight, ``b`` the bytes of the dtype. Up to
-    ``group - 1`` tokens more are there before they are dropped.
+    ``2 G D b (tail + n r)``, with ``b`` the bytes of the dtype, and for each token 8 bytes more: which token
+    it is, and its attention weight. Tokens are dropped ``group`` at a time, so up to ``group - 1`` more are
+    there.
 
     Differs from the paper: a prompt's tokens are dropped once its forward pass is over, not on the way, so
-    reading it costs as much as with the full cache. The straight line, weights that count all queries and
-    heads alike, and dropping again whenever ``group`` tokens can go are choices of ours.
+    reading it costs as much as with the full cache. Three choices are ours: the straight line, weights in
+    which all queries and heads count alike, and when tokens are dropped again.
 
     Examples:
         >>> from xquant import KVCache, Pyramid
@@ -47,7 +48,11 @@ class Pyramid(Method):
         default=0.5, metadata={"help": "share of older tokens kept, mean of layers", "most": 1}
     )
     slope: float = field(
-        default=0.5, metadata={"help": "how much more of it the lowest layer keeps", "most": 1}
+        default=0.5,
+        metadata={
+            "help": "by what part of keep the lowest layer keeps more, and the highest less",
+            "most": 1,
+        },
     )
     tail: int = field(
         default=64,
@@ -59,7 +64,8 @@ class Pyramid(Method):
         return False
 
     def share(self, position: int, layers: int) -> float:
-        """Of older tokens that the layer at ``position`` of ``layers`` keeps."""
+        """The share of older tokens that the layer at ``position``, counted from the lowest of ``layers``,
+        keeps."""
         height = position / (layers - 1) if layers > 1 else 0.5
         return self.keep + min(self.keep * self.slope, 1 - self.keep) * (1 - 2 * height)
 

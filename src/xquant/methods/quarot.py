@@ -15,7 +15,7 @@ class QuaRot(CodedMethod):
     """The cache of QuaRot (arXiv 2404.00456): heads times a Hadamard matrix, then integers per token.
 
     Stores b-bit codes of keys and values, and an fp16 scale and zero for each head of a token: ``n (2 G D b)
-    / 8 + 8 n G`` bytes a block of n tokens and layer.
+    / 8 + 8 n G`` bytes in each layer for a block of n tokens.
 
     Differs from the paper: weights and activations stay as they are; ranges are not clipped; a head whose
     size is no power of two is turned by a Hartley matrix as well.

@@ -17,8 +17,8 @@ class TurboQuant(CodedMethod):
     numbers, and the length of each head.
 
     Stores b-bit codes of keys and values, and the length of each head of a token in fp16: ``n (2 G D b) / 8 +
-    4 n G`` bytes a block of n tokens and layer. With ``qjl`` keys have one bit a number less, and in its
-    place the sign of a random projection of what is left, and its length (the paper's algorithm 2).
+    4 n G`` bytes in each layer for a block of n tokens. With ``qjl`` keys have one bit a number less, and in
+    its place the sign of a random projection of what is left, and its length (the paper's algorithm 2).
 
     Differs from the paper: the rotation is a Hadamard matrix with random signs; levels are those of the
     normal distribution, which heads of 64 and more are close to; all layers and channels have the same

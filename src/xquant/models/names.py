@@ -17,11 +17,13 @@ ATTENTIONS = (
     "self",
 )
 NORMS = ("input_layernorm", "ln_1", "self_attn_layer_norm", "norm_1", "norm", "temporal_pre_norm")
-"""Of what attention is given. What is not found is taken for no norm, which is right but says less."""
+"""The norm of the input of attention. A layer in which none is found counts as one without a norm: what is
+stored is right then, too, but deltas of the residual stream are taken of the norm's output instead."""
 FINAL_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f")
-"""Of what the layers of a decoder give together. One that is not found is taken for a part of them."""
+"""The norm of the output of the last layer. Where none is found, it counts as a part of that layer."""
 LENDS = "store_full_length_kv"
-"""True of a layer whose keys and values layers above attend to (Gemma 3n and 4)."""
+"""An attribute of attention that is True where layers above read this layer's keys and values, too (Gemma 3n
+and 4)."""
 ROTARY = ("rotary_emb", "pos_emb", "rotary_pos_emb", "rotary_embedding")
 
 

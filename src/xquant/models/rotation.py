@@ -28,7 +28,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     turned, passed = x[..., :width], x[..., width:]
     sin1, sin2 = sin.chunk(2, -1)
-    # Over whole heads and in place: halves, and memory for each product, take torch several times as long.
+    # On whole heads and in place. Working on each half, with new memory for each product, is several times
+    # slower.
     partners = turned.roll(width // 2, -1).mul_(torch.cat([-sin1, sin2], -1))
     turned = (turned * cos).add_(partners)
     return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
@@ -64,8 +65,8 @@ def orders(size: int, turned: int) -> Iterator[Tensor]:
 
 
 def widened(order: Tensor, turned: int) -> Tensor:
-    """The order ``[D]`` in which a head of which ``turned`` channels turn is one that turns as a whole, where
-    `widen` gives the angles: those that pass are pairs, too."""
+    """The order ``[D]`` of the channels of a head, of which RoPE turns only the first ``turned``, for kernels
+    that turn whole heads: the channels that RoPE leaves alone become pairs, too, which `widen` turns by 0."""
     pairs, passed = order[:turned].chunk(2), order[turned:].chunk(2)
     return torch.cat([pairs[0], passed[0], pairs[1], passed[1]])
 
@@ -85,8 +86,9 @@ def widen(pair: Pair, size: int) -> Pair:
 
 
 HALVES, NEIGHBOURS, ONCE, COMPLEX = "halves", "neighbours", "once", "complex"
-"""How a table has the angles of ``R / 2`` pairs: twice, one half behind the other; twice, side by side; once;
-or once, as complex numbers."""
+"""How a table of cos or sin holds the angles of ``R / 2`` pairs of channels. `HALVES`: all angles, and then
+all again. `NEIGHBOURS`: each angle twice, side by side. `ONCE`: each once. `COMPLEX`: each once, as a complex
+number."""
 
 
 def form_of(table: Any) -> str:

@@ -125,8 +125,8 @@ class Quantizer(ABC):
         return {}
 
     def expected_outliers(self, blocks: int, tokens: int, channels: int, seen: int) -> float:
-        """Outliers to be expected of ``blocks`` of ``tokens`` x ``channels``, where ``seen`` of all their
-        tokens are no sinks and may have some."""
+        """How many outliers to expect in ``blocks`` of ``tokens`` x ``channels``. Sinks have none; ``seen``
+        are the tokens of all these blocks that are no sinks."""
         return 0.0
 
     def operand(self, tokens: int, channels: int) -> Operand | RankedOperand | None:
@@ -188,10 +188,11 @@ class Segment:
     """A run of neighbouring channels stored by one quantizer.
 
     Args:
-        shared: its codes are shared, those of the same segment in another layer's stream; only what its own
-            ranges need is stored here.
-        told: fp32 ``[C, C']``, what the ``C'`` channels of the segment before it, as they are read, tell of
-            its own. That is taken off before these are packed, and not added when they are read.
+        shared: it has no codes of its own, but reads those of the same segment in another layer's stream with
+            its own ranges.
+        told: fp32 ``[C, C']``: a prediction of this segment's channels from the ``C'`` decoded channels of
+            the segment before it. It is subtracted before packing, and not added again when rows are read:
+            the codec's synthesis does that.
 
     Raises:
         ValueError: the quantizer has tables for another number of channels.
@@ -230,8 +231,8 @@ class Segment:
 
 
 def as_written(x: Tensor) -> AbstractContextManager[Any]:
-    """Arithmetic in the dtypes that quantizers and kernels ask for, whatever autocast takes elsewhere; it
-    refuses to join scales in fp64."""
+    """Switch autocast off, so that quantizers and kernels compute in the dtypes that they name. Autocast
+    would also refuse to concatenate fp64 scales."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return _AS_IT_IS

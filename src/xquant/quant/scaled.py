@@ -43,8 +43,8 @@ class Scaled(Grouped):
         levels: ``[2**bits]``, sorted, fp32.
         of: what a scale is. ``peak``: the largest magnitude over the largest level. ``signed peak``: the
             element of the largest magnitude over the lowest level, so that scales may be negative. With both,
-            levels are whole numbers, one after the other. ``norm``: the root mean square, of which levels are
-            multiples; it is stored times the largest.
+            levels are whole numbers, one after the other. ``norm``: the root mean square; levels are
+            multiples of it. What is stored is the root mean square times the largest level.
     """
 
     per: Granularity = field(default="token", init=False)
@@ -92,7 +92,7 @@ class Scaled(Grouped):
 
     @property
     def _even(self) -> bool:
-        """Whether levels are whole numbers one after the other: codes, and a number of scales."""
+        """Whether levels are consecutive whole numbers, so that a level is the code plus a constant."""
         return self.of != "norm"
 
     @property
@@ -181,7 +181,7 @@ class Balanced(Grouped):
         for _ in range(self.rounds):
             by_token = by_token * _deviation(heads / (by_token * by_channel), -1)
             by_channel = by_channel * _deviation(heads / (by_token * by_channel), 1, seen)
-        # What is stored is what codes are made with.
+        # Codes are made with the scales as they are stored, rounded to fp16.
         by_token, by_channel = (
             t.clamp(_LEAST, FP16_MAX).half().float() for t in (by_token, by_channel)
         )
@@ -233,7 +233,7 @@ class Balanced(Grouped):
 
 
 _LEAST = 2.0**-14
-"""Of a scale. A token, or channel, that deviates by less is not divided."""
+"""The smallest scale. A token, or channel, with a smaller deviation is divided by this instead."""
 
 
 def _deviation(x: Tensor, dim: int, seen: Tensor | None = None) -> Tensor:

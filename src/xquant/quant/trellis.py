@@ -1,11 +1,11 @@
 """Trellis codes: the level of a code depends on the codes before it.
 
 The last `WINDOW` bits of a row of codes select a level (the bit-shift trellis of QTIP, arXiv 2406.11235). So
-codes of one bit have 256 levels, of which any two that may come next are far from each other. Their error is
-that of plain codes with a sixth to a third of a bit more. A row is a circle: before its first code comes its
-last. So it needs no bits but those of its codes, and a level is found by reading the codes around it.
+codes of one bit have 256 levels, of which any two that may come next are far from each other. They have the
+error of plain codes that are wider by a sixth to a third of a bit. A row is a circle: before its first code
+comes its last. So it needs no bits but those of its codes, and reading the codes around one tells its level.
 
-The best codes are found by dynamic programming (Viterbi), in whole numbers: whoever computes them finds the
+The best codes are found by dynamic programming (Viterbi), in whole numbers, so that every machine finds the
 same.
 """
 
@@ -27,7 +27,8 @@ CIRCLE = 16
 _MOST = 2**16 - 1
 """The highest cost; what costs more costs this."""
 _BEYOND = 5792
-"""Units beyond the highest level at which numbers end: they cost a quarter of `_DEAREST`."""
+"""Numbers are cut off so many units beyond the highest level. What is cut off costs a quarter of
+`_DEAREST`."""
 _DEAREST = 4095
 """The highest cost of a token, before its weight."""
 MOST_WEIGHT = 16
@@ -198,7 +199,8 @@ class _Search:
         for step in range(rows.shape[1]):
             if step % _LEVELLED == 0:
                 cost = cost - cost.amin(1, keepdim=True)
-            # The lowest cost of each window's past, with what past it is in the low bits.
+            # Each window can follow several. Their costs, with the number of the one before in the low bits,
+            # so that the least of these numbers tells both the lowest cost and whose it is.
             past = (cost << self.width.code).view(-1, self.branches, self.shared)
             best = past[:, 0]
             for branch in range(1, self.branches):

@@ -1,5 +1,4 @@
-"""RestingCache: how a cache is kept, in a file or by another method, and comes back; and what comes of a
-pickled one."""
+"""RestingCache: how a cache is saved to a file and loaded, converted to another method, and pickled."""
 
 import copy
 import tempfile
@@ -144,7 +143,8 @@ class RestingCache(Cache):
         return cache
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What `save` writes, since the model of a cache would come along otherwise."""
+        """Pickle the bytes that `save` writes. The cache itself holds its model, which would be pickled,
+        too."""
         with tempfile.TemporaryDirectory() as folder:
             self.save(Path(folder) / "cache")
             return SavedCache, (type(self), (Path(folder) / "cache").read_bytes())

@@ -90,7 +90,7 @@ def attach(model: nn.Module) -> "Attachment":
 
 @contextmanager
 def attached(model: nn.Module) -> Iterator["Attachment"]:
-    """`attach`, for what may still be refused: then a model that had no hooks has none again."""
+    """`attach`, undone where the block fails: a model that had no hooks before has none after."""
     attachment = attach(model)
     try:
         yield attachment
@@ -131,7 +131,7 @@ class Attachment(Attached):
         self.identity = Identity(view)
         self.hooks = {layer.index: LayerHooks(self, layer) for layer in view.compressed}
         self.asked = 0
-        """How often `attach` gave it to what was not refused."""
+        """How many calls of `attach` have taken it, less those that `attached` has undone."""
         self._names = name_functions(self.hooks.values(), view.model.config)
         self._local = local()
         self._handles: list[Any] = []

@@ -27,7 +27,7 @@ class LayerHooks:
     def __init__(self, attachment: Attached, view: AttentionView) -> None:
         self.attachment, self.view, self.index = attachment, view, view.index
         self.lowest = view is attachment.view.compressed[0]
-        """Of the compressed layers: what all are given is seen there."""
+        """Whether it is the lowest compressed layer, which shows the cache positions and mask for all."""
         self.absorbs: bool | None = None
         """Whether attention over latents replaces that over keys and values; None where that was not seen."""
         self.named: FunctionName
@@ -39,8 +39,8 @@ class LayerHooks:
         """See `tracing`; None until the layer begins, and once it attends."""
 
     def see_expanded(self, handed: Handed, key: Tensor, value: Tensor) -> None:
-        """Learn whether the layer makes these keys and values ``[B, H, T, .]`` of the latents that it was
-        handed, and nothing else: then a step can do without them."""
+        """Learn whether the keys and values ``[B, H, T, .]`` that the layer attends to are nothing but its
+        latents, expanded as we expand them. Then a decode step can attend to the latents instead."""
         latents = self.view.latents
         if latents is None or self.absorbs is not None:
             return
@@ -57,8 +57,8 @@ class LayerHooks:
     def attend_to_latents(
         self, own: Callable[..., Any], query: Tensor, mask: Tensor | None, options: dict[str, Any]
     ) -> Any:
-        """Attention over the latents of the cache in use; by the model's ``own`` implementation where more is
-        asked than that."""
+        """Attention over the latents of the cache in use. Where dropout, weights or biases are asked for, the
+        latents are expanded for the model's ``own`` implementation."""
         current, latents = self.attachment.current, self.view.latents
         assert current is not None and latents is not None
         states = current.cache.latents(self.index)
@@ -82,7 +82,7 @@ class LayerHooks:
 
     @property
     def why_whole(self) -> str:
-        """What attends, and why, where the layer does not hand over its states."""
+        """For reports: what attends, and why, in a layer that does not pass on what its cache returns."""
         name = self.implementation
         if not name.startswith(PREFIX):
             return f"{name} (attention that is given whole keys and values)"

@@ -1,7 +1,8 @@
-"""Watched: states that note whether a model did anything with them.
+"""Watched: keys and values that note whether a model did anything with them.
 
-A cache may give an attention layer its newest states alone only if the layer hands them to the attention
-function as they are, where the cache adds the rest. Whether it does is not assumed but seen.
+A cache may return the newest keys and values alone to an attention layer, because our attention function adds
+the past. That is right only if the layer passes them on to the attention function unchanged. `Watched` shows
+whether it does.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 
 class Watched(Tensor):
-    """A tensor that notes the first operation on it; what the operation gives is a plain tensor."""
+    """A tensor that notes that something was computed with it; the result is a plain tensor."""
 
     touched: bool = False
 
@@ -31,7 +32,8 @@ class Watched(Tensor):
                 if isinstance(one, Watched):
                     one.touched = True
         if not all(issubclass(each, Watched) for each in types):
-            # Quantized weights (torchao) answer by themselves, too.
+            # Other tensors have functions of their own, as torchao's quantized weights do, and know none of
+            # ours.
             bare: tuple[Any, Any] = tree_map(plain, (args, kwargs))
             return func(*bare[0], **bare[1])
         with torch._C.DisableTorchFunctionSubclass():

@@ -15,8 +15,8 @@ States = tuple[Tensor, Tensor]
 
 
 class BuiltTail:
-    """Keys (before RoPE unless the codec is `rotated`) and values of the first tokens of a tail, which may be
-    fewer than it has."""
+    """Keys (before RoPE unless the codec is `rotated`) and values of the tokens of a tail, from its first on;
+    the newest may be missing."""
 
     def __init__(self, codec: LayerCodec) -> None:
         self._codec, self._rows = codec, GrowingRows()
@@ -71,6 +71,6 @@ class BuiltTail:
             self.restore(self.states[:, :length].clone())
 
     def select(self, indices: Tensor) -> None:
-        """The sequences are now these of before."""
+        """Keep the sequences ``indices`` of the batch, in this order."""
         if self.states is not None:
             self.restore(self.states[indices.to(self.states.device)])

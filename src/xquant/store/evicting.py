@@ -13,9 +13,9 @@ from .tokens import visible
 class EvictingLayer(CompressedLayer):
     """One layer of a `KVCache` with `methods.Pyramid`.
 
-    Its rows lie in the tail, ``K`` of each sequence, as they came. ``columns`` int32 ``[B, K]`` says which
-    token each is, ``weights`` fp32 ``[B, K]`` how much recent queries attended to it. The index knows all
-    tokens, also dropped ones, so positions and masks are those of the whole text.
+    Nothing is packed: the ``K`` rows of a sequence that are kept are the tail. ``columns`` int32 ``[B, K]``
+    says which token of the text each is, ``weights`` fp32 ``[B, K]`` how much recent queries attended to it.
+    The index of the cache knows dropped tokens, too, so positions and masks are those of the whole text.
     """
 
     evicts = True

@@ -18,9 +18,9 @@ from ..quant.quantizer import Field, dense
 from .packer import TORCH, Packer
 
 ALIGNMENT = 64
-"""Bytes that every field of a page starts at a multiple of: a line of the CPU's cache."""
+"""Every field of a page starts at a multiple of so many bytes: a line of the CPU's cache."""
 ROOM = 1.5
-"""Times the outliers that are expected of a block a page has room for."""
+"""A page has room for so many times the outliers that a block is expected to have."""
 
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
@@ -75,7 +75,7 @@ class PageLayout:
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes of the block in it: those of a page without what fills up its fields."""
+        """Bytes of the block in a page, without those that only align its fields."""
         return sum(place.field.nbytes for place in self.places)
 
     def fields(self, pages: Tensor) -> list[Packed]:
