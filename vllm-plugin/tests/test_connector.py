@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from support.processes import TESTS
 from support.vllm_engines import answers, calibrated, engine, random_prompts, save_mixed, save_tiny
 
 LONG = [300, 400, 129, 90]
@@ -74,8 +75,7 @@ def test_another_process_reads_what_was_recoded(method: str, tiny: Path, tmp_pat
     words = torch.tensor(random_prompts([128] * 16, seed=11))
     _, file = calibrated(tiny, method, words, tmp_path)
     given = [str(tiny), str(tmp_path / "s"), "full", method, file]
-    tests = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (tests, tests.parent)))
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, TESTS)))
     found = []
     for _ in range(2):
         done = subprocess.run(
