@@ -2,7 +2,9 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 
 import click
 
@@ -46,16 +48,22 @@ def _plugin_option() -> click.Option:
     )
 
 
+@cache
+def _added() -> dict[str, EntryPoint]:
+    """The verbs that other distributions add; to find them, all that is installed is looked through."""
+    return {each.name: each for each in entry_points(group=VERBS)}
+
+
 class Verbs(click.Group):
     """Our own verbs, and those that other distributions add. What is not asked for is not imported."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted({*self.commands, *entry_points(group=VERBS).names})
+        return sorted({*self.commands, *_added()})
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         verb = self.commands.get(name)
-        if verb is None:
-            verb = next((each.load() for each in entry_points(group=VERBS, name=name)), None)
+        if verb is None and name in _added():
+            verb = _added()[name].load()
         if verb is not None:
             # Given as such, click writes it whole. What it takes of a docstring itself is cut off with dots.
             verb.short_help = " ".join((verb.help or "").partition("\n\n")[0].split()).rstrip(".")
@@ -87,6 +95,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         ValueError: unknown verb or option, or a value of the wrong kind; further errors as the verbs.
         KeyboardInterrupt: it was stopped; the message says how to go on.
     """
+    if find_spec("rich") is None:  # tables are made of it, at the end of long work
+        raise ModuleNotFoundError("No module named 'rich'", name="rich")
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # Not xquant.main(): it has words of its own for an interrupt.
     try:

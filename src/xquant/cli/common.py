@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from ..hub import check_model
 from ..results import STDOUT, stamp, write_json
@@ -289,6 +287,9 @@ def finish(
 
 def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table; ``columns`` gives each heading its justification."""
+    from rich.console import Console  # not at once: it takes as long as click
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in columns.items():
         table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from rich import progress as bars
-from rich.console import Console
-
 from ..progress import Progress
 
 FIRST, EVERY = 5.0, 30.0
@@ -30,6 +27,9 @@ def progress(title: str) -> Iterator[Progress]:
 
 @contextmanager
 def _bar(stream: TextIO) -> Iterator[Progress]:
+    from rich import progress as bars
+    from rich.console import Console
+
     columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
     bar = bars.Progress(
         *columns, bars.TimeRemainingColumn(), console=Console(file=stream), transient=True
