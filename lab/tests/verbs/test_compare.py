@@ -4,16 +4,8 @@ import os
 import pytest
 
 from support.result_rows import benched, compared, scored
-from support.word_tokenizer import text_of
 
 SMALL = ("--context", 40, "--windows", 2, "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "t.txt"
-    path.write_text(text_of(100))
-    return str(path)
 
 
 @pytest.fixture

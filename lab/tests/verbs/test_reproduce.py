@@ -4,15 +4,8 @@ import os
 import pytest
 
 from support.lm_eval_data import harness_folder, longbench
-from support.word_tokenizer import text_of
 from xquant_lab.reproduce.experiments import EXPERIMENTS
 from xquant_lab.verbs.reproduce import check_needs
-
-
-@pytest.fixture
-def text(tmp_path):
-    (tmp_path / "t.txt").write_text(text_of(100))
-    return str(tmp_path / "t.txt")
 
 
 def test_list_shows_every_experiment(run):

@@ -129,8 +129,7 @@ class EvictingLayer(CompressedLayer):
         best = worth.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
         self.columns, self.weights = self.columns.gather(1, best), self.weights.gather(1, best)
         rows = best[..., None].expand(-1, -1, self.tail.shape[2])
-        self.tail = self.tail.gather(1, rows)
-        self._rows.forget()
+        self._hold(self.tail.gather(1, rows))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens. Those that were dropped before do not come back.
@@ -151,8 +150,8 @@ class EvictingLayer(CompressedLayer):
             )
         assert self.tail is not None and self.weights is not None
         rows = int(left.max())
-        self.tail, self.columns = self.tail[:, :rows].clone(), self.columns[:, :rows].clone()
-        self._rows.forget()
+        self._hold(self.tail[:, :rows].clone())
+        self.columns = self.columns[:, :rows].clone()
         self.weights, self._seen = self.weights[:, :rows].clone(), keep
         self.release()
 

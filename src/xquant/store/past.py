@@ -86,11 +86,15 @@ class Past:
     def reset(self) -> None:
         """Forget all tokens."""
         self.stream.reset()
-        self.tail: Tensor | None = None  # [B, t, W]
-        self._rows.forget()
+        self._hold(None)
         self.built.forget()
         self.sinks: Sinks | None = None  # once a block was sealed
         self.release()
+
+    def _hold(self, tail: Tensor | None) -> None:
+        """Have other recent tokens than those that were added last, ``[B, t, W]``."""
+        self.tail = tail
+        self._rows.forget()
 
     def snapshot(self) -> State:
         """What `restore` needs to bring back the tokens of now; copies nothing."""
@@ -98,8 +102,8 @@ class Past:
 
     def restore(self, state: State) -> None:
         """Hold what it held at the time of a `snapshot`, to the bit."""
-        self.tail, built, self.sinks, stream = state
-        self._rows.forget()
+        tail, built, self.sinks, stream = state
+        self._hold(tail)
         self.built.restore(built)
         self.stream.restore(stream)
         self.release()
@@ -229,8 +233,7 @@ class Past:
             self.sinks = sinks.kept(rows, start, self.index.sink)
         self.stream.seal(packed, self.tail.shape[0])
         self.span[0].decoded = None
-        self.tail = self.tail[:, count:].clone()  # a view would keep the sealed rows alive
-        self._rows.forget()
+        self._hold(self.tail[:, count:].clone())  # a view would keep the sealed rows alive
         self.built.drop(count)
 
     # -- recalling -----------------------------------------------------------------------------
@@ -373,9 +376,9 @@ class Past:
         keep = max(self.tokens - abs(tokens_to_remove), 0)
         if keep == 0:
             return self.reset()
-        self.tail = self.tail[:, : max(keep - self.stream.tokens, 0)].clone()
-        self._rows.forget()
-        self.built.cut(self.tail.shape[1])
+        tail = self.tail[:, : max(keep - self.stream.tokens, 0)].clone()
+        self._hold(tail)
+        self.built.cut(tail.shape[1])
         self.stream.crop(keep)
         if self.sinks is not None:
             self.sinks = self.sinks.cropped(keep)
@@ -386,8 +389,7 @@ class Past:
         if self.tail is None:
             return
         self.stream.select(indices)
-        self.tail = self.tail[indices.to(self.tail.device)]
-        self._rows.forget()
+        self._hold(self.tail[indices.to(self.tail.device)])
         self.built.select(indices)
         if self.sinks is not None:
             self.sinks = self.sinks.selected(indices)

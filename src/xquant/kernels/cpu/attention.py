@@ -19,7 +19,7 @@ from ..backend import LayerAttention, uncoded
 from ..call import AttentionCall
 from ..rope import RopeTable, Within
 from . import library as native
-from .kept import ExactTokens
+from .exact import ExactTokens
 
 if TYPE_CHECKING:
     from ...store.layer import CompressedLayer

@@ -19,7 +19,7 @@ from ..rebuilding import TOKENS, at_columns
 from ..rope import BlockAngles, RopeAngles, RopeTable
 from . import library as native
 from .attention import describe_heads
-from .kept import ExactTokens
+from .exact import ExactTokens
 from .rebuild import KeyProduct, ValueSum
 from .turning import Angles
 

@@ -19,6 +19,7 @@ class ExactTokens:
 
     Args:
         to: the call.
+        layer: whose tokens they are.
     """
 
     def __init__(self, to: native.Attend, layer: CompressedLayer) -> None:
