@@ -39,7 +39,8 @@ def decoded(model: Any, cache: StaticKVCache, ids: Tensor, settled: int | None =
     found = [model(ids[:, :60], past_key_values=cache).logits]
     for at in range(60, ids.shape[1]):
         with torch._dynamo.config.patch(error_on_recompile=settled is not None and at >= settled):
-            found.append(model(ids[:, at : at + 1], past_key_values=cache).logits)
+            # A graph that is recorded gives its memory to the next step.
+            found.append(model(ids[:, at : at + 1], past_key_values=cache).logits.clone())
     return torch.cat(found, 1)
 
 

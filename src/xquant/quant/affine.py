@@ -16,6 +16,12 @@ from torch import Tensor
 FP16_MAX = 65504.0
 
 
+def quotient(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor``, rounded alike on every device: torch on CUDA multiplies by ``1 / divisor`` where that
+    is a number of Python, which may differ in the last bit."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
 def group_range(part: Tensor, dim: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Lowest and highest of one group along ``dim`` (kept as size 1).
 
@@ -70,7 +76,8 @@ def quantize(
             part = part.masked_fill(hidden, 0)
         low, high = group_range(part, dim, hidden)
         zero = low.half()
-        scale = ((high - zero.float()).clamp_(min=0) / levels).clamp_(max=FP16_MAX).half()
+        height = (high - zero.float()).clamp_(min=0)
+        scale = quotient(height, levels).clamp_(max=FP16_MAX).half()
         divisor = scale.float().masked_fill(scale == 0, torch.inf)
         codes.append(((part - zero.float()) / divisor).round_().clamp_(0, levels).to(torch.uint8))
         if eta:

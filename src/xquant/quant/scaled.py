@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
-from .affine import FP16_MAX
+from .affine import FP16_MAX, quotient
 from .codebook import nearest
 from .grouped import Grouped
 from .operand import Operand
@@ -82,8 +82,9 @@ class Scaled(Grouped):
             return groups.square().mean(-1).sqrt() * self.levels[-1].item()
         peak = groups.abs().max(-1)
         if self.of == "peak":
-            return peak.values / self.levels[-1].item()
-        return groups.gather(-1, peak.indices[..., None])[..., 0] / self.levels[0].item()
+            return quotient(peak.values, self.levels[-1].item())
+        highest = groups.gather(-1, peak.indices[..., None])[..., 0]
+        return quotient(highest, self.levels[0].item())
 
     def fields(self, tokens: int, channels: int) -> dict[str, Field]:
         found = super().fields(tokens, channels)

@@ -80,6 +80,12 @@ class LayerHooks:
         name = self.named.now
         return self._hands_over.get(name) if name.startswith(PREFIX) else False
 
+    # A method without arguments: torch 2.11 takes only constants for those of such a function.
+    @torch.compiler.assume_constant_result
+    def known_to_hand_over(self) -> bool:
+        """Whether it was seen. No graph asks again."""
+        return bool(self.hands_over)
+
     @property
     def why_whole(self) -> str:
         """For reports: what attends, and why, in a layer that does not pass on what its cache returns."""

@@ -206,16 +206,10 @@ _operator_in_place = operator(
 def checked(hooks: LayerHooks, key: Tensor) -> Tensor:
     """The key of a layer that is traced. One that was not seen to hand over its states is checked as it runs:
     where it attends by itself, the cache would see nothing."""
-    if in_one_graph() or _known_to_hand_over(hooks):
+    if in_one_graph() or hooks.known_to_hand_over():
         return key
     out: Tensor = _operator_checked(key, hooks.index)
     return out
-
-
-@torch.compiler.assume_constant_result
-def _known_to_hand_over(hooks: LayerHooks) -> bool:
-    """No graph asks again."""
-    return bool(hooks.hands_over)
 
 
 def _checked(key: Tensor, index: int) -> Tensor:

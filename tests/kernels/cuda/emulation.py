@@ -42,13 +42,25 @@ def library(constants: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
     return loaded
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch, slots: int = 12) -> None:
+def split_for(monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+    """Have the backend split a call as for a device that runs so many programs at once."""
+    made = program.program
+
+    def slotted(device: torch.device, constants: tuple[tuple[str, int], ...]) -> Any:
+        found = made(device, constants)
+        monkeypatch.setattr(found, "slots", slots)
+        return found
+
+    monkeypatch.setattr(program, "program", slotted)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the backend run on the CPU."""
     made: dict[Any, Emulated] = {}
 
     def emulated(device: torch.device, constants: tuple[tuple[str, int], ...]) -> Emulated:
         if constants not in made:
-            made[constants] = Emulated(library(constants), slots)
+            made[constants] = Emulated(library(constants), slots=12)
         return made[constants]
 
     monkeypatch.setattr(program, "program", emulated)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cuda.emulation import emulate, needs_a_compiler
+from kernels.cuda.emulation import emulate, needs_a_compiler, split_for
 from support.attention_cases import DEVICE, TOLERANCE, Case, error, filled
 from support.models import tiny
 from xquant import KVCache
@@ -66,7 +66,7 @@ def test_every_shape_is_read_right(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("slots", [1, 3, 100])
 def test_splits_are_combined(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulate(monkeypatch, slots)
+    split_for(monkeypatch, slots)
     one = case("kivi-4bit:group=64", tokens=850)
     assert error(one, filled(one)) < TOLERANCE
 
