@@ -105,9 +105,9 @@ DELTAS = {**ACCUMULATING, "BELOW": True, "WEIGHTED": True}
 WHOLE = BLOCK * KV_HEADS
 KERNELS = (
     Kernel("attend, kivi-4bit", attend, attending(4, True), 8, BLOCK),
-    Kernel("attend, kivi-4bit:rope=post", attend, attending(4, False), 8, BLOCK),
+    Kernel("attend, kivi-4bit:rope=post", attend, attending(4, False), 4, BLOCK),
     Kernel("attend, kivi-2bit", attend, attending(2, True), 8, BLOCK),
-    Kernel("attend, kivi-2bit:rope=post", attend, attending(2, False), 8, BLOCK),
+    Kernel("attend, kivi-2bit:rope=post", attend, attending(2, False), 4, BLOCK),
     Kernel("attend, kivi-4bit, pages", attend, {**attending(4, True), **IN_PAGES}, 8, BLOCK, PAGED),
     Kernel("attend, kvquant-4bit", attend, attending(4, True, codebook=True), 8, BLOCK),
     Kernel("attend, kvquant-4bit-1%", attend, kvquant(4), 8, BLOCK),

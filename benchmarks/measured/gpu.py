@@ -28,6 +28,31 @@ def gpu_attention() -> str:
 
 
 @table
+def gpu_others() -> str:
+    """Attention of a decoding step by methods that rebuild keys and values, or keep outliers."""
+    body = []
+    for row in rows("gpu/others"):
+        name = "bf16" if row["method"] == "full" else code(row["method"])
+        taken = f"{1e3 * row['attention_ms_per_layer']:,.0f}"
+        times = f"{row['speedup_vs_full']:.2f}"
+        body.append([f"{row['context']:,}, {row['batch']}", name, taken, times])
+    return markdown(["tokens, sequences", "cache", "µs a layer", "times bf16"], body)
+
+
+@table
+def gpu_largest() -> str:
+    """Whole decoding steps with as many sequences as one GPU holds."""
+    body = []
+    for row in rows("gpu/largest"):
+        name = "bf16" if row["method"] == "full" else code(row["method"])
+        numbers = [f"{row[of]:,.0f}" for of in ("context", "batch", "tokens_per_second")]
+        times = f"{row['times_full']:.2f}"
+        body.append([name, *numbers, times, f"{row['cache_bytes'] / 1e9:.0f} GB"])
+    head = ["cache", "tokens", "sequences", "tokens a second", "times bf16", "memory of the cache"]
+    return markdown(head, body)
+
+
+@table
 def gpu_steps() -> str:
     """Whole decoding steps of a random-weight Llama 3.1 8B in memory of a fixed size."""
     body = []

@@ -27,8 +27,8 @@ STAGES = (
     Stage("others", 40),
     Stage("sealing", 25),
     Stage("largest", 60),
-    Stage("tests", 55, apart=True),
-    Stage("racecheck", 25, apart=True),
+    Stage("tests", 100, apart=True),
+    Stage("racecheck", 50, apart=True),
 )
 """All of them, the most wanted first."""
 

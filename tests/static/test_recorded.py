@@ -36,7 +36,7 @@ def from_scratch() -> Iterator[None]:
 @torch.no_grad()
 def decoded(model: Any, cache: StaticKVCache, ids: Tensor, settled: int | None = None) -> Tensor:
     """Logits of a prompt of 60 tokens and of steps; after ``settled`` tokens nothing may be compiled anew."""
-    found = [model(ids[:, :60], past_key_values=cache).logits]
+    found = [model(ids[:, :60], past_key_values=cache).logits.clone()]
     for at in range(60, ids.shape[1]):
         with torch._dynamo.config.patch(error_on_recompile=settled is not None and at >= settled):
             # A graph that is recorded gives its memory to the next step.
