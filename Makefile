@@ -77,8 +77,8 @@ sanitize: env
 		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*' --ignore=tests/kernels/cuda
 
 matrix: env
-	XQUANT_MATRIX=all $(BIN)/pytest -n 2 tests/test_operations.py
-	XQUANT_MATRIX=all $(BIN)/pytest -n 2 -m long --ignore=tests/test_operations.py
+	XQUANT_MATRIX=all $(BIN)/pytest -n 2 tests/cache/test_operations.py
+	XQUANT_MATRIX=all $(BIN)/pytest -n 2 -m long --ignore=tests/cache/test_operations.py
 
 # What was found is kept in mutants/: given again, it goes on from there.
 mutants: env

@@ -6,7 +6,7 @@ import sys
 import xquant
 
 CHECK = """
-import xquant, xquant.calibrators.run, xquant.cli, xquant.report, xquant.load
+import xquant, xquant.calibrators.run, xquant.cli, xquant.contents.report, xquant.load
 for name in xquant.__all__ * 2:
     assert callable(getattr(xquant, name)), name
 """

@@ -8,10 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import KVCache
+    from .cache.growing import KVCache
+    from .cache.implicit import compress, compressed, decompress
+    from .cache.static import StaticKVCache
     from .calibration import Calibration
     from .calibrators.run import calibrate, own_calibration
-    from .implicit import compress, compressed, decompress
+    from .contents.report import Report
     from .linear import pack_weights, unpack_weights
     from .load import load_model
     from .methods import (
@@ -38,11 +40,9 @@ if TYPE_CHECKING:
         register,
     )
     from .prefixes import PrefixStore
-    from .report import Report
     from .saved.resting import SavedCache
     from .seam.hooks import attach, detach
     from .spec import parse_method
-    from .static.cache import StaticKVCache
 
 __version__ = "0.1.0"
 
@@ -97,13 +97,13 @@ _HOMES = {
     **dict.fromkeys(("attach", "detach"), "seam.hooks"),
     **dict.fromkeys(_METHODS, "methods"),
     "Calibration": "calibration",
-    "KVCache": "cache",
-    "Report": "report",
-    **dict.fromkeys(("compress", "compressed", "decompress"), "implicit"),
+    "KVCache": "cache.growing",
+    "Report": "contents.report",
+    **dict.fromkeys(("compress", "compressed", "decompress"), "cache.implicit"),
     **dict.fromkeys(("calibrate", "own_calibration"), "calibrators.run"),
     "PrefixStore": "prefixes",
     "SavedCache": "saved.resting",
-    "StaticKVCache": "static.cache",
+    "StaticKVCache": "cache.static",
     "load_model": "load",
     **dict.fromkeys(("pack_weights", "unpack_weights"), "linear"),
     "parse_method": "spec",

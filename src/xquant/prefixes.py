@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from . import compat
-from .cache import KVCache
+from .cache.growing import KVCache
 from .calibration import Calibration
-from .convert import fill_apart
+from .contents.convert import fill_apart
 from .methods import LayerCodec, Method
 from .saved import bases, chunks
 from .saved.shelf import Shelf

@@ -12,9 +12,9 @@ from support.models import prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.memory import CacheBytes, CacheLayout
 from xquant.analysis.shapes import Skeleton
+from xquant.contents.report import Report
 from xquant.methods import METHODS
 from xquant.quant.quantizer import OUTLIER_NBYTES
-from xquant.report import Report
 
 SIZES = [(5, 1), (43, 3), (64, 2)]
 SIZED = [spec for spec in RIVALS if not parse_method(spec).sized_by_calibration]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..contents import Contents
+from ..contents.contents import Contents
 from ..quant import Ragged, Segment
 from ..store.layer import CompressedLayer
 from ..store.sinks import Sinks

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import compat
-from ..contents import Contents
+from ..contents.contents import Contents
 from ..models import AttentionView
 from ..quant import Segment, Streams
 from ..seam.hooks import Attachment

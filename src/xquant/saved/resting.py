@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from ..calibration import Calibration
-from ..contents import Contents
-from ..convert import fill
+from ..contents.contents import Contents
+from ..contents.convert import fill
+from ..contents.snapshot import Snapshot
 from ..methods import Method
 from ..seam.hooks import Attachment, attached
 from ..seam.passes import is_running
-from ..snapshot import Snapshot
 from ..spec import parse_method
 from . import reading, writing
 from .header import opened

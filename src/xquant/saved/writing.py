@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import compat
-from ..contents import Contents
+from ..contents.contents import Contents
+from ..contents.report import report_of
 from ..files import replacing
 from ..quant import Streams
-from ..report import report_of
 from ..store.layer import CompressedLayer
 from ..store.slabs import Slabs
 from . import bases, entropy

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from xquant import compat
-from xquant.cache import KVCache
+from xquant.cache.growing import KVCache
+from xquant.cache.static import StaticKVCache
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.trial import random_states
 from xquant.linear import pack_weights
 from xquant.methods import Method
 from xquant.models import AttentionView
-from xquant.static.cache import StaticKVCache
 
 FILL = 4096
 """Tokens of a sequence that are appended at a time, at most."""

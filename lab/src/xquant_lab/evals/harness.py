@@ -22,7 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import get_dtype
 from torch import Tensor
 
-from xquant.cache import KVCache
+from xquant.cache.growing import KVCache
 from xquant.calibration import Calibration
 from xquant.compat import CACHE
 from xquant.hub import PACKAGED

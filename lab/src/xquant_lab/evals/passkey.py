@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xquant.cache import ATTEND, KVCache
+from xquant.cache.growing import ATTEND, KVCache
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.compat import CACHE

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xquant.cache import KVCache
+from xquant.cache.growing import KVCache
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.methods import Full, Method

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from xquant.cache import KVCache
+from xquant.cache.growing import KVCache
 from xquant.calibration import Calibration
 from xquant.compat import CACHE
 from xquant.kernels.call import AttentionCall

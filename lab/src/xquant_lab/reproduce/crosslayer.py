@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from xquant.analysis.memory import CacheLayout
-from xquant.cache import KVCache
+from xquant.cache.growing import KVCache
 from xquant.compat import CACHE
 from xquant.methods import CrossLayer
 from xquant.quant import Affine

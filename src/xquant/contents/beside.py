@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import Cache
 
-from . import compat
+from .. import compat
 
 
 class StatesBesideCache(Cache):

@@ -4,12 +4,12 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-from . import compat
+from .. import compat
+from ..store.layer import CompressedLayer
+from ..store.past import State as LayerState
+from ..store.tokens import State as IndexState
+from ..store.tokens import TokenIndex
 from .contents import Contents
-from .store.layer import CompressedLayer
-from .store.past import State as LayerState
-from .store.tokens import State as IndexState
-from .store.tokens import TokenIndex
 
 
 @dataclass(frozen=True)

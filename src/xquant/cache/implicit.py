@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, GenerationMixin
 
-from .cache import KVCache
-from .calibration import Calibration
-from .compat import CACHE, depth_of, has_prefix
-from .methods import Method
-from .operators import operator
-from .seam.passes import PREFIX_TUNED
-from .seam.traced import in_one_graph, refused
+from ..calibration import Calibration
+from ..compat import CACHE, depth_of, has_prefix
+from ..methods import Method
+from ..operators import operator
+from ..seam.passes import PREFIX_TUNED
+from ..seam.traced import in_one_graph, refused
+from .growing import KVCache
 
 _NAME = "_prepare_cache_for_generation"
 _KEPT = "_xquant_calls"

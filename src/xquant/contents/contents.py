@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .methods import LayerCodec, Method
-from .seam.hooks import Attachment
+from ..methods import LayerCodec, Method
+from ..seam.hooks import Attachment
+from ..store.layer import CompressedLayer
+from ..store.tokens import TokenIndex
 from .stack import LayerStack
-from .store.layer import CompressedLayer
-from .store.tokens import TokenIndex
 
 
 @dataclass(frozen=True)

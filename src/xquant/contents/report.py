@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from . import compat
+from .. import compat
+from ..linear import packed_bytes
+from ..sizes import readable
 from .contents import Contents
-from .linear import packed_bytes
-from .sizes import readable
 
 
 @dataclass(frozen=True)

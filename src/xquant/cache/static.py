@@ -20,12 +20,12 @@ from ..seam.hooks import Attachment, attached
 from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, ObservingCache
 from ..spec import parse_method
+from ..static.build import check_method, layers_of
+from ..static.layer import StaticLayer, common_dtype
+from ..static.mark import new_mark
+from ..static.places import Places, State, keeping_of
 from ..store import finite
 from ..store.built import States
-from .build import check_method, layers_of
-from .layer import StaticLayer, common_dtype
-from .mark import new_mark
-from .places import Places, State, keeping_of
 
 
 class StaticKVCache(Cache, ObservingCache):

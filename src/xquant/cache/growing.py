@@ -8,26 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compat
-from .calibration import Calibration
+from .. import compat
+from ..calibration import Calibration
+from ..contents.contents import Contents
+from ..contents.report import Report, report_of
+from ..contents.snapshot import Snapshot
+from ..contents.stack import LayerStack
+from ..kernels.backend import MOST_QUERIES
+from ..kernels.call import AttentionCall
+from ..methods import AttentionInputs, LayerCodec, Method
+from ..saved.resting import RestingCache
+from ..seam.check import check_input, check_not_recorded, check_rope, check_states, places
+from ..seam.gradients import past_is_constant, without_gradients
+from ..seam.hooks import Attachment, attached
+from ..seam.masks import SHOWN, PassMask
+from ..seam.passes import Given, ObservingCache
+from ..spec import parse_method
+from ..store.built import States
+from ..store.layer import CompressedLayer
+from ..store.offload import is_host
 from .changes import ChangingCache
-from .contents import Contents
-from .kernels.backend import MOST_QUERIES
-from .kernels.call import AttentionCall
-from .methods import AttentionInputs, LayerCodec, Method
-from .report import Report, report_of
-from .saved.resting import RestingCache
-from .seam.check import check_input, check_not_recorded, check_rope, check_states, places
-from .seam.gradients import past_is_constant, without_gradients
-from .seam.hooks import Attachment, attached
-from .seam.masks import SHOWN, PassMask
-from .seam.passes import Given, ObservingCache
-from .snapshot import Snapshot
-from .spec import parse_method
-from .stack import LayerStack
-from .store.built import States
-from .store.layer import CompressedLayer
-from .store.offload import is_host
 
 ATTEND = ("chunk", "store")
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
-from .beside import StatesBesideCache
-from .snapshot import Snapshot
-from .stack import LayerStack
-from .store.layer import CompressedLayer
-from .store.tokens import TokenIndex
+from .. import compat
+from ..contents.beside import StatesBesideCache
+from ..contents.snapshot import Snapshot
+from ..contents.stack import LayerStack
+from ..store.layer import CompressedLayer
+from ..store.tokens import TokenIndex
 
 WINDOW = "_sliding_window_tensor"
 

@@ -5,21 +5,21 @@ from typing import Any
 
 from torch import Tensor
 
-from .kernels.backend import MOST_QUERIES, LayerAttention, Shared
-from .kernels.call import AttentionCall
-from .kernels.choose import Choice, choose, packer_of
-from .kernels.rope import RopeTable
-from .kernels.trial import Trial
-from .kernels.workspace import Workspace
-from .methods import LayerCodec, Method
-from .models.rope import Rope
-from .quant.quantizer import as_written
-from .store.evicting import EvictingLayer
-from .store.layer import CompressedLayer
-from .store.offload import Carrier
-from .store.past import State as LayerState
-from .store.sealing import seal
-from .store.tokens import TokenIndex
+from ..kernels.backend import MOST_QUERIES, LayerAttention, Shared
+from ..kernels.call import AttentionCall
+from ..kernels.choose import Choice, choose, packer_of
+from ..kernels.rope import RopeTable
+from ..kernels.trial import Trial
+from ..kernels.workspace import Workspace
+from ..methods import LayerCodec, Method
+from ..models.rope import Rope
+from ..quant.quantizer import as_written
+from ..store.evicting import EvictingLayer
+from ..store.layer import CompressedLayer
+from ..store.offload import Carrier
+from ..store.past import State as LayerState
+from ..store.sealing import seal
+from ..store.tokens import TokenIndex
 
 
 class LayerStack:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..methods import LayerCodec
+from ..models.rotation import rotate, unrotate
+from ..store.tokens import TokenIndex
 from .contents import Contents
-from .methods import LayerCodec
-from .models.rotation import rotate, unrotate
-from .store.tokens import TokenIndex
 
 
 @torch.no_grad()

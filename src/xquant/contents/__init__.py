@@ -1,0 +1,1 @@
+"""What a cache holds: its layers and what attends over them, copies of a moment, conversion and reports."""
