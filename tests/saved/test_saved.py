@@ -20,9 +20,9 @@ from support.caches import calibration, make_cache
 from support.generation import beams, generate, greedy, sampling
 from support.method_matrix import IDENTITY, LOW, RIVALS
 from support.models import prompt, tiny
+from support.quantized_weights import SIZES, hqq
 from support.saved_caches import SOME, Run, lived, loaded, model_of
 from support.unusual_models import SWITCH, long_rope
-from test_quantized_weights import SIZES, hqq
 from xquant import KVCache
 from xquant.saved import writing
 from xquant.store.sinks import Sinks

@@ -1,6 +1,5 @@
 """ChangingCache: how the batch and the length of a cache change, in all of its layers or in none."""
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,15 +9,15 @@ from torch import Tensor
 
 from .. import compat
 from ..contents.beside import StatesBesideCache
-from ..contents.snapshot import Snapshot
 from ..contents.stack import LayerStack
 from ..store.layer import CompressedLayer
 from ..store.tokens import TokenIndex
+from .base import CompressedCache
 
 WINDOW = "_sliding_window_tensor"
 
 
-class ChangingCache(StatesBesideCache):
+class ChangingCache(StatesBesideCache, CompressedCache):
     """What transformers asks of a cache between forward passes: to be emptied, cut short, and to have its
     sequences chosen, repeated and reordered."""
 
@@ -39,23 +38,6 @@ class ChangingCache(StatesBesideCache):
         """Keys and values of each layer as attention reads them, and the length of its sliding window."""
         for layer in self.layers:
             yield tuple(getattr(layer, name, None) for name in ("keys", "values", WINDOW))
-
-    @property
-    @abstractmethod
-    def _config(self) -> Any:
-        """The configuration of the decoder."""
-
-    @abstractmethod
-    def _undo(self) -> None:
-        """Undo a forward pass that was interrupted."""
-
-    @abstractmethod
-    def snapshot(self) -> Snapshot:
-        """What `restore` needs, after `_undo`."""
-
-    @abstractmethod
-    def restore(self, state: Snapshot) -> None:
-        """Be as at the time of `snapshot`."""
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -88,11 +70,7 @@ class ChangingCache(StatesBesideCache):
         exact again where the pass had 2 to 16 tokens after others, and no layer is predicted from another.
         """
         with self._changing():
-            length = self.index.length
-            keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
-            if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
-                keep = length
-            keep = min(max(keep, 0), length)
+            length, keep = self.index.length, self._length_after(tokens_to_remove)
             self.stack.unseal(keep)
             for layer in (*self.layers, *self.beside.values()):
                 own = isinstance(layer, CompressedLayer)

@@ -5,34 +5,32 @@ import warnings
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import compat
 from ..calibration import Calibration
 from ..contents.contents import Contents
+from ..contents.options import CacheOptions
 from ..contents.report import Report, report_of
 from ..contents.snapshot import Snapshot
 from ..contents.stack import LayerStack
 from ..kernels.backend import MOST_QUERIES
 from ..kernels.call import AttentionCall
+from ..kernels.choose import Choice
 from ..methods import AttentionInputs, LayerCodec, Method
 from ..saved.resting import RestingCache
-from ..seam.check import check_input, check_not_recorded, check_rope, check_states, places
-from ..seam.gradients import past_is_constant, without_gradients
-from ..seam.hooks import Attachment, attached
+from ..seam.check import check_not_recorded, check_rope, check_states, places
+from ..seam.hooks import Attachment
 from ..seam.masks import SHOWN, PassMask
-from ..seam.passes import Given, ObservingCache
-from ..spec import parse_method
+from ..seam.passes import Given, Route
+from ..seam.route import route
 from ..store.built import States
 from ..store.layer import CompressedLayer
 from ..store.offload import is_host
 from .changes import ChangingCache
 
-ATTEND = ("chunk", "store")
 
-
-class KVCache(ChangingCache, ObservingCache, RestingCache):
+class KVCache(ChangingCache, RestingCache):
     """A KV cache of ``model``, compressed by ``method``.
 
     Full-attention layers are compressed; others keep the cache that transformers gives them.
@@ -64,7 +62,6 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
     """
 
     attachment: Attachment
-    traceable = True
 
     def __init__(
         self,
@@ -80,36 +77,16 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
                 f"a transformers model is needed, not {type(model).__name__}: the model comes first,"
                 " KVCache(model, method)"
             )
-        self.method = parse_method(method)
-        if attend not in ATTEND:
-            raise ValueError(f"attend is {' or '.join(ATTEND)}, not '{attend}'")
-        if attend == "store" and not self.method.causal:
-            raise ValueError(
-                f"{self.method.spec} {self.method.not_causal}, so what it stores of a token is not known when"
-                " the token attends to itself: it can generate, but not attend to the store alone"
-            )
-        if isinstance(calibration, str | PathLike):
-            calibration = Calibration.load(calibration)
-        self._through_store = attend == "store"
-        self._calibration, self._kernel, self._offload = calibration, kernel, offload
-        with attached(model) as self.attachment:
-            super().__init__(layers=compat.default_layers(self._config))
-            self._forget_states(self.layers)
-            self._build(self.attachment.codecs.of(self.method, calibration))
-        self._begun: Snapshot | None = None
         self._mask, self._shows_padding = PassMask(), False
         self.note: str = ""
         """Why the model no longer uses this cache, where it has been seen that it does not."""
         self.saved_tokens: Tensor | None = None
         """Of a cache that was loaded: the ids ``[B, T]`` that it was saved with, int64 on the CPU."""
+        super().__init__(model, CacheOptions.of(method, attend, calibration, kernel, offload))
+        self._forget_states(compat.default_layers(self._config))
 
-    @property
-    def _config(self) -> Any:
-        return compat.text_config(self.attachment.view.model)
-
-    def _build(self, codecs: list[LayerCodec]) -> None:
-        """Make the compressed layers, empty, and what attends over them."""
-        view = self.attachment.view
+    def _build(self) -> None:
+        view, codecs = self.attachment.view, self.codecs
         if view.rope.drifts and not all(codec.rotated for codec in codecs):
             raise ValueError(
                 f"{self._family} turns keys by other angles for every length (dynamic NTK), and what"
@@ -119,44 +96,23 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         for codec in codecs:
             of_states = codec.keeps_states
             codec.view.require(not codec.rotated or not of_states, not of_states)
-        self._check_offload(codecs)
-        options = self._through_store, self._kernel, self._offload is not None
-        self.stack = LayerStack(codecs, self.method, view.rope, *options)
+        if self.options.offload:
+            self._check_offload(codecs)
+        self.stack = LayerStack(codecs, self.options, view.rope)
         for layer in self.stack.layers:
             self.layers[layer.codec.view.index] = layer
 
     def _check_offload(self, codecs: list[LayerCodec]) -> None:
-        if self._offload not in (None, "cpu"):
-            raise ValueError(f"offload is None or 'cpu', not '{self._offload}'")
-        if self._offload and any(codec.mixes for codec in codecs):
+        if any(codec.mixes for codec in codecs):
             raise ValueError(
                 f"blocks of {self.method.spec} cannot be offloaded: it codes layers together"
             )
-        if self._offload and any(is_host(codec.view.device) for codec in codecs):
+        if any(is_host(codec.view.device) for codec in codecs):
             raise ValueError("offload=cpu needs a model on a device: this one is in host memory")
 
     @property
-    def kernel(self) -> str:
-        """What attends over the compressed layers, and why nothing faster does."""
-        self.attachment.see_implementation()  # another implementation may have been set since
-        names = dict.fromkeys(
-            str(choice) if hooks.hands_over is not False else hooks.why_whole
-            for choice, hooks in (
-                (self.stack.choices[index], hooks) for index, hooks in self.attachment.hooks.items()
-            )
-        )
-        return ", ".join(names)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many tokens a mask covers, and the first: of a layer's past and ``query_length`` new ones."""
-        if self._begun is None or not isinstance(self.layers[layer_idx], CompressedLayer):
-            sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
-            return sizes
-        return self._begun.tokens + query_length, 0
-
-    @property
-    def _family(self) -> str:
-        return type(self.attachment.view.model).__name__
+    def choices(self) -> dict[int, Choice]:
+        return self.stack.choices
 
     @property
     def contents(self) -> Contents:
@@ -176,9 +132,11 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
 
     # -- a forward pass ------------------------------------------------------------------------
 
-    def snapshot(self) -> Snapshot:
-        """What `restore` needs to bring back the tokens of now; copies nothing that is compressed."""
-        self._undo()
+    @property
+    def _held(self) -> tuple[int, int]:
+        return self.index.batch, self.index.length
+
+    def _state(self) -> Snapshot:
         return Snapshot.of(self.contents)
 
     def restore(self, state: Snapshot) -> None:
@@ -186,16 +144,7 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         self.stack.forget_pass()
         self._begun, self._mask = None, PassMask()
 
-    def _undo(self) -> None:
-        """Undo a forward pass that was interrupted: no hook runs for KeyboardInterrupt."""
-        if self._begun is not None:
-            self.restore(self._begun)
-
-    def begin(self, batch: int, length: int, mask: PassMask) -> None:
-        self._undo()
-        check_input(batch, length, mask, self.index.batch, self.index.length)
-        if self.index.length == 0:
-            self._refresh()
+    def _start(self, batch: int, length: int, mask: PassMask) -> None:
         self.stack.forget_unsealed()
         self._mask = mask
         held = self.index.length > 0 and mask.asks(length, self.index.real.device)
@@ -203,13 +152,6 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         if self._shows_padding:
             warnings.warn(SHOWN, stacklevel=2)
         self.note = ""
-        self._begun = Snapshot.of(self.contents)
-
-    def _refresh(self) -> None:
-        """Build an empty cache anew where the model's weights, dtype or device have changed."""
-        codecs = self.attachment.codecs.of(self.method, self._calibration, thoroughly=True)
-        if codecs is not self.stack.codecs:
-            self._build(codecs)
 
     def observe(self, given: Given) -> None:
         self.index.append(*places(self._family, given, self._mask, self.index), given.ids)
@@ -218,57 +160,22 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
         if given.rope is not None and not self.stack.keeps_rotated and asked:
             check_rope(self._family, self.attachment.view.rope.halves(given.rope), self.index)
 
-    def _append(self, layer: CompressedLayer, inputs: AttentionInputs) -> None:
+    def _take(self, layer: CompressedLayer, inputs: AttentionInputs) -> Route:
+        check_not_recorded(inputs.key)
+        self.stack.enter(layer)
         if layer.get_seq_length() == 0:
             check_states(self._family, layer.codec, inputs, self.index)
-        layer.append(inputs, hold=inputs.x.shape[1] <= MOST_QUERIES)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> States:
-        """Store a layer's new states, as the model's attention calls it.
-
-        Returns what the attention function expects: the new states where ours will ask the cache for
-        the rest, otherwise the keys and values of the whole context, ``[B, G, T, D]``.
-
-        Raises:
-            ValueError: called by another model than the cache was made for, outside a forward pass, or
-                while a CUDA graph is recorded; NaN in the hidden states.
-        """
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, CompressedLayer):
-            own: States = layer.update(key_states, value_states, *args, **kwargs)
-            return own
-        if torch.compiler.is_dynamo_compiling():
-            return self.attachment.trace(layer_idx, key_states, value_states)
-        check_not_recorded(key_states)
-        self.stack.enter(layer)
-        with without_gradients():
-            self._append(layer, self.attachment.inputs(layer_idx, key_states, value_states))
-        hooks = self.attachment.hooks[layer_idx]
-        hands_over = hooks.hands_over
-        if hooks.absorbs and not torch.is_grad_enabled():
-            past = layer.get_seq_length() - key_states.shape[2]
-            if past and key_states.shape[2] <= MOST_QUERIES:
-                return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
-        banded = layer.evicts or (self._through_store and self.method.tail > 0)
-        if hands_over or (hands_over is None and banded):
-            return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
-        if banded:
+        queries = inputs.x.shape[1]
+        layer.append(inputs, hold=queries <= MOST_QUERIES)
+        banded = layer.evicts or (self.options.through_store and self.method.tail > 0)
+        past = layer.get_seq_length() > queries
+        found = route(self.attachment.hooks[layer.codec.view.index], queries, past, alone=banded)
+        if banded and found is Route.WHOLE:
             raise ValueError(
                 f"{self._family} does not leave attention to transformers' attention function, which"
                 f" {self.method.spec if layer.evicts else 'attend=store with recent tokens in full'} needs"
             )
-        with torch.no_grad():
-            view = layer.codec.view
-            key, value, _ = layer.read(view.as_in_cache(key_states), value_states, None)
-            key = view.as_in_model(key)
-        if layer.get_seq_length() > key_states.shape[2] or self._through_store:
-            key, value = (
-                past_is_constant(whole, new)
-                for whole, new in ((key, key_states), (value, value_states))
-            )
-        return self.attachment.hand(layer_idx, key, value, whole=True)
+        return found
 
     def see(self, index: int, call: AttentionCall) -> None:
         layer: CompressedLayer = self.layers[index]
@@ -298,31 +205,17 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             )
             warnings.warn(self.note, stacklevel=2)
 
-    @torch.no_grad()
-    def finish(self, failed: bool = False) -> None:
-        """End a forward pass: one that ``failed``, or fails here, leaves the cache as it was before.
-
-        Raises:
-            ValueError: NaN or infinity in the hidden states, where they were not asked about before.
-        """
+    def _complete(self) -> bool:
         self.stack.forget_pass()
-        begun = self._begun
-        if begun is None:
-            return
-        try:
-            complete = not failed and self.stack.complete(begun.tokens)
-        except BaseException:
-            self.restore(begun)
-            raise
-        if not complete:
-            self.restore(begun)
-        self._begun, self._mask = None, PassMask()
+        self._mask = PassMask()
+        return self.stack.complete(self._begun.tokens)
 
     # -- copies ---------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own for the same model, which is how a prompt's cache is used again."""
-        memo[id(self.attachment)] = self.attachment
+        for shared in (self.attachment, self.options, self._codecs):
+            memo[id(shared)] = shared
         other = memo[id(self)] = object.__new__(type(self))
         self._undo()
         self.stack.forget_unsealed()  # both are the same afterwards

@@ -20,6 +20,7 @@ from transformers import Cache, GenerationMixin
 
 from ..calibration import Calibration
 from ..compat import CACHE, depth_of, has_prefix
+from ..contents.options import CacheOptions
 from ..methods import Method
 from ..operators import operator
 from ..seam.passes import PREFIX_TUNED
@@ -65,7 +66,7 @@ def compress(
         'KVCache'
         >>> decompress(model)
     """
-    options = _Options(model, method, attend, calibration, kernel, offload)
+    options = _checked(model, method, attend, calibration, kernel, offload)
     with _CHANGING:
         _calls_of(model, made=True).lasting = options
 
@@ -113,7 +114,7 @@ def compressed(
         >>> out.shape[1] - inputs.input_ids.shape[1]
         4
     """
-    options = _Options(model, method, attend, calibration, kernel, offload)
+    options = _checked(model, method, attend, calibration, kernel, offload)
     with _CHANGING:
         calls = _calls_of(model, made=True)
         calls.blocks.append(options)
@@ -127,28 +128,14 @@ def compressed(
             calls.end_if_idle()
 
 
-class _Options:
-    """How the caches of a block, or of `compress`, are made. It holds no model."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        method: str | Method,
-        attend: str,
-        calibration: Calibration | str | PathLike[str] | None,
-        kernel: str,
-        offload: str | None,
-    ) -> None:
-        if isinstance(calibration, str | PathLike):
-            calibration = Calibration.load(calibration)
-        self._options = (method, attend, calibration, kernel, offload)
-        self.new_cache(_generating(model))  # what is refused is refused now
-
-    def new_cache(self, model: nn.Module) -> KVCache:
-        return KVCache(model, *self._options)
+def _checked(model: nn.Module, *given: Any) -> CacheOptions:
+    """Options that caches of a model can be made with: what is refused is refused now."""
+    options = CacheOptions.of(*given)
+    KVCache(_generating(model), *options.arguments)
+    return options
 
 
-_BLOCKS: ContextVar[tuple[_Options, ...]] = ContextVar("xquant_compressed", default=())
+_BLOCKS: ContextVar[tuple[CacheOptions, ...]] = ContextVar("xquant_compressed", default=())
 """Of the blocks that this context has opened, of any model; the newest last."""
 
 
@@ -158,9 +145,9 @@ class _Calls:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._depth = depth_of(model)
-        self.lasting: _Options | None = None
+        self.lasting: CacheOptions | None = None
         """Of `compress`."""
-        self.blocks: list[_Options] = []
+        self.blocks: list[CacheOptions] = []
         """That are open, in any context."""
         setattr(model, _KEPT, self)
         setattr(model, _NAME, self.prepare)
@@ -178,7 +165,7 @@ class _Calls:
             delattr(self._model, _KEPT)
 
     @property
-    def current(self) -> _Options | None:
+    def current(self) -> CacheOptions | None:
         """What holds in this context."""
         opened = (each for each in reversed(_BLOCKS.get()) if each in self.blocks)
         return next(opened, self.lasting)
@@ -195,7 +182,7 @@ class _Calls:
             wanted = False
             warnings.warn(f"this call is not compressed: {PREFIX_TUNED}", stacklevel=2)
         if current is not None and wanted and whole and model_kwargs.get(CACHE) is None:
-            model_kwargs[CACHE] = cache = current.new_cache(self._model)
+            model_kwargs[CACHE] = cache = KVCache(self._model, *current.arguments)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
             return None
@@ -216,7 +203,7 @@ class _Calls:
     @torch.compiler.disable
     def _cache_of_a_call(self) -> dict[str, Any]:
         current = self.current
-        return {} if current is None else {CACHE: current.new_cache(self._model)}
+        return {} if current is None else {CACHE: KVCache(self._model, *current.arguments)}
 
 
 _COMPILED: WeakValueDictionary[int, _Calls] = WeakValueDictionary()

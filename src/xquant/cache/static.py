@@ -6,29 +6,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
-from .. import compat
 from ..calibration import Calibration
+from ..contents.options import CacheOptions
 from ..kernels.backend import MOST_QUERIES
 from ..kernels.call import AttentionCall
-from ..methods import Method
+from ..kernels.choose import Choice
+from ..methods import AttentionInputs, Method
 from ..models import AttentionView
-from ..seam.check import check_input, check_not_recorded
-from ..seam.gradients import past_is_constant
-from ..seam.hooks import Attachment, attached
+from ..seam.check import check_not_recorded
 from ..seam.masks import SHOWN, PassMask
-from ..seam.passes import Given, ObservingCache
-from ..spec import parse_method
+from ..seam.passes import Given, Route
 from ..static.build import check_method, layers_of
 from ..static.layer import StaticLayer, common_dtype
 from ..static.mark import new_mark
-from ..static.places import Places, State, keeping_of
+from ..static.places import EMPTY, Places, State, keeping_of
 from ..store import finite
 from ..store.built import States
+from .base import CompressedCache
 
 
-class StaticKVCache(Cache, ObservingCache):
+class StaticKVCache(CompressedCache):
     """A KV cache of ``model``, compressed by ``method``, with room for ``room`` tokens of each sequence.
 
     The memory is taken when the first tokens come, and nothing in it moves: pages of packed blocks, and a
@@ -60,9 +58,6 @@ class StaticKVCache(Cache, ObservingCache):
         1
     """
 
-    attachment: Attachment
-    traceable = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -71,41 +66,32 @@ class StaticKVCache(Cache, ObservingCache):
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
     ) -> None:
-        self.method, self.room = parse_method(method), room
+        options = CacheOptions.of(method, calibration=calibration, kernel=kernel)
         if room < 1:
             raise ValueError(f"room for {room} tokens: it is 1 at least")
-        check_method(self.method)
-        if isinstance(calibration, str | PathLike):
-            calibration = Calibration.load(calibration)
-        self._calibration, self._kernel = calibration, kernel
-        with attached(model) as self.attachment:
-            super().__init__(layers=self._made_layers())
+        check_method(options.method)
+        self.room = room
         self._places: Places | None = None
         self._positions: dict[int, Tensor] = {}
+        self._in_place = False
+        super().__init__(model, options)
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self._device)
-        self._forget_pass()
+
+    def _build(self) -> None:
+        own = self.method, self.codecs, self.room, self.options.kernel
+        self.layers, choices = layers_of(self.attachment.view, *own)
+        self._choices = {
+            codec.view.index: each for codec, each in zip(self.codecs, choices, strict=True)
+        }
+        self._places = None
+
+    @property
+    def choices(self) -> dict[int, Choice]:
+        return self._choices
 
     @property
     def _device(self) -> torch.device:
         return self.layers[0].codec.view.device
-
-    def _made_layers(self) -> list[StaticLayer]:
-        self._made = self.attachment.codecs.of(self.method, self._calibration)
-        own = self.method, self._made, self.room, self._kernel
-        layers, self._choices = layers_of(self.attachment.view, *own)
-        return layers
-
-    @property
-    def kernel(self) -> str:
-        """What attends over the layers in a decode step, and why nothing faster does."""
-        self.attachment.see_implementation()
-        hooks = self.attachment.hooks.values()
-        return ", ".join(
-            dict.fromkeys(
-                str(choice) if each.hands_over is not False else each.why_whole
-                for choice, each in zip(self._choices, hooks, strict=True)
-            )
-        )
 
     @property
     def nbytes(self) -> int:
@@ -126,23 +112,25 @@ class StaticKVCache(Cache, ObservingCache):
     ) -> None:
         """Take the memory for a batch now, for states of ``dtype``. Heads and the device are the model's."""
         if not self.get_seq_length():
+            self._refresh()
             self._reserve(batch_size)
-            for index in range(len(self.layers)):
-                self._entered(index, dtype)
+            for layer in self.layers:
+                self._entered(layer, dtype)
         self._forget_pass()
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """How many tokens a mask covers, and the first."""
-        return self.get_seq_length() + query_length, 0
 
     # -- a forward pass ----------------------------------------------------------------------------
 
-    def begin(self, batch: int, length: int, mask: PassMask) -> None:
+    @property
+    def _held(self) -> tuple[int, int]:
+        length = self.get_seq_length()
+        return (self._places.batch, length) if self._places is not None and length else (0, 0)
+
+    def begin(self, batch: int, length: int, mask: PassMask) -> State:
         check_not_recorded(self._no_mask)
-        self._forget_pass()
+        return super().begin(batch, length, mask)
+
+    def _start(self, batch: int, length: int, mask: PassMask) -> None:
         held = self.get_seq_length()
-        sequences = 0 if self._places is None or not held else self._places.batch
-        check_input(batch, length, mask, sequences, held)
         if held + length > self.room:
             raise ValueError(
                 f"{length} new tokens do not fit: this cache has room for {self.room}, and holds {held}"
@@ -169,13 +157,9 @@ class StaticKVCache(Cache, ObservingCache):
         )
         if self._in_place:
             self._sequences = places.sequences()
-        self._began = True
 
     def _reserve(self, batch: int) -> None:
-        """Be ready for the first tokens of a batch; layers are built anew where weights have changed."""
-        codecs = self.attachment.codecs.of(self.method, self._calibration, thoroughly=True)
-        if codecs is not self._made:
-            self.layers, self._places = self._made_layers(), None
+        """Be ready for the first tokens of a batch."""
         if self._places is not None and self._places.batch == batch:
             self._places.clear()
             return
@@ -205,43 +189,20 @@ class StaticKVCache(Cache, ObservingCache):
     def observe(self, given: Given) -> None:
         """What is kept is given to `update`."""
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> States:
-        """Store a layer's new states, as the model's attention calls it.
+    @property
+    def _traced_mark(self) -> Tensor | None:
+        return self._mark if self._in_place else None
 
-        Returns the new states where our attention function attends in place, otherwise the keys and values of
-        the whole context, ``[B, G, T, D]``.
+    def _take(self, layer: StaticLayer, inputs: AttentionInputs) -> Route:
+        self._entered(layer, common_dtype(inputs.key, inputs.value))
+        return Route.NEWEST if self._in_place else Route.WHOLE
 
-        Raises:
-            ValueError: called outside a forward pass of the model, or states that are not finite.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            mark = self._mark if self._in_place else None
-            return self.attachment.trace(layer_idx, key_states, value_states, mark)
-        self.attachment.inputs(layer_idx, key_states, value_states)
-        layer = self._entered(layer_idx, common_dtype(key_states, value_states))
-        if self._in_place:
-            return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
-        view = layer.codec.view
-        with torch.no_grad():
-            key, value = layer.whole(view.as_in_cache(key_states), value_states)
-            key = view.as_in_model(key)
-        if self.get_seq_length():
-            key, value = (
-                past_is_constant(whole, new)
-                for whole, new in ((key, key_states), (value, value_states))
-            )
-        return self.attachment.hand(layer_idx, key, value, whole=True)
-
-    def _entered(self, index: int, dtype: torch.dtype) -> StaticLayer:
-        """The layer that the forward pass has come to, with its memory for states of this dtype."""
-        layer: StaticLayer = self.layers[index]
+    def _entered(self, layer: StaticLayer, dtype: torch.dtype) -> None:
+        """The forward pass has come to a layer, which takes its memory for states of this dtype."""
         layer.seen = True
         if layer.places is None:
             assert self._places is not None
             layer.reserve(self._places, dtype)
-        return layer
 
     def fill(self, states: Callable[[AttentionView], States], batch: int, count: int) -> None:
         """Hold ``count`` more tokens of each sequence that no model computed, for benchmarks.
@@ -250,9 +211,10 @@ class StaticKVCache(Cache, ObservingCache):
             states: gives keys and values ``[B, G, count, D]`` of a layer.
         """
         self.begin(batch, count, PassMask())
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             key, value = states(layer.codec.view)
-            self._entered(index, common_dtype(key, value)).keep(key, value)
+            self._entered(layer, common_dtype(key, value))
+            layer.keep(key, value)
         self._in_place = False
         self.finish()
 
@@ -279,26 +241,14 @@ class StaticKVCache(Cache, ObservingCache):
         layer: StaticLayer = self.layers[index]
         return *layer.whole(key, value), mask
 
-    @torch.no_grad()
-    def finish(self, failed: bool = False) -> None:
-        """End a forward pass: one that ``failed``, or fails here, leaves the cache as it was before.
-
-        Raises:
-            ValueError: NaN or infinity in what is packed.
-        """
+    def _complete(self) -> bool:
         seen = [layer.seen for layer in self.layers]
         # Where the pass is compiled, none was seen.
-        partly = any(seen) and not all(seen)
-        if failed or partly or not self._began:
-            self._forget_pass()
-            return
+        if any(seen) and not all(seen):
+            return False
         assert self._places is not None
-        try:
-            for layer in self.layers:
-                layer.settle()
-        except BaseException:
-            self._forget_pass()
-            raise
+        for layer in self.layers:
+            layer.settle()
         try:
             for layer in self.layers:
                 layer.hold()
@@ -308,23 +258,23 @@ class StaticKVCache(Cache, ObservingCache):
             raise
         self._places.advance()
         self._forget_pass()
+        return True
 
     def _forget_pass(self) -> None:
-        self._began = self._in_place = False
+        self._begun, self._in_place = None, False
         for layer in self.layers:
             layer.forget_pass()
 
-    def snapshot(self) -> State | None:
-        self._forget_pass()
-        return None if self._places is None else self._places.snapshot()
+    def _state(self) -> State:
+        return EMPTY if self._places is None else self._places.snapshot()
 
-    def restore(self, state: State | None) -> None:
+    def restore(self, state: State) -> None:
         self._forget_pass()
-        if state is None or self._places is None:
+        length = state[0].shape[1]
+        if self._places is None or not length:
             self.reset()
             return
-        passed = state[0].shape[1] < self._places.length
-        back = [passed and layer.put_back() for layer in self.layers]
+        back = [length < self._places.length and layer.put_back() for layer in self.layers]
         self._places.restore(state, rings=all(back))
 
     # -- changes -----------------------------------------------------------------------------------
@@ -342,12 +292,8 @@ class StaticKVCache(Cache, ObservingCache):
             ValueError: some of those that stay are no longer at hand. That cannot be within 16 tokens of the
                 most that the cache was ever given, dropped drafts included.
         """
-        self._forget_pass()
-        length = self.get_seq_length()
-        keep = length + tokens_to_remove if tokens_to_remove < 0 else tokens_to_remove
-        if tokens_to_remove == 0 and not compat.CROP_ZERO_EMPTIES:
-            keep = length
-        keep = min(max(keep, 0), length)
+        self._undo()
+        length, keep = self.get_seq_length(), self._length_after(tokens_to_remove)
         if not keep:
             self.reset()
         elif keep < length:
@@ -373,9 +319,10 @@ class StaticKVCache(Cache, ObservingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticKVCache":
         """A cache of its own for the same model, which is how a prompt's cache is used again."""
-        own = self.attachment.view.model, self.method, self.room, self._calibration, self._kernel
-        other = memo[id(self)] = type(self)(*own)
-        self._forget_pass()
+        own, model = self.options, self.attachment.view.model
+        other = type(self)(model, own.method, self.room, own.calibration, own.kernel)
+        memo[id(self)] = other
+        self._undo()
         if self._places is not None:
             other._places, other._mark = self._places.copied(), new_mark(self._device)
             for to, layer in zip(other.layers, self.layers, strict=True):

@@ -21,7 +21,7 @@ from ..methods.key_value import flat_heads
 from ..models.rotation import rotate
 from ..models.weights import home
 from ..seam.hooks import Attachment, attach
-from ..seam.passes import Given, ObservingCache
+from ..seam.passes import Given, ObservingCache, Route
 from .calibrator import Rows, Stage
 
 
@@ -66,7 +66,7 @@ class _Recorder(DynamicCache, ObservingCache):
                 f"the queries of {family} cannot be seen: layer {layer_idx} does not leave attention over"
                 " the keys of its cache to transformers' attention function (eager or sdpa)"
             )
-        return self.attachment.hand(layer_idx, key, value_states, whole=False)
+        return self.attachment.hand(layer_idx, key, value_states, Route.NEWEST)
 
     def see(self, index: int, call: AttentionCall) -> None:
         self.queries[index] = call.query.detach()

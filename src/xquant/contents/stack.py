@@ -11,7 +11,7 @@ from ..kernels.choose import Choice, choose, packer_of
 from ..kernels.rope import RopeTable
 from ..kernels.trial import Trial
 from ..kernels.workspace import Workspace
-from ..methods import LayerCodec, Method
+from ..methods import LayerCodec
 from ..models.rope import Rope
 from ..quant.quantizer import as_written
 from ..store.evicting import EvictingLayer
@@ -20,6 +20,7 @@ from ..store.offload import Carrier
 from ..store.past import State as LayerState
 from ..store.sealing import seal
 from ..store.tokens import TokenIndex
+from .options import CacheOptions
 
 
 class LayerStack:
@@ -27,11 +28,8 @@ class LayerStack:
 
     Args:
         codecs: of the layers, bottom up.
-        method: whose codecs they are.
+        options: of the cache, whose method gave the codecs.
         rope: of the model.
-        through_store: see `CompressedLayer`.
-        kernel: see `KVCache`.
-        offload: whether sealed blocks are kept in host memory.
 
     Raises:
         ValueError: a kernel that cannot be used.
@@ -40,13 +38,11 @@ class LayerStack:
     def __init__(
         self,
         codecs: list[LayerCodec],
-        method: Method,
+        options: CacheOptions,
         rope: Rope,
-        through_store: bool,
-        kernel: str,
-        offload: bool = False,
     ) -> None:
         self.codecs = codecs
+        method, through_store, kernel = options.method, options.through_store, options.kernel
         self.index = TokenIndex(method.sink, rope, codecs[0].embedding)
         trial = Trial(codecs, method, rope)
         self.choices: dict[int, Choice] = {
@@ -65,7 +61,7 @@ class LayerStack:
             )
             self.layers.append(below)
         CompressedLayer.link(self.layers)
-        self.carrier = self._carrier() if offload else None
+        self.carrier = self._carrier() if options.offload else None
         self._unsealed: list[LayerState] | None = None
         self._attach_backends()
 

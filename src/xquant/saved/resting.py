@@ -14,7 +14,7 @@ from transformers import Cache
 from ..calibration import Calibration
 from ..contents.contents import Contents
 from ..contents.convert import fill
-from ..contents.snapshot import Snapshot
+from ..contents.options import CacheOptions
 from ..methods import Method
 from ..seam.hooks import Attachment, attached
 from ..seam.passes import is_running
@@ -27,10 +27,8 @@ class RestingCache(Cache):
     """The part of `KVCache` that saves, loads and converts."""
 
     attachment: Attachment
-    method: Method
-    _begun: Snapshot | None
-    _through_store: bool
-    _offload: str | None
+    options: CacheOptions
+    _begun: Any
 
     saved_tokens: Tensor | None
 
@@ -69,13 +67,11 @@ class RestingCache(Cache):
             300
         """
         method = parse_method(method)
-        if method == self.method:
+        if method == self.options.method:
             return copy.deepcopy(self)
         self._undo()
-        attend = "store" if self._through_store else "chunk"
-        other = type(self)(
-            self.attachment.view.model, method, attend, calibration, kernel, self._offload
-        )
+        own, model = self.options, self.attachment.view.model
+        other = type(self)(model, method, own.attend, calibration, kernel, own.offload)
         other._refresh()
         fill(other.contents, self.contents)
         return other

@@ -12,6 +12,7 @@ from . import traced
 from .gradients import past_is_constant, without_gradients
 from .layer import NAME, LayerHooks, unusual
 from .naming import PREFIX, WRAPPED
+from .passes import Route
 from .watched import Watched, plain
 
 
@@ -51,12 +52,12 @@ def _attention(like: str) -> Callable[..., Any]:
         reached = handed.reached(key, value)
         if isinstance(handed.key, Watched):
             hooks.learn(reached)
-        if not reached and not handed.whole and not hooks.absorbs:
+        if not reached and handed.route is Route.NEWEST:
             raise hooks.attachment.unserved(hooks.index)
         key, value = plain(key), plain(value)
-        if hooks.absorbs and not handed.whole:
+        if handed.route is Route.LATENTS:
             return hooks.attend_to_latents(own, query, attention_mask, kwargs)
-        if handed.whole:
+        if handed.route is Route.WHOLE:
             hooks.see_expanded(handed, key, value)
             return own(module, query, key, value, attention_mask, **kwargs)
 

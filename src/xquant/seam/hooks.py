@@ -45,6 +45,7 @@ from .passes import (
     ForwardPass,
     Handed,
     ObservingCache,
+    Route,
     hold,
     let_go,
     nothing,
@@ -276,9 +277,11 @@ class Attachment(Attached):
             self._check_compiled(module, args, kwargs, cache)
         batch, length = inputs.shape[:2]
         given = mask_among(module, args, kwargs)
-        cache.begin(
-            batch, length, PassMask.of(given, outer[1], batch, cache.get_seq_length() + length)
-        )
+        mask = PassMask.of(given, outer[1], batch, cache.get_seq_length() + length)
+        begun = cache.begin(batch, length, mask)
+        before: Before | None = getattr(self._local, "before", nothing)()
+        if before is not None:
+            before.decoder_began(begun)
         ids = ids_among(args, kwargs)
         ids = outer[0] if ids is None else ids
         if ids is not None and ids.shape != (batch, length):
@@ -345,7 +348,7 @@ class Attachment(Attached):
         tracing.key, tracing.value, tracing.mark = key, value, mark
         return key, value
 
-    def hand(self, index: int, key: Tensor, value: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    def hand(self, index: int, key: Tensor, value: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index``, to be seen again by the attention function.
 
         Where it is not known yet whether that will happen, the states are watched on their way; where it is
@@ -353,12 +356,12 @@ class Attachment(Attached):
         """
         assert self.current is not None
         hooks = self.hooks[index]
-        if whole and hooks.hands_over is False:
+        if route is Route.WHOLE and hooks.hands_over is False:
             hooks.warn_of_whole(self.current.cache.layers[index].codec)
             return key, value
         if hooks.hands_over is None:
             key, value = watch(key), watch(value)
-        self.current.handed[index] = Handed(key, value, whole)
+        self.current.handed[index] = Handed(key, value, route)
         return key, value
 
     # -- the forward pass ends -----------------------------------------------------------------
@@ -375,7 +378,7 @@ class Attachment(Attached):
         for index, handed in () if failed else current.handed.items():
             if isinstance(handed.key, Watched):
                 self.hooks[index].learn(False)
-            if not handed.whole:
+            if handed.route is not Route.WHOLE:
                 lost = index
         current.cache.finish(failed or lost is not None)
         if lost is not None:

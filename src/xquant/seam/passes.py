@@ -3,6 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -81,8 +82,9 @@ class ObservingCache:
     """Whether compiled forward passes may use it: see `traced`."""
 
     @abstractmethod
-    def begin(self, batch: int, length: int, mask: PassMask) -> None:
-        """A forward pass of the decoder starts, on ``length`` tokens of ``batch`` sequences."""
+    def begin(self, batch: int, length: int, mask: PassMask) -> Any:
+        """A forward pass of the decoder starts, on ``length`` tokens of ``batch`` sequences. Returns what
+        `restore` needs to undo it."""
 
     @abstractmethod
     def observe(self, given: Given) -> None:
@@ -126,11 +128,8 @@ class ObservingCache:
     def finish(self, failed: bool = False) -> None:
         """The forward pass of the decoder has ended. Not called where it was interrupted."""
 
-    def snapshot(self) -> Any:
-        """What `restore` needs, taken before the model runs."""
-
     def restore(self, state: Any) -> None:
-        """What follows the decoder has failed: be as at the time of `snapshot`."""
+        """What follows the decoder has failed: be as when it began."""
 
 
 class LayerPass:
@@ -149,14 +148,23 @@ class LayerPass:
         """Of a cache that attends in memory that stays where it is: what tells it from others."""
 
 
+class Route(Enum):
+    """What a cache returns to a layer in one pass, and who attends to it: see `route`."""
+
+    NEWEST = "newest"
+    """The newest states alone: our attention function asks the cache for the rest. A kernel attends to what
+    is packed; where none does, the model's own implementation, to what the cache decodes."""
+    LATENTS = "latents"
+    """The newest latents alone: our attention function attends to all of them as they are (MLA)."""
+    WHOLE = "whole"
+    """Decoded keys and values of all tokens: the layer attends by itself."""
+
+
 class Handed:
-    """The states that a cache returned to a layer, which are to reach the attention function as they are.
+    """The states that a cache returned to a layer, which are to reach the attention function as they are."""
 
-    ``whole``: they are of all tokens, and nothing is to be added.
-    """
-
-    def __init__(self, key: Tensor, value: Tensor, whole: bool) -> None:
-        self.key, self.value, self.whole = key, value, whole
+    def __init__(self, key: Tensor, value: Tensor, route: Route) -> None:
+        self.key, self.value, self.route = key, value, route
 
     def reached(self, key: Tensor, value: Tensor) -> bool:
         """Whether these are the same tensors, and nothing was done with them."""
@@ -165,18 +173,22 @@ class Handed:
 
 
 class Before:
-    """What brings a cache back to the time before a model ran."""
+    """What brings a cache back to the time before a model ran: the snapshot of its decoder's first pass."""
 
     def __init__(self, cache: ObservingCache) -> None:
-        self._cache, self._state = ref(cache), cache.snapshot()
+        self._cache = ref(cache)
+        self._begun: list[Any] = []
+
+    def decoder_began(self, state: Any) -> None:
+        self._begun.append(state)
 
     def end(self, failed: bool) -> None:
         cache = self._cache()
         if cache is None:
             return
         let_go(cache, Before)
-        if failed:
-            cache.restore(self._state)
+        if failed and self._begun:
+            cache.restore(self._begun[0])
 
 
 _HELD: "WeakKeyDictionary[ObservingCache, dict[type, Any]]" = WeakKeyDictionary()

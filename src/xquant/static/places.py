@@ -15,6 +15,7 @@ from ..serve.sinks import Slots
 from ..serve.step import Chunk, Keeping, Run, Step
 
 State = tuple[Tensor, list[int], list[int]]
+EMPTY: State = torch.ones(0, 0, dtype=torch.bool, device="cpu"), [], []
 _MOVING = "limits", "held", "new", "sinks"
 """What of `Sequences` changes from step to step, beside what only the host asks."""
 

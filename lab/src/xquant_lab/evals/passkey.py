@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xquant.cache.growing import ATTEND, KVCache
+from xquant.cache.growing import KVCache
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.compat import CACHE
+from xquant.contents.options import ATTEND
 from xquant.methods import Method
 from xquant.models.weights import home
 from xquant.positions import check_context
