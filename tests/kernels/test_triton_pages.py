@@ -22,8 +22,9 @@ from support.host_waits import Silent, Unlaunched
 from support.models import tiny
 from xquant import parse_method
 from xquant.kernels.call import AttentionCall
-from xquant.kernels.choose import reader_of_pages
+from xquant.kernels.choose import choose
 from xquant.kernels.paged import PagedAttention, Sequences
+from xquant.kernels.torch import FOLDED, REFERENCE
 from xquant.kernels.triton import BACKEND, paged
 from xquant.kernels.triton.device import Slots
 from xquant.methods import LayerCodec
@@ -369,6 +370,6 @@ def test_layers_on_a_gpu_are_read_by_triton(monkeypatch: pytest.MonkeyPatch) -> 
     codec = codec_of(SPECS[0], 32, 2, 2)
     monkeypatch.setattr(type(codec.view), "device", torch.device("cuda"))
     monkeypatch.setattr(BACKEND, "missing", lambda codec: "", raising=False)
-    assert reader_of_pages(codec, BLOCK) is BACKEND
+    assert choose(codec, BLOCK).backend is BACKEND
     monkeypatch.setattr(BACKEND, "missing", lambda codec: "no Triton")
-    assert reader_of_pages(codec, BLOCK) is None
+    assert choose(codec, BLOCK).backend in (FOLDED, REFERENCE)

@@ -9,6 +9,8 @@ from torch import Tensor
 from support.caches import calibration
 from xquant import parse_method
 from xquant.kernels.backend import Backend
+from xquant.kernels.paged import Scoring
+from xquant.kernels.torch import REFERENCE
 from xquant.methods import LayerCodec
 from xquant.models import view_model
 from xquant.serve.build import codecs_of
@@ -47,7 +49,9 @@ class Engine:
         keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
         self.codec, self.view, self.keeping = codec, codec.view, keeping
         self.angles = angles_of(self.view.head_size)
-        self.layer = ServedLayer(codec, BLOCK, 0.3, self.angles, softcap, backend, sink=self.sink)
+        self.layer = ServedLayer(
+            codec, BLOCK, Scoring(0.3, softcap), self.angles, backend or REFERENCE, sink=self.sink
+        )
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
         self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
         self.free = torch.randperm(64).tolist()

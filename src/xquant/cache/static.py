@@ -17,10 +17,11 @@ from ..models import AttentionView
 from ..seam.check import check_not_recorded
 from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, Route
+from ..serve.step import Keeping
 from ..static.build import check_method, layers_of
 from ..static.layer import StaticLayer, common_dtype
 from ..static.mark import new_mark
-from ..static.places import EMPTY, Places, State, keeping_of
+from ..static.places import EMPTY, Places, State
 from ..store import finite
 from ..store.built import States
 from .base import CompressedCache
@@ -163,7 +164,7 @@ class StaticKVCache(CompressedCache):
         if self._places is not None and self._places.batch == batch:
             self._places.clear()
             return
-        self._places = Places(batch, self.room, keeping_of(self.method), self._device)
+        self._places = Places(batch, self.room, Keeping.of(self.method, MOST_QUERIES), self._device)
         self._mark = new_mark(self._device)
         for layer in self.layers:
             layer.places = None

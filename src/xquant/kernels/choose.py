@@ -37,10 +37,14 @@ def fastest_first(device: torch.device) -> tuple[Backend, ...]:
 
 
 def choose(
-    codec: LayerCodec, block: int, through_store: bool, trial: Trial, wanted: str = "auto"
+    codec: LayerCodec,
+    block: int,
+    wanted: str = "auto",
+    through_store: bool = False,
+    trial: Trial | None = None,
 ) -> Choice:
-    """The backend for a layer of blocks of ``block`` tokens; ``trial``: for those that ``auto`` compares with
-    the reference first.
+    """The backend for a layer of blocks of ``block`` tokens; ``trial``: of those that ``auto`` compares with
+    the reference before it takes them, if it is to.
 
     Raises:
         ValueError: ``wanted`` is not a kernel, cannot run on this machine, or cannot read this layer.
@@ -59,7 +63,7 @@ def choose(
         *natives, folded, reference = fastest_first(codec.view.device)
         for native in natives:
             why = refused = refusal(native)
-            if not why and native.tried:
+            if not why and native.tried and trial is not None:
                 why = trial.failure(native, codec)  # which warns by itself
             if not why:
                 return Choice(native, "agrees with the reference" if native.tried else "")
@@ -71,17 +75,6 @@ def choose(
     if why := refusal(backend):
         raise ValueError(f"kernel '{wanted}' cannot be used: {why}")
     return Choice(backend, "" if backend is cpu.best() else "asked for")
-
-
-def reader_of_pages(codec: LayerCodec, block: int) -> Backend | None:
-    """The backend that may read the pages of a layer in an engine; None where none can."""
-    *natives, _, _ = fastest_first(codec.view.device)
-    for backend in natives:
-        why = unread(codec) or backend.unfit(codec, block) or backend.missing(codec)
-        if not why:
-            return backend
-    warn_of_torch(why)
-    return None
 
 
 def warn_of_torch(why: str) -> None:

@@ -7,13 +7,21 @@ tokens of one; ``n`` tokens of a block; ``R`` places of a ring.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..models.rotation import Pair
 from .rope import Within
+
+
+class Scoring(NamedTuple):
+    """How scores are made of queries and keys."""
+
+    scaling: float
+    softcap: float = 0.0
+    """0 for none."""
 
 
 @dataclass(frozen=True)

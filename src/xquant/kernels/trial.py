@@ -82,7 +82,7 @@ def remembered(
 
 
 class Trial:
-    """Compares backends with the reference on the layers of one cache.
+    """Compares backends with the reference on the layers of one cache that grows.
 
     Args:
         codecs: of all its layers, bottom up.
@@ -90,8 +90,11 @@ class Trial:
         rope: of the model.
     """
 
+    form = "attention runs"
+    """What is tried, for keys and warnings."""
+
     def __init__(self, codecs: Sequence[LayerCodec], method: Method, rope: Rope) -> None:
-        self._codecs, self._method, self._rope = codecs, method, rope
+        self.codecs, self.method, self.rope = codecs, method, rope
 
     def failure(self, backend: Backend, codec: LayerCodec) -> str:
         """Why a backend that could read a layer is not to be taken for it; empty where it agrees with the
@@ -99,34 +102,34 @@ class Trial:
         view = codec.view
 
         def compare() -> str:
-            error = self._error(backend, codec)
+            error = self.error(backend, codec)
             if error <= tolerance(view.dtype):
                 return ""
             return f"{backend.name} differs from the reference by {error:.2g}"
 
         return remembered(
-            (backend.name, self.layout(codec)),
+            (backend.name, self.form, self.layout(codec)),
             backend.name,
             compare,
-            "attention runs",
-            f"{self._method.spec}, heads of {view.head_size}, {view.dtype}",
+            self.form,
+            f"{self.method.spec}, heads of {view.head_size}, {view.dtype}",
             view.device,
         )
 
     def layout(self, codec: LayerCodec) -> Hashable:
         """What kernels are compiled for, and run on."""
-        view, block = codec.view, self._method.group
+        view, block = codec.view, self.method.group
         operands = (segment.operand(block) for segment in codec.segments)
         return (
-            *(type(codec), view.device, view.dtype, block, bool(self._method.sink)),
+            *(type(codec), view.device, view.dtype, block, bool(self.method.sink)),
             *(view.head_size, view.kv_heads, view.query_heads, view.key_norm is None),
-            *(codec.rotated, codec.offset is None, self._rope.width),
+            *(codec.rotated, codec.offset is None, self.rope.width),
             *(codec.reads_below, codec.feeds_above),
             *(None if operand is None else operand.layout for operand in operands),
         )
 
     @torch.no_grad()
-    def _error(self, backend: Backend, codec: LayerCodec) -> float:
+    def error(self, backend: Backend, codec: LayerCodec) -> float:
         """The largest error of its attention, relative (2-norm), without and with a mask."""
         view = codec.view
         random = torch.Generator(view.device).manual_seed(0)
@@ -162,14 +165,14 @@ class Trial:
         """Layers with random tokens: of ``codec`` alone, or of all where layers need others."""
         shares = any(segment.shared for segment in codec.segments)
         alone = codec.span == 1 and not (codec.reads_below or codec.feeds_above or shares)
-        codecs = [codec] if alone else self._codecs
-        index = TokenIndex(self._method.sink, self._rope, codecs[0].embedding)
+        codecs = [codec] if alone else self.codecs
+        index = TokenIndex(self.method.sink, self.rope, codecs[0].embedding)
         layers: list[CompressedLayer] = []
         for one in codecs:
             below = layers[-1] if layers else None
-            layers.append(CompressedLayer(one, self._method, index, False, below))
+            layers.append(CompressedLayer(one, self.method, index, False, below))
         CompressedLayer.link(layers)
-        sealed = self._method.tail + BLOCKS * self._method.group
+        sealed = self.method.tail + BLOCKS * self.method.group
         for start, stop in ((0, sealed), (sealed, sealed + TAIL)):
             device = codecs[0].view.device
             positions = torch.arange(start, stop, device=device).expand(SEQUENCES, -1)

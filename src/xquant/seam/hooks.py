@@ -349,11 +349,8 @@ class Attachment(Attached):
         return key, value
 
     def hand(self, index: int, key: Tensor, value: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-        """What a cache returns to layer ``index``, to be seen again by the attention function.
-
-        Where it is not known yet whether that will happen, the states are watched on their way; where it is
-        known that it does not, a warning says once that this is slow.
-        """
+        """What a cache returns to layer ``index``, to be seen again by the attention function. States are
+        watched on their way until it is known whether they reach it; a warning says where they do not."""
         assert self.current is not None
         hooks = self.hooks[index]
         if route is Route.WHOLE and hooks.hands_over is False:

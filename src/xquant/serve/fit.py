@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.choose import packer_of, reader_of_pages
+from ..kernels.choose import choose, packer_of
+from ..kernels.paged import Scoring
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
 from ..sizes import in_bytes
@@ -13,7 +14,6 @@ from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
 from .exact import ExactAttention, torch_attention
 from .layer import ServedLayer
 from .rotary import Angles, turns_halves
-from .sinks import Slots
 from .step import Keeping
 
 PAGE_TOKENS = 32
@@ -66,31 +66,26 @@ class Wanted:
     def layer(
         self,
         codec: LayerCodec,
-        scaling: float,
-        softcap: float,
+        scoring: Scoring,
         angles: Callable[[], Angles],
         exact: Callable[[AttentionView], ExactAttention],
     ) -> ServedLayer:
         """A layer of an engine, which has these ``angles`` and, for kernels, this attention of its own."""
-        native, block = self.kernel == "auto", self.method.group
+        block = self.method.group
         return ServedLayer(
             codec,
             block,
-            scaling,
+            scoring,
             None if codec.rotated else angles(),
-            softcap,
-            reader_of_pages(codec, block) if native else None,
+            choose(codec, block, self.kernel).backend,
             packer_of(self.kernel, codec.view.device),
-            exact(codec.view) if native else torch_attention,
+            exact(codec.view) if self.kernel == "auto" else torch_attention,
             self.method.sink,
         )
 
     def keeping(self, drafts: int = 0) -> Keeping:
         """What of a past is kept where; ``drafts``: tokens that are guessed at a time."""
-        method = self.method
-        slots = Slots(method.sink) if method.sink else None
-        capacity = method.group + method.tail + drafts
-        return Keeping(method.group, capacity, method.tail, self.through_store, slots)
+        return Keeping.of(self.method, drafts, self.through_store)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from ..kernels.paged import PagedAttention, Sequences
+from ..kernels.paged import PagedAttention, Scoring, Sequences
+from ..kernels.torch import REFERENCE
 from ..methods import LayerCodec
 from ..models import AttentionView
 from ..quant.quantizer import as_written
@@ -42,15 +43,15 @@ class EngineView(AttentionView):
         index: int,
         attention: Any,
         fused: Any,
-        query_heads: int,
-        kv_heads: int,
+        heads: tuple[int, int],
         size: int,
         key_norm: Any,
         rotary_size: int,
         dtype: torch.dtype,
     ) -> "EngineView":
-        """Of an ``attention`` layer, or a shard of it, whose projection ``fused`` gives queries, keys and
-        values beside each other."""
+        """Of an ``attention`` layer, or a shard of it, with these ``heads`` (of queries, of keys), whose
+        projection ``fused`` gives queries, keys and values beside each other."""
+        query_heads, kv_heads = heads
         queries, width = query_heads * size, kv_heads * size
         return cls(
             index=index,
@@ -80,10 +81,10 @@ class ServedLayer:
     Args:
         codec: how the method packs this layer.
         block: tokens of a page.
-        scaling: of scores.
+        scoring: how scores are made.
         angles: of the layer's rotary embedding; needed where the codec keeps keys before it.
-        softcap: of scores; 0 for none.
-        backend: what reads pages in place and packs blocks; without one torch does, from decoded pages.
+        backend: what reads pages in place; the reference decodes them.
+        packer: what packs blocks.
         exact: attends for chunks of a prompt.
         sink: first tokens of a sequence that are read as they are.
 
@@ -95,10 +96,9 @@ class ServedLayer:
         self,
         codec: LayerCodec,
         block: int,
-        scaling: float,
+        scoring: Scoring,
         angles: Angles | None = None,
-        softcap: float = 0.0,
-        backend: Backend | None = None,
+        backend: Backend = REFERENCE,
         packer: Packer = TORCH,
         exact: ExactAttention = torch_attention,
         sink: int = 0,
@@ -106,7 +106,7 @@ class ServedLayer:
         assert codec.rotated or angles is not None
         self.codec, self.block = codec, block
         self.layout = PageLayout(codec.segments, block)
-        self._scaling, self._softcap = scaling, softcap
+        self._scoring = scoring
         self._angles, self._packer, self._exact = angles, packer, exact
         self._sink, self._memory = sink, (0, 0)
         self.sinks = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -124,20 +124,18 @@ class ServedLayer:
         """Whether a kernel reads its pages, where a sequence has few new tokens."""
         return self._paged is not None
 
-    def score(self, scaling: float, softcap: float) -> None:
-        """Make scores in this way from now on; softcap 0 for none."""
-        if (scaling, softcap) == (self._scaling, self._softcap):
+    def score(self, scoring: Scoring) -> None:
+        """Make scores in this way from now on."""
+        if scoring == self._scoring:
             return
-        self._scaling, self._softcap = scaling, softcap
+        self._scoring = scoring
         self._paged = self._reader()
         if self._memory != (0, 0):
             self._bind_kernel()
 
     def _reader(self) -> PagedAttention | None:
-        if self._backend is None:
-            return None
         own = None if self._angles is None else self._angles.paged(self.block)
-        return self._backend.paged(self.codec, self.layout, self._scaling, self._softcap, own)
+        return self._backend.paged(self.codec, self.layout, *self._scoring, own)
 
     def bind(
         self, pool: Tensor, rings: Tensor, capacity: int, moved: int = 0, slots: int = 0
@@ -183,8 +181,8 @@ class ServedLayer:
             states = [
                 self.read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
             ]
-            own, options = chunks.rows, (self._scaling, self._softcap)
-            found = self._exact(query[own].to(self._rings.dtype), states, chunks, *options)
+            own = chunks.rows
+            found = self._exact(query[own].to(self._rings.dtype), states, chunks, self._scoring)
             out[own] = found.to(out.dtype)
             # Last: a long ring may give the places of tokens that were read to new ones.
             self.hold(rows[chunks.kept], chunks)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.paged import Scoring
 from ..models import AttentionView
 from .exact import States
 from .step import Chunks
@@ -47,7 +48,7 @@ class EngineAttention(ABC):
 
     @abstractmethod
     def attend(
-        self, query: Tensor, cache: Tensor, at: Placed, scaling: float, softcap: float, out: Tensor
+        self, query: Tensor, cache: Tensor, at: Placed, scoring: Scoring, out: Tensor
     ) -> None:
         """Causal attention of ``query`` ``[t, H, D]``, the newest tokens, into ``out`` of this shape."""
 
@@ -70,8 +71,7 @@ class OverPages:
         query: Tensor,
         states: Sequence[States],
         chunks: Chunks,
-        scaling: float,
-        softcap: float,
+        scoring: Scoring,
     ) -> Tensor:
         at: Placed | None = chunks.prepared.get(self._kind)
         if at is None:
@@ -81,7 +81,7 @@ class OverPages:
         keys, values = (torch.cat(part) for part in zip(*states, strict=True))
         cache, out = self._cache(at.pages), torch.empty_like(query)
         self._engine.write(keys, values, cache, at.slots)
-        self._engine.attend(query, cache, at, scaling, softcap, out)
+        self._engine.attend(query, cache, at, scoring, out)
         return out
 
     def _place(self, tokens: list[int], chunks: Chunks) -> Placed:

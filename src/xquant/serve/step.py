@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..kernels.backend import MOST_QUERIES
 from ..kernels.paged import Sequences
+from ..methods import Method
 from .sinks import Slots
 
 
@@ -48,6 +49,14 @@ class Keeping:
     """Whether tokens also read the codes of blocks that their own step completes."""
     slots: Slots | None = None
     """Of sinks; None where the method has none."""
+
+    @classmethod
+    def of(cls, method: Method, ahead: int, through_store: bool = False) -> "Keeping":
+        """What a method keeps where. A ring has room for a block that is not whole, for recent tokens, and
+        for as many as come ``ahead`` of what is known to stay: drafts, and tokens of a step that may fail."""
+        slots = Slots(method.sink) if method.sink else None
+        capacity = method.group + method.tail + ahead
+        return cls(method.group, capacity, method.tail, through_store, slots)
 
     def width(self, row: int) -> int:
         """Of a ring, in an engine that gives it as many rows as a page has tokens: so much that ``R`` rows of

@@ -6,15 +6,13 @@ import torch
 
 from .. import compat
 from ..kernels.choose import Choice, choose, packer_of, warn_of_torch
-from ..kernels.torch import REFERENCE
-from ..kernels.trial import Trial
 from ..methods import LayerCodec, Method
 from ..models import ModelView
 from ..serve.build import of_states
 from ..serve.fit import unfit, unfit_options
 from ..serve.rotary import Angles
 from .layer import StaticLayer
-from .trial import failure, tried_room
+from .trial import PagesTrial, tried_room
 
 
 def check_method(method: Method) -> None:
@@ -42,15 +40,12 @@ def layers_of(
     """
     codecs = _codecs(view, method, made)
     angles = None if all(codec.rotated for codec in codecs) else _angles(view, method, room)
-    trial = Trial(codecs, method, view.rope)
+    trial = PagesTrial(codecs, method, view.rope, angles)
     layers, choices = [], []
     for codec in codecs:
-        choice = choose(codec, method.group, False, trial, kernel)
+        choice = choose(codec, method.group, kernel, trial=trial)
         packer = packer_of(kernel, codec.view.device)
         own = None if codec.rotated else angles
-        tried = choice.backend.tried and kernel == "auto"
-        if tried and (why := failure(choice.backend, codec, method, own, trial)):
-            choice = Choice(REFERENCE, why)
         layer = StaticLayer(codec, method, room, own, choice.backend, packer)
         layers.append(layer)
         choices.append(choice if layer.in_place else _whole(choice))

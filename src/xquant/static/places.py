@@ -8,23 +8,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..kernels.backend import MOST_QUERIES
 from ..kernels.paged import Sequences
-from ..methods import Method
-from ..serve.sinks import Slots
 from ..serve.step import Chunk, Keeping, Run, Step
 
 State = tuple[Tensor, list[int], list[int]]
 EMPTY: State = torch.ones(0, 0, dtype=torch.bool, device="cpu"), [], []
 _MOVING = "limits", "held", "new", "sinks"
 """What of `Sequences` changes from step to step, beside what only the host asks."""
-
-
-def keeping_of(method: Method) -> Keeping:
-    """What is kept where: a ring has room for a block that is not whole, recent tokens and a step."""
-    capacity = method.group + method.tail + MOST_QUERIES
-    slots = Slots(method.sink) if method.sink else None
-    return Keeping(method.group, capacity, method.tail, slots=slots)
 
 
 class Places:

@@ -30,6 +30,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
 
+from xquant.kernels.paged import Scoring
 from xquant.models import AttentionView
 from xquant.serve import fit
 from xquant.serve.build import Model
@@ -188,7 +189,8 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
         turned = functools.partial(angles, rotary, codec.view.rotary_size)
-        served = wanted.layer(codec, layer.impl.scale, layer.impl.logits_soft_cap, turned, exact_of)
+        scoring = Scoring(layer.impl.scale, layer.impl.logits_soft_cap)
+        served = wanted.layer(codec, scoring, turned, exact_of)
         ring = Ring(f"{layer.layer_name}.{RING}", served.row, keeping, dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
         layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, turned
@@ -210,7 +212,7 @@ def _view(parent: Any, dtype: torch.dtype) -> AttentionView:
     index, heads = extract_layer_index(layer.layer_name), (layer.num_heads, layer.num_kv_heads)
     norm, rotary = getattr(parent, "k_norm", None), getattr(parent, "rotary_emb", None)
     turned = getattr(rotary, "rotary_dim", 0)
-    return EngineView.of(index, parent, fused, *heads, layer.head_size, norm, turned, dtype)
+    return EngineView.of(index, parent, fused, heads, layer.head_size, norm, turned, dtype)
 
 
 def _angles(rotary: Any, size: int) -> Angles:
