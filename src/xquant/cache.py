@@ -251,13 +251,13 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
             past = layer.get_seq_length() - key_states.shape[2]
             if past and key_states.shape[2] <= MOST_QUERIES:
                 return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
-        banded = layer.evicts or (self._through_store and self.method.tail > 0)
+        banded = self._through_store and self.method.tail > 0
         if hands_over or (hands_over is None and banded):
             return self.attachment.hand(layer_idx, key_states, value_states, whole=False)
         if banded:
             raise ValueError(
                 f"{self._family} does not leave attention to transformers' attention function, which"
-                f" {self.method.spec if layer.evicts else 'attend=store with recent tokens in full'} needs"
+                " attend=store with recent tokens in full needs"
             )
         with torch.no_grad():
             view = layer.codec.view
@@ -269,10 +269,6 @@ class KVCache(ChangingCache, ObservingCache, RestingCache):
                 for whole, new in ((key, key_states), (value, value_states))
             )
         return self.attachment.hand(layer_idx, key, value, whole=True)
-
-    def see(self, index: int, call: AttentionCall) -> None:
-        layer: CompressedLayer = self.layers[index]
-        layer.see(call.query, call.mask, call.scaling, call.softcap, call.sink_logits)
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
         # Kernels take it that nobody sees a block of padding alone, and do not ask where its tokens stand.
