@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         NormalFloat,
         Oscar,
         PredictedTransform,
-        Pyramid,
         QuaRot,
         Transform,
         TurboQuant,
@@ -64,7 +63,6 @@ __all__ = [
     "Oscar",
     "PredictedTransform",
     "PrefixStore",
-    "Pyramid",
     "QuaRot",
     "Report",
     "SavedCache",
@@ -89,7 +87,7 @@ __all__ = [
 
 _METHODS = (
     *("AsymKV", "CrossLayer", "Full", "Integer", "KVQuant", "Kivi", "Method", "NormalFloat"),
-    *("PredictedTransform", "Pyramid", "Transform", "XQuant", "XQuantCL"),
+    *("PredictedTransform", "Transform", "XQuant", "XQuantCL"),
     *("KVLinC", "KVTC", "KVarN", "LlamaCpp", "Oscar", "QuaRot", "TurboQuant"),
     "register",
 )

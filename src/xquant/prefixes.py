@@ -249,11 +249,9 @@ class PrefixStore:
 
 
 def _check_whole(cache: KVCache) -> None:
-    """Refuse models and methods of which a prefix is not in the blocks of compressed layers alone."""
-    view, spec = cache.attachment.view, cache.method.spec
+    """Refuse models of which a prefix is not in the blocks of compressed layers alone."""
+    view = cache.attachment.view
     family = type(view.model).__name__
-    if any(layer.evicts for layer in cache.compressed):
-        raise ValueError(f"prefixes cannot be stored by {spec}: it drops tokens")
     if view.rope.drifts:
         raise ValueError(
             f"prefixes of {family} cannot be stored: it turns keys by other angles for every length"

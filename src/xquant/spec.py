@@ -7,6 +7,11 @@ from typing import Any
 
 from .methods import METHODS, Method, find_installed
 
+LABORATORY = "pip install . ./lab"
+"""What brings the laboratory, in a clone."""
+OF_LABORATORY = ("pyramid",)
+"""The methods that it brings."""
+
 
 def parse_method(spec: str | Method) -> Method:
     """The method that a spec names; a method is returned as it is.
@@ -36,6 +41,10 @@ def parse_method(spec: str | Method) -> Method:
     if found is None or found[1] is None:
         find_installed()
         found = _named(head)
+    if found is None and head in OF_LABORATORY:
+        raise ValueError(
+            f"'{head}' is a method of the laboratory, xquant-lab: in a clone, {LABORATORY}"
+        )
     if found is None:
         raise ValueError(f"unknown method '{spec}'; known are {', '.join(METHODS)}")
     cls, in_head = found

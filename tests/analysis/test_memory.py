@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from support.caches import calibration, make_cache
-from support.method_matrix import IDENTITY, LOW, RIVALS
+from support.method_matrix import IDENTITY, LOW, OWN, RIVALS
 from support.models import prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.analysis.memory import CacheBytes, CacheLayout
 from xquant.analysis.shapes import Skeleton
 from xquant.contents.report import Report
-from xquant.methods import METHODS
 from xquant.quant.quantizer import OUTLIER_NBYTES
 
 SIZES = [(5, 1), (43, 3), (64, 2)]
@@ -95,8 +94,7 @@ def test_the_methods_own_groups_in_bfloat16(spec: str, family: str) -> None:
 
 
 def test_every_method_with_blocks_is_among_them() -> None:
-    elsewhere = "pyramid", "kvtc"  # store/test_evicting.py, methods/test_kvtc.py
-    blocks = {name for name in METHODS if name not in elsewhere}
+    blocks = {*OWN} - {"kvtc"}  # methods/test_kvtc.py
     for specs in ([*IDENTITY, *LOW, *SIZED], OWN_GROUPS):
         assert {parse_method(spec).name for spec in specs} == blocks
 

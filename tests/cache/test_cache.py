@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from support.block_sizes import block_nbytes
 from support.caches import make_cache
-from support.method_matrix import LOW
+from support.method_matrix import LOW, OWN
 from support.models import left_padded, prompt, tiny
 from xquant import KVCache, attach, parse_method
 from xquant.methods import METHODS
@@ -237,7 +237,7 @@ def tables(segment: Segment) -> list[torch.Tensor]:
     return getattr(segment.quantizer, "tables", [])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_report_counts_every_byte(family: str, name: str) -> None:
     model = tiny(family)

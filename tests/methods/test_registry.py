@@ -110,6 +110,15 @@ def test_a_distribution_brings_a_method(tmp_path: Path, monkeypatch: pytest.Monk
     assert type(parse_method("kivi-4bit")) is Kivi
 
 
+def test_a_method_of_the_laboratory_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xquant.spec.find_installed", lambda: None)
+    METHODS.pop("pyramid", None)  # where the laboratory is installed
+    with pytest.raises(
+        ValueError, match=r"of the laboratory, .*: in a clone, pip install \. \./lab"
+    ):
+        parse_method("pyramid:keep=0.4")
+
+
 def test_ours_are_found_without_a_look_at_what_is_installed() -> None:
     script = (
         "import sys; from xquant import parse_method; parse_method('kivi-4bit:sink=1')\n"

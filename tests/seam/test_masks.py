@@ -146,7 +146,6 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     "folded": (lambda m: KVCache(m, CODED, kernel="folded"), None),
     "of inputs": (lambda m: KVCache(m, "xquant-16bit:group=8"), None),
     "stored": (lambda m: KVCache(m, SPEC + ",tail=5", attend="store"), None),
-    "drops none": (lambda m: KVCache(m, "pyramid:keep=1,tail=5,group=8"), None),
     "static": (lambda m: StaticKVCache(m, PAGED, ROOM), None),
     "static, after RoPE": (lambda m: StaticKVCache(m, PAGED + ",rope=post", ROOM), None),
     "copied": (lambda m: KVCache(m, SPEC), lambda m, c, _: copy.deepcopy(c)),

@@ -180,7 +180,7 @@ def test_every_step_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(plain, 0, 30)
     for name in ("attend", "combine", "append"):
         monkeypatch.setattr(paged, name, Launches(getattr(paged, name), noted))
-    monkeypatch.setattr("xquant.cache.static.finite.asked_at_once", lambda device: False)
+    monkeypatch.setattr("xquant.cache.growing.static.finite.asked_at_once", lambda device: False)
     monkeypatch.setattr(StaticKVCache, "attend", silent)
     first: list[Any] = []
     for at in range(30, 37):  # the first blocks are sealed on the way, with their sinks

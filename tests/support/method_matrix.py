@@ -1,5 +1,10 @@
 """What is crossed in the operations matrix: methods in both forms, at 16 bits and at low bits."""
 
+from xquant.methods import METHODS
+
+OWN = [name for name, method in METHODS.items() if method.__module__.startswith("xquant.")]
+"""The library's methods: others may be registered beside them."""
+
 IDENTITY = [
     "full:group=8",
     "kivi-16bit:group=8",
@@ -68,7 +73,3 @@ RIVALS = [
     "kvtc-4bit:group=8,tail=5,span=3",
 ]
 """Of the codec and the quantizers of some in `LOW`: not crossed with everything."""
-
-KEEPING_ALL = "pyramid:keep=1,tail=5,group=8"
-DROPPING = ["pyramid:tail=6,group=8", "pyramid:keep=0.3,slope=1,tail=5,group=1,sink=2"]
-"""What drops tokens is neither saved nor converted, and has no blocks."""

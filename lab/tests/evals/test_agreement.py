@@ -2,13 +2,14 @@ import pytest
 import torch
 
 from support.lm_eval_data import harness_tokenizer, longbench, words
-from support.method_matrix import DROPPING
 from support.models import tiny
-from xquant import Full, KVCache, parse_method
+from xquant import Full, parse_method
 from xquant.calibrations import Calibrations
 from xquant_lab.evals.agreement import ANSWER, LAST, Agreement, Comparison, mean
+from xquant_lab.pyramid.cache import cache_of
 
-METHODS = ["kivi-4bit:group=8", "xquant-4bit:group=8", "kivi-2bit:group=8,tail=16", *DROPPING]
+METHODS = ["kivi-4bit:group=8", "xquant-4bit:group=8", "kivi-2bit:group=8,tail=16"]
+METHODS += ["pyramid:tail=6,group=8", "pyramid:keep=0.3,slope=1,tail=5,group=1,sink=2"]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def compare(model, methods, asked):
 
 def greedy(model, method, prompt):
     """Tokens after ``prompt``, whose last ones read the store; an end of a text ends nothing."""
-    cache, tokens = KVCache(model, method), []
+    cache, tokens = cache_of(model, parse_method(method)), []
     with torch.inference_mode():
         model(prompt[:, :-LAST], past_key_values=cache)
         logits = model(prompt[:, -LAST:], past_key_values=cache).logits
@@ -64,7 +65,7 @@ def test_the_divergence_is_that_of_predictions_that_read_the_store(model, method
     _, (found,) = compare(model, [method], [prompt])
     with torch.inference_mode():
         full = model(prompt).logits[0, -LAST:].log_softmax(-1)
-        cache = KVCache(model, method)
+        cache = cache_of(model, parse_method(method))
         model(prompt[:, :-LAST], past_key_values=cache)
         own = model(prompt[:, -LAST:], past_key_values=cache).logits[0].log_softmax(-1)
     assert found.kl == pytest.approx((full.exp() * (full - own)).sum(-1).mean().item(), rel=1e-4)
@@ -86,7 +87,7 @@ def test_answers_are_those_of_caches_of_their_own(model, prompt):
         return model.generate(prompt, past_key_values=cache, max_new_tokens=9, do_sample=False)
 
     for method in methods:
-        cache = KVCache(model, method)
+        cache = cache_of(model, parse_method(method))
         with torch.inference_mode():
             model(prompt[:, :-LAST], past_key_values=cache)
         assert torch.equal(comparison.answer(method, prompt, generate), generate(cache))

@@ -4,13 +4,14 @@ from transformers import AutoModelForCausalLM
 
 from support.lm_eval_data import harness_folder, harness_tokenizer, words
 from support.models import tiny
-from xquant import KVCache
+from xquant import KVCache, parse_method
 
 pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from xquant_lab.evals.harness import XQuantLM
+from xquant_lab.pyramid.cache import cache_of
 
 STORED = "kivi-2bit:group=8"
 SHARED = "crosslayer:group=8,span=3,dominant=1,km=0,vm=0,kq=0,vq=0,tail=0"
@@ -54,7 +55,7 @@ def through(model, method, step=99, **more):
     """A function of ids that gives logits, read ``step`` tokens at a time through a cache."""
 
     def logits_of(ids):
-        cache = KVCache(model, method, **more)
+        cache = cache_of(model, parse_method(method), **more)
         with torch.inference_mode():
             parts = [model(part, past_key_values=cache).logits for part in ids.split(step, 1)]
         return torch.cat(parts, 1)
@@ -81,10 +82,11 @@ def test_likelihoods_read_the_store_and_padding_sets_no_range(batch_size):
     assert found != likelihoods(through(lm.model, "full"))
 
 
-def test_codes_from_a_layer_above_are_read_a_block_at_a_time():
-    lm = ours(SHARED, 3)
+@pytest.mark.parametrize("method", [SHARED, "pyramid:keep=0.25,tail=8,group=8"])
+def test_what_is_not_causal_is_read_a_block_at_a_time(method):
+    lm = ours(method, 3)
     found = [likelihood for likelihood, _ in ask(lm, "loglikelihood")]
-    assert found == likelihoods(through(lm.model, SHARED, step=8))
+    assert found == likelihoods(through(lm.model, method, step=8))
     assert found != likelihoods(through(lm.model, "full"))
 
 

@@ -6,9 +6,10 @@ import torch
 
 from support.models import tiny
 from support.word_tokenizer import text_of, word_tokenizer
-from xquant import KVCache
+from xquant import KVCache, parse_method
 from xquant.runs import Runs
 from xquant_lab.evals.perplexity import perplexity
+from xquant_lab.pyramid.cache import PyramidCache
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,7 @@ def test_with_a_method_that_is_not_causal_all_read_a_block_at_a_time(model):
 def test_blocks_are_read_through_one_cache(model):
     (row,) = run(model, [DROPS], windows=1)
     ids = torch.tensor(word_tokenizer()(text_of(40), verbose=False)["input_ids"])
-    cache = KVCache(model, DROPS)
+    cache = PyramidCache(model, parse_method(DROPS))
     with torch.inference_mode():
         parts = [model(part[None], past_key_values=cache).logits[0] for part in ids.split(8)]
     logits = torch.cat(parts)[:-1]

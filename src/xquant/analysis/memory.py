@@ -21,8 +21,6 @@ ENTRY_NBYTES = 8
 """Bytes of a block in a layer's table."""
 SINK_NBYTES = 4
 """Bytes of a sink's position, beside its row."""
-KEPT_NBYTES = 8
-"""Bytes of a kept token's column and weight, beside its row, where tokens are dropped."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,6 @@ class CacheLayout:
 
     def count(self, context: int, batch: int) -> CacheBytes:
         """The bytes after ``batch`` sequences of ``context`` tokens without padding."""
-        if self.codecs[0].kept is not None:
-            return self._count_kept(context, batch)
         blocks = max((context - self.method.tail) // self.method.group, 0)
         tail = context - blocks * self.method.group
         layers = len(self.codecs)
@@ -115,23 +111,11 @@ class CacheLayout:
             skipped=batch * self.skeleton.skipped_nbytes(context),
         )
 
-    def _count_kept(self, context: int, batch: int, more: int = 0) -> CacheBytes:
-        """The same of a method that drops tokens, ``more`` of which are still there."""
-        rows = 0
-        for codec in self.codecs:
-            kept = min(codec.kept(context) + more, context) if codec.kept else context
-            rows += kept * (codec.width * codec.view.dtype.itemsize + KEPT_NBYTES)
-        index = INDEX_NBYTES * context
-        skipped = self.skeleton.skipped_nbytes(context)
-        return CacheBytes(0, 0, 0, 0, 0, batch * rows, batch * index, batch * skipped)
-
     def peak(self, context: int, batch: int) -> int:
         """The most bytes held on the way to ``context`` tokens.
 
         Sealing makes a cache smaller, so this may be just before the last block was sealed.
         """
-        if self.codecs[0].kept is not None:
-            return self._count_kept(context, batch, self.method.group - 1).total
         fullest = context - (context - self.method.tail + 1) % self.method.group
         return max(self.count(t, batch).total for t in (context, max(fullest, 0)))
 

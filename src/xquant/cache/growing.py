@@ -167,19 +167,15 @@ class KVCache(ChangingCache, RestingCache):
             check_states(self._family, layer.codec, inputs, self.index)
         queries = inputs.x.shape[1]
         layer.append(inputs, hold=queries <= MOST_QUERIES)
-        banded = layer.evicts or (self.options.through_store and self.method.tail > 0)
+        banded = self.options.through_store and self.method.tail > 0
         past = layer.get_seq_length() > queries
         found = route(self.attachment.hooks[layer.codec.view.index], queries, past, alone=banded)
         if banded and found is Route.WHOLE:
             raise ValueError(
                 f"{self._family} does not leave attention to transformers' attention function, which"
-                f" {self.method.spec if layer.evicts else 'attend=store with recent tokens in full'} needs"
+                " attend=store with recent tokens in full needs"
             )
         return found
-
-    def see(self, index: int, call: AttentionCall) -> None:
-        layer: CompressedLayer = self.layers[index]
-        layer.see(call.query, call.mask, call.scaling, call.softcap, call.sink_logits)
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
         # Kernels take it that nobody sees a block of padding alone, and do not ask where its tokens stand.

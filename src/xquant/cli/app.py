@@ -11,7 +11,6 @@ import click
 from .. import __version__
 from . import calibrate, generate, inspect, methods, plan, prompt
 from .common import IN_FILE, how_to_go_on
-from .messages import LABORATORY
 
 OWN = (
     methods.methods,
@@ -70,6 +69,8 @@ class Verbs(click.Group):
             if verb.add_help_option and all(each.name != "plugin" for each in verb.params):
                 verb.params.append(_plugin_option())
         elif name in LABORATORYS:
+            from ..spec import LABORATORY
+
             raise ValueError(
                 f"'{name}' is a verb of the laboratory, xquant-lab: in a clone, {LABORATORY}"
             )

@@ -1,6 +1,5 @@
 """What the command says in more than one place."""
 
-LABORATORY = "pip install . ./lab"
 EXTRAS = {
     **dict.fromkeys(("click", "rich"), ".[cli]"),
     "sklearn": ".[calibrate]",

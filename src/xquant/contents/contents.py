@@ -42,8 +42,3 @@ class Contents:
     def index(self) -> TokenIndex:
         """Positions, padding and sinks of the tokens that compressed layers hold."""
         return self.stack.index
-
-    def require_all_tokens(self, what: str) -> None:
-        """Raise ValueError where tokens were dropped, so that a cache cannot be ``what``."""
-        if any(layer.evicts for layer in self.compressed):
-            raise ValueError(f"a cache of {self.method.spec} cannot be {what}: it drops tokens")

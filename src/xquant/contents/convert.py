@@ -19,7 +19,7 @@ def fill(target: Contents, source: Contents) -> None:
     Raises:
         ValueError: ``target`` keeps more than keys and values tell.
     """
-    _check(source, target)
+    _check(target)
     for number, layer in source.others.items():
         target.layers[number] = copy.deepcopy(layer)
     target.beside.update(copy.deepcopy(source.beside))
@@ -41,7 +41,7 @@ def fill_apart(targets: Mapping[int, Contents], source: Contents, ids: Tensor) -
     """
     index, numbers = source.index, list(targets)
     for number, target in targets.items():
-        _check(source, target)
+        _check(target)
         real = index.real[number]
         own = ids[number, real.to(ids.device)][None]
         target.index.give(index.positions[number, real][None], real[real][None], (), own)
@@ -53,9 +53,7 @@ def fill_apart(targets: Mapping[int, Contents], source: Contents, ids: Tensor) -
     _pour(source, list(targets.values()), of_one)
 
 
-def _check(source: Contents, target: Contents) -> None:
-    for each in (source, target):
-        each.require_all_tokens("converted")
+def _check(target: Contents) -> None:
     for layer in target.compressed:
         if not layer.codec.keeps_states:
             raise ValueError(

@@ -14,7 +14,6 @@ from ..kernels.workspace import Workspace
 from ..methods import LayerCodec
 from ..models.rope import Rope
 from ..quant.quantizer import as_written
-from ..store.evicting import EvictingLayer
 from ..store.layer import CompressedLayer
 from ..store.offload import Carrier
 from ..store.past import State as LayerState
@@ -55,10 +54,8 @@ class LayerStack:
         below = None
         self.layers: list[CompressedLayer] = []
         for codec in codecs:
-            kind = CompressedLayer if codec.kept is None else EvictingLayer
-            below = kind(
-                codec, method, self.index, through_store, below, packers[codec.view.device]
-            )
+            packer = packers[codec.view.device]
+            below = CompressedLayer(codec, method, self.index, through_store, below, packer)
             self.layers.append(below)
         CompressedLayer.link(self.layers)
         self.carrier = self._carrier() if options.offload else None
@@ -129,8 +126,6 @@ class LayerStack:
         if due == self.layers and before and 1 < length - before <= MOST_QUERIES:
             self._unsealed = [layer.snapshot() for layer in self.layers]
         seal(due)
-        for layer in self.layers:
-            layer.thin()
         self.index.forget()
         return True
 

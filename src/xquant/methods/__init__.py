@@ -18,7 +18,6 @@ from .kvtc import KVTC
 from .llama_cpp import LlamaCpp
 from .oscar import Oscar
 from .plain_formats import Integer, NormalFloat
-from .pyramid import Pyramid
 from .quarot import QuaRot
 from .registry import METHODS, find_installed, load_file, register
 from .transform import PredictedTransform, Transform
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from .codec import AttentionInputs, LayerCodec
 
 for _method in (
-    *(Full, Integer, NormalFloat, LlamaCpp, Kivi, AsymKV, CrossLayer, Pyramid, KVQuant),
+    *(Full, Integer, NormalFloat, LlamaCpp, Kivi, AsymKV, CrossLayer, KVQuant),
     *(
         QuaRot,
         TurboQuant,
@@ -64,7 +63,6 @@ __all__ = [
     "NormalFloat",
     "Oscar",
     "PredictedTransform",
-    "Pyramid",
     "QuaRot",
     "QuantizedMethod",
     "Transform",

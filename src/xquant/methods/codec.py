@@ -5,7 +5,6 @@ options (`base`) do not.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,9 +81,6 @@ class LayerCodec(ABC):
     be read once a forward pass has come to the last of them, and by none that attends to itself as stored."""
     source: int = 0
     """The layer of the span whose codes the segments of the others share."""
-    kept: Callable[[int], int] | None = None
-    """How many of so many tokens the layer keeps at least; None where it keeps all, in any method that drops
-    none."""
     sink_dtype: torch.dtype | None = None
     """Of sealed sinks; None where they keep that of the features."""
     calibrated: str = ""

@@ -35,7 +35,6 @@ def write(contents: Contents, target: Path, tokens: Tensor | None, pack: str | N
         raise ValueError(f"cannot save to '{target}': it is not a file")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"cannot save to '{target}': there is no folder '{target.parent}'")
-    contents.require_all_tokens("saved")
     CompressedLayer.check_finite(contents.compressed, contents.index.length)
     contents.stack.forget_unsealed()  # what is loaded holds as much as what was saved
     tensors = {**_index(contents), **_blocks(contents), **_others(contents)}

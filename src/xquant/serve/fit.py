@@ -254,8 +254,6 @@ def unfit_options(method: Method) -> str:
 
 
 def _unfit_layer(codec: LayerCodec) -> str:
-    if codec.kept is not None:
-        return "it drops tokens, and pages keep all of them"
     if getattr(codec.view.module, "sinks", None) is not None:
         return "its attention has sinks that are learned"
     if not codec.keeps_states:

@@ -19,8 +19,6 @@ class CompressedLayer(Past, CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     supports_early_init = False
-    evicts = False
-    """Whether tokens are dropped."""
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -54,20 +52,6 @@ class CompressedLayer(Past, CacheLayerMixin):
             states = key, value
         self.release_below()
         return *states, mask
-
-    def see(
-        self,
-        query: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sink_logits: Tensor | None,
-    ) -> None:
-        """Be shown the newest queries ``[B, H, t, D]`` and how scores are made, as in `AttentionCall`, after
-        their `append` and before `read`."""
-
-    def thin(self) -> None:
-        """Drop tokens, once a forward pass is over."""
 
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""

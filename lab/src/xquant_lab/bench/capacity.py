@@ -12,6 +12,8 @@ from xquant.analysis.shapes import Skeleton
 from xquant.methods import Method
 from xquant.store.slabs import GROWTH
 
+from ..pyramid.layout import layout_of
+
 SHARE = 0.9
 """Share of the free memory that caches may take; the rest is left for activations."""
 
@@ -33,7 +35,7 @@ def layout(config: Any, method: Method, dtype: torch.dtype) -> CacheLayout:
     """The bytes of a method on a model of this configuration."""
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # no kernels are needed to count bytes
-    return CacheLayout(Skeleton(config, dtype), method)
+    return layout_of(Skeleton(config, dtype), method)
 
 
 def needed_bytes(layout: CacheLayout, context: int, batch: int) -> int:

@@ -18,6 +18,9 @@ from xquant.linear import pack_weights
 from xquant.methods import Method
 from xquant.models import AttentionView
 
+from ..pyramid import Pyramid
+from ..pyramid.cache import PyramidCache
+
 FILL = 4096
 """Tokens of a sequence that are appended at a time, at most."""
 FILLED_ROWS = 8 * FILL
@@ -130,6 +133,43 @@ class Compressed(Contender):
                 own = compat.attention_function("sdpa", layer.codec.view.module)
                 own(layer.codec.view.module, query, keys, values, mask, scaling=scaling)
         self.cache.finish()
+
+
+class Dropping(Contender):
+    """The cache of a method that drops tokens. It is filled with all of them, and drops them at once."""
+
+    def __init__(self, model: Any, method: Pyramid, context: int, batch: int) -> None:
+        self.name, self.model, self._batch = method.spec, model, batch
+        self.cache = PyramidCache(model, method)
+        self.setting = self.cache.report().kernel
+        self.dtype = self.cache.evicting[0].view.dtype
+        positions = torch.arange(context, device=self.device).expand(batch, -1)
+        self.cache.index.append(positions, torch.ones_like(positions, dtype=torch.bool))
+        for layer in self.cache.evicting:
+            states = random_states(layer.view, batch, context)
+            layer.update(states.key, states.value)
+        self.cache.finish()
+        self._newest = self.newest()
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.cache.report().cache_bytes
+
+    def attend(self) -> None:
+        query = self._newest[0]
+        for layer in self.cache.evicting:
+            own = compat.attention_function("sdpa", layer.view.module)
+            scaling = query.shape[-1] ** -0.5
+            own(layer.view.module, query, layer.keys, layer.values, None, scaling=scaling)
+
+
+def contender_of(
+    model: Any, method: Method, context: int, batch: int, calibration: Any, kernel: str
+) -> Contender:
+    """The contender of any method."""
+    if isinstance(method, Pyramid):
+        return Dropping(model, method, context, batch)
+    return Compressed(model, method, context, batch, calibration, kernel)
 
 
 class Static(Contender):

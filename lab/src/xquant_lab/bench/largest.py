@@ -16,7 +16,7 @@ from xquant.progress import Progress
 
 from . import capacity, flash
 from .clocks import reason, synchronize
-from .contenders import Compressed, Contender, Models
+from .contenders import Contender, Models, contender_of
 
 WARM_UP = 4
 """Steps before those that are timed."""
@@ -107,7 +107,7 @@ def _compressed(
     kernel: str,
     batch: int,
 ) -> Contender:
-    return Compressed(model, method, context, batch, calibrations.of(method), kernel)
+    return contender_of(model, method, context, batch, calibrations.of(method), kernel)
 
 
 def _measured(make: Make, batch: int, steps: int) -> Row:

@@ -76,7 +76,8 @@ def bench(
         if limits.copy and limits.multiply:
             of_method = known.get(name.removesuffix(f" {STATIC}"))
             row["roofline"] = _predict(row, models.model, of_method, limits)
-        if (settings.sealing or settings.parts) and best is not None and name in known:
+        asked = settings.sealing or settings.parts
+        if asked and best is not None and isinstance(best.contender, Compressed):
             with best.noting_failure():
                 row["sealing"] = _time_sealing(best)
             if best.failed:

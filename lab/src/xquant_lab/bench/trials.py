@@ -14,7 +14,7 @@ from xquant.methods import Method
 
 from . import capacity, flash
 from .clocks import reason
-from .contenders import Compressed, Contender, Full, Grouped, Models, Static
+from .contenders import Contender, Full, Grouped, Models, Static, contender_of
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 FULL_SETTINGS = tuple((dtype, attention) for dtype in DTYPES for attention in ("sdpa", "eager"))
@@ -188,6 +188,8 @@ def _compressed(
     dtype: torch.dtype,
     settings: Settings,
     calibrations: Calibrations,
-) -> Compressed:
+) -> Contender:
     calibration = calibrations.of(method)
-    return Compressed(models.attached(dtype), method, *settings.size, calibration, settings.kernel)
+    return contender_of(
+        models.attached(dtype), method, *settings.size, calibration, settings.kernel
+    )

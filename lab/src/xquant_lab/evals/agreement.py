@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xquant.cache.growing import KVCache
 from xquant.calibrations import Calibrations
 from xquant.compat import CACHE
 from xquant.methods import Full, Method
 
+from ..pyramid.cache import AnyCache
 from .reading import read_together
 
 LAST = 16
@@ -56,7 +56,7 @@ class Comparison:
         self.found: dict[Method, list[Agreement]] = {method: [] for method in self._given}
 
     def answer(
-        self, method: Method, prompt: Tensor, generate: Callable[[KVCache], Tensor]
+        self, method: Method, prompt: Tensor, generate: Callable[[AnyCache], Tensor]
     ) -> Tensor:
         """The token ids of ``prompt`` ``[1, T]`` and of its answer.
 
@@ -68,7 +68,7 @@ class Comparison:
         return self._answers[method].popleft()
 
     @torch.inference_mode()
-    def _read(self, prompt: Tensor, generate: Callable[[KVCache], Tensor]) -> None:
+    def _read(self, prompt: Tensor, generate: Callable[[AnyCache], Tensor]) -> None:
         last = min(LAST, prompt.shape[1])
         earlier, rest = prompt.split([prompt.shape[1] - last, last], 1)
         caches = read_together(self._model, self._given, earlier)
@@ -89,13 +89,13 @@ class _Reference:
     answer: list[int]  # ANSWER token ids
 
 
-def _reference(model: Any, cache: KVCache, rest: Tensor) -> _Reference:
+def _reference(model: Any, cache: AnyCache, rest: Tensor) -> _Reference:
     logits = model(rest, **{CACHE: cache}).logits
     tokens = list(islice(_greedy(model, cache, logits), ANSWER))
     return _Reference(logits[0], tokens)
 
 
-def _compare(model: Any, cache: KVCache, rest: Tensor, full: _Reference) -> Agreement:
+def _compare(model: Any, cache: AnyCache, rest: Tensor, full: _Reference) -> Agreement:
     logits = model(rest, **{CACHE: cache}).logits
     own, wanted = (each.float().log_softmax(-1) for each in (logits[0], full.logits))
     kl = F.kl_div(own, wanted, reduction="batchmean", log_target=True).item()
@@ -105,7 +105,7 @@ def _compare(model: Any, cache: KVCache, rest: Tensor, full: _Reference) -> Agre
     return Agreement(max(kl, 0.0), same)
 
 
-def _greedy(model: Any, cache: KVCache, logits: Tensor) -> Iterator[int]:
+def _greedy(model: Any, cache: AnyCache, logits: Tensor) -> Iterator[int]:
     """Tokens after ``logits`` ``[1, t, V]``, one by one; an end of a text does not end them."""
     while True:
         token = logits[:, -1:].argmax(-1)

@@ -31,6 +31,8 @@ from xquant.methods import Method
 from xquant.seam.masks import PassMask
 from xquant.spec import parse_method
 
+from ..pyramid import Pyramid
+from ..pyramid.cache import AnyCache, PyramidCache, cache_of
 from .agreement import Comparison
 from .reading import logits_of
 
@@ -83,7 +85,7 @@ class XQuantLM(HFLM):
             weights = torch.float32 if dtype == "auto" else get_dtype(dtype)
             pretrained, more["tokenizer"] = load_model(pretrained, weights, device)
         super().__init__(pretrained, dtype=dtype, device=device, **more)
-        KVCache(self.model, self.method, calibration=self.calibration)
+        cache_of(self.model, self.method, self.calibration)
 
     def tok_batch_encode(
         self, strings: Sequence[str], *places: Any, **named: Any
@@ -100,7 +102,7 @@ class XQuantLM(HFLM):
         if self.most is not None:
             max_length = min(max_length, context.shape[1] + self.most)
 
-        def generate(cache: KVCache) -> Tensor:
+        def generate(cache: AnyCache) -> Tensor:
             tokens: Tensor = super(XQuantLM, self)._model_generate(
                 context, max_length, stop, **{CACHE: cache}, **generation
             )
@@ -109,14 +111,17 @@ class XQuantLM(HFLM):
         if self.comparison is not None:
             with self._precision():
                 return self.comparison.answer(self.method, context, generate)
-        return generate(KVCache(self.model, self.method, calibration=self.calibration))
+        return generate(cache_of(self.model, self.method, self.calibration))
 
     def _model_call(self, inps: Tensor, **unused: Any) -> Tensor:
         """Logits ``[B, T, V]`` of texts ``inps`` ``[B, T]``, padded on the right."""
         causal = self.method.causal
-        cache = _RightPadded(
-            inps, self.model, self.method, "store" if causal else "chunk", self.calibration
-        )
+        cache: AnyCache
+        if isinstance(self.method, Pyramid):  # no token of a text is dropped for padding after it
+            cache = PyramidCache(self.model, self.method)
+        else:
+            attend = "store" if causal else "chunk"
+            cache = _RightPadded(inps, self.model, self.method, attend, self.calibration)
         with torch.no_grad(), self._precision():
             return logits_of(self.model, cache, inps, None if causal else self.method.group)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xquant.cache.growing import KVCache
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.compat import CACHE
@@ -32,6 +31,7 @@ from xquant.progress import Progress, silent
 from xquant.runs import Runs
 from xquant.spec import parse_method
 
+from ..pyramid.cache import AnyCache, cache_of
 from .reading import read_together
 
 OPENING = (
@@ -227,18 +227,18 @@ def _ask(
 
 def _filled(
     model: Any, methods: Mapping[Method, Calibration | None], ids: Tensor, attend: str
-) -> dict[Method, KVCache]:
+) -> dict[Method, AnyCache]:
     if attend == "chunk" or not all(method.causal for method in methods):
         return read_together(model, methods, ids)
     caches = {}
     for method, calibration in methods.items():
-        caches[method] = KVCache(model, method, attend=attend, calibration=calibration)
+        caches[method] = cache_of(model, method, calibration, attend)
         model(ids, **{CACHE: caches[method]}, logits_to_keep=1)
     return caches
 
 
 def _likelihood(
-    model: Any, tokenizer: Any, cache: KVCache, last: Tensor, right: Sequence[int]
+    model: Any, tokenizer: Any, cache: AnyCache, last: Tensor, right: Sequence[int]
 ) -> float:
     """The logarithm of the probability of the tokens of ``right`` with digits, after ``last`` ``[1, 1]``."""
     answer = torch.tensor([right], device=last.device)
@@ -248,7 +248,7 @@ def _likelihood(
     return math.fsum(value for value, digit in zip(found, digits, strict=True) if digit)
 
 
-def _number(model: Any, tokenizer: Any, cache: KVCache, ids: Tensor) -> str | None:
+def _number(model: Any, tokenizer: Any, cache: AnyCache, ids: Tensor) -> str | None:
     """The first number that the model answers to ``ids`` ``[1, T]``; None where there is none."""
     out = model.generate(
         ids,

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xquant.cache.growing import KVCache
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.methods import Full, Method
@@ -31,6 +30,7 @@ from xquant.runs import Runs
 from xquant.spec import parse_method
 from xquant.text import cut_windows
 
+from ..pyramid.cache import AnyCache, cache_of
 from .reading import logits_of
 
 SCORED_AT_ONCE = 256
@@ -158,9 +158,9 @@ def measure(
 
 def _empty(
     model: Any, method: Method, calibration: Calibration | None, block: int | None
-) -> KVCache:
+) -> AnyCache:
     attend = "store" if block is None else "chunk"
-    return KVCache(model, method, attend=attend, calibration=calibration)
+    return cache_of(model, method, calibration, attend)
 
 
 @torch.inference_mode()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from xquant.cache.growing import KVCache
 from xquant.calibration import Calibration
 from xquant.compat import CACHE
 from xquant.kernels.call import AttentionCall
@@ -15,8 +14,10 @@ from xquant.methods import Method
 from xquant.seam.masks import PassMask
 from xquant.seam.passes import Given, ObservingCache
 
+from ..pyramid.cache import AnyCache, cache_of
 
-def logits_of(model: Any, cache: KVCache, ids: Tensor, block: int | None) -> Tensor:
+
+def logits_of(model: Any, cache: AnyCache, ids: Tensor, block: int | None) -> Tensor:
     """Logits ``[B, T, V]`` of token ids ``[B, T]``, read ``block`` tokens at a time, or all at once."""
     parts = ids.split(block or ids.shape[1], 1)
     logits = [model(part, **{CACHE: cache}, use_cache=True).logits for part in parts]
@@ -26,7 +27,7 @@ def logits_of(model: Any, cache: KVCache, ids: Tensor, block: int | None) -> Ten
 @torch.inference_mode()
 def read_together(
     model: Any, methods: Mapping[Method, Calibration | None], ids: Tensor
-) -> dict[Method, KVCache]:
+) -> dict[Method, AnyCache]:
     """A cache of each method that holds the tokens ``ids`` ``[1, T]``, which attend to each other exactly:
     what they compute is the same for all methods, so one forward pass fills all caches.
 
@@ -34,8 +35,7 @@ def read_together(
         methods: with the calibrations of those that need one.
     """
     caches = {
-        method: KVCache(model, method, calibration=calibration)
-        for method, calibration in methods.items()
+        method: cache_of(model, method, calibration) for method, calibration in methods.items()
     }
     if ids.shape[1]:
         model(ids, **{CACHE: Together(list(caches.values()))}, logits_to_keep=1)
@@ -45,7 +45,7 @@ def read_together(
 class Together(DynamicCache, ObservingCache):
     """Fills empty caches of one model in one forward pass. It holds nothing itself, and is used once."""
 
-    def __init__(self, caches: Sequence[KVCache]) -> None:
+    def __init__(self, caches: Sequence[AnyCache]) -> None:
         super().__init__()
         self.caches, self.attachment = caches, caches[0].attachment
 

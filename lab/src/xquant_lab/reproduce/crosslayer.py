@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from xquant.analysis.memory import CacheLayout
 from xquant.cache.growing import KVCache
 from xquant.compat import CACHE
 from xquant.methods import CrossLayer
@@ -28,6 +27,7 @@ from xquant.quant.quantizer import dense
 from xquant.spec import parse_method
 from xquant.store.layer import CompressedLayer
 
+from ..pyramid.layout import layout_of
 from .experiment import AVERAGE, TASKS, Experiment, scores
 from .pictures import bars, by_layer
 from .printed import Rows
@@ -70,7 +70,7 @@ def at_depth(spec: str, depth: int) -> str:
 def widths(setup: Setup, spec: str) -> dict[str, float]:
     """Bits of a sealed key or value element: the code alone, and with its share of scales and zeros."""
     method = parse_method(spec)
-    layout = CacheLayout(setup.skeleton, method)
+    layout = layout_of(setup.skeleton, method)
     values = method.group * sum(2 * codec.view.kv_width for codec in layout.codecs)
     found = {"code_bits": layout.block["codes"], "bits_per_value": layout.block.total()}
     return {name: 8 * nbytes / values for name, nbytes in found.items()}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from xquant import kept
-from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
@@ -25,6 +24,7 @@ from xquant.spec import parse_method
 from xquant.text import cut_windows
 
 from ..evals.perplexity import PerplexityRow, measure
+from ..pyramid.layout import layout_of
 
 if TYPE_CHECKING:
     from ..evals.tasks import TaskRow
@@ -108,7 +108,7 @@ class Setup:
 
     def cache_ratio(self, spec: str) -> float:
         """The bytes of a cache of ``context`` tokens over those of the fp16 cache, as planned."""
-        layout = CacheLayout(self.skeleton, parse_method(spec))
+        layout = layout_of(self.skeleton, parse_method(spec))
         return layout.count(self.context, 1).total / layout.full_nbytes(self.context, 1)
 
     def calibrated(self, methods: Sequence[Method]) -> Calibrations:

@@ -1,17 +1,19 @@
+"""PyramidInfer, a baseline that drops tokens: its options. Its cache is in `cache`, which needs torch."""
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from .base import Method
+from xquant.methods import Method, register
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+    from xquant.calibration import Calibration
+    from xquant.methods import LayerCodec
+    from xquant.models import AttentionView
 
 
+@register
 @dataclass(frozen=True, kw_only=True)
 class Pyramid(Method):
     """PyramidInfer (arXiv 2405.12532): drops tokens that recent ones hardly attend to, more of them in upper
@@ -30,8 +32,9 @@ class Pyramid(Method):
     which all queries and heads count alike, and when tokens are dropped again.
 
     Examples:
-        >>> from xquant import KVCache, Pyramid
-        >>> cache = KVCache(model, Pyramid(keep=0.25, tail=32, group=32))
+        >>> from xquant_lab.pyramid import Pyramid
+        >>> from xquant_lab.pyramid.cache import PyramidCache
+        >>> cache = PyramidCache(model, Pyramid(keep=0.25, tail=32, group=32))
         >>> _ = model(**prompt, past_key_values=cache)
         >>> report = cache.report()
         >>> report.tokens, report.cache_bytes < 0.4 * 2 * report.full_cache_bytes  # this model is in fp32
@@ -77,11 +80,12 @@ class Pyramid(Method):
     def codecs(
         self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
     ) -> "list[LayerCodec]":
-        from .key_value import FullCodec
+        """None: no layer is compressed.
 
-        codecs: list[LayerCodec] = []
-        for position, view in enumerate(views):
-            codec = FullCodec(view)
-            codec.kept = partial(self.kept, share=self.share(position, len(views)))
-            codecs.append(codec)
-        return codecs
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"{self.spec} drops tokens, and caches of xquant keep all of them: the laboratory alone measures"
+            " it, with a cache of its own (xquant_lab.pyramid.cache)"
+        )
