@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from xquant.calibration import Calibration, Expected
+from xquant.calibration import Expected
 from xquant.calibrators.calibrator import Rows, Stage
 from xquant.calibrators.find import make_calibrator
 from xquant.methods import AttentionInputs, LayerCodec, Method
@@ -44,22 +44,13 @@ class Ternary(Method):
     def needs_calibration(self) -> bool:
         return self.offline
 
-    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
-        if not self.offline:
-            return {}
-        return {
-            f"{i}.reach": Expected((2, view.kv_width), torch.float32, least=0)
-            for i, view in enumerate(views)
-        }
+    def expected_of(self, view: AttentionView) -> dict[str, Expected]:
+        return (
+            {"reach": Expected((2, view.kv_width), torch.float32, least=0)} if self.offline else {}
+        )
 
-    def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
-        found = self.found(views, calibration)
-        return [
-            TernaryCodec(view, self.digits, each.get("reach"))
-            for view, each in zip(views, found, strict=True)
-        ]
+    def codec(self, view: AttentionView, position: int, found: dict[str, Tensor]) -> LayerCodec:
+        return TernaryCodec(view, self.digits, found.get("reach"))
 
 
 class TernaryCodec(LayerCodec):

@@ -1,13 +1,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import GROUP, ROPE, TAIL, Method, bits_field, short
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..calibration import Calibration
+from ..catalogue import short
+from ..models import AttentionView
+from .base import GROUP, ROPE, TAIL, Method, bits_field
+from .codec import LayerCodec
+from .key_value import KeyValueCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +85,14 @@ class AsymKV(Method):
         return self.lk, self.lv
 
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .codec import affine_or_plain
-        from .key_value import KeyValueCodec
-
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         lk, lv = self.wide_layers(len(views))
         return [
             KeyValueCodec(
                 view,
-                affine_or_plain(
-                    self.high if i < lk else self.low, "channel", self.group, view.dtype
-                ),
-                affine_or_plain(self.high if i < lv else self.low, "token", self.group, view.dtype),
+                self.quantizer(self.high if i < lk else self.low, "channel", view.dtype),
+                self.quantizer(self.high if i < lv else self.low, "token", view.dtype),
                 self.rope,
             )
             for i, view in enumerate(views)

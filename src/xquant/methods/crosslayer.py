@@ -1,20 +1,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
+from ..calibration import Calibration
+from ..models import AttentionView
+from ..quant import Affine, Packed, Plain, Quantizer
+from ..quant.quantizer import Granularity, dense
 from .base import GROUP, ROPE, TAIL, Method, bits_field
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from ..quant.quantizer import Granularity
-    from .codec import LayerCodec
+from .codec import LayerCodec
+from .key_value import KeyValueCodec
 
 ETA: dict[str, Any] = {"most": 0.5}
-ROUNDINGS = ("round", "floor", "ceil")
+ROUNDINGS = {"round": torch.round, "floor": torch.floor, "ceil": torch.ceil}
 # Table 9, all of 32 layers: model and task -> kq, vq, km, vm, eta1, eta2
 TABLE_9 = {
     "mistral-7b-v0.3-truthfulqa": (30, 2, 32, 16, 0, 0),
@@ -171,10 +171,8 @@ class CrossLayer(Method):
         return total / (2 * layers)
 
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .crosslayer_codec import SharingCodec
-
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         kq, vq, km, vm = self.bounds(len(views))
         codecs: list[LayerCodec] = []
         for first in range(0, len(views), self.span):
@@ -182,8 +180,8 @@ class CrossLayer(Method):
             span = [
                 SharingCodec(
                     view,
-                    self._quantizer(self._bits(i, kq), "channel", view.dtype),
-                    self._quantizer(self._bits(i, vq), "token", view.dtype),
+                    self.quantizer(self._bits(i, kq), "channel", view.dtype),
+                    self.quantizer(self._bits(i, vq), "token", view.dtype),
                     self.rope,
                     (i in keys, i in values),
                 )
@@ -200,8 +198,41 @@ class CrossLayer(Method):
             codecs.extend(span)
         return codecs
 
-    def _quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
-        from .codec import affine_or_plain
-
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         eta = {1: self.eta1, 2: self.eta2}.get(bits, 0.0)
-        return affine_or_plain(bits, per, self.group, dtype, eta)
+        return Plain(dtype) if bits == 16 else Affine(bits, per, self.group, eta)
+
+
+class SharingCodec(KeyValueCodec):
+    """Keys and values whose codes may be those of another layer of the span."""
+
+    def share(self, codecs: "Sequence[SharingCodec]", method: CrossLayer) -> None:
+        """Belong to a span of ``codecs``."""
+        self.span, self.source = len(codecs), method.source
+        self._codecs, self._method = codecs, method
+
+    def merge(self, packed: list[list[Packed]]) -> list[list[Packed]]:
+        if self.span == 1:
+            return packed
+        for number, segment in enumerate(self.segments):
+            fields = [layer[number] for layer in packed]
+            shared = [codec.segments[number].shared for codec in self._codecs]
+            if any(shared) and self._method.merge != "dominant":
+                assert isinstance(segment.quantizer, Affine)
+                quantizer, tokens = segment.quantizer, self._method.group
+                shape = tokens, segment.channels
+                codes = [quantizer.unpack(dense(stored, "codes"), *shape) for stored in fields]
+                fields[self.source]["codes"] = quantizer.pack(mean_codes(self._method, codes))
+            for stored, other in zip(fields, shared, strict=True):
+                if other:
+                    del stored["codes"]
+        return packed
+
+
+def mean_codes(method: CrossLayer, codes: Sequence[Tensor]) -> Tensor:
+    """The weighted average of the codes (uint8) of a span's layers, rounded."""
+    rest = (1 - method.gamma) / (method.span - 1)
+    weights = [method.gamma, *[rest] * (method.span - 1)]
+    mean = torch.stack([w * c.double() for w, c in zip(weights, codes, strict=True)]).sum(0)
+    # Weights add up to 1 only nearly: 0.99999 must not be rounded down to 0.
+    return ROUNDINGS[method.merge](mean.round(decimals=6)).to(torch.uint8)

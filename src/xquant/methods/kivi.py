@@ -1,13 +1,9 @@
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import ROPE, QuantizedMethod, bits_field
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from .base import ROPE, QuantizedMethod, Tensors, bits_field
+from .key_value import KeyValueCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +37,7 @@ class Kivi(QuantizedMethod):
     value_bits: int | None = bits_field(None, help="bits of values where they differ from keys'")
     rope: str = field(default="pre", metadata=ROPE)
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        return [self._codec(view, i) for i, view in enumerate(views)]
-
-    def _codec(self, view: "AttentionView", position: int) -> "LayerCodec":
-        from .key_value import KeyValueCodec
-
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
         keys = values = self.layer_bits(position)
         if position >= self.first_layers:
             keys, values = self.key_bits or keys, self.value_bits or values

@@ -1,13 +1,11 @@
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import ROPE, Method
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import hadamard
+from ..quant.scaled import Balanced
+from .base import ROPE, Method, Tensors
+from .rotated import RotatedCodec, both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +47,12 @@ class KVarN(Method):
     def head(self) -> str:
         return f"{self.name}-k{self.key_bits}v{self.value_bits}"
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from ..quant import hadamard
-        from ..quant.scaled import Balanced
-        from .rotated import RotatedCodec, both
-
-        return [
-            RotatedCodec(
-                view,
-                Balanced(self.key_bits, "channel", view.head_size, self.rounds),
-                Balanced(self.value_bits, "token", view.value_size, self.rounds),
-                self.rope,
-                both(view, hadamard),
-                self.group,
-            )
-            for view in views
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
+        return RotatedCodec(
+            view,
+            Balanced(self.key_bits, "channel", view.head_size, self.rounds),
+            Balanced(self.value_bits, "token", view.value_size, self.rounds),
+            self.rope,
+            both(view, hadamard),
+            self.group,
+        )

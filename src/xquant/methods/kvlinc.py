@@ -1,13 +1,10 @@
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import ROPE, CodedMethod
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Affine, hadamard
+from .base import ROPE, CodedMethod, Tensors
+from .rotated import RotatedCodec, range_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +34,13 @@ class KVLinC(CodedMethod):
 
     rope: str = field(default="pre", metadata=ROPE)
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from ..quant import Affine, hadamard
-        from .rotated import RotatedCodec, range_channels
-
-        return [
-            RotatedCodec(
-                view,
-                Affine(self.layer_bits(i), "channel", self.group),
-                Affine(self.layer_bits(i), "token", range_channels(view.value_size)),
-                self.rope,
-                (None, hadamard(view.value_size)),
-                self.group,
-            )
-            for i, view in enumerate(views)
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
+        bits = self.layer_bits(position)
+        return RotatedCodec(
+            view,
+            Affine(bits, "channel", self.group),
+            Affine(bits, "token", range_channels(view.value_size)),
+            self.rope,
+            (None, hadamard(view.value_size)),
+            self.group,
+        )

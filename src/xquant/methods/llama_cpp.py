@@ -1,14 +1,14 @@
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import ROPE, Method
+import torch
 
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Quantizer, hadamard
+from ..quant.scaled import Scaled
+from .base import ROPE, Method, Tensors
+from .key_value import KeyValueCodec
+from .rotated import RotatedCodec, both
 
 BLOCK = 32
 """Channels of a block of llama.cpp."""
@@ -44,26 +44,13 @@ class LlamaCpp(Method):
     def head(self) -> str:
         return f"{self.name}{self.bits}_0"
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        return [self._codec(view) for view in views]
-
-    def _codec(self, view: "AttentionView") -> "LayerCodec":
-        from ..quant import hadamard
-        from .key_value import KeyValueCodec
-        from .rotated import RotatedCodec, both
-
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
+        keys, values = self._quantizer(), self._quantizer()
         if not self.rotate:
-            return KeyValueCodec(view, self._quantizer(), self._quantizer(), self.rope)
-        quantizers = self._quantizer(), self._quantizer()
-        return RotatedCodec(view, *quantizers, self.rope, both(view, hadamard), self.group)
+            return KeyValueCodec(view, keys, values, self.rope)
+        return RotatedCodec(view, keys, values, self.rope, both(view, hadamard), self.group)
 
-    def _quantizer(self) -> "Quantizer":
-        import torch
-
-        from ..quant.scaled import Scaled
-
+    def _quantizer(self) -> Quantizer:
         half = 2 ** (self.bits - 1)
         levels = torch.arange(-half, half, device="cpu").float()
         return Scaled(self.bits, BLOCK, levels, "signed peak" if self.bits == 4 else "peak")

@@ -1,17 +1,14 @@
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import BITS, ROPE, QuantizedMethod, bits_field
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from ..quant.quantizer import Granularity
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Affine, Codebook, Plain, Quantizer
+from ..quant.codebook import normal_float_levels
+from ..quant.quantizer import Granularity
+from .base import BITS, ROPE, QuantizedMethod, Tensors, bits_field
+from .key_value import KeyValueCodec
 
 PER = ("token", "channel")
 
@@ -24,14 +21,14 @@ class PlainFormat(QuantizedMethod):
 
     gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
     group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
-    keys: "Granularity" = field(
+    keys: Granularity = field(
         default="token",
         metadata={
             "choices": PER,
             "help": "whether a range is of one token or of one channel, for keys",
         },
     )
-    values: "Granularity" = field(
+    values: Granularity = field(
         default="token", metadata={"choices": PER, "help": "the same for values"}
     )
     rope: str = field(default="post", metadata=ROPE)
@@ -40,20 +37,14 @@ class PlainFormat(QuantizedMethod):
     def head(self) -> str:
         return f"{self.name}{self.bits}" + (f"-gs{self.gs}" if self.gs else "")
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .key_value import KeyValueCodec
-
-        return [
-            KeyValueCodec(
-                view,
-                self.quantizer(self.layer_bits(i), self.keys, view.dtype),
-                self.quantizer(self.layer_bits(i), self.values, view.dtype),
-                self.rope,
-            )
-            for i, view in enumerate(views)
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
+        bits = self.layer_bits(position)
+        return KeyValueCodec(
+            view,
+            self.quantizer(bits, self.keys, view.dtype),
+            self.quantizer(bits, self.values, view.dtype),
+            self.rope,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +71,7 @@ class Integer(PlainFormat):
     summary: ClassVar[str] = "keys and values as plain low-bit integers"
     example: ClassVar[str] = "int4-gs64"
 
-    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
-        from ..quant import Affine, Plain
-
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         return Plain(dtype) if bits == 16 else Affine(bits, per, self.gs)
 
 
@@ -108,10 +97,7 @@ class NormalFloat(PlainFormat):
     bits: int = bits_field(choices=BITS[1:])
     first_bits: int = bits_field(4, choices=BITS[1:], help="bits of the first_layers")
 
-    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
-        from ..quant import Codebook, Plain
-        from ..quant.codebook import normal_float_levels
-
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         return (
             Plain(dtype) if bits == 16 else Codebook(bits, per, self.gs, normal_float_levels(bits))
         )

@@ -2,14 +2,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from ..calibration import Calibration
+from ..models import AttentionView
 from .base import Method
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from .codec import LayerCodec
+from .full import FullCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +74,8 @@ class Pyramid(Method):
         return tokens - older + max(math.ceil(older * share), min(self.sink, older))
 
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .key_value import FullCodec
-
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         codecs: list[LayerCodec] = []
         for position, view in enumerate(views):
             codec = FullCodec(view)

@@ -1,13 +1,10 @@
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from .base import ROPE, CodedMethod
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Affine, hadamard
+from .base import ROPE, CodedMethod, Tensors
+from .rotated import RotatedCodec, both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +30,13 @@ class QuaRot(CodedMethod):
 
     rope: str = field(default="post", metadata=ROPE)
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from ..quant import Affine, hadamard
-        from .rotated import RotatedCodec, both
-
-        return [
-            RotatedCodec(
-                view,
-                Affine(self.layer_bits(i), "token", view.head_size),
-                Affine(self.layer_bits(i), "token", view.value_size),
-                self.rope,
-                both(view, hadamard),
-                self.group,
-            )
-            for i, view in enumerate(views)
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
+        bits = self.layer_bits(position)
+        return RotatedCodec(
+            view,
+            Affine(bits, "token", view.head_size),
+            Affine(bits, "token", view.value_size),
+            self.rope,
+            both(view, hadamard),
+            self.group,
+        )
