@@ -3,7 +3,6 @@ file that only uses what methods are made of."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,11 +25,11 @@ class Ternary(Method):
     """Keys after RoPE and values as numbers of a few ternary digits, with a scale per token or, found by a
     calibration, per channel."""
 
-    name: ClassVar[str] = "ternary"
-    paper: ClassVar[str] = "none"
-    summary: ClassVar[str] = "keys and values in ternary digits"
-    example: ClassVar[str] = "ternary-5"
-    head_pattern: ClassVar[str] = r"-(?P<digits>\d)"
+    name = "ternary"
+    paper = "none"
+    summary = "keys and values in ternary digits"
+    example = "ternary-5"
+    head_pattern = r"-(?P<digits>\d)"
 
     digits: int = field(metadata={"help": "ternary digits a number", "least": 1, "most": 5})
     group: int = field(default=16, metadata={"help": "tokens of a sealed block"})

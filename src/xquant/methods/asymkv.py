@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from ..calibration import Calibration
 from ..catalogue import short
@@ -29,11 +28,11 @@ class AsymKV(Method):
         (32, 0)
     """
 
-    name: ClassVar[str] = "asymkv"
-    paper: ClassVar[str] = "AsymKV, arXiv 2410.13212"
-    summary: ClassVar[str] = "as kivi, 2 bits in the lower layers and 1 bit above"
-    example: ClassVar[str] = "asymkv-1.5bit"
-    head_pattern: ClassVar[str] = r"(-(?P<average>[\d.]+)bit)?"
+    name = "asymkv"
+    paper = "AsymKV, arXiv 2410.13212"
+    summary = "as kivi, 2 bits in the lower layers and 1 bit above"
+    example = "asymkv-1.5bit"
+    head_pattern = r"(-(?P<average>[\d.]+)bit)?"
 
     tail: int = field(default=128, metadata=TAIL)
     group: int = field(default=32, metadata=GROUP)

@@ -54,11 +54,11 @@ class CrossLayer(Method):
         1.375
     """
 
-    name: ClassVar[str] = "crosslayer"
-    not_causal: ClassVar[str] = "stores codes of a layer above"
-    paper: ClassVar[str] = "XQuant (cross-layer), arXiv 2510.11236"
-    summary: ClassVar[str] = "as asymkv, codes shared between layers, ends of ranges drawn in"
-    example: ClassVar[str] = "crosslayer"
+    name = "crosslayer"
+    not_causal = "stores codes of a layer above"
+    paper = "XQuant (cross-layer), arXiv 2510.11236"
+    summary = "as asymkv, codes shared between layers, ends of ranges drawn in"
+    example = "crosslayer"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         name: dict(zip(("kq", "vq", "km", "vm", "eta1", "eta2"), values, strict=True))
         for name, values in TABLE_9.items()

@@ -1,5 +1,4 @@
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..models import AttentionView
 from ..quant import Plain, Segment
@@ -22,10 +21,10 @@ class Full(Method):
         32.0
     """
 
-    name: ClassVar[str] = "full"
-    paper: ClassVar[str] = "none (baseline)"
-    summary: ClassVar[str] = "keys and values in the model's own dtype"
-    example: ClassVar[str] = "full"
+    name = "full"
+    paper = "none (baseline)"
+    summary = "keys and values in the model's own dtype"
+    example = "full"
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> "FullCodec":
         return FullCodec(view)

@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from ..models import AttentionView
 from .base import ROPE, QuantizedMethod, Tensors, bits_field
@@ -28,10 +27,10 @@ class Kivi(QuantizedMethod):
         3.0
     """
 
-    name: ClassVar[str] = "kivi"
-    paper: ClassVar[str] = "KIVI, arXiv 2402.02750"
-    summary: ClassVar[str] = "keys per channel, values per token, uniform codes"
-    example: ClassVar[str] = "kivi-2bit"
+    name = "kivi"
+    paper = "KIVI, arXiv 2402.02750"
+    summary = "keys per channel, values per token, uniform codes"
+    example = "kivi-2bit"
 
     key_bits: int | None = bits_field(None, help="bits of keys where they differ from values'")
     value_bits: int | None = bits_field(None, help="bits of values where they differ from keys'")

@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from ..models import AttentionView
 from ..quant import hadamard
@@ -26,11 +25,11 @@ class KVarN(Method):
         True
     """
 
-    name: ClassVar[str] = "kvarn"
-    paper: ClassVar[str] = "KVarN, arXiv 2606.03458"
-    summary: ClassVar[str] = "rotated heads of even variance, uniform codes"
-    example: ClassVar[str] = "kvarn-k4v2"
-    head_pattern: ClassVar[str] = r"-k(?P<key_bits>\d)v(?P<value_bits>\d)"
+    name = "kvarn"
+    paper = "KVarN, arXiv 2606.03458"
+    summary = "rotated heads of even variance, uniform codes"
+    example = "kvarn-k4v2"
+    head_pattern = r"-k(?P<key_bits>\d)v(?P<value_bits>\d)"
 
     key_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of keys"})
     value_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of values"})

@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from ..models import AttentionView
 from ..quant import Affine, hadamard
@@ -27,10 +26,10 @@ class KVLinC(CodedMethod):
         'kvlinc-2bit:tail=128'
     """
 
-    name: ClassVar[str] = "kvlinc"
-    paper: ClassVar[str] = "KVLinC, arXiv 2510.05373"
-    summary: ClassVar[str] = "keys per channel, rotated values per token, uniform codes"
-    example: ClassVar[str] = "kvlinc-2bit"
+    name = "kvlinc"
+    paper = "KVLinC, arXiv 2510.05373"
+    summary = "keys per channel, rotated values per token, uniform codes"
+    example = "kvlinc-2bit"
 
     rope: str = field(default="pre", metadata=ROPE)
 

@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,12 +44,12 @@ class KVQuant(Method):
         >>> cache = KVCache(model, online)
     """
 
-    name: ClassVar[str] = "kvquant"
-    paper: ClassVar[str] = "KVQuant, arXiv 2401.18079"
-    summary: ClassVar[str] = "calibrated non-uniform codes, sparse outliers, first token full"
-    example: ClassVar[str] = "kvquant-3bit-1%"
-    uncalibrated: ClassVar[str] = "datatype=nf,scales=online"
-    head_pattern: ClassVar[str] = r"-(?P<bits>\d+)bit(-(?P<outliers>[\d.]+)%)?"
+    name = "kvquant"
+    paper = "KVQuant, arXiv 2401.18079"
+    summary = "calibrated non-uniform codes, sparse outliers, first token full"
+    example = "kvquant-3bit-1%"
+    uncalibrated = "datatype=nf,scales=online"
+    head_pattern = r"-(?P<bits>\d+)bit(-(?P<outliers>[\d.]+)%)?"
 
     bits: int = bits_field(choices=WIDTHS)
     outliers: float = field(default=0.0, metadata={"help": "percent kept apart", "most": 10})

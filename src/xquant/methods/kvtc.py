@@ -1,6 +1,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,15 +50,15 @@ class KVTC(Method):
         'kvtc-4bit:tail=0'
     """
 
-    name: ClassVar[str] = "kvtc"
-    paper: ClassVar[str] = "KVTC, arXiv 2511.01815"
-    summary: ClassVar[str] = "principal components of all layers, bits by dynamic programming"
-    example: ClassVar[str] = "kvtc-1bit"
-    head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
-    calibration_size: ClassVar[tuple[int, int]] = (512, 40)
-    calibrates_itself: ClassVar[bool] = True
-    sized_by_calibration: ClassVar[bool] = True
-    not_causal: ClassVar[str] = "codes layers together"
+    name = "kvtc"
+    paper = "KVTC, arXiv 2511.01815"
+    summary = "principal components of all layers, bits by dynamic programming"
+    example = "kvtc-1bit"
+    head_pattern = r"-(?P<bits>[\d.]+)bit"
+    calibration_size = (512, 40)
+    calibrates_itself = True
+    sized_by_calibration = True
+    not_causal = "codes layers together"
 
     bits: float = field(metadata={"help": "bits a value", "least": 0.1, "most": 8})
     sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})

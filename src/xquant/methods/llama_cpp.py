@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -30,11 +29,11 @@ class LlamaCpp(Method):
         'q4_0:rotate=true'
     """
 
-    name: ClassVar[str] = "q"
-    paper: ClassVar[str] = "llama.cpp, --cache-type-k and --cache-type-v"
-    summary: ClassVar[str] = "llama.cpp's q4_0 and q8_0: blocks of 32 channels with a scale"
-    example: ClassVar[str] = "q4_0"
-    head_pattern: ClassVar[str] = r"(?P<bits>[48])_0"
+    name = "q"
+    paper = "llama.cpp, --cache-type-k and --cache-type-v"
+    summary = "llama.cpp's q4_0 and q8_0: blocks of 32 channels with a scale"
+    example = "q4_0"
+    head_pattern = r"(?P<bits>[48])_0"
 
     bits: int = field(metadata={"choices": (4, 8), "help": "bits per code"})
     rotate: bool = field(default=False, metadata={"help": "turn heads by a Hadamard matrix first"})

@@ -1,5 +1,5 @@
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,12 +40,12 @@ class Oscar(CodedMethod):
         'oscar-4bit:sink=4,tail=0'
     """
 
-    name: ClassVar[str] = "oscar"
-    paper: ClassVar[str] = "OSCAR, arXiv 2605.17757"
-    summary: ClassVar[str] = "heads in a basis found from queries, clipped, uniform codes"
-    example: ClassVar[str] = "oscar-2bit"
-    calibration_size: ClassVar[tuple[int, int]] = (512, 40)
-    calibrates_itself: ClassVar[bool] = True
+    name = "oscar"
+    paper = "OSCAR, arXiv 2605.17757"
+    summary = "heads in a basis found from queries, clipped, uniform codes"
+    example = "oscar-2bit"
+    calibration_size = (512, 40)
+    calibrates_itself = True
 
     sink: int = field(default=64, metadata={"help": "first tokens of a sequence kept full"})
     tail: int = field(default=256, metadata=TAIL)

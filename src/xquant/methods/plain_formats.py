@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -17,7 +16,7 @@ PER = ("token", "channel")
 class PlainFormat(QuantizedMethod):
     """Keys and values in one low-bit format, without anything done to help it."""
 
-    head_pattern: ClassVar[str] = r"(?P<bits>\d+)(-gs(?P<gs>\d+))?"
+    head_pattern = r"(?P<bits>\d+)(-gs(?P<gs>\d+))?"
 
     gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
     group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
@@ -64,12 +63,10 @@ class Integer(PlainFormat):
         True
     """
 
-    name: ClassVar[str] = "int"
-    paper: ClassVar[str] = (
-        "baselines of KVQuant (arXiv 2401.18079): FlexGen 2303.06865, Atom 2310.19102"
-    )
-    summary: ClassVar[str] = "keys and values as plain low-bit integers"
-    example: ClassVar[str] = "int4-gs64"
+    name = "int"
+    paper = "baselines of KVQuant (arXiv 2401.18079): FlexGen 2303.06865, Atom 2310.19102"
+    summary = "keys and values as plain low-bit integers"
+    example = "int4-gs64"
 
     def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         return Plain(dtype) if bits == 16 else Affine(bits, per, self.gs)
@@ -89,10 +86,10 @@ class NormalFloat(PlainFormat):
         True
     """
 
-    name: ClassVar[str] = "nf"
-    paper: ClassVar[str] = "NormalFloat of QLoRA (arXiv 2305.14314), a baseline of KVQuant"
-    summary: ClassVar[str] = "keys and values as NormalFloat codes"
-    example: ClassVar[str] = "nf4-gs128"
+    name = "nf"
+    paper = "NormalFloat of QLoRA (arXiv 2305.14314), a baseline of KVQuant"
+    summary = "keys and values as NormalFloat codes"
+    example = "nf4-gs128"
 
     bits: int = bits_field(choices=BITS[1:])
     first_bits: int = bits_field(4, choices=BITS[1:], help="bits of the first_layers")

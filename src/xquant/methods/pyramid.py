@@ -2,7 +2,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 from ..calibration import Calibration
 from ..models import AttentionView
@@ -37,11 +36,11 @@ class Pyramid(Method):
         (300, True)
     """
 
-    name: ClassVar[str] = "pyramid"
-    paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
-    summary: ClassVar[str] = "drops tokens that recent ones hardly attend to"
-    example: ClassVar[str] = "pyramid"
-    not_causal: ClassVar[str] = "drops tokens once later ones were seen"
+    name = "pyramid"
+    paper = "PyramidInfer, arXiv 2405.12532"
+    summary = "drops tokens that recent ones hardly attend to"
+    example = "pyramid"
+    not_causal = "drops tokens once later ones were seen"
 
     keep: float = field(
         default=0.5, metadata={"help": "share of older tokens kept, mean of layers", "most": 1}

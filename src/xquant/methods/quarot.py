@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from ..models import AttentionView
 from ..quant import Affine, hadamard
@@ -23,10 +22,10 @@ class QuaRot(CodedMethod):
         'quarot-4bit:sink=4'
     """
 
-    name: ClassVar[str] = "quarot"
-    paper: ClassVar[str] = "QuaRot, arXiv 2404.00456"
-    summary: ClassVar[str] = "rotated heads, uniform codes per token and head"
-    example: ClassVar[str] = "quarot-4bit"
+    name = "quarot"
+    paper = "QuaRot, arXiv 2404.00456"
+    summary = "rotated heads, uniform codes per token and head"
+    example = "quarot-4bit"
 
     rope: str = field(default="post", metadata=ROPE)
 

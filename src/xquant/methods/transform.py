@@ -38,13 +38,13 @@ class Transform(Method):
         >>> cache = KVCache(model, Transform(bits=1.5), calibration=found)
     """
 
-    name: ClassVar[str] = "tc"
-    paper: ClassVar[str] = "none: transform coding, docs/methods/transform.md"
-    summary: ClassVar[str] = "keys and values in the basis where bits cost least, any bits a value"
-    example: ClassVar[str] = "tc-2bit"
-    head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
-    calibration_size: ClassVar[tuple[int, int]] = (512, 40)
-    calibrates_itself: ClassVar[bool] = True
+    name = "tc"
+    paper = "none: transform coding, docs/methods/transform.md"
+    summary = "keys and values in the basis where bits cost least, any bits a value"
+    example = "tc-2bit"
+    head_pattern = r"-(?P<bits>[\d.]+)bit"
+    calibration_size = (512, 40)
+    calibrates_itself = True
     narrowest: ClassVar[float] = 1
     """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and
     from 2 bits a value on it gains nothing."""

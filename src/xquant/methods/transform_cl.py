@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,11 +29,11 @@ class PredictedTransform(Transform):
         'tc-cl-1bit:tail=128'
     """
 
-    name: ClassVar[str] = "tc-cl"
-    summary: ClassVar[str] = "as tc, of what a prediction from the layers below leaves over"
-    example: ClassVar[str] = "tc-cl-1bit"
-    not_causal: ClassVar[str] = "codes layers together"
-    narrowest: ClassVar[float] = 0.5
+    name = "tc-cl"
+    summary = "as tc, of what a prediction from the layers below leaves over"
+    example = "tc-cl-1bit"
+    not_causal = "codes layers together"
+    narrowest = 0.5
     basis: str = field(
         default="joint",
         metadata={"choices": ("joint", "head"), "help": "of all heads together, or of each"},

@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
@@ -32,10 +31,10 @@ class TurboQuant(CodedMethod):
         3.0
     """
 
-    name: ClassVar[str] = "turboquant"
-    paper: ClassVar[str] = "TurboQuant, arXiv 2504.19874"
-    summary: ClassVar[str] = "randomly rotated heads, levels of the normal distribution"
-    example: ClassVar[str] = "turboquant-3bit"
+    name = "turboquant"
+    paper = "TurboQuant, arXiv 2504.19874"
+    summary = "randomly rotated heads, levels of the normal distribution"
+    example = "turboquant-3bit"
 
     qjl: bool = field(default=False, metadata={"help": "one of a key's bits sketches what is left"})
     rope: str = field(default="post", metadata=ROPE)

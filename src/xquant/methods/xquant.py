@@ -1,5 +1,4 @@
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,10 +32,10 @@ class XQuant(QuantizedMethod):
         True
     """
 
-    name: ClassVar[str] = "xquant"
-    paper: ClassVar[str] = "XQuant, arXiv 2508.10395"
-    summary: ClassVar[str] = "layer input X (MHA) or its SVD latents (GQA); K and V rematerialized"
-    example: ClassVar[str] = "xquant-4bit"
+    name = "xquant"
+    paper = "XQuant, arXiv 2508.10395"
+    summary = "layer input X (MHA) or its SVD latents (GQA); K and V rematerialized"
+    example = "xquant-4bit"
 
     form: str = field(
         default="auto",

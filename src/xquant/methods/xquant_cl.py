@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,10 +36,10 @@ class XQuantCL(QuantizedMethod):
         >>> cache = KVCache(model, method)
     """
 
-    name: ClassVar[str] = "xquant-cl"
-    paper: ClassVar[str] = "XQuant-CL, arXiv 2508.10395"
-    summary: ClassVar[str] = "deltas of X between layers on an accumulator; K and V rematerialized"
-    example: ClassVar[str] = "xquant-cl-2bit"
+    name = "xquant-cl"
+    paper = "XQuant-CL, arXiv 2508.10395"
+    summary = "deltas of X between layers on an accumulator; K and V rematerialized"
+    example = "xquant-cl-2bit"
 
     first_layers: int = field(
         default=3,

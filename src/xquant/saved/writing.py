@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import compat
+from .. import __version__, compat
 from ..contents import Contents
 from ..files import replacing
 from ..quant import Streams
@@ -60,8 +60,6 @@ def checksum(tensor: Tensor) -> str:
 
 
 def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded) -> Header:
-    from .. import __version__
-
     attachment, report = contents.attachment, report_of(contents)
     view, first = attachment.view, contents.compressed[0]
     told = attachment.identity.now()
