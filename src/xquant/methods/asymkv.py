@@ -1,10 +1,10 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..calibration import Calibration
 from ..catalogue import short
 from ..models import AttentionView
-from .base import GROUP, ROPE, TAIL, Method, bits_field
+from .base import BITS, GROUP, ROPE, TAIL, Method, option
 from .codec import LayerCodec
 from .key_value import KeyValueCodec
 
@@ -34,18 +34,14 @@ class AsymKV(Method):
     example = "asymkv-1.5bit"
     head_pattern = r"(-(?P<average>[\d.]+)bit)?"
 
-    tail: int = field(default=128, metadata=TAIL)
-    group: int = field(default=32, metadata=GROUP)
-    average: float | None = field(default=None, metadata={"help": "average bits of K and V"})
-    lk: int | None = field(
-        default=None, metadata={"help": "how many of the lowest layers have keys of high bits"}
-    )
-    lv: int | None = field(
-        default=None, metadata={"help": "how many of the lowest layers have values of high bits"}
-    )
-    high: int = bits_field(2, help="bits of the lower layers")
-    low: int = bits_field(1, help="bits of the layers above")
-    rope: str = field(default="pre", metadata=ROPE)
+    tail: int = option(128, TAIL)
+    group: int = option(32, GROUP)
+    average: float | None = option(None, "average bits of K and V")
+    lk: int | None = option(None, "how many of the lowest layers have keys of high bits")
+    lv: int | None = option(None, "how many of the lowest layers have values of high bits")
+    high: int = option(2, "bits of the lower layers", choices=BITS)
+    low: int = option(1, "bits of the layers above", choices=BITS)
+    rope: str = option("pre", **ROPE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -28,14 +28,28 @@ Tensors = dict[str, Tensor]
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
-ROPE: dict[str, Any] = {
-    "choices": ("pre", "post"),
-    "help": "quantize keys before or after RoPE",
-}
-TAIL: dict[str, Any] = {"help": "most recent tokens kept full, at least (residual length)"}
 CALIBRATED_AT = 2
 """The bits in the name of an artifact that is for any number of bits."""
-GROUP: dict[str, Any] = {"help": "quantization group; also the tokens of a sealed block"}
+
+SINK = "first tokens of a sequence kept full"
+TAIL = "most recent tokens kept full, at least (residual length)"
+GROUP = "quantization group; also the tokens of a sealed block"
+ROPE: dict[str, Any] = {
+    "help": "quantize keys before or after RoPE",
+    "choices": ("pre", "post"),
+}
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", **allowed: Any) -> Any:
+    """An option of a method: a field of its dataclass.
+
+    Args:
+        default: a spec must give the option where there is none.
+        help: what ``xquant methods`` says of it.
+        allowed: its ``choices``, or the bounds of a number: ``least`` (0 by default), ``most``, and ``step``,
+            of which it is a multiple.
+    """
+    return field(default=default, metadata={"help": help, **allowed})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +86,9 @@ class Method:
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named sets of options: ``preset=NAME`` in a spec."""
 
-    sink: int = field(default=0, metadata={"help": "first tokens of a sequence kept full"})
-    tail: int = field(default=0, metadata=TAIL)
-    group: int = field(default=128, metadata=GROUP)
+    sink: int = option(0, SINK)
+    tail: int = option(0, TAIL)
+    group: int = option(128, GROUP)
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
@@ -221,21 +235,15 @@ def _described(option: "dataclasses.Field[Any]") -> dict[str, Any]:
     return described
 
 
-def bits_field(
-    default: Any = dataclasses.MISSING, choices: Sequence[int] = BITS, **meta: Any
-) -> Any:
-    return field(default=default, metadata={"choices": choices, "help": "bits per code", **meta})
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizedMethod(Method):
     """Options that every method with one width of codes shares."""
 
     head_pattern: ClassVar[str] = r"-(?P<bits>\d+)bit"
 
-    bits: int = bits_field()
-    first_layers: int = field(default=0, metadata={"help": "lowest layers given first_bits"})
-    first_bits: int = bits_field(4, help="bits of the first_layers")
+    bits: int = option(help="bits per code", choices=BITS)
+    first_layers: int = option(0, "lowest layers given first_bits")
+    first_bits: int = option(4, "bits of the first_layers", choices=BITS)
 
     @property
     def head(self) -> str:
@@ -250,8 +258,8 @@ class QuantizedMethod(Method):
 class CodedMethod(QuantizedMethod):
     """The same, of methods that always quantize: no layer is kept in 16 bits."""
 
-    bits: int = bits_field(choices=range(1, 9))
-    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
+    bits: int = option(help="bits per code", choices=range(1, 9))
+    first_bits: int = option(4, "bits of the first_layers", choices=range(1, 9))
 
 
 def spans(layers: Sequence[Each], size: int) -> list[Sequence[Each]]:

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -9,11 +9,10 @@ from ..calibration import Calibration
 from ..models import AttentionView
 from ..quant import Affine, Packed, Plain, Quantizer
 from ..quant.quantizer import Granularity, dense
-from .base import GROUP, ROPE, TAIL, Method, bits_field
+from .base import BITS, GROUP, ROPE, TAIL, Method, option
 from .codec import LayerCodec
 from .key_value import KeyValueCodec
 
-ETA: dict[str, Any] = {"most": 0.5}
 ROUNDINGS = {"round": torch.round, "floor": torch.floor, "ceil": torch.ceil}
 # Table 9, all of 32 layers: model and task -> kq, vq, km, vm, eta1, eta2
 TABLE_9 = {
@@ -64,43 +63,25 @@ class CrossLayer(Method):
         for name, values in TABLE_9.items()
     }
 
-    tail: int = field(default=128, metadata=TAIL)
-    group: int = field(default=32, metadata=GROUP)
-    kq: int | None = field(
-        default=None,
-        metadata={"help": "lowest layers with 2-bit keys; auto is all but the last span"},
+    tail: int = option(128, TAIL)
+    group: int = option(32, GROUP)
+    kq: int | None = option(None, "lowest layers with 2-bit keys; auto is all but the last span")
+    vq: int | None = option(None, "lowest layers with 2-bit values; auto is the first span")
+    km: int | None = option(None, "layer from which keys share codes; auto is none")
+    vm: int | None = option(None, "layer from which values share codes; auto is half way up")
+    eta1: float = option(1 / 6, "calibration of 1-bit codes, 0 for none", most=0.5)
+    eta2: float = option(0.045, "calibration of 2-bit codes, 0 for none", most=0.5)
+    span: int = option(2, "layers that share codes (G)", least=2)
+    merge: str = option(
+        "dominant",
+        "codes of the dominant layer, or the weighted average, rounded so",
+        choices=("dominant", *ROUNDINGS),
     )
-    vq: int | None = field(
-        default=None, metadata={"help": "lowest layers with 2-bit values; auto is the first span"}
-    )
-    km: int | None = field(
-        default=None, metadata={"help": "layer from which keys share codes; auto is none"}
-    )
-    vm: int | None = field(
-        default=None, metadata={"help": "layer from which values share codes; auto is half way up"}
-    )
-    eta1: float = field(
-        default=1 / 6, metadata={"help": "calibration of 1-bit codes, 0 for none", **ETA}
-    )
-    eta2: float = field(
-        default=0.045, metadata={"help": "calibration of 2-bit codes, 0 for none", **ETA}
-    )
-    span: int = field(default=2, metadata={"least": 2, "help": "layers that share codes (G)"})
-    merge: str = field(
-        default="dominant",
-        metadata={
-            "choices": ("dominant", *ROUNDINGS),
-            "help": "codes of the dominant layer, or the weighted average, rounded so",
-        },
-    )
-    dominant: int = field(default=0, metadata={"help": "the dominant layer of a span (k)"})
-    gamma: float = field(
-        default=0.5,
-        metadata={"help": "weight of a span's first layer, the others share the rest", "most": 1},
-    )
-    high: int = bits_field(2, help="bits of the lower layers")
-    low: int = bits_field(1, help="bits of the layers above")
-    rope: str = field(default="pre", metadata=ROPE)
+    dominant: int = option(0, "the dominant layer of a span (k)")
+    gamma: float = option(0.5, "weight of a span's first layer, the others share the rest", most=1)
+    high: int = option(2, "bits of the lower layers", choices=BITS)
+    low: int = option(1, "bits of the layers above", choices=BITS)
+    rope: str = option("pre", **ROPE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..models import AttentionView
-from .base import ROPE, QuantizedMethod, Tensors, bits_field
+from .base import BITS, ROPE, QuantizedMethod, Tensors, option
 from .key_value import KeyValueCodec
 
 
@@ -32,9 +32,11 @@ class Kivi(QuantizedMethod):
     summary = "keys per channel, values per token, uniform codes"
     example = "kivi-2bit"
 
-    key_bits: int | None = bits_field(None, help="bits of keys where they differ from values'")
-    value_bits: int | None = bits_field(None, help="bits of values where they differ from keys'")
-    rope: str = field(default="pre", metadata=ROPE)
+    key_bits: int | None = option(None, "bits of keys where they differ from values'", choices=BITS)
+    value_bits: int | None = option(
+        None, "bits of values where they differ from keys'", choices=BITS
+    )
+    rope: str = option("pre", **ROPE)
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
         keys = values = self.layer_bits(position)

@@ -1,9 +1,9 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..models import AttentionView
 from ..quant import hadamard
 from ..quant.scaled import Balanced
-from .base import ROPE, Method, Tensors
+from .base import ROPE, Method, Tensors, option
 from .rotated import RotatedCodec, both
 
 
@@ -31,16 +31,12 @@ class KVarN(Method):
     example = "kvarn-k4v2"
     head_pattern = r"-k(?P<key_bits>\d)v(?P<value_bits>\d)"
 
-    key_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of keys"})
-    value_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of values"})
-    rounds: int = field(
-        default=16,
-        metadata={
-            "least": 1,
-            "help": "times that tokens and channels are divided by their deviation",
-        },
+    key_bits: int = option(help="bits of keys", choices=range(1, 9))
+    value_bits: int = option(help="bits of values", choices=range(1, 9))
+    rounds: int = option(
+        16, "times that tokens and channels are divided by their deviation", least=1
     )
-    rope: str = field(default="post", metadata=ROPE)
+    rope: str = option("post", **ROPE)
 
     @property
     def head(self) -> str:

@@ -1,8 +1,8 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..models import AttentionView
 from ..quant import Affine, hadamard
-from .base import ROPE, CodedMethod, Tensors
+from .base import ROPE, CodedMethod, Tensors, option
 from .rotated import RotatedCodec, range_channels
 
 
@@ -31,7 +31,7 @@ class KVLinC(CodedMethod):
     summary = "keys per channel, rotated values per token, uniform codes"
     example = "kvlinc-2bit"
 
-    rope: str = field(default="pre", metadata=ROPE)
+    rope: str = option("pre", **ROPE)
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
         bits = self.layer_bits(position)

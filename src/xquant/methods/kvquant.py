@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ..catalogue import short
 from ..models import AttentionView
 from ..quant import Codebook, Plain
 from ..quant.codebook import normal_float_levels, uniform_levels
-from .base import ROPE, Method, Tensors, bits_field
+from .base import ROPE, SINK, Method, Tensors, option
 from .key_value import KeyValueCodec
 
 WIDTHS = (2, 3, 4, 16)
@@ -51,36 +51,25 @@ class KVQuant(Method):
     uncalibrated = "datatype=nf,scales=online"
     head_pattern = r"-(?P<bits>\d+)bit(-(?P<outliers>[\d.]+)%)?"
 
-    bits: int = bits_field(choices=WIDTHS)
-    outliers: float = field(default=0.0, metadata={"help": "percent kept apart", "most": 10})
-    sink: int = field(default=1, metadata={"help": "first tokens of a sequence kept full"})
-    group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
-    datatype: str = field(
-        default="nuq",
-        metadata={
-            "choices": ("nuq", "nf", "int"),
-            "help": "levels: calibrated, NormalFloat, uniform",
-        },
+    bits: int = option(help="bits per code", choices=WIDTHS)
+    outliers: float = option(0.0, "percent kept apart", most=10)
+    sink: int = option(1, SINK)
+    group: int = option(128, "tokens of a sealed block")
+    datatype: str = option(
+        "nuq", "levels: calibrated, NormalFloat, uniform", choices=("nuq", "nf", "int")
     )
-    weighting: str = field(
-        default="kvquant",
-        metadata={
-            "choices": ("kvquant", "fisher", "none"),
-            "help": "of k-means: Fisher information times squared scales, without scales, neither",
-        },
+    weighting: str = option(
+        "kvquant",
+        "of k-means: Fisher information times squared scales, without scales, neither",
+        choices=("kvquant", "fisher", "none"),
     )
-    per: str = field(
-        default="vector",
-        metadata={"choices": ("vector", "matrix"), "help": "outlier thresholds per"},
+    per: str = option("vector", "outlier thresholds per", choices=("vector", "matrix"))
+    scales: str = option(
+        "fitted",
+        "ranges of keys: calibrated and fitted to the levels, calibrated, or per block",
+        choices=("fitted", "offline", "online"),
     )
-    scales: str = field(
-        default="fitted",
-        metadata={
-            "choices": ("fitted", "offline", "online"),
-            "help": "ranges of keys: calibrated and fitted to the levels, calibrated, or per block",
-        },
-    )
-    rope: str = field(default="pre", metadata=ROPE)
+    rope: str = option("pre", **ROPE)
 
     @property
     def head(self) -> str:

@@ -1,5 +1,5 @@
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Plain, Segment
 from ..quant.affine import FP16_MAX
-from .base import CALIBRATED_AT, TAIL, Method, Tensors, spans
+from .base import CALIBRATED_AT, SINK, TAIL, Method, Tensors, option, spans
 from .codec import LayerCodec, by_block
 from .cost import RebuildCost
 from .key_value import StateCodec
@@ -60,16 +60,12 @@ class KVTC(Method):
     sized_by_calibration = True
     not_causal = "codes layers together"
 
-    bits: float = field(metadata={"help": "bits a value", "least": 0.1, "most": 8})
-    sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})
-    tail: int = field(default=128, metadata=TAIL)
-    span: int = field(default=0, metadata={"help": "layers that are coded together; 0: all"})
-    basis: str = field(
-        default="apart",
-        metadata={
-            "choices": ("apart", "joint"),
-            "help": "components of keys and of values, or of both together",
-        },
+    bits: float = option(help="bits a value", least=0.1, most=8)
+    sink: int = option(4, SINK)
+    tail: int = option(128, TAIL)
+    span: int = option(0, "layers that are coded together; 0: all")
+    basis: str = option(
+        "apart", "components of keys and of values, or of both together", choices=("apart", "joint")
     )
 
     @property

@@ -1,11 +1,11 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ..models import AttentionView
 from ..quant import Quantizer, hadamard
 from ..quant.scaled import Scaled
-from .base import ROPE, Method, Tensors
+from .base import ROPE, Method, Tensors, option
 from .key_value import KeyValueCodec
 from .rotated import RotatedCodec, both
 
@@ -35,9 +35,9 @@ class LlamaCpp(Method):
     example = "q4_0"
     head_pattern = r"(?P<bits>[48])_0"
 
-    bits: int = field(metadata={"choices": (4, 8), "help": "bits per code"})
-    rotate: bool = field(default=False, metadata={"help": "turn heads by a Hadamard matrix first"})
-    rope: str = field(default="post", metadata=ROPE)
+    bits: int = option(help="bits per code", choices=(4, 8))
+    rotate: bool = option(False, "turn heads by a Hadamard matrix first")
+    rope: str = option("post", **ROPE)
 
     @property
     def head(self) -> str:

@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,13 +7,13 @@ from torch import Tensor
 from ..calibration import Expected
 from ..models import AttentionView
 from ..quant import Affine, Quantizer, hadamard
-from .base import CALIBRATED_AT, TAIL, CodedMethod, Tensors
+from .base import CALIBRATED_AT, SINK, TAIL, CodedMethod, Tensors, option
 from .rotated import RotatedCodec, range_channels
 
 
 def _clip(default: float, of: str) -> Any:
     text = f"share of a {of} head's magnitudes that are not clipped; 1 clips none"
-    return field(default=default, metadata={"least": 0.5, "most": 1, "help": text})
+    return option(default, text, least=0.5, most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +47,12 @@ class Oscar(CodedMethod):
     calibration_size = (512, 40)
     calibrates_itself = True
 
-    sink: int = field(default=64, metadata={"help": "first tokens of a sequence kept full"})
-    tail: int = field(default=256, metadata=TAIL)
+    sink: int = option(64, SINK)
+    tail: int = option(256, TAIL)
     key_clip: float = _clip(0.96, "key")
     value_clip: float = _clip(0.92, "value")
-    matrix: str = field(
-        default="head",
-        metadata={
-            "choices": ("head", "layer"),
-            "help": "for each head, or for the heads of a layer",
-        },
+    matrix: str = option(
+        "head", "for each head, or for the heads of a layer", choices=("head", "layer")
     )
 
     @property

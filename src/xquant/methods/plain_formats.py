@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -6,7 +6,7 @@ from ..models import AttentionView
 from ..quant import Affine, Codebook, Plain, Quantizer
 from ..quant.codebook import normal_float_levels
 from ..quant.quantizer import Granularity
-from .base import BITS, ROPE, QuantizedMethod, Tensors, bits_field
+from .base import BITS, ROPE, QuantizedMethod, Tensors, option
 from .key_value import KeyValueCodec
 
 PER = ("token", "channel")
@@ -18,19 +18,13 @@ class PlainFormat(QuantizedMethod):
 
     head_pattern = r"(?P<bits>\d+)(-gs(?P<gs>\d+))?"
 
-    gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
-    group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
-    keys: Granularity = field(
-        default="token",
-        metadata={
-            "choices": PER,
-            "help": "whether a range is of one token or of one channel, for keys",
-        },
+    gs: int = option(0, "elements of a group, 0 for the whole vector")
+    group: int = option(128, "tokens of a sealed block")
+    keys: Granularity = option(
+        "token", "whether a range is of one token or of one channel, for keys", choices=PER
     )
-    values: Granularity = field(
-        default="token", metadata={"choices": PER, "help": "the same for values"}
-    )
-    rope: str = field(default="post", metadata=ROPE)
+    values: Granularity = option("token", "the same for values", choices=PER)
+    rope: str = option("post", **ROPE)
 
     @property
     def head(self) -> str:
@@ -91,8 +85,8 @@ class NormalFloat(PlainFormat):
     summary = "keys and values as NormalFloat codes"
     example = "nf4-gs128"
 
-    bits: int = bits_field(choices=BITS[1:])
-    first_bits: int = bits_field(4, choices=BITS[1:], help="bits of the first_layers")
+    bits: int = option(help="bits per code", choices=BITS[1:])
+    first_bits: int = option(4, "bits of the first_layers", choices=BITS[1:])
 
     def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         return (

@@ -1,11 +1,11 @@
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ..calibration import Calibration
 from ..models import AttentionView
-from .base import Method
+from .base import Method, option
 from .codec import LayerCodec
 from .full import FullCodec
 
@@ -42,20 +42,11 @@ class Pyramid(Method):
     example = "pyramid"
     not_causal = "drops tokens once later ones were seen"
 
-    keep: float = field(
-        default=0.5, metadata={"help": "share of older tokens kept, mean of layers", "most": 1}
+    keep: float = option(0.5, "share of older tokens kept, mean of layers", most=1)
+    slope: float = option(
+        0.5, "by what part of keep the lowest layer keeps more, and the highest less", most=1
     )
-    slope: float = field(
-        default=0.5,
-        metadata={
-            "help": "by what part of keep the lowest layer keeps more, and the highest less",
-            "most": 1,
-        },
-    )
-    tail: int = field(
-        default=64,
-        metadata={"help": "most recent tokens kept, whose attention decides", "least": 1},
-    )
+    tail: int = option(64, "most recent tokens kept, whose attention decides", least=1)
 
     @property
     def causal(self) -> bool:

@@ -1,8 +1,8 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..models import AttentionView
 from ..quant import Affine, hadamard
-from .base import ROPE, CodedMethod, Tensors
+from .base import ROPE, CodedMethod, Tensors, option
 from .rotated import RotatedCodec, both
 
 
@@ -27,7 +27,7 @@ class QuaRot(CodedMethod):
     summary = "rotated heads, uniform codes per token and head"
     example = "quarot-4bit"
 
-    rope: str = field(default="post", metadata=ROPE)
+    rope: str = option("post", **ROPE)
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
         bits = self.layer_bits(position)

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ from ..models.base import linear
 from ..quant import Segment
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
-from .base import CALIBRATED_AT, Method, Tensors
+from .base import CALIBRATED_AT, SINK, Method, Tensors, option
 from .codec import LayerCodec, by_block
 from .key_value import StateCodec
 from .rematerialized import Rematerialized
@@ -49,21 +49,14 @@ class Transform(Method):
     """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and
     from 2 bits a value on it gains nothing."""
 
-    bits: float = field(metadata={"help": "bits a value", "least": 0.1, "most": 8})
-    sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})
-    group: int = field(
-        default=128, metadata={"step": 16, "help": "tokens of a sealed block, and of a scale"}
-    )
-    metric: str = field(
-        default="fisher",
-        metadata={"choices": ("fisher", "identity"), "help": "what an error costs"},
-    )
-    basis: str = field(
-        default="joint",
-        metadata={
-            "choices": ("joint", "keys-first", "head"),
-            "help": "of all heads together, of keys and then of the values' rest, or of each head",
-        },
+    bits: float = option(help="bits a value", least=0.1, most=8)
+    sink: int = option(4, SINK)
+    group: int = option(128, "tokens of a sealed block, and of a scale", step=16)
+    metric: str = option("fisher", "what an error costs", choices=("fisher", "identity"))
+    basis: str = option(
+        "joint",
+        "of all heads together, of keys and then of the values' rest, or of each head",
+        choices=("joint", "keys-first", "head"),
     )
 
     @property

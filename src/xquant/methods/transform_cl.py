@@ -1,12 +1,12 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..calibration import Calibration
 from ..models import AttentionView
-from .base import Tensors, spans
+from .base import Tensors, option, spans
 from .codec import LayerCodec, by_block
 from .cost import RebuildCost
 from .transform import ChannelCodec, Counts, Transform
@@ -34,22 +34,12 @@ class PredictedTransform(Transform):
     example = "tc-cl-1bit"
     not_causal = "codes layers together"
     narrowest = 0.5
-    basis: str = field(
-        default="joint",
-        metadata={"choices": ("joint", "head"), "help": "of all heads together, or of each"},
-    )
-    reach: int = field(
-        default=2, metadata={"least": 1, "help": "layers below that a layer is predicted from"}
-    )
+    basis: str = option("joint", "of all heads together, or of each", choices=("joint", "head"))
+    reach: int = option(2, "layers below that a layer is predicted from", least=1)
 
-    embedding: bool = field(
-        default=True,
-        metadata={"help": "predict from the token's embedding, too"},
-    )
+    embedding: bool = option(True, "predict from the token's embedding, too")
 
-    span: int = field(
-        default=1, metadata={"least": 1, "help": "layers that are coded together, at rest"}
-    )
+    span: int = option(1, "layers that are coded together, at rest", least=1)
 
     @property
     def causal(self) -> bool:

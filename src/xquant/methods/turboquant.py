@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -6,7 +6,7 @@ from ..models import AttentionView
 from ..quant import Quantizer
 from ..quant.levels import normal_levels
 from ..quant.scaled import Scaled, Sketched
-from .base import ROPE, CodedMethod, Tensors
+from .base import ROPE, CodedMethod, Tensors, option
 from .rotated import SEED, RotatedCodec, both, random_hadamard
 
 
@@ -36,8 +36,8 @@ class TurboQuant(CodedMethod):
     summary = "randomly rotated heads, levels of the normal distribution"
     example = "turboquant-3bit"
 
-    qjl: bool = field(default=False, metadata={"help": "one of a key's bits sketches what is left"})
-    rope: str = field(default="post", metadata=ROPE)
+    qjl: bool = option(False, "one of a key's bits sketches what is left")
+    rope: str = option("post", **ROPE)
 
     def __post_init__(self) -> None:
         super().__post_init__()

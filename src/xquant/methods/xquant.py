@@ -1,4 +1,4 @@
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from ..models import AttentionView
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..threads import one_thread
-from .base import QuantizedMethod, Tensors
+from .base import QuantizedMethod, Tensors, option
 from .codec import AttentionInputs, LayerCodec, by_block
 from .rematerialized import Rematerialized
 
@@ -37,16 +37,9 @@ class XQuant(QuantizedMethod):
     summary = "layer input X (MHA) or its SVD latents (GQA); K and V rematerialized"
     example = "xquant-4bit"
 
-    form: str = field(
-        default="auto",
-        metadata={"choices": FORMS, "help": "store X (mha) or its latents (gqa)"},
-    )
-    rotate: bool = field(
-        default=False, metadata={"help": "rotate rows before quantizing per token"}
-    )
-    outlier: bool = field(
-        default=False, metadata={"help": "keep the first channel of X U_k in fp16 (gqa form)"}
-    )
+    form: str = option("auto", "store X (mha) or its latents (gqa)", choices=FORMS)
+    rotate: bool = option(False, "rotate rows before quantizing per token")
+    outlier: bool = option(False, "keep the first channel of X U_k in fp16 (gqa form)")
 
     @property
     def built_from_weights(self) -> bool:

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
-from .base import QuantizedMethod, bits_field
+from .base import BITS, QuantizedMethod, option
 from .codec import AttentionInputs, LayerCodec, by_block
 from .cost import Accumulator, RebuildCost
 from .rematerialized import Rematerialized
@@ -41,24 +41,16 @@ class XQuantCL(QuantizedMethod):
     summary = "deltas of X between layers on an accumulator; K and V rematerialized"
     example = "xquant-cl-2bit"
 
-    first_layers: int = field(
-        default=3,
-        metadata={"least": 1, "help": "lowest layers given first_bits; the last is the base"},
+    first_layers: int = option(3, "lowest layers given first_bits; the last is the base", least=1)
+    form: str = option("auto", "deltas of X (mha) or their latents (gqa)", choices=FORMS)
+    stream: str = option(
+        "auto",
+        "deltas of post-norm X, or of the residual stream with the norm recomputed;"
+        " auto is residual for mha and post for gqa",
+        choices=("auto", "post", "residual"),
     )
-    form: str = field(
-        default="auto",
-        metadata={"choices": FORMS, "help": "deltas of X (mha) or their latents (gqa)"},
-    )
-    stream: str = field(
-        default="auto",
-        metadata={
-            "choices": ("auto", "post", "residual"),
-            "help": "deltas of post-norm X, or of the residual stream with the norm recomputed;"
-            " auto is residual for mha and post for gqa",
-        },
-    )
-    accumulator: int = bits_field(16, help="bits of the accumulator e_b, 16 is full")
-    rotate: bool = field(default=False, metadata={"help": "rotate deltas before quantizing"})
+    accumulator: int = option(16, "bits of the accumulator e_b, 16 is full", choices=BITS)
+    rotate: bool = option(False, "rotate deltas before quantizing")
 
     @property
     def built_from_weights(self) -> bool:
