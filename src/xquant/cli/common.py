@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..catalogue import INSTALLED, Entry, read_spec
-from ..catalogue import load as load_entries
+from .. import catalogue
 from ..hub import check_model
 from ..results import STDOUT, stamp, write_json
 from ..text import NAMES
@@ -67,19 +66,19 @@ def check_folder(target: str) -> None:
         raise ValueError(f"cannot write to '{target}': permission denied")
 
 
-def known_methods(installed: bool = True) -> Mapping[str, Entry]:
+def known_methods(installed: bool = True) -> Mapping[str, catalogue.Entry]:
     """All methods by name, with those that other distributions bring where they are asked for. While there
     are none but the package's own, torch is not imported."""
-    if "xquant.methods" in sys.modules or (installed and entry_points(group=INSTALLED)):
+    if "xquant.methods" in sys.modules or (installed and entry_points(group=catalogue.INSTALLED)):
         from ..spec import entries
 
         return entries(installed)
-    return load_entries()
+    return catalogue.load()
 
 
 def check_spec(spec: str) -> None:
     """Raise ValueError unless ``spec`` is a method, with options that it has."""
-    read_spec(spec, known_methods)
+    catalogue.read_spec(spec, known_methods)
 
 
 MODEL = Checked("model", check_model)

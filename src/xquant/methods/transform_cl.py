@@ -34,11 +34,10 @@ class PredictedTransform(Transform):
     example = "tc-cl-1bit"
     not_causal = "codes layers together"
     narrowest = 0.5
+
     basis: str = option("joint", "of all heads together, or of each", choices=("joint", "head"))
     reach: int = option(2, "layers below that a layer is predicted from", least=1)
-
     embedding: bool = option(True, "predict from the token's embedding, too")
-
     span: int = option(1, "layers that are coded together, at rest", least=1)
 
     @property
