@@ -35,5 +35,5 @@ class Fp8(Method):
     name, paper, example = "fp8", "none", "fp8"
     summary = "keys and values as 8-bit floats, a scale per token"
 
-    def codecs(self, views, calibration=None):
-        return [KeyValueCodec(view, Float8(), Float8(), rope="post") for view in views]
+    def codec(self, view, position, found):
+        return KeyValueCodec(view, Float8(), Float8(), rope="post")

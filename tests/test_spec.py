@@ -77,7 +77,7 @@ def test_specs_are_written_as_the_papers_tables_write_them() -> None:
     assert XQuant(bits=4, sink=1, rotate=True).spec == "xquant-4bit:sink=1,rotate=true"
     for cls in METHODS.values():
         assert parse_method(cls.example).spec == cls.example
-        assert set(cls.option_help()) >= {"sink", "tail", "group"}
+        assert set(cls.entry().option_help()) >= {"sink", "tail", "group"}
 
 
 @pytest.mark.parametrize(

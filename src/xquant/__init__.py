@@ -85,15 +85,9 @@ __all__ = [
     "unpack_weights",
 ]
 
-_METHODS = (
-    *("AsymKV", "CrossLayer", "Full", "Integer", "KVQuant", "Kivi", "Method", "NormalFloat"),
-    *("PredictedTransform", "Transform", "XQuant", "XQuantCL"),
-    *("KVLinC", "KVTC", "KVarN", "LlamaCpp", "Oscar", "QuaRot", "TurboQuant"),
-    "register",
-)
+# Of all names but those of `methods`.
 _HOMES = {
     **dict.fromkeys(("attach", "detach"), "seam.hooks"),
-    **dict.fromkeys(_METHODS, "methods"),
     "Calibration": "calibration",
     "KVCache": "cache.growing",
     "Report": "contents.report",
@@ -109,9 +103,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'xquant' has no attribute '{name}'")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_HOMES.get(name, 'methods')}", __name__), name)
 
 
 def __dir__() -> list[str]:

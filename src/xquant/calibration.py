@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from . import __version__
 from .files import write_atomically
 
 _KIND = "xquant calibration"
@@ -100,8 +101,6 @@ class Calibration:
             FileNotFoundError: there is none.
             ValueError: not an artifact, cut short, or written by a version that may mean other things.
         """
-        from . import __version__
-
         path = Path(path)
         if not path.exists():
             raise FileNotFoundError(f"there is no calibration file '{path}'")

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from . import __version__
 from .calibration import Calibration, Expected, check
 from .files import cache_folder, write_atomically
 
@@ -82,6 +83,4 @@ def keep_text(ids: Tensor, model: str) -> None:
 
 
 def _text(size: tuple[int, int]) -> str:
-    from . import __version__
-
     return f"text-{__version__}-{size[1]}x{size[0]}"

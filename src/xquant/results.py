@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from . import __version__
 from .files import write_atomically
 
 STDOUT = "-"
@@ -24,8 +25,6 @@ def environment() -> dict[str, Any]:
     computed.
     """
     from importlib.metadata import version  # not at once: it takes as long as click
-
-    from . import __version__
 
     torch = sys.modules.get("torch")
     return {

@@ -8,7 +8,7 @@ from support.models import prompt, tiny
 from xquant import KVCache, attach
 from xquant.calibrators.kvtc import components, errors
 from xquant.calibrators.run import calibrate_on
-from xquant.methods.kvtc_codec import choices
+from xquant.methods.kvtc import choices
 from xquant.quant.affine import dequantize, quantize
 
 

@@ -12,7 +12,7 @@ from xquant.calibrators.calibrator import Rows
 from xquant.calibrators.collect import collect
 from xquant.calibrators.find import find_calibrator
 from xquant.calibrators.run import calibrate_on, calibrate_together
-from xquant.methods.oscar_codec import bit_reversed
+from xquant.methods.oscar import bit_reversed
 from xquant.quant import hadamard
 
 

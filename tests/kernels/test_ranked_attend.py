@@ -12,7 +12,7 @@ from support.models import tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.ranked import RankedCall, zipped
-from xquant.methods.transform_codec import TransformCodec
+from xquant.methods.transform import TransformCodec
 from xquant.quant import Ragged
 from xquant.quant.ranked import Ranked
 from xquant.quant.trellis import WIDTHS

@@ -12,7 +12,7 @@ from support.saved_caches import loaded
 from xquant import KVCache, PrefixStore, parse_method
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
-from xquant.methods.kvtc_codec import RANGE_BITS, Group, choices, chosen
+from xquant.methods.kvtc import RANGE_BITS, Group, choices, chosen
 
 ALL, SOME = "kvtc-4bit:group=16,tail=0", "kvtc-4bit:group=16,tail=5,span=3"
 JOINT = "kvtc-4bit:group=16,tail=0,basis=joint"

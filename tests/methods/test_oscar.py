@@ -6,7 +6,7 @@ import torch
 from support.caches import calibration, make_cache
 from support.models import prompt, tiny
 from xquant import attach, parse_method
-from xquant.methods.oscar_codec import OscarCodec, bit_reversed, clipped, spread
+from xquant.methods.oscar import OscarCodec, bit_reversed, clipped, spread
 from xquant.methods.rotated import range_channels
 from xquant.quant import Affine, hadamard
 

@@ -19,7 +19,7 @@ from support.damaged_files import fact_changes, outcome, read, tensor_changes, w
 from support.models import prompt, tiny
 from support.unusual_models import SWITCH, long_rope
 from xquant import Calibration, KVCache
-from xquant.methods import xquant_codec
+from xquant.methods import xquant
 from xquant.quant import Codebook
 
 SPEC = "kivi-2bit:group=8,sink=2"
@@ -118,7 +118,7 @@ def test_other_bases_are_refused(
     """A library of linear algebra that gives other vectors of an SVD."""
     spec = f"xquant-4bit:group=8,form={form}"
     filled(tiny("llama", num_hidden_layers=2), spec).save(tmp_path / "c")
-    usual = xquant_codec.left_basis
+    usual = xquant.left_basis
 
     def other(weight: torch.Tensor) -> Any:
         basis, rest = usual(weight)
@@ -126,7 +126,7 @@ def test_other_bases_are_refused(
         signs[3] = -1
         return basis * signs[:, None], rest * signs
 
-    monkeypatch.setattr(xquant_codec, "left_basis", other)
+    monkeypatch.setattr(xquant, "left_basis", other)
     fresh = tiny("llama", num_hidden_layers=2)
     if form == "gqa":
         refused(fresh, tmp_path / "c", "packed in other bases")

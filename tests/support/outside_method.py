@@ -3,12 +3,11 @@ file that only uses what methods are made of."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from xquant.calibration import Calibration, Expected
+from xquant.calibration import Expected
 from xquant.calibrators.calibrator import Rows, Stage
 from xquant.calibrators.find import make_calibrator
 from xquant.methods import AttentionInputs, LayerCodec, Method
@@ -26,11 +25,11 @@ class Ternary(Method):
     """Keys after RoPE and values as numbers of a few ternary digits, with a scale per token or, found by a
     calibration, per channel."""
 
-    name: ClassVar[str] = "ternary"
-    paper: ClassVar[str] = "none"
-    summary: ClassVar[str] = "keys and values in ternary digits"
-    example: ClassVar[str] = "ternary-5"
-    head_pattern: ClassVar[str] = r"-(?P<digits>\d)"
+    name = "ternary"
+    paper = "none"
+    summary = "keys and values in ternary digits"
+    example = "ternary-5"
+    head_pattern = r"-(?P<digits>\d)"
 
     digits: int = field(metadata={"help": "ternary digits a number", "least": 1, "most": 5})
     group: int = field(default=16, metadata={"help": "tokens of a sealed block"})
@@ -44,22 +43,13 @@ class Ternary(Method):
     def needs_calibration(self) -> bool:
         return self.offline
 
-    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
-        if not self.offline:
-            return {}
-        return {
-            f"{i}.reach": Expected((2, view.kv_width), torch.float32, least=0)
-            for i, view in enumerate(views)
-        }
+    def expected_of(self, view: AttentionView) -> dict[str, Expected]:
+        return (
+            {"reach": Expected((2, view.kv_width), torch.float32, least=0)} if self.offline else {}
+        )
 
-    def codecs(
-        self, views: Sequence[AttentionView], calibration: Calibration | None = None
-    ) -> list[LayerCodec]:
-        found = self.found(views, calibration)
-        return [
-            TernaryCodec(view, self.digits, each.get("reach"))
-            for view, each in zip(views, found, strict=True)
-        ]
+    def codec(self, view: AttentionView, position: int, found: dict[str, Tensor]) -> LayerCodec:
+        return TernaryCodec(view, self.digits, found.get("reach"))
 
 
 class TernaryCodec(LayerCodec):

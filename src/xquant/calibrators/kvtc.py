@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..methods.key_value import KeyValueCodec
-from ..methods.kvtc import KVTC
-from ..methods.kvtc_codec import choices
+from ..methods.kvtc import KVTC, choices
 from ..models import AttentionView
 from ..quant import Affine, Plain
 from ..threads import one_thread
@@ -43,11 +42,11 @@ class KVTCCalibrator:
         found: dict[str, Tensor] = {}
         for span in self.method.spans(len(self.codecs)):
             means: dict[int, list[Tensor]] = {number: [] for number in span}
-            for kind in self.method.kinds(self.codecs[span.start].view):
+            for kind in self.method.kinds(self.codecs[span[0]].view):
                 rows = [self._rows(number)[kind] for number in span]
                 widths = [each.shape[-1] for each in rows]
                 mean, basis, error = components(torch.cat(rows, -1))
-                found[f"{span.start}.{kind}.error"] = error
+                found[f"{span[0]}.{kind}.error"] = error
                 columns = zip(span, mean.split(widths), basis.split(widths, 1), strict=True)
                 for number, own_mean, own in columns:
                     means[number].append(own_mean)

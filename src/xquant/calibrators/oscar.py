@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..methods.key_value import KeyValueCodec
-from ..methods.oscar import Oscar
-from ..methods.oscar_codec import spread
+from ..methods.oscar import Oscar, spread
 from ..models import AttentionView
 from ..quant import Plain
 from .calibrator import Rows, Stage

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import compat, kept
+from .. import __version__, compat, kept
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import Method
@@ -97,8 +97,6 @@ def calibrate_together(
     progress: Progress | None = None,
 ) -> list[Calibration]:
     """`calibrate_on` for several methods, with as many passes over the samples as the longest needs."""
-    from .. import __version__
-
     views = attach(model).view.compressed
     calibrators = [find_calibrator(method, views) for method in methods]
     samples, tell = samples.clone(), progress or silent

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.choose import packer_of
+from ..methods.base import spans
 from ..methods.key_value import KeyValueCodec
-from ..methods.transform import Transform, spans
-from ..methods.transform_codec import channels
+from ..methods.transform import Transform, channels
 from ..models import AttentionView
 from ..models.weights import home
 from ..quant import Plain

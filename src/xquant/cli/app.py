@@ -69,7 +69,7 @@ class Verbs(click.Group):
             if verb.add_help_option and all(each.name != "plugin" for each in verb.params):
                 verb.params.append(_plugin_option())
         elif name in LABORATORYS:
-            from ..spec import LABORATORY
+            from ..catalogue import LABORATORY
 
             raise ValueError(
                 f"'{name}' is a verb of the laboratory, xquant-lab: in a clone, {LABORATORY}"

@@ -6,11 +6,13 @@ What an option alone tells is checked as it is read, before a verb imports torch
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import catalogue
 from ..hub import check_model
 from ..results import STDOUT, stamp, write_json
 from ..text import NAMES
@@ -64,11 +66,19 @@ def check_folder(target: str) -> None:
         raise ValueError(f"cannot write to '{target}': permission denied")
 
 
+def known_methods(installed: bool = True) -> Mapping[str, catalogue.Entry]:
+    """All methods by name, with those that other distributions bring where they are asked for. While there
+    are none but the package's own, torch is not imported."""
+    if "xquant.methods" in sys.modules or (installed and entry_points(group=catalogue.INSTALLED)):
+        from ..spec import entries
+
+        return entries(installed)
+    return catalogue.load()
+
+
 def check_spec(spec: str) -> None:
     """Raise ValueError unless ``spec`` is a method, with options that it has."""
-    from ..spec import parse_method
-
-    parse_method(spec)
+    catalogue.read_spec(spec, known_methods)
 
 
 MODEL = Checked("model", check_model)

@@ -1,70 +1,55 @@
 """``xquant methods``: what there is to choose from."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 import click
 
+from ..catalogue import FROM_A_TEXT, ITS_OWN, NONE, Entry
 from ..results import STDOUT
-from .common import finish, json_option, print_table
-
-if TYPE_CHECKING:
-    from ..methods import Method
-
-FROM_A_TEXT, ITS_OWN, NONE = "from a text", "its own", "none"
+from .common import finish, json_option, known_methods, print_table
 
 
 @click.command()
 @json_option
 def methods(json_file: str | None) -> None:
     """List the methods, their papers and their options."""
-    from ..methods import METHODS, find_installed
-
-    find_installed()
+    known = known_methods().values()
     rows = [
         {
-            "name": name,
+            "name": method.name,
             "spec": method.example,
             "paper": method.paper,
-            "needs_calibration": _calibration(method) != NONE,
-            "calibration": _calibration(method),
+            "needs_calibration": method.calibration != NONE,
+            "calibration": method.calibration,
             "uncalibrated": method.uncalibrated,
             "summary": method.summary,
             "options": method.option_help(),
         }
-        for name, method in METHODS.items()
+        for method in known
     ]
     finish(rows, json_file)
     if json_file == STDOUT:
         return
     print_table(
         {"write it as": "left", "what it stores": "left", "paper": "left", "calibration": "left"},
-        [(m.example, m.summary, m.paper, _calibration(m)) for m in METHODS.values()],
+        [(m.example, m.summary, m.paper, m.calibration) for m in known],
     )
-    _explain(list(METHODS.values()))
+    _explain(known)
     users: dict[tuple[str, str], list[str]] = {}
-    for name, method in METHODS.items():
+    for method in known:
         for option in method.option_help().items():
-            users.setdefault(option, []).append(name)
+            users.setdefault(option, []).append(method.name)
     click.echo("\nOptions follow a colon, as in xquant-cl-2bit:sink=1,tail=64")
     print_table(
         {"option": "left", "meaning": "left", "methods": "left"},
         [
-            (option, meaning, "all" if len(names) == len(METHODS) else ", ".join(names))
+            (option, meaning, "all" if len(names) == len(known) else ", ".join(names))
             for (option, meaning), names in users.items()
         ],
     )
 
 
-def _calibration(method: "type[Method]") -> str:
-    """Where the calibration of a method comes from, as it is written by default."""
-    from ..spec import parse_method
-
-    if not parse_method(method.example).needs_calibration:
-        return NONE
-    return ITS_OWN if method.calibrates_itself else FROM_A_TEXT
-
-
-def _explain(methods: "list[type[Method]]") -> None:
+def _explain(methods: Iterable[Entry]) -> None:
     """What the column on calibration means."""
     without = ", ".join(f"{m.name} with {m.uncalibrated}" for m in methods if m.uncalibrated)
     click.echo(

@@ -1,13 +1,8 @@
-"""One file a method; `METHODS` has them by the name that a spec starts with.
-
-Methods and their options are known without torch. What codecs are made of (`codec`, the files ``*_codec``)
-needs it, and is imported when it is first used.
-"""
-
-from typing import TYPE_CHECKING, Any
+"""One file a method: its options and its codec. `METHODS` has them by the name that a spec starts with."""
 
 from .asymkv import AsymKV
-from .base import Method, QuantizedMethod
+from .base import Method, QuantizedMethod, option
+from .codec import AttentionInputs, LayerCodec
 from .crosslayer import CrossLayer
 from .full import Full
 from .kivi import Kivi
@@ -20,28 +15,16 @@ from .oscar import Oscar
 from .plain_formats import Integer, NormalFloat
 from .quarot import QuaRot
 from .registry import METHODS, find_installed, load_file, register
-from .transform import PredictedTransform, Transform
+from .transform import Transform
+from .transform_cl import PredictedTransform
 from .turboquant import TurboQuant
 from .xquant import XQuant
 from .xquant_cl import XQuantCL
 
-if TYPE_CHECKING:
-    from .codec import AttentionInputs, LayerCodec
-
 for _method in (
     *(Full, Integer, NormalFloat, LlamaCpp, Kivi, AsymKV, CrossLayer, KVQuant),
-    *(
-        QuaRot,
-        TurboQuant,
-        KVarN,
-        KVLinC,
-        Oscar,
-        KVTC,
-        XQuant,
-        XQuantCL,
-        Transform,
-        PredictedTransform,
-    ),
+    *(QuaRot, TurboQuant, KVarN, KVLinC, Oscar, KVTC, XQuant, XQuantCL),
+    *(Transform, PredictedTransform),
 ):
     register(_method)
 
@@ -71,13 +54,6 @@ __all__ = [
     "XQuantCL",
     "find_installed",
     "load_file",
+    "option",
     "register",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ("AttentionInputs", "LayerCodec"):
-        raise AttributeError(f"module 'xquant.methods' has no attribute '{name}'")
-    from . import codec
-
-    return getattr(codec, name)

@@ -1,13 +1,12 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import GROUP, ROPE, TAIL, Method, bits_field, short
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..calibration import Calibration
+from ..catalogue import short
+from ..models import AttentionView
+from .base import BITS, GROUP, ROPE, TAIL, Method, option
+from .codec import LayerCodec
+from .key_value import KeyValueCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +28,20 @@ class AsymKV(Method):
         (32, 0)
     """
 
-    name: ClassVar[str] = "asymkv"
-    paper: ClassVar[str] = "AsymKV, arXiv 2410.13212"
-    summary: ClassVar[str] = "as kivi, 2 bits in the lower layers and 1 bit above"
-    example: ClassVar[str] = "asymkv-1.5bit"
-    head_pattern: ClassVar[str] = r"(-(?P<average>[\d.]+)bit)?"
+    name = "asymkv"
+    paper = "AsymKV, arXiv 2410.13212"
+    summary = "as kivi, 2 bits in the lower layers and 1 bit above"
+    example = "asymkv-1.5bit"
+    head_pattern = r"(-(?P<average>[\d.]+)bit)?"
 
-    tail: int = field(default=128, metadata=TAIL)
-    group: int = field(default=32, metadata=GROUP)
-    average: float | None = field(default=None, metadata={"help": "average bits of K and V"})
-    lk: int | None = field(
-        default=None, metadata={"help": "how many of the lowest layers have keys of high bits"}
-    )
-    lv: int | None = field(
-        default=None, metadata={"help": "how many of the lowest layers have values of high bits"}
-    )
-    high: int = bits_field(2, help="bits of the lower layers")
-    low: int = bits_field(1, help="bits of the layers above")
-    rope: str = field(default="pre", metadata=ROPE)
+    tail: int = option(128, TAIL)
+    group: int = option(32, GROUP)
+    average: float | None = option(None, "average bits of K and V")
+    lk: int | None = option(None, "how many of the lowest layers have keys of high bits")
+    lv: int | None = option(None, "how many of the lowest layers have values of high bits")
+    high: int = option(2, "bits of the lower layers", choices=BITS)
+    low: int = option(1, "bits of the layers above", choices=BITS)
+    rope: str = option("pre", **ROPE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,19 +80,14 @@ class AsymKV(Method):
         return self.lk, self.lv
 
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .codec import affine_or_plain
-        from .key_value import KeyValueCodec
-
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         lk, lv = self.wide_layers(len(views))
         return [
             KeyValueCodec(
                 view,
-                affine_or_plain(
-                    self.high if i < lk else self.low, "channel", self.group, view.dtype
-                ),
-                affine_or_plain(self.high if i < lv else self.low, "token", self.group, view.dtype),
+                self.quantizer(self.high if i < lk else self.low, "channel", view.dtype),
+                self.quantizer(self.high if i < lv else self.low, "token", view.dtype),
                 self.rope,
             )
             for i, view in enumerate(views)

@@ -3,43 +3,57 @@
 A *codec* (`codec`) says which features of a token a layer keeps, how they are packed, and how keys and values
 come back. Everything else (appending, sealing, sinks, tail, crop, reorder) is done once for all methods, in
 `xquant.store`. Bytes are what quantizers say of themselves.
-
-Options are read, checked and listed without torch, which takes seconds to import. What makes codecs imports
-it where it is called.
 """
 
 import dataclasses
-import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, TypeVar
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    from ..calibration import Calibration, Expected
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from ..quant.quantizer import Granularity
-    from .codec import LayerCodec
+from .. import catalogue
+from ..calibration import Calibration, Expected
+from ..calibration import check as check_calibration
+from ..models import AttentionView
+from ..quant import Affine, Plain, Quantizer
+from ..quant.quantizer import Granularity
+from .codec import LayerCodec
+
+Each = TypeVar("Each")
+Tensors = dict[str, Tensor]
+"""What a calibration holds, by name."""
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
-ROPE: dict[str, Any] = {
-    "choices": ("pre", "post"),
-    "help": "quantize keys before or after RoPE",
-}
-TAIL: dict[str, Any] = {"help": "most recent tokens kept full, at least (residual length)"}
 CALIBRATED_AT = 2
 """The bits in the name of an artifact that is for any number of bits."""
-GROUP: dict[str, Any] = {"help": "quantization group; also the tokens of a sealed block"}
+
+SINK = "first tokens of a sequence kept full"
+TAIL = "most recent tokens kept full, at least (residual length)"
+GROUP = "quantization group; also the tokens of a sealed block"
+ROPE: dict[str, Any] = {
+    "help": "quantize keys before or after RoPE",
+    "choices": ("pre", "post"),
+}
+
+
+def option(default: Any = dataclasses.MISSING, help: str = "", **allowed: Any) -> Any:
+    """An option of a method: a field of its dataclass.
+
+    Args:
+        default: a spec must give the option where there is none.
+        help: what ``xquant methods`` says of it.
+        allowed: its ``choices``, or the bounds of a number: ``least`` (0 by default), ``most``, and ``step``,
+            of which it is a multiple.
+    """
+    return field(default=default, metadata={"help": help, **allowed})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method:
     """A compression method and its options: what every method is derived from.
 
     A method can be compared, hashed and written as a spec string.
@@ -62,7 +76,7 @@ class Method(ABC):
     calibration_size: ClassVar[tuple[int, int]] = (2048, 16)
     """Tokens of a sample and samples that a calibration reads by default."""
     calibrates_itself: ClassVar[bool] = False
-    """Whether the text may be one that the model writes, without being asked."""
+    """Whether it needs a calibration whose text may be one that the model writes, without being asked."""
     uncalibrated: ClassVar[str] = ""
     """Options with which it needs no calibration, where it otherwise does."""
     sized_by_calibration: ClassVar[bool] = False
@@ -72,34 +86,20 @@ class Method(ABC):
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Named sets of options: ``preset=NAME`` in a spec."""
 
-    sink: int = field(default=0, metadata={"help": "first tokens of a sequence kept full"})
-    tail: int = field(default=0, metadata=TAIL)
-    group: int = field(default=128, metadata=GROUP)
+    sink: int = option(0, SINK)
+    tail: int = option(0, TAIL)
+    group: int = option(128, GROUP)
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            self._check(option.name, getattr(self, option.name), option.metadata)
+            catalogue.check(self.name, option.name, getattr(self, option.name), option.metadata)
         if self.group < 1:
             raise ValueError(f"{self.name}: group={self.group} is below 1")
-
-    def _check(self, name: str, value: Any, meta: Mapping[str, Any]) -> None:
-        choices = meta.get("choices")
-        if choices is not None and value is not None and value not in choices:
-            allowed = ", ".join(map(str, choices))
-            raise ValueError(f"{self.name}: {name}={_plain(value)} is not one of {allowed}")
-        if choices is None and isinstance(value, int | float):
-            least, most = meta.get("least", 0), meta.get("most")
-            if not value >= least:
-                raise ValueError(f"{self.name}: {name}={_plain(value)} is below {least}")
-            if most is not None and value > most:
-                raise ValueError(f"{self.name}: {name}={_plain(value)} is above {most}")
-            if value % (step := meta.get("step", value or 1)):
-                raise ValueError(f"{self.name}: {name}={_plain(value)} is not a multiple of {step}")
 
     @property
     def needs_calibration(self) -> bool:
         """Whether `codecs` wants what `xquant.calibrate` finds."""
-        return False
+        return self.calibrates_itself
 
     @property
     def built_from_weights(self) -> bool:
@@ -125,13 +125,18 @@ class Method(ABC):
         """The spec without the options that calibrating does not depend on."""
         return dataclasses.replace(self, tail=0).spec if self.needs_calibration else self.spec
 
-    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
+    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
         """The tensors of a calibration for layers like ``views``; none where none is needed."""
+        layers = map(self.expected_of, views)
+        return {f"{i}.{name}": of for i, layer in enumerate(layers) for name, of in layer.items()}
+
+    def expected_of(self, view: AttentionView) -> dict[str, Expected]:
+        """Those of one layer, of methods that expect the same of each."""
         return {}
 
     def found(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None"
-    ) -> "list[dict[str, Tensor]]":
+        self, views: Sequence[AttentionView], calibration: Calibration | None
+    ) -> list[Tensors]:
         """What a calibration holds of each layer, all of it as it is `expected`.
 
         Raises:
@@ -141,9 +146,7 @@ class Method(ABC):
             if self.needs_calibration:
                 raise ValueError(self.how_to_calibrate)
             return [{} for _ in views]
-        from ..calibration import check
-
-        check(calibration.tensors, self.expected(views))
+        check_calibration(calibration.tensors, self.expected(views))
         return [calibration.layer(i) for i in range(len(views))]
 
     @property
@@ -157,38 +160,50 @@ class Method(ABC):
         """The method without what it keeps sparsely beside its codes; itself where that is nothing."""
         return self
 
-    @abstractmethod
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         """One codec for each compressed layer, bottom up. Offline work (SVD) is done here.
 
         Raises:
-            ValueError: options that the model does not allow.
+            ValueError: options or a calibration that the model does not allow.
         """
+        found = self.found(views, calibration)
+        return [self.codec(view, i, found[i]) for i, view in enumerate(views)]
+
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> LayerCodec:
+        """The codec of the layer at ``position``, counted from the bottom, from what a calibration holds of
+        it. Methods whose layers depend on each other define `codecs` instead."""
+        raise NotImplementedError
+
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
+        """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
+        return Plain(dtype) if bits == 16 else Affine(bits, per, self.group)
 
     @classmethod
-    def option_help(cls) -> dict[str, str]:
-        """Options that may follow the colon of a spec, with their meaning and default."""
-        helps = {}
-        for option in cls.options():
-            text = option.metadata["help"]
-            if "choices" in option.metadata:
-                text += f" ({'|'.join(map(str, option.metadata['choices']))})"
-            helps[option.name] = f"{text}, default {_plain(option.default)}"
-        if cls.presets:
-            helps["preset"] = f"a configuration of the paper: {', '.join(cls.presets)}"
-        return helps
+    @cache
+    def entry(cls) -> catalogue.Entry:
+        """What the class says of itself, for whoever reads specs or lists methods.
 
-    @classmethod
-    def options(cls) -> list["dataclasses.Field[Any]"]:
-        """The options that do not stand in the name of a spec (as ``bits`` does)."""
-        return [f for f in dataclasses.fields(cls) if f.name not in cls.head_fields()]
-
-    @classmethod
-    def head_fields(cls) -> set[str]:
-        """Options that stand in the name of a spec rather than after the colon."""
-        return set(re.compile(cls.head_pattern).groupindex)
+        Raises:
+            ValueError: its example is none of its specs.
+        """
+        entry = catalogue.Entry(
+            name=cls.name,
+            example=cls.example,
+            paper=cls.paper,
+            summary=cls.summary,
+            calibration=catalogue.NONE,
+            uncalibrated=cls.uncalibrated,
+            head_pattern=cls.head_pattern,
+            options={option.name: _described(option) for option in dataclasses.fields(cls)},
+            presets=cls.presets,
+        )
+        _, values = catalogue.read_spec(cls.example, lambda _: {cls.name: entry})
+        if not cls(**values).needs_calibration:
+            return entry
+        source = catalogue.ITS_OWN if cls.calibrates_itself else catalogue.FROM_A_TEXT
+        return dataclasses.replace(entry, calibration=source)
 
     @property
     def head(self) -> str:
@@ -198,31 +213,26 @@ class Method(ABC):
     @property
     def spec(self) -> str:
         """The canonical spec string: options at their default are left out."""
-        values = {f.name: (getattr(self, f.name), f.default) for f in self.options()}
-        changed = [f"{k}={_plain(v)}" for k, (v, default) in values.items() if v != default]
+        changed = [
+            f"{name}={catalogue.plain(value)}"
+            for name, option in self.entry().after_colon().items()
+            if (value := getattr(self, name)) != option.get("default")
+        ]
         return self.head + (":" + ",".join(changed) if changed else "")
 
     def __str__(self) -> str:
         return self.spec
 
 
-def _plain(value: Any) -> str:
-    if value is None:
-        return "auto"
-    if isinstance(value, float):
-        return short(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def short(number: float) -> str:
-    """A number as it stands in a spec: whole where it is, never with an exponent."""
-    return format(Decimal(repr(number)), "f").removesuffix(".0")
-
-
-def bits_field(
-    default: Any = dataclasses.MISSING, choices: Sequence[int] = BITS, **meta: Any
-) -> Any:
-    return field(default=default, metadata={"choices": choices, "help": "bits per code", **meta})
+def _described(option: "dataclasses.Field[Any]") -> dict[str, Any]:
+    """An option as a catalogue has it, in what JSON can hold."""
+    kind = option.type
+    described = {"type": kind.__name__ if isinstance(kind, type) else str(kind), **option.metadata}
+    if option.default is not dataclasses.MISSING:
+        described["default"] = option.default
+    if "choices" in described:
+        described["choices"] = list(described["choices"])
+    return described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +241,9 @@ class QuantizedMethod(Method):
 
     head_pattern: ClassVar[str] = r"-(?P<bits>\d+)bit"
 
-    bits: int = bits_field()
-    first_layers: int = field(default=0, metadata={"help": "lowest layers given first_bits"})
-    first_bits: int = bits_field(4, help="bits of the first_layers")
+    bits: int = option(help="bits per code", choices=BITS)
+    first_layers: int = option(0, "lowest layers given first_bits")
+    first_bits: int = option(4, "bits of the first_layers", choices=BITS)
 
     @property
     def head(self) -> str:
@@ -243,16 +253,15 @@ class QuantizedMethod(Method):
         """Bits of the compressed layer at ``position``, counted from the bottom."""
         return self.first_bits if position < self.first_layers else self.bits
 
-    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
-        """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
-        from .codec import affine_or_plain
-
-        return affine_or_plain(bits, per, self.group, dtype)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodedMethod(QuantizedMethod):
     """The same, of methods that always quantize: no layer is kept in 16 bits."""
 
-    bits: int = bits_field(choices=range(1, 9))
-    first_bits: int = bits_field(4, choices=range(1, 9), help="bits of the first_layers")
+    bits: int = option(help="bits per code", choices=range(1, 9))
+    first_bits: int = option(4, "bits of the first_layers", choices=range(1, 9))
+
+
+def spans(layers: Sequence[Each], size: int) -> list[Sequence[Each]]:
+    """Layers, bottom up, ``size`` at a time; the last span may have fewer."""
+    return [layers[start : start + size] for start in range(0, len(layers), size)]

@@ -1,7 +1,6 @@
 """What a codec is: one layer's way from what a model gives a cache to packed rows, and back.
 
-A method builds one for each compressed layer. What stands here needs torch; what a method is called and its
-options (`base`) do not.
+A method builds one for each compressed layer.
 """
 
 from abc import ABC, abstractmethod
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..models.base import linear
-from ..quant import Affine, Packed, Plain, Quantizer, Segment
-from ..quant.quantizer import Granularity
+from ..quant import Packed, Segment
 from .cost import RebuildCost
 
 if TYPE_CHECKING:
@@ -190,10 +188,3 @@ def by_block(x: Tensor, weight: Tensor, block: int) -> Tensor:
     whether a block arrived alone or with others, so each block is its own product.
     """
     return torch.cat([linear(part, weight) for part in x.split(block, 1)], 1)
-
-
-def affine_or_plain(
-    bits: int, per: Granularity, group: int, dtype: torch.dtype, eta: float = 0.0
-) -> Quantizer:
-    """Affine codes, or (16 bits) rows in the model's own ``dtype``."""
-    return Plain(dtype) if bits == 16 else Affine(bits, per, group, eta)

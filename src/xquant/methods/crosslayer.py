@@ -1,20 +1,19 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from .base import GROUP, ROPE, TAIL, Method, bits_field
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
+from ..calibration import Calibration
+from ..models import AttentionView
+from ..quant import Affine, Packed, Plain, Quantizer
+from ..quant.quantizer import Granularity, dense
+from .base import BITS, GROUP, ROPE, TAIL, Method, option
+from .codec import LayerCodec
+from .key_value import KeyValueCodec
 
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from ..quant.quantizer import Granularity
-    from .codec import LayerCodec
-
-ETA: dict[str, Any] = {"most": 0.5}
-ROUNDINGS = ("round", "floor", "ceil")
+ROUNDINGS = {"round": torch.round, "floor": torch.floor, "ceil": torch.ceil}
 # Table 9, all of 32 layers: model and task -> kq, vq, km, vm, eta1, eta2
 TABLE_9 = {
     "mistral-7b-v0.3-truthfulqa": (30, 2, 32, 16, 0, 0),
@@ -54,53 +53,35 @@ class CrossLayer(Method):
         1.375
     """
 
-    name: ClassVar[str] = "crosslayer"
-    not_causal: ClassVar[str] = "stores codes of a layer above"
-    paper: ClassVar[str] = "XQuant (cross-layer), arXiv 2510.11236"
-    summary: ClassVar[str] = "as asymkv, codes shared between layers, ends of ranges drawn in"
-    example: ClassVar[str] = "crosslayer"
+    name = "crosslayer"
+    not_causal = "stores codes of a layer above"
+    paper = "XQuant (cross-layer), arXiv 2510.11236"
+    summary = "as asymkv, codes shared between layers, ends of ranges drawn in"
+    example = "crosslayer"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         name: dict(zip(("kq", "vq", "km", "vm", "eta1", "eta2"), values, strict=True))
         for name, values in TABLE_9.items()
     }
 
-    tail: int = field(default=128, metadata=TAIL)
-    group: int = field(default=32, metadata=GROUP)
-    kq: int | None = field(
-        default=None,
-        metadata={"help": "lowest layers with 2-bit keys; auto is all but the last span"},
+    tail: int = option(128, TAIL)
+    group: int = option(32, GROUP)
+    kq: int | None = option(None, "lowest layers with 2-bit keys; auto is all but the last span")
+    vq: int | None = option(None, "lowest layers with 2-bit values; auto is the first span")
+    km: int | None = option(None, "layer from which keys share codes; auto is none")
+    vm: int | None = option(None, "layer from which values share codes; auto is half way up")
+    eta1: float = option(1 / 6, "calibration of 1-bit codes, 0 for none", most=0.5)
+    eta2: float = option(0.045, "calibration of 2-bit codes, 0 for none", most=0.5)
+    span: int = option(2, "layers that share codes (G)", least=2)
+    merge: str = option(
+        "dominant",
+        "codes of the dominant layer, or the weighted average, rounded so",
+        choices=("dominant", *ROUNDINGS),
     )
-    vq: int | None = field(
-        default=None, metadata={"help": "lowest layers with 2-bit values; auto is the first span"}
-    )
-    km: int | None = field(
-        default=None, metadata={"help": "layer from which keys share codes; auto is none"}
-    )
-    vm: int | None = field(
-        default=None, metadata={"help": "layer from which values share codes; auto is half way up"}
-    )
-    eta1: float = field(
-        default=1 / 6, metadata={"help": "calibration of 1-bit codes, 0 for none", **ETA}
-    )
-    eta2: float = field(
-        default=0.045, metadata={"help": "calibration of 2-bit codes, 0 for none", **ETA}
-    )
-    span: int = field(default=2, metadata={"least": 2, "help": "layers that share codes (G)"})
-    merge: str = field(
-        default="dominant",
-        metadata={
-            "choices": ("dominant", *ROUNDINGS),
-            "help": "codes of the dominant layer, or the weighted average, rounded so",
-        },
-    )
-    dominant: int = field(default=0, metadata={"help": "the dominant layer of a span (k)"})
-    gamma: float = field(
-        default=0.5,
-        metadata={"help": "weight of a span's first layer, the others share the rest", "most": 1},
-    )
-    high: int = bits_field(2, help="bits of the lower layers")
-    low: int = bits_field(1, help="bits of the layers above")
-    rope: str = field(default="pre", metadata=ROPE)
+    dominant: int = option(0, "the dominant layer of a span (k)")
+    gamma: float = option(0.5, "weight of a span's first layer, the others share the rest", most=1)
+    high: int = option(2, "bits of the lower layers", choices=BITS)
+    low: int = option(1, "bits of the layers above", choices=BITS)
+    rope: str = option("pre", **ROPE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,10 +152,8 @@ class CrossLayer(Method):
         return total / (2 * layers)
 
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .crosslayer_codec import SharingCodec
-
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         kq, vq, km, vm = self.bounds(len(views))
         codecs: list[LayerCodec] = []
         for first in range(0, len(views), self.span):
@@ -182,8 +161,8 @@ class CrossLayer(Method):
             span = [
                 SharingCodec(
                     view,
-                    self._quantizer(self._bits(i, kq), "channel", view.dtype),
-                    self._quantizer(self._bits(i, vq), "token", view.dtype),
+                    self.quantizer(self._bits(i, kq), "channel", view.dtype),
+                    self.quantizer(self._bits(i, vq), "token", view.dtype),
                     self.rope,
                     (i in keys, i in values),
                 )
@@ -200,8 +179,41 @@ class CrossLayer(Method):
             codecs.extend(span)
         return codecs
 
-    def _quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
-        from .codec import affine_or_plain
-
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         eta = {1: self.eta1, 2: self.eta2}.get(bits, 0.0)
-        return affine_or_plain(bits, per, self.group, dtype, eta)
+        return Plain(dtype) if bits == 16 else Affine(bits, per, self.group, eta)
+
+
+class SharingCodec(KeyValueCodec):
+    """Keys and values whose codes may be those of another layer of the span."""
+
+    def share(self, codecs: "Sequence[SharingCodec]", method: CrossLayer) -> None:
+        """Belong to a span of ``codecs``."""
+        self.span, self.source = len(codecs), method.source
+        self._codecs, self._method = codecs, method
+
+    def merge(self, packed: list[list[Packed]]) -> list[list[Packed]]:
+        if self.span == 1:
+            return packed
+        for number, segment in enumerate(self.segments):
+            fields = [layer[number] for layer in packed]
+            shared = [codec.segments[number].shared for codec in self._codecs]
+            if any(shared) and self._method.merge != "dominant":
+                assert isinstance(segment.quantizer, Affine)
+                quantizer, tokens = segment.quantizer, self._method.group
+                shape = tokens, segment.channels
+                codes = [quantizer.unpack(dense(stored, "codes"), *shape) for stored in fields]
+                fields[self.source]["codes"] = quantizer.pack(mean_codes(self._method, codes))
+            for stored, other in zip(fields, shared, strict=True):
+                if other:
+                    del stored["codes"]
+        return packed
+
+
+def mean_codes(method: CrossLayer, codes: Sequence[Tensor]) -> Tensor:
+    """The weighted average of the codes (uint8) of a span's layers, rounded."""
+    rest = (1 - method.gamma) / (method.span - 1)
+    weights = [method.gamma, *[rest] * (method.span - 1)]
+    mean = torch.stack([w * c.double() for w, c in zip(weights, codes, strict=True)]).sum(0)
+    # Weights add up to 1 only nearly: 0.99999 must not be rounded down to 0.
+    return ROUNDINGS[method.merge](mean.round(decimals=6)).to(torch.uint8)

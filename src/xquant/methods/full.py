@@ -1,13 +1,9 @@
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
-from .base import Method
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Plain, Segment
+from .base import Method, Tensors
+from .key_value import StateCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +21,20 @@ class Full(Method):
         32.0
     """
 
-    name: ClassVar[str] = "full"
-    paper: ClassVar[str] = "none (baseline)"
-    summary: ClassVar[str] = "keys and values in the model's own dtype"
-    example: ClassVar[str] = "full"
+    name = "full"
+    paper = "none (baseline)"
+    summary = "keys and values in the model's own dtype"
+    example = "full"
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .key_value import FullCodec
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> "FullCodec":
+        return FullCodec(view)
 
-        return [FullCodec(view) for view in views]
+
+class FullCodec(StateCodec):
+    """Rotated keys and values in the dtype of the model, in one segment."""
+
+    rotated = True
+
+    def __init__(self, view: AttentionView) -> None:
+        super().__init__(view)
+        self.segments = (Segment(self.width, Plain(view.dtype)),)

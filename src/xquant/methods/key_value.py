@@ -84,13 +84,3 @@ class KeyValueCodec(StateCodec):
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = self.exact(recalled)
         return (key if self.offset is None else key + self.offset), value
-
-
-class FullCodec(StateCodec):
-    """Rotated keys and values in the dtype of the model, in one segment."""
-
-    rotated = True
-
-    def __init__(self, view: AttentionView) -> None:
-        super().__init__(view)
-        self.segments = (Segment(self.width, Plain(view.dtype)),)

@@ -1,13 +1,8 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import ROPE, QuantizedMethod, bits_field
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from .base import BITS, ROPE, QuantizedMethod, Tensors, option
+from .key_value import KeyValueCodec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,23 +27,18 @@ class Kivi(QuantizedMethod):
         3.0
     """
 
-    name: ClassVar[str] = "kivi"
-    paper: ClassVar[str] = "KIVI, arXiv 2402.02750"
-    summary: ClassVar[str] = "keys per channel, values per token, uniform codes"
-    example: ClassVar[str] = "kivi-2bit"
+    name = "kivi"
+    paper = "KIVI, arXiv 2402.02750"
+    summary = "keys per channel, values per token, uniform codes"
+    example = "kivi-2bit"
 
-    key_bits: int | None = bits_field(None, help="bits of keys where they differ from values'")
-    value_bits: int | None = bits_field(None, help="bits of values where they differ from keys'")
-    rope: str = field(default="pre", metadata=ROPE)
+    key_bits: int | None = option(None, "bits of keys where they differ from values'", choices=BITS)
+    value_bits: int | None = option(
+        None, "bits of values where they differ from keys'", choices=BITS
+    )
+    rope: str = option("pre", **ROPE)
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        return [self._codec(view, i) for i, view in enumerate(views)]
-
-    def _codec(self, view: "AttentionView", position: int) -> "LayerCodec":
-        from .key_value import KeyValueCodec
-
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
         keys = values = self.layer_bits(position)
         if position >= self.first_layers:
             keys, values = self.key_bits or keys, self.value_bits or values

@@ -1,13 +1,10 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import ROPE, Method
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import hadamard
+from ..quant.scaled import Balanced
+from .base import ROPE, Method, Tensors, option
+from .rotated import RotatedCodec, both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,42 +25,29 @@ class KVarN(Method):
         True
     """
 
-    name: ClassVar[str] = "kvarn"
-    paper: ClassVar[str] = "KVarN, arXiv 2606.03458"
-    summary: ClassVar[str] = "rotated heads of even variance, uniform codes"
-    example: ClassVar[str] = "kvarn-k4v2"
-    head_pattern: ClassVar[str] = r"-k(?P<key_bits>\d)v(?P<value_bits>\d)"
+    name = "kvarn"
+    paper = "KVarN, arXiv 2606.03458"
+    summary = "rotated heads of even variance, uniform codes"
+    example = "kvarn-k4v2"
+    head_pattern = r"-k(?P<key_bits>\d)v(?P<value_bits>\d)"
 
-    key_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of keys"})
-    value_bits: int = field(metadata={"choices": range(1, 9), "help": "bits of values"})
-    rounds: int = field(
-        default=16,
-        metadata={
-            "least": 1,
-            "help": "times that tokens and channels are divided by their deviation",
-        },
+    key_bits: int = option(help="bits of keys", choices=range(1, 9))
+    value_bits: int = option(help="bits of values", choices=range(1, 9))
+    rounds: int = option(
+        16, "times that tokens and channels are divided by their deviation", least=1
     )
-    rope: str = field(default="post", metadata=ROPE)
+    rope: str = option("post", **ROPE)
 
     @property
     def head(self) -> str:
         return f"{self.name}-k{self.key_bits}v{self.value_bits}"
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from ..quant import hadamard
-        from ..quant.scaled import Balanced
-        from .rotated import RotatedCodec, both
-
-        return [
-            RotatedCodec(
-                view,
-                Balanced(self.key_bits, "channel", view.head_size, self.rounds),
-                Balanced(self.value_bits, "token", view.value_size, self.rounds),
-                self.rope,
-                both(view, hadamard),
-                self.group,
-            )
-            for view in views
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
+        return RotatedCodec(
+            view,
+            Balanced(self.key_bits, "channel", view.head_size, self.rounds),
+            Balanced(self.value_bits, "token", view.value_size, self.rounds),
+            self.rope,
+            both(view, hadamard),
+            self.group,
+        )

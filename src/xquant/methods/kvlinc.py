@@ -1,13 +1,9 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import ROPE, CodedMethod
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Affine, hadamard
+from .base import ROPE, CodedMethod, Tensors, option
+from .rotated import RotatedCodec, range_channels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +26,20 @@ class KVLinC(CodedMethod):
         'kvlinc-2bit:tail=128'
     """
 
-    name: ClassVar[str] = "kvlinc"
-    paper: ClassVar[str] = "KVLinC, arXiv 2510.05373"
-    summary: ClassVar[str] = "keys per channel, rotated values per token, uniform codes"
-    example: ClassVar[str] = "kvlinc-2bit"
+    name = "kvlinc"
+    paper = "KVLinC, arXiv 2510.05373"
+    summary = "keys per channel, rotated values per token, uniform codes"
+    example = "kvlinc-2bit"
 
-    rope: str = field(default="pre", metadata=ROPE)
+    rope: str = option("pre", **ROPE)
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from ..quant import Affine, hadamard
-        from .rotated import RotatedCodec, range_channels
-
-        return [
-            RotatedCodec(
-                view,
-                Affine(self.layer_bits(i), "channel", self.group),
-                Affine(self.layer_bits(i), "token", range_channels(view.value_size)),
-                self.rope,
-                (None, hadamard(view.value_size)),
-                self.group,
-            )
-            for i, view in enumerate(views)
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
+        bits = self.layer_bits(position)
+        return RotatedCodec(
+            view,
+            Affine(bits, "channel", self.group),
+            Affine(bits, "token", range_channels(view.value_size)),
+            self.rope,
+            (None, hadamard(view.value_size)),
+            self.group,
+        )

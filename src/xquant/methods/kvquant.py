@@ -1,26 +1,22 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
 
-from .base import ROPE, Method, bits_field, short
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..calibration import Calibration, Expected
-    from ..models import AttentionView
-    from ..quant import Codebook
-    from .codec import LayerCodec
-    from .key_value import KeyValueCodec
-
-    Tensors = dict[str, Tensor]
+from ..calibration import Expected
+from ..catalogue import short
+from ..models import AttentionView
+from ..quant import Codebook, Plain
+from ..quant.codebook import normal_float_levels, uniform_levels
+from .base import ROPE, SINK, Method, Tensors, option
+from .key_value import KeyValueCodec
 
 WIDTHS = (2, 3, 4, 16)
 FARTHEST = 2
 """No level is farther out. They are in [-1, 1], but where fp16 rounds a tiny scale by half."""
 
 
-def _bounds(pair: "Tensor") -> "tuple[Tensor, Tensor]":
+def _bounds(pair: Tensor) -> tuple[Tensor, Tensor]:
     low, high = pair
     return low.clone(), high.clone()  # a view would keep both alive
 
@@ -48,43 +44,32 @@ class KVQuant(Method):
         >>> cache = KVCache(model, online)
     """
 
-    name: ClassVar[str] = "kvquant"
-    paper: ClassVar[str] = "KVQuant, arXiv 2401.18079"
-    summary: ClassVar[str] = "calibrated non-uniform codes, sparse outliers, first token full"
-    example: ClassVar[str] = "kvquant-3bit-1%"
-    uncalibrated: ClassVar[str] = "datatype=nf,scales=online"
-    head_pattern: ClassVar[str] = r"-(?P<bits>\d+)bit(-(?P<outliers>[\d.]+)%)?"
+    name = "kvquant"
+    paper = "KVQuant, arXiv 2401.18079"
+    summary = "calibrated non-uniform codes, sparse outliers, first token full"
+    example = "kvquant-3bit-1%"
+    uncalibrated = "datatype=nf,scales=online"
+    head_pattern = r"-(?P<bits>\d+)bit(-(?P<outliers>[\d.]+)%)?"
 
-    bits: int = bits_field(choices=WIDTHS)
-    outliers: float = field(default=0.0, metadata={"help": "percent kept apart", "most": 10})
-    sink: int = field(default=1, metadata={"help": "first tokens of a sequence kept full"})
-    group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
-    datatype: str = field(
-        default="nuq",
-        metadata={
-            "choices": ("nuq", "nf", "int"),
-            "help": "levels: calibrated, NormalFloat, uniform",
-        },
+    bits: int = option(help="bits per code", choices=WIDTHS)
+    outliers: float = option(0.0, "percent kept apart", most=10)
+    sink: int = option(1, SINK)
+    group: int = option(128, "tokens of a sealed block")
+    datatype: str = option(
+        "nuq", "levels: calibrated, NormalFloat, uniform", choices=("nuq", "nf", "int")
     )
-    weighting: str = field(
-        default="kvquant",
-        metadata={
-            "choices": ("kvquant", "fisher", "none"),
-            "help": "of k-means: Fisher information times squared scales, without scales, neither",
-        },
+    weighting: str = option(
+        "kvquant",
+        "of k-means: Fisher information times squared scales, without scales, neither",
+        choices=("kvquant", "fisher", "none"),
     )
-    per: str = field(
-        default="vector",
-        metadata={"choices": ("vector", "matrix"), "help": "outlier thresholds per"},
+    per: str = option("vector", "outlier thresholds per", choices=("vector", "matrix"))
+    scales: str = option(
+        "fitted",
+        "ranges of keys: calibrated and fitted to the levels, calibrated, or per block",
+        choices=("fitted", "offline", "online"),
     )
-    scales: str = field(
-        default="fitted",
-        metadata={
-            "choices": ("fitted", "offline", "online"),
-            "help": "ranges of keys: calibrated and fitted to the levels, calibrated, or per block",
-        },
-    )
-    rope: str = field(default="pre", metadata=ROPE)
+    rope: str = option("pre", **ROPE)
 
     @property
     def head(self) -> str:
@@ -130,35 +115,9 @@ class KVQuant(Method):
         """Of the elements that are outliers, 0 to 0.1."""
         return self.outliers / 100
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        found = self.found(views, calibration)
-        if self.bits == 16:
-            from ..quant import Plain
-            from .key_value import KeyValueCodec
-
-            return [
-                KeyValueCodec(view, Plain(view.dtype), Plain(view.dtype), self.rope)
-                for view in views
-            ]
-        return [self.codec(view, found[i]) for i, view in enumerate(views)]
-
-    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
-        return {
-            f"{i}.{name}": wanted
-            for i, view in enumerate(views)
-            for name, wanted in self.expected_of(view).items()
-        }
-
-    def expected_of(self, view: "AttentionView") -> "dict[str, Expected]":
-        """The tensors of one layer."""
+    def expected_of(self, view: AttentionView) -> dict[str, Expected]:
         if not self.needs_calibration:
             return {}
-        import torch
-
-        from ..calibration import Expected
-
         wanted: dict[str, Expected] = {}
         channels, whole = (Expected((2, n), torch.float16, rising=True) for n in (view.kv_width, 1))
         if self.has_ranges:
@@ -172,18 +131,15 @@ class KVQuant(Method):
             wanted |= {"key.levels": levels, "value.levels": levels}
         return wanted
 
-    def codec(self, view: "AttentionView", found: "Tensors") -> "KeyValueCodec":
-        """The codec of a layer from its calibrated tensors; levels stay where they are."""
-        from .key_value import KeyValueCodec
-
-        levels = ("key.levels", "value.levels")
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
+        if self.bits == 16:
+            return KeyValueCodec(view, Plain(view.dtype), Plain(view.dtype), self.rope)
+        levels = ("key.levels", "value.levels")  # these stay where they are
         found = {n: t if n in levels else t.to(view.device) for n, t in found.items()}
         return KeyValueCodec(view, self.keys(found), self.values(found), self.rope)
 
-    def keys(self, found: "Tensors") -> "Codebook":
+    def keys(self, found: Tensors) -> Codebook:
         """The quantizer of keys. Levels that are not found yet are uniform."""
-        from ..quant import Codebook
-
         threshold = span = None
         if self.has_ranges:
             span = _bounds(found["key.range"])
@@ -192,18 +148,14 @@ class KVQuant(Method):
         levels = self.levels(found.get("key.levels"))
         return Codebook(self.bits, "channel", 0, levels, self.share, threshold, span)
 
-    def values(self, found: "Tensors") -> "Codebook":
+    def values(self, found: Tensors) -> Codebook:
         """The quantizer of values, likewise."""
-        from ..quant import Codebook
-
         threshold = _bounds(found["value.threshold"]) if self.has_matrix_thresholds else None
         levels = self.levels(found.get("value.levels"))
         return Codebook(self.bits, "token", 0, levels, self.share, threshold)
 
-    def levels(self, found: "Tensor | None") -> "Tensor":
+    def levels(self, found: Tensor | None) -> Tensor:
         """The levels that the datatype asks for; ``found`` are the calibrated ones."""
-        from ..quant.codebook import normal_float_levels, uniform_levels
-
         if self.datatype == "nf":
             return normal_float_levels(self.bits)
         return uniform_levels(self.bits) if found is None else found.float()

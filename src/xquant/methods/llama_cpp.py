@@ -1,14 +1,13 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import ROPE, Method
+import torch
 
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Quantizer, hadamard
+from ..quant.scaled import Scaled
+from .base import ROPE, Method, Tensors, option
+from .key_value import KeyValueCodec
+from .rotated import RotatedCodec, both
 
 BLOCK = 32
 """Channels of a block of llama.cpp."""
@@ -30,40 +29,27 @@ class LlamaCpp(Method):
         'q4_0:rotate=true'
     """
 
-    name: ClassVar[str] = "q"
-    paper: ClassVar[str] = "llama.cpp, --cache-type-k and --cache-type-v"
-    summary: ClassVar[str] = "llama.cpp's q4_0 and q8_0: blocks of 32 channels with a scale"
-    example: ClassVar[str] = "q4_0"
-    head_pattern: ClassVar[str] = r"(?P<bits>[48])_0"
+    name = "q"
+    paper = "llama.cpp, --cache-type-k and --cache-type-v"
+    summary = "llama.cpp's q4_0 and q8_0: blocks of 32 channels with a scale"
+    example = "q4_0"
+    head_pattern = r"(?P<bits>[48])_0"
 
-    bits: int = field(metadata={"choices": (4, 8), "help": "bits per code"})
-    rotate: bool = field(default=False, metadata={"help": "turn heads by a Hadamard matrix first"})
-    rope: str = field(default="post", metadata=ROPE)
+    bits: int = option(help="bits per code", choices=(4, 8))
+    rotate: bool = option(False, "turn heads by a Hadamard matrix first")
+    rope: str = option("post", **ROPE)
 
     @property
     def head(self) -> str:
         return f"{self.name}{self.bits}_0"
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        return [self._codec(view) for view in views]
-
-    def _codec(self, view: "AttentionView") -> "LayerCodec":
-        from ..quant import hadamard
-        from .key_value import KeyValueCodec
-        from .rotated import RotatedCodec, both
-
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
+        keys, values = self._quantizer(), self._quantizer()
         if not self.rotate:
-            return KeyValueCodec(view, self._quantizer(), self._quantizer(), self.rope)
-        quantizers = self._quantizer(), self._quantizer()
-        return RotatedCodec(view, *quantizers, self.rope, both(view, hadamard), self.group)
+            return KeyValueCodec(view, keys, values, self.rope)
+        return RotatedCodec(view, keys, values, self.rope, both(view, hadamard), self.group)
 
-    def _quantizer(self) -> "Quantizer":
-        import torch
-
-        from ..quant.scaled import Scaled
-
+    def _quantizer(self) -> Quantizer:
         half = 2 ** (self.bits - 1)
         levels = torch.arange(-half, half, device="cpu").float()
         return Scaled(self.bits, BLOCK, levels, "signed peak" if self.bits == 4 else "peak")

@@ -1,18 +1,19 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
-from .base import CALIBRATED_AT, TAIL, CodedMethod
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..calibration import Calibration, Expected
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..calibration import Expected
+from ..models import AttentionView
+from ..quant import Affine, Quantizer, hadamard
+from .base import CALIBRATED_AT, SINK, TAIL, CodedMethod, Tensors, option
+from .rotated import RotatedCodec, range_channels
 
 
 def _clip(default: float, of: str) -> Any:
     text = f"share of a {of} head's magnitudes that are not clipped; 1 clips none"
-    return field(default=default, metadata={"least": 0.5, "most": 1, "help": text})
+    return option(default, text, least=0.5, most=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,64 +40,93 @@ class Oscar(CodedMethod):
         'oscar-4bit:sink=4,tail=0'
     """
 
-    name: ClassVar[str] = "oscar"
-    paper: ClassVar[str] = "OSCAR, arXiv 2605.17757"
-    summary: ClassVar[str] = "heads in a basis found from queries, clipped, uniform codes"
-    example: ClassVar[str] = "oscar-2bit"
-    calibration_size: ClassVar[tuple[int, int]] = (512, 40)
-    calibrates_itself: ClassVar[bool] = True
+    name = "oscar"
+    paper = "OSCAR, arXiv 2605.17757"
+    summary = "heads in a basis found from queries, clipped, uniform codes"
+    example = "oscar-2bit"
+    calibration_size = (512, 40)
+    calibrates_itself = True
 
-    sink: int = field(default=64, metadata={"help": "first tokens of a sequence kept full"})
-    tail: int = field(default=256, metadata=TAIL)
+    sink: int = option(64, SINK)
+    tail: int = option(256, TAIL)
     key_clip: float = _clip(0.96, "key")
     value_clip: float = _clip(0.92, "value")
-    matrix: str = field(
-        default="head",
-        metadata={
-            "choices": ("head", "layer"),
-            "help": "for each head, or for the heads of a layer",
-        },
+    matrix: str = option(
+        "head", "for each head, or for the heads of a layer", choices=("head", "layer")
     )
-
-    @property
-    def needs_calibration(self) -> bool:
-        return True
 
     @property
     def calibrated_as(self) -> str:
         return Oscar(bits=CALIBRATED_AT, matrix=self.matrix).spec
 
-    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
-        import torch
-
-        from ..calibration import Expected
-
+    def expected_of(self, view: AttentionView) -> dict[str, Expected]:
+        count = (view.kv_heads,) if self.matrix == "head" else ()
         return {
-            f"{i}.{name}.turn": Expected((*self.matrices(view), size, size), torch.float32, -1, 1)
-            for i, view in enumerate(views)
+            f"{name}.turn": Expected((*count, size, size), torch.float32, -1, 1)
             for name, size in (("key", view.head_size), ("value", view.value_size))
         }
 
-    def matrices(self, view: "AttentionView") -> tuple[int, ...]:
-        """How many a layer has, as the first dimension of a shape; none where there is one."""
-        return (view.kv_heads,) if self.matrix == "head" else ()
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> "OscarCodec":
+        bits = self.layer_bits(position)
+        return OscarCodec(
+            view,
+            Affine(bits, "token", range_channels(view.head_size)),
+            Affine(bits, "token", range_channels(view.value_size)),
+            (found["key.turn"], found["value.turn"]),
+            (self.key_clip, self.value_clip),
+            self.group,
+        )
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from ..quant import Affine
-        from .oscar_codec import OscarCodec
-        from .rotated import range_channels
 
-        found = self.found(views, calibration)
-        return [
-            OscarCodec(
-                view,
-                Affine(self.layer_bits(i), "token", range_channels(view.head_size)),
-                Affine(self.layer_bits(i), "token", range_channels(view.value_size)),
-                (found[i]["key.turn"], found[i]["value.turn"]),
-                (self.key_clip, self.value_clip),
-                self.group,
-            )
-            for i, view in enumerate(views)
-        ]
+class OscarCodec(RotatedCodec):
+    """Turns heads, and clips what is far out of each.
+
+    Args:
+        turns: of key heads and of value heads, see `spread`.
+        shares: of the magnitudes of a turned head that are not clipped, of keys and of values.
+    """
+
+    def __init__(
+        self,
+        view: AttentionView,
+        keys: Quantizer,
+        values: Quantizer,
+        turns: tuple[Tensor, Tensor],
+        shares: tuple[float, float],
+        block: int,
+    ) -> None:
+        super().__init__(view, keys, values, "post", turns, block)
+        self._shares = shares
+
+    def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.view.by_head(super().turned(key, value))
+        of_keys, of_values = self._shares
+        return clipped(key, of_keys).flatten(-2), clipped(value, of_values).flatten(-2)
+
+
+def clipped(heads: Tensor, share: float) -> Tensor:
+    """Heads ``[..., D]`` where no number is larger than the magnitude below which lie ``share`` of those of
+    its head."""
+    size = heads.shape[-1]
+    place = min(int(share * size), size - 1)
+    if place == size - 1:
+        return heads
+    most = heads.abs().sort(-1).values[..., place : place + 1]
+    return heads.clamp(-most, most)
+
+
+def spread(covariance: Tensor) -> Tensor:
+    """The orthogonal matrix, fp32 ``[D, D]``, that heads of a ``covariance`` are multiplied with: its
+    eigenvectors, then a Hadamard matrix, then channels in the bit-reversed order of the eigenvalues, the
+    largest first."""
+    values, vectors = torch.linalg.eigh((covariance + covariance.mT).double() / 2)
+    mixed = vectors @ hadamard(len(values)).to(vectors)
+    order = torch.empty_like(values, dtype=torch.long)
+    order[bit_reversed(len(values)).to(order.device)] = values.argsort(descending=True)
+    return mixed[:, order].T.float().clamp(-1, 1)
+
+
+def bit_reversed(size: int) -> Tensor:
+    """The numbers below ``size`` by their bits read backwards: ``[0, 4, 2, 6, 1, 5, 3, 7]`` for 8."""
+    width = (size - 1).bit_length()
+    return torch.tensor(sorted(range(size), key=lambda i: f"{i:0{width}b}"[::-1]), device="cpu")

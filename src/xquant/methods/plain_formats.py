@@ -1,17 +1,13 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import BITS, ROPE, QuantizedMethod, bits_field
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from ..quant.quantizer import Granularity
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Affine, Codebook, Plain, Quantizer
+from ..quant.codebook import normal_float_levels
+from ..quant.quantizer import Granularity
+from .base import BITS, ROPE, QuantizedMethod, Tensors, option
+from .key_value import KeyValueCodec
 
 PER = ("token", "channel")
 
@@ -20,40 +16,28 @@ PER = ("token", "channel")
 class PlainFormat(QuantizedMethod):
     """Keys and values in one low-bit format, without anything done to help it."""
 
-    head_pattern: ClassVar[str] = r"(?P<bits>\d+)(-gs(?P<gs>\d+))?"
+    head_pattern = r"(?P<bits>\d+)(-gs(?P<gs>\d+))?"
 
-    gs: int = field(default=0, metadata={"help": "elements of a group, 0 for the whole vector"})
-    group: int = field(default=128, metadata={"help": "tokens of a sealed block"})
-    keys: "Granularity" = field(
-        default="token",
-        metadata={
-            "choices": PER,
-            "help": "whether a range is of one token or of one channel, for keys",
-        },
+    gs: int = option(0, "elements of a group, 0 for the whole vector")
+    group: int = option(128, "tokens of a sealed block")
+    keys: Granularity = option(
+        "token", "whether a range is of one token or of one channel, for keys", choices=PER
     )
-    values: "Granularity" = field(
-        default="token", metadata={"choices": PER, "help": "the same for values"}
-    )
-    rope: str = field(default="post", metadata=ROPE)
+    values: Granularity = option("token", "the same for values", choices=PER)
+    rope: str = option("post", **ROPE)
 
     @property
     def head(self) -> str:
         return f"{self.name}{self.bits}" + (f"-gs{self.gs}" if self.gs else "")
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .key_value import KeyValueCodec
-
-        return [
-            KeyValueCodec(
-                view,
-                self.quantizer(self.layer_bits(i), self.keys, view.dtype),
-                self.quantizer(self.layer_bits(i), self.values, view.dtype),
-                self.rope,
-            )
-            for i, view in enumerate(views)
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
+        bits = self.layer_bits(position)
+        return KeyValueCodec(
+            view,
+            self.quantizer(bits, self.keys, view.dtype),
+            self.quantizer(bits, self.values, view.dtype),
+            self.rope,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +57,12 @@ class Integer(PlainFormat):
         True
     """
 
-    name: ClassVar[str] = "int"
-    paper: ClassVar[str] = (
-        "baselines of KVQuant (arXiv 2401.18079): FlexGen 2303.06865, Atom 2310.19102"
-    )
-    summary: ClassVar[str] = "keys and values as plain low-bit integers"
-    example: ClassVar[str] = "int4-gs64"
+    name = "int"
+    paper = "baselines of KVQuant (arXiv 2401.18079): FlexGen 2303.06865, Atom 2310.19102"
+    summary = "keys and values as plain low-bit integers"
+    example = "int4-gs64"
 
-    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
-        from ..quant import Affine, Plain
-
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         return Plain(dtype) if bits == 16 else Affine(bits, per, self.gs)
 
 
@@ -100,18 +80,15 @@ class NormalFloat(PlainFormat):
         True
     """
 
-    name: ClassVar[str] = "nf"
-    paper: ClassVar[str] = "NormalFloat of QLoRA (arXiv 2305.14314), a baseline of KVQuant"
-    summary: ClassVar[str] = "keys and values as NormalFloat codes"
-    example: ClassVar[str] = "nf4-gs128"
+    name = "nf"
+    paper = "NormalFloat of QLoRA (arXiv 2305.14314), a baseline of KVQuant"
+    summary = "keys and values as NormalFloat codes"
+    example = "nf4-gs128"
 
-    bits: int = bits_field(choices=BITS[1:])
-    first_bits: int = bits_field(4, choices=BITS[1:], help="bits of the first_layers")
+    bits: int = option(help="bits per code", choices=BITS[1:])
+    first_bits: int = option(4, "bits of the first_layers", choices=BITS[1:])
 
-    def quantizer(self, bits: int, per: "Granularity", dtype: "torch.dtype") -> "Quantizer":
-        from ..quant import Codebook, Plain
-        from ..quant.codebook import normal_float_levels
-
+    def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
         return (
             Plain(dtype) if bits == 16 else Codebook(bits, per, self.gs, normal_float_levels(bits))
         )

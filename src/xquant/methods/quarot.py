@@ -1,13 +1,9 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import ROPE, CodedMethod
-
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Affine, hadamard
+from .base import ROPE, CodedMethod, Tensors, option
+from .rotated import RotatedCodec, both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,27 +22,20 @@ class QuaRot(CodedMethod):
         'quarot-4bit:sink=4'
     """
 
-    name: ClassVar[str] = "quarot"
-    paper: ClassVar[str] = "QuaRot, arXiv 2404.00456"
-    summary: ClassVar[str] = "rotated heads, uniform codes per token and head"
-    example: ClassVar[str] = "quarot-4bit"
+    name = "quarot"
+    paper = "QuaRot, arXiv 2404.00456"
+    summary = "rotated heads, uniform codes per token and head"
+    example = "quarot-4bit"
 
-    rope: str = field(default="post", metadata=ROPE)
+    rope: str = option("post", **ROPE)
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from ..quant import Affine, hadamard
-        from .rotated import RotatedCodec, both
-
-        return [
-            RotatedCodec(
-                view,
-                Affine(self.layer_bits(i), "token", view.head_size),
-                Affine(self.layer_bits(i), "token", view.value_size),
-                self.rope,
-                both(view, hadamard),
-                self.group,
-            )
-            for i, view in enumerate(views)
-        ]
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
+        bits = self.layer_bits(position)
+        return RotatedCodec(
+            view,
+            Affine(bits, "token", view.head_size),
+            Affine(bits, "token", view.value_size),
+            self.rope,
+            both(view, hadamard),
+            self.group,
+        )

@@ -8,13 +8,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
+from ..catalogue import INSTALLED
 from .base import Method
 
 METHODS: dict[str, type[Method]] = {}
 """By the name that a spec starts with."""
-GROUP = "xquant.methods"
-"""The entry points by which a distribution brings methods: each names a class, or a module that registers
-some."""
 
 Class = TypeVar("Class", bound=type[Method])
 
@@ -26,7 +24,7 @@ def register(method: Class) -> Class:
     cache, on the command line.
 
     Raises:
-        ValueError: another method has the name.
+        ValueError: another method has the name, or the example is none of its specs.
         TypeError: it is no class of a method, or has no name.
 
     Examples:
@@ -47,6 +45,7 @@ def register(method: Class) -> Class:
     other = METHODS.get(method.name)
     if other is not None and _home(other) != _home(method):  # a module may be loaded anew
         raise ValueError(f"there is a method '{method.name}' already: {other.__qualname__}")
+    method.entry()  # raises
     METHODS[method.name] = method
     return method
 
@@ -58,7 +57,7 @@ def _home(method: type[Method]) -> tuple[str, str]:
 @cache
 def find_installed() -> None:
     """Load what other distributions bring, once in a process. One that fails is named by a warning."""
-    for each in entry_points(group=GROUP):
+    for each in entry_points(group=INSTALLED):
         try:
             found = each.load()
             if isinstance(found, type):

@@ -1,21 +1,25 @@
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar
 
-from .base import CALIBRATED_AT, Method, short
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from ..calibration import Calibration, Expected
+from ..catalogue import short
+from ..models import AttentionView
+from ..models.base import linear
+from ..quant import Segment
+from ..quant.affine import FP16_MAX
+from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
+from .base import CALIBRATED_AT, SINK, Method, Tensors, option
+from .codec import LayerCodec, by_block
+from .key_value import StateCodec
+from .rematerialized import Rematerialized
 
-    from ..calibration import Calibration, Expected
-    from ..models import AttentionView
-    from .codec import LayerCodec
-
-Each = TypeVar("Each")
-
-EMBEDDED = 256
-"""Numbers that are known of every token of the vocabulary, at most."""
+Counts = Sequence[tuple[int, ...]]
+"""Of each segment of a layer, how many channels have how many bits: the counts of `Ranked`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,32 +38,25 @@ class Transform(Method):
         >>> cache = KVCache(model, Transform(bits=1.5), calibration=found)
     """
 
-    name: ClassVar[str] = "tc"
-    paper: ClassVar[str] = "none: transform coding, docs/methods/transform.md"
-    summary: ClassVar[str] = "keys and values in the basis where bits cost least, any bits a value"
-    example: ClassVar[str] = "tc-2bit"
-    head_pattern: ClassVar[str] = r"-(?P<bits>[\d.]+)bit"
-    calibration_size: ClassVar[tuple[int, int]] = (512, 40)
-    calibrates_itself: ClassVar[bool] = True
+    name = "tc"
+    paper = "none: transform coding, docs/methods/transform.md"
+    summary = "keys and values in the basis where bits cost least, any bits a value"
+    example = "tc-2bit"
+    head_pattern = r"-(?P<bits>[\d.]+)bit"
+    calibration_size = (512, 40)
+    calibrates_itself = True
     narrowest: ClassVar[float] = 1
     """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and
     from 2 bits a value on it gains nothing."""
 
-    bits: float = field(metadata={"help": "bits a value", "least": 0.1, "most": 8})
-    sink: int = field(default=4, metadata={"help": "first tokens of a sequence kept full"})
-    group: int = field(
-        default=128, metadata={"step": 16, "help": "tokens of a sealed block, and of a scale"}
-    )
-    metric: str = field(
-        default="fisher",
-        metadata={"choices": ("fisher", "identity"), "help": "what an error costs"},
-    )
-    basis: str = field(
-        default="joint",
-        metadata={
-            "choices": ("joint", "keys-first", "head"),
-            "help": "of all heads together, of keys and then of the values' rest, or of each head",
-        },
+    bits: float = option(help="bits a value", least=0.1, most=8)
+    sink: int = option(4, SINK)
+    group: int = option(128, "tokens of a sealed block, and of a scale", step=16)
+    metric: str = option("fisher", "what an error costs", choices=("fisher", "identity"))
+    basis: str = option(
+        "joint",
+        "of all heads together, of keys and then of the values' rest, or of each head",
+        choices=("joint", "keys-first", "head"),
     )
 
     @property
@@ -76,36 +73,28 @@ class Transform(Method):
         """How many are coded together."""
         return 1
 
-    def finds_keys_first(self, view: "AttentionView") -> bool:
-        """Whether keys of a layer have channels of their own. Where keys and values have fewer channels than
-        numbers that would be more channels, and no fewer to rebuild keys from."""
-        from .transform_codec import channels
-
+    def finds_keys_first(self, view: AttentionView) -> bool:
+        """Whether keys of a layer have channels of their own. They have none where `channels` are fewer than
+        numbers: keys alone would take as many of them."""
         return self.basis == "keys-first" and channels(view) == view.state_width
 
-    def known(self, views: "Sequence[AttentionView]") -> int:
+    def known(self, views: Sequence[AttentionView]) -> int:
         """Numbers of a token that a layer is predicted from beside the layers below; 0 for none."""
         return 0
-
-    @property
-    def needs_calibration(self) -> bool:
-        return True
 
     @property
     def calibrated_as(self) -> str:
         return replace(self, bits=CALIBRATED_AT, sink=4, tail=0, group=128).spec
 
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .transform_codec import runs
-
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         found = self.found(views, calibration)
         each_layer = zip(views, found, strict=True)
         parts = [layer["profile"].split(runs(view, layer)) for view, layer in each_layer]
         counts = iter(self.allotted(views, [profile for each in parts for profile in each]))
         codecs = [
-            self.codec(view, layer, list(islice(counts, len(each))))
+            self._codec(view, layer, list(islice(counts, len(each))))
             for view, layer, each in zip(views, found, parts, strict=True)
         ]
         if calibration is not None and self.known(views):
@@ -113,15 +102,13 @@ class Transform(Method):
         return codecs
 
     def allotted(
-        self, views: "Sequence[AttentionView]", profiles: "Sequence[Tensor]"
+        self, views: Sequence[AttentionView], profiles: Sequence[Tensor]
     ) -> list[tuple[int, ...]]:
         """The counts of `Ranked` for each profile: together they take ``bits`` a value, scales included.
 
         Raises:
             ValueError: the scales alone take more.
         """
-        from ..quant.ranked import allot, side_nbytes
-
         values = sum(view.state_width for view in views)
         sides = sum(side_nbytes(len(profile), self.group) for profile in profiles)
         scales = -(-8 * sides // self.group)  # bits a token
@@ -133,14 +120,7 @@ class Transform(Method):
             )
         return allot(profiles, budget, self.narrowest)
 
-    def expected(self, views: "Sequence[AttentionView]") -> "dict[str, Expected]":
-        import torch
-
-        from ..calibration import Expected
-        from ..quant.affine import FP16_MAX
-        from ..quant.ranked import FARTHEST_STEP
-        from .transform_codec import channels
-
+    def expected(self, views: Sequence[AttentionView]) -> dict[str, Expected]:
         wanted: dict[str, Expected] = {}
         if tokens := self.known(views):
             wanted["embedding"] = Expected((views[0].vocabulary, tokens), torch.float16)
@@ -166,91 +146,80 @@ class Transform(Method):
             wanted |= {f"{i}.{name}": each for name, each in layer.items()}
         return wanted
 
-    def codec(
-        self, view: "AttentionView", found: "dict[str, Tensor]", counts: list[tuple[int, ...]]
-    ) -> "LayerCodec":
+    def _codec(self, view: AttentionView, found: Tensors, counts: Counts) -> LayerCodec:
         """The codec of a layer from its calibrated tensors."""
-        from .transform_codec import TransformCodec
-
         return TransformCodec(view, found, self.group, counts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictedTransform(Transform):
-    """Transform coding with prediction (docs/methods/transform.md): what a prediction from the layers below
-    and the token leaves over.
+def channels(view: AttentionView) -> int:
+    """``C``: keys and values that come from X alone have no more dimensions than X."""
+    width = view.state_width
+    return width if view.key_norm is not None else min(width, view.hidden)
 
-    Stores what `tc` stores, of the difference to a linear prediction from the decoded keys and values of the
-    layers below and from the token's embedding; and of every token its id, 4 bytes for all layers.
 
-    Examples:
-        >>> from xquant import PredictedTransform
-        >>> PredictedTransform(bits=1, tail=128).spec
-        'tc-cl-1bit:tail=128'
+def runs(view: AttentionView, found: Tensors) -> list[int]:
+    """Of how many channels each segment is: of all, or of those that keys come from and those that only
+    values come from."""
+    count = len(found["usual"])
+    return [view.kv_width, count - view.kv_width] if "from_keys" in found else [count]
+
+
+class ChannelCodec(StateCodec):
+    """Keeps keys before RoPE and values; packs ``C`` channels of their transform.
+
+    The transform is computed in fp32: its channels differ in size by orders of magnitude.
+
+    Args:
+        found: what calibration found of the layer.
+        block: tokens of a block.
+        counts: for each of the `runs` of channels.
     """
 
-    name: ClassVar[str] = "tc-cl"
-    summary: ClassVar[str] = "as tc, of what a prediction from the layers below leaves over"
-    example: ClassVar[str] = "tc-cl-1bit"
-    not_causal: ClassVar[str] = "codes layers together"
-    narrowest: ClassVar[float] = 0.5
-    basis: str = field(
-        default="joint",
-        metadata={"choices": ("joint", "head"), "help": "of all heads together, or of each"},
-    )
-    reach: int = field(
-        default=2, metadata={"least": 1, "help": "layers below that a layer is predicted from"}
-    )
+    def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
+        super().__init__(view)
+        self.block = block
+        self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
+        self.mean = found["mean"].to(view.device, view.dtype)  # [W]
+        self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
+        self.from_keys: Tensor | None = None
+        if "from_keys" in found:
+            self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
+        usual = found["usual"].split(runs(view, found))
+        quantizers = [Ranked(*each) for each in zip(usual, counts, strict=True)]
+        told = [None, self.from_keys]
+        self.segments = tuple(
+            Segment(each.channels, each, told=of_keys)
+            for each, of_keys in zip(quantizers, told, strict=False)
+        )
 
-    embedding: bool = field(
-        default=True,
-        metadata={"help": "predict from the token's embedding, too"},
-    )
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        rows = (features - (self.mean if predicted is None else predicted)).float()
+        flat = by_block(rows.flatten(1, 2), self.analysis, self.block)
+        return flat.unflatten(1, rows.shape[1:3])
 
-    span: int = field(
-        default=1, metadata={"least": 1, "help": "layers that are coded together, at rest"}
-    )
+
+class TransformCodec(Rematerialized, ChannelCodec):
+    """Keys and values are each a product of the channels, keys of those of the first segment alone, and a
+    constant."""
+
+    def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
+        super().__init__(view, found, block, counts)
+        of_keys, of_values = found["synthesis"].tensor_split([view.kv_width])
+        of_keys = of_keys[:, : self.segments[0].channels]
+        self.key_weight, self.value_weight = (
+            each.to(view.device, view.dtype).contiguous() for each in (of_keys, of_values)
+        )
 
     @property
-    def causal(self) -> bool:
-        return self.span == 1
+    def key_bias(self) -> Tensor:
+        return self.mean[: self.view.kv_width]
 
     @property
-    def layers_below(self) -> int:
-        return self.reach
+    def value_bias(self) -> Tensor:
+        return self.mean[self.view.kv_width :]
 
-    @property
-    def layers_together(self) -> int:
-        return self.span
+    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        return recalled[..., : self.segments[0].channels], recalled
 
-    def known(self, views: "Sequence[AttentionView]") -> int:
-        return min(EMBEDDED, views[0].hidden) if self.embedding and views[0].vocabulary else 0
-
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .transform_codec import PredictedCodec
-
-        codecs = super().codecs(views, calibration)
-        predicted = [codec for codec in codecs if isinstance(codec, PredictedCodec)]
-        for i, codec in enumerate(predicted):
-            carried = predicted[max(i + 1 - self.reach, 0) : i + 1]
-            codec.accumulated_width = sum(each.width for each in carried)
-        if self.span > 1:
-            for span in spans(predicted, self.span):
-                for codec in span:
-                    codec.join(span, self.reach if span[-1] is not codecs[-1] else 1)
-        codecs[-1].feeds_above = False
-        return codecs
-
-    def codec(
-        self, view: "AttentionView", found: "dict[str, Tensor]", counts: list[tuple[int, ...]]
-    ) -> "LayerCodec":
-        from .transform_codec import PredictedCodec
-
-        return PredictedCodec(view, found, self.group, counts)
-
-
-def spans(layers: Sequence[Each], size: int) -> list[Sequence[Each]]:
-    """Layers, bottom up, ``size`` at a time; the last span may have fewer."""
-    return [layers[start : start + size] for start in range(0, len(layers), size)]
+    def keys(self, source: Tensor) -> Tensor:
+        return linear(source, self.key_weight, self.key_bias)

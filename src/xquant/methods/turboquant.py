@@ -1,14 +1,13 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import ROPE, CodedMethod
+import torch
 
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from ..quant import Quantizer
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Quantizer
+from ..quant.levels import normal_levels
+from ..quant.scaled import Scaled, Sketched
+from .base import ROPE, CodedMethod, Tensors, option
+from .rotated import SEED, RotatedCodec, both, random_hadamard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,49 +31,34 @@ class TurboQuant(CodedMethod):
         3.0
     """
 
-    name: ClassVar[str] = "turboquant"
-    paper: ClassVar[str] = "TurboQuant, arXiv 2504.19874"
-    summary: ClassVar[str] = "randomly rotated heads, levels of the normal distribution"
-    example: ClassVar[str] = "turboquant-3bit"
+    name = "turboquant"
+    paper = "TurboQuant, arXiv 2504.19874"
+    summary = "randomly rotated heads, levels of the normal distribution"
+    example = "turboquant-3bit"
 
-    qjl: bool = field(default=False, metadata={"help": "one of a key's bits sketches what is left"})
-    rope: str = field(default="post", metadata=ROPE)
+    qjl: bool = option(False, "one of a key's bits sketches what is left")
+    rope: str = option("post", **ROPE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.qjl and min(self.bits, self.first_bits) < 2:
             raise ValueError("turboquant: qjl=true needs 2 bits or more: one is the sketch's")
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        return [self._codec(view, self.layer_bits(i)) for i, view in enumerate(views)]
-
-    def _codec(self, view: "AttentionView", bits: int) -> "LayerCodec":
-        from .rotated import RotatedCodec, both, random_hadamard
-
-        sizes = view.head_size, view.value_size
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
+        bits, (keys, values) = self.layer_bits(position), (view.head_size, view.value_size)
         return RotatedCodec(
             view,
-            self._sketched(bits, sizes[0]) if self.qjl else self._by_length(bits, sizes[0]),
-            self._by_length(bits, sizes[1]),
+            self._sketched(bits, keys) if self.qjl else self._by_length(bits, keys),
+            self._by_length(bits, values),
             self.rope,
             both(view, random_hadamard),
             self.group,
         )
 
-    def _by_length(self, bits: int, size: int) -> "Quantizer":
-        from ..quant.levels import normal_levels
-        from ..quant.scaled import Scaled
-
+    def _by_length(self, bits: int, size: int) -> Scaled:
         return Scaled(bits, size, normal_levels(bits), "norm")
 
-    def _sketched(self, bits: int, size: int) -> "Quantizer":
-        import torch
-
-        from ..quant.scaled import Sketched
-        from .rotated import SEED
-
+    def _sketched(self, bits: int, size: int) -> Quantizer:
         generator = torch.Generator().manual_seed(SEED)
         return Sketched(
             self._by_length(bits - 1, size),

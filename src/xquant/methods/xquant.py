@@ -1,13 +1,14 @@
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from .base import QuantizedMethod
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..models import AttentionView
-    from .codec import LayerCodec
+from ..models import AttentionView
+from ..quant import Affine, Plain, Quantizer, Segment, hadamard
+from ..threads import one_thread
+from .base import QuantizedMethod, Tensors, option
+from .codec import AttentionInputs, LayerCodec, by_block
+from .rematerialized import Rematerialized
 
 FORMS = ("auto", "mha", "gqa")
 
@@ -31,36 +32,125 @@ class XQuant(QuantizedMethod):
         True
     """
 
-    name: ClassVar[str] = "xquant"
-    paper: ClassVar[str] = "XQuant, arXiv 2508.10395"
-    summary: ClassVar[str] = "layer input X (MHA) or its SVD latents (GQA); K and V rematerialized"
-    example: ClassVar[str] = "xquant-4bit"
+    name = "xquant"
+    paper = "XQuant, arXiv 2508.10395"
+    summary = "layer input X (MHA) or its SVD latents (GQA); K and V rematerialized"
+    example = "xquant-4bit"
 
-    form: str = field(
-        default="auto",
-        metadata={"choices": FORMS, "help": "store X (mha) or its latents (gqa)"},
-    )
-    rotate: bool = field(
-        default=False, metadata={"help": "rotate rows before quantizing per token"}
-    )
-    outlier: bool = field(
-        default=False, metadata={"help": "keep the first channel of X U_k in fp16 (gqa form)"}
-    )
+    form: str = option("auto", "store X (mha) or its latents (gqa)", choices=FORMS)
+    rotate: bool = option(False, "rotate rows before quantizing per token")
+    outlier: bool = option(False, "keep the first channel of X U_k in fp16 (gqa form)")
 
     @property
     def built_from_weights(self) -> bool:
         return True
 
-    def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
-        from .xquant_codec import InputCodec, LatentCodec, is_mha
-
-        if self.outlier and any(is_mha(self.form, view) for view in views):
+    def codec(self, view: AttentionView, position: int, found: Tensors) -> LayerCodec:
+        mha = is_mha(self.form, view)
+        if self.outlier and mha:
             raise ValueError("xquant: outlier=true needs the gqa form (ask for it with form=gqa)")
-        return [
-            InputCodec(view, self, self.layer_bits(i))
-            if is_mha(self.form, view)
-            else LatentCodec(view, self, self.layer_bits(i))
-            for i, view in enumerate(views)
-        ]
+        kind = InputCodec if mha else LatentCodec
+        return kind(view, self, self.layer_bits(position))
+
+
+def is_mha(form: str, view: AttentionView) -> bool:
+    """The form to use for a layer: as asked for, or by its head counts."""
+    return view.multi_head if form == "auto" else form == "mha"
+
+
+@one_thread()
+def left_basis(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """SVD of ``W = U S B^T`` given ``W^T`` ``[out, d]``: ``U^T`` ``[r, d]`` and ``(S B^T)^T`` ``[out, r]``.
+
+    ``r = min(out, d)``; computed in fp64 and returned in the dtype of ``weight``.
+    """
+    b, s, ut = torch.linalg.svd(weight.double(), full_matrices=False)
+    return ut.to(weight.dtype).contiguous(), (b * s).to(weight.dtype).contiguous()
+
+
+def latent_bases(view: AttentionView) -> tuple[Tensor, tuple[int, int], Tensor, Tensor]:
+    """Both bases under each other, the ranks of each, and the fused weights of keys and values."""
+    key_basis, key_weight = left_basis(view.key_weight)
+    value_basis, value_weight = left_basis(view.value_weight)
+    split = len(key_basis), len(value_basis)
+    return torch.cat([key_basis, value_basis]), split, key_weight, value_weight
+
+
+def by_range(quantizer: Quantizer, channels: int) -> Quantizer:
+    """``quantizer`` per token with its codes in tiles of a range each, where ranges are of one size."""
+    if isinstance(quantizer, Affine) and channels % quantizer.range_size(channels) == 0:
+        return quantizer.tiled(quantizer.range_size(channels), "tokens")
+    return quantizer
+
+
+class _FromInput(Rematerialized):
+    """Keeps post-norm X of a token, whatever form it is packed in."""
+
+    def features(self, inputs: AttentionInputs) -> Tensor:
+        return inputs.x
+
+    def exact(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.view.project(features)
+
+
+class InputCodec(_FromInput):
+    """The MHA form: post-norm X, per token."""
+
+    def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
+        super().__init__(view)
+        self.width = view.hidden
+        self.segments = (
+            Segment(
+                view.hidden, by_range(method.quantizer(bits, "token", view.dtype), view.hidden)
+            ),
+        )
+        self.block = method.group
+        self.rotation: Tensor | None = None
+        self.key_weight, self.value_weight = view.key_weight, view.value_weight
+        if method.rotate and bits < 16:
+            self.rotation = hadamard(view.hidden).to(view.device, view.dtype)
+            # K = (X R) (R^T W_k): the inverse rotation is fused into the projections.
+            self.key_weight = (self.key_weight @ self.rotation).contiguous()
+            self.value_weight = (self.value_weight @ self.rotation).contiguous()
+
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        if self.rotation is None:
+            return features
+        flat = by_block(features.flatten(1, 2), self.rotation, self.block)
+        return flat.view_as(features)
+
+
+class LatentCodec(_FromInput):
+    """The GQA form: X U_k per channel and X U_v per token; the fused S B^T bring K and V back."""
+
+    def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
+        super().__init__(view)
+        self.width = view.hidden
+        self.block = method.group
+        # basis [r_k + r_v, d]: the rows of U_k^T, then of U_v^T
+        self.basis, self.split, self.key_weight, self.value_weight = view.offline(
+            "latents", lambda: latent_bases(view)
+        )
+        if method.rotate and bits < 16:
+            rotation = hadamard(self.split[1]).to(view.device, view.dtype)
+            key_basis, value_basis = self.basis.split(self.split)
+            self.basis = torch.cat([key_basis, rotation @ value_basis])
+            self.value_weight = (self.value_weight @ rotation).contiguous()
+        quantizer = method.quantizer(bits, "channel", view.dtype).tiled(self.split[0], "tokens")
+        keys = [Segment(self.split[0], quantizer)]
+        if method.outlier:
+            keys = [
+                Segment(1, Plain(torch.float16)),
+                Segment(self.split[0] - 1, method.quantizer(bits, "channel", view.dtype)),
+            ]
+        quantizer = method.quantizer(bits, "token", view.dtype).tiled(self.split[1], "channels")
+        values = Segment(self.split[1], quantizer)
+        self.segments = (*keys, values)
+
+    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        flat = by_block(features.flatten(1, 2), self.basis, self.block)
+        return flat.unflatten(1, features.shape[1:3])
+
+    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = recalled.split(self.split, -1)
+        return key, value

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import compat
+from .. import __version__, compat
 from ..contents.contents import Contents
 from ..contents.report import report_of
 from ..files import replacing
@@ -59,8 +59,6 @@ def checksum(tensor: Tensor) -> str:
 
 
 def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded) -> Header:
-    from .. import __version__
-
     attachment, report = contents.attachment, report_of(contents)
     view, first = attachment.view, contents.compressed[0]
     told = attachment.identity.now()

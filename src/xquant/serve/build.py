@@ -20,7 +20,7 @@ from ..analysis.shapes import Skeleton
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import LayerCodec, Method
-from ..methods.xquant_codec import LatentCodec
+from ..methods.xquant import LatentCodec
 from ..models import AttentionView
 from ..quant import Segment
 from ..quant.grouped import Grouped

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..methods.codec import by_block
 from ..methods.key_value import StateCodec
 from ..methods.rematerialized import Rematerialized
-from ..methods.xquant_codec import LatentCodec
+from ..methods.xquant import LatentCodec
 
 
 class LatentsOfStates(Rematerialized, StateCodec):

@@ -2,15 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
 
-from xquant.methods import Method, register
-
-if TYPE_CHECKING:
-    from xquant.calibration import Calibration
-    from xquant.methods import LayerCodec
-    from xquant.models import AttentionView
+from xquant.calibration import Calibration
+from xquant.methods import LayerCodec, Method, option, register
+from xquant.models import AttentionView
 
 
 @register
@@ -41,26 +37,17 @@ class Pyramid(Method):
         (300, True)
     """
 
-    name: ClassVar[str] = "pyramid"
-    paper: ClassVar[str] = "PyramidInfer, arXiv 2405.12532"
-    summary: ClassVar[str] = "drops tokens that recent ones hardly attend to"
-    example: ClassVar[str] = "pyramid"
-    not_causal: ClassVar[str] = "drops tokens once later ones were seen"
+    name = "pyramid"
+    paper = "PyramidInfer, arXiv 2405.12532"
+    summary = "drops tokens that recent ones hardly attend to"
+    example = "pyramid"
+    not_causal = "drops tokens once later ones were seen"
 
-    keep: float = field(
-        default=0.5, metadata={"help": "share of older tokens kept, mean of layers", "most": 1}
+    keep: float = option(0.5, "share of older tokens kept, mean of layers", most=1)
+    slope: float = option(
+        0.5, "by what part of keep the lowest layer keeps more, and the highest less", most=1
     )
-    slope: float = field(
-        default=0.5,
-        metadata={
-            "help": "by what part of keep the lowest layer keeps more, and the highest less",
-            "most": 1,
-        },
-    )
-    tail: int = field(
-        default=64,
-        metadata={"help": "most recent tokens kept, whose attention decides", "least": 1},
-    )
+    tail: int = option(64, "most recent tokens kept, whose attention decides", least=1)
 
     @property
     def causal(self) -> bool:
@@ -78,8 +65,8 @@ class Pyramid(Method):
         return tokens - older + max(math.ceil(older * share), min(self.sink, older))
 
     def codecs(
-        self, views: "Sequence[AttentionView]", calibration: "Calibration | None" = None
-    ) -> "list[LayerCodec]":
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
         """None: no layer is compressed.
 
         Raises:

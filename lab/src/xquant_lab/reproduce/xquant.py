@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from xquant.methods.xquant_codec import latent_bases
+from xquant.methods.xquant import latent_bases
 from xquant.models import AttentionView
 from xquant.models.base import linear
 

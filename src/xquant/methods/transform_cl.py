@@ -1,101 +1,80 @@
-"""The codecs of transform coding: channels of keys and values, predicted or not."""
-
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..calibration import Calibration
 from ..models import AttentionView
-from ..models.base import linear
-from ..quant import Segment
-from ..quant.ranked import Ranked
-from .codec import by_block
+from .base import Tensors, option, spans
+from .codec import LayerCodec, by_block
 from .cost import RebuildCost
-from .key_value import StateCodec
-from .rematerialized import Rematerialized
+from .transform import ChannelCodec, Counts, Transform
 
-Tensors = dict[str, Tensor]
-
-
-def channels(view: AttentionView) -> int:
-    """``C``: keys and values that come from X alone have no more dimensions than X."""
-    width = view.state_width
-    return width if view.key_norm is not None else min(width, view.hidden)
+EMBEDDED = 256
+"""Numbers that are known of every token of the vocabulary, at most."""
 
 
-def runs(view: AttentionView, found: Tensors) -> list[int]:
-    """Of how many channels each segment is: of all, or of those that keys come from and those that only
-    values come from."""
-    count = len(found["usual"])
-    return [view.kv_width, count - view.kv_width] if "from_keys" in found else [count]
+@dataclass(frozen=True, kw_only=True)
+class PredictedTransform(Transform):
+    """Transform coding with prediction (docs/methods/transform.md): what a prediction from the layers below
+    and the token leaves over.
 
+    Stores what `tc` stores, of the difference to a linear prediction from the decoded keys and values of the
+    layers below and from the token's embedding; and of every token its id, 4 bytes for all layers.
 
-class _ChannelCodec(StateCodec):
-    """Keeps keys before RoPE and values; packs ``C`` channels of their transform.
-
-    The transform is computed in fp32: its channels differ in size by orders of magnitude.
-
-    Args:
-        found: what calibration found of the layer.
-        block: tokens of a block.
-        counts: of `Ranked`, for each of the `runs` of channels.
+    Examples:
+        >>> from xquant import PredictedTransform
+        >>> PredictedTransform(bits=1, tail=128).spec
+        'tc-cl-1bit:tail=128'
     """
 
-    def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: Sequence[tuple[int, ...]]
-    ) -> None:
-        super().__init__(view)
-        self.block = block
-        self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
-        self.mean = found["mean"].to(view.device, view.dtype)  # [W]
-        self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
-        self.from_keys: Tensor | None = None
-        if "from_keys" in found:
-            self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
-        usual = found["usual"].split(runs(view, found))
-        quantizers = [Ranked(*each) for each in zip(usual, counts, strict=True)]
-        told = [None, self.from_keys]
-        self.segments = tuple(
-            Segment(each.channels, each, told=of_keys)
-            for each, of_keys in zip(quantizers, told, strict=False)
-        )
+    name = "tc-cl"
+    summary = "as tc, of what a prediction from the layers below leaves over"
+    example = "tc-cl-1bit"
+    not_causal = "codes layers together"
+    narrowest = 0.5
 
-    def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
-        rows = (features - (self.mean if predicted is None else predicted)).float()
-        flat = by_block(rows.flatten(1, 2), self.analysis, self.block)
-        return flat.unflatten(1, rows.shape[1:3])
-
-
-class TransformCodec(Rematerialized, _ChannelCodec):
-    """Keys and values are each a product of the channels, keys of those of the first segment alone, and a
-    constant."""
-
-    def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: Sequence[tuple[int, ...]]
-    ) -> None:
-        super().__init__(view, found, block, counts)
-        of_keys, of_values = found["synthesis"].tensor_split([view.kv_width])
-        of_keys = of_keys[:, : self.segments[0].channels]
-        self.key_weight, self.value_weight = (
-            each.to(view.device, view.dtype).contiguous() for each in (of_keys, of_values)
-        )
+    basis: str = option("joint", "of all heads together, or of each", choices=("joint", "head"))
+    reach: int = option(2, "layers below that a layer is predicted from", least=1)
+    embedding: bool = option(True, "predict from the token's embedding, too")
+    span: int = option(1, "layers that are coded together, at rest", least=1)
 
     @property
-    def key_bias(self) -> Tensor:
-        return self.mean[: self.view.kv_width]
+    def causal(self) -> bool:
+        return self.span == 1
 
     @property
-    def value_bias(self) -> Tensor:
-        return self.mean[self.view.kv_width :]
+    def layers_below(self) -> int:
+        return self.reach
 
-    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        return recalled[..., : self.segments[0].channels], recalled
+    @property
+    def layers_together(self) -> int:
+        return self.span
 
-    def keys(self, source: Tensor) -> Tensor:
-        return linear(source, self.key_weight, self.key_bias)
+    def known(self, views: Sequence[AttentionView]) -> int:
+        return min(EMBEDDED, views[0].hidden) if self.embedding and views[0].vocabulary else 0
+
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        codecs = super().codecs(views, calibration)
+        predicted = [codec for codec in codecs if isinstance(codec, PredictedCodec)]
+        for i, codec in enumerate(predicted):
+            carried = predicted[max(i + 1 - self.reach, 0) : i + 1]
+            codec.accumulated_width = sum(each.width for each in carried)
+        if self.span > 1:
+            for span in spans(predicted, self.span):
+                for codec in span:
+                    codec.join(span, self.reach if span[-1] is not codecs[-1] else 1)
+        codecs[-1].feeds_above = False
+        return codecs
+
+    def _codec(self, view: AttentionView, found: Tensors, counts: Counts) -> LayerCodec:
+        return PredictedCodec(view, found, self.group, counts)
 
 
-class PredictedCodec(_ChannelCodec):
+class PredictedCodec(ChannelCodec):
     """Carries its own rows and those of the layers below that the layer above is predicted from, side by
     side: ``[B, T, W + W' + ...]``. The lowest layer is predicted from the token alone, or from nothing."""
 
@@ -104,9 +83,7 @@ class PredictedCodec(_ChannelCodec):
     """Their channels."""
     synthesis: Tensor
 
-    def __init__(
-        self, view: AttentionView, found: Tensors, block: int, counts: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
         self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
         self.from_below: Tensor | None = None  # [W, sum of the widths below]
