@@ -1,5 +1,7 @@
 """Attention over a cache that grows by any `Kernel` of the library."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,10 @@ class GrowingAttention(LayerAttention):
         self._addresses = BlockAddresses(layer.stream)
         self._limits, self._limit = torch.empty(0, dtype=torch.int32, device="cpu"), -1
         self._start: Pair | None = None
+        self._width, self._exact = layer.codec.view.kv_width, tuple(kernel.to.exact)
+        for rows in self._exact[:2]:  # of the tail and the sinks
+            rows.head_stride = kernel.to.head_size
+        self._exact[2].causal, kernel.to.exact_count = 1, 3
         # What keys and values are rebuilt from is decoded for a chunk of a prompt in less time.
         self.reads_chunks = layer.codec.rematerialized is None
 
@@ -92,60 +98,51 @@ class GrowingAttention(LayerAttention):
 
     def _point_to_exact(
         self, call: AttentionCall, past: int, limit: int, angles: RopeAngles | None
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor | None, ...]:
         """Point to the tail, the sinks and the newest tokens. Returns what is pointed to."""
-        layer, exact, tail = self._layer, self._kernel.to.exact, self._layer.tail
-        before, count, kept = past - limit, 0, list[Tensor]()
-        of_tail, of_sinks = self._turned(before, angles, kept)
+        layer, codec, before = self._layer, self._layer.codec, past - limit
+        tail, sinks, newest = self._exact
+        angles_of = self._turned(before, angles)
+        (tail.cos, tail.sin, tail.pairs), (sinks.cos, sinks.sin, sinks.pairs) = angles_of[:2]
+        tail.start, tail.count, sinks.count = limit, before, 0
+        rows = first = None
         if before:
-            assert tail is not None
-            rows = tail if layer.codec.keeps_states else layer.built.rows(tail, before)
-            self._point(exact[0], rows, before, of_tail)
-            exact[0].start, exact[0].column = limit, None
-            kept.append(rows)
-            count = 1
+            assert layer.tail is not None
+            rows = layer.tail if codec.keeps_states else layer.built.rows(layer.tail, before)
+            self._point(tail, rows)
         if layer.sinks is not None:
-            rows, columns = layer.sinks.rows, layer.sinks.columns
-            if not layer.codec.keeps_states:
-                rows = torch.cat(layer.codec.exact(rows.to(layer.codec.view.dtype)), -1)
-            self._point(exact[count], rows, columns.shape[1], of_sinks)
-            exact[count].start = 0
-            exact[count].column = native.address(columns, torch.int32, *columns.shape)
-            kept.append(rows)
-            count += 1
-        newest, key, value = exact[count], call.key, call.value
+            first, columns = layer.sinks.rows, layer.sinks.columns
+            if not codec.keeps_states:
+                first = torch.cat(codec.exact(first.to(codec.view.dtype)), -1)
+            self._point(sinks, first)
+            sinks.count = columns.shape[1]
+            sinks.column = native.address(columns, torch.int32, *columns.shape)
+        key, value = call.key, call.value
         if key.stride() != value.stride() or key.stride(3) != 1:
             key, value = key.contiguous(), value.contiguous()
         newest.key, newest.value = key.data_ptr(), value.data_ptr()
         newest.batch_stride, newest.head_stride, newest.token_stride, _ = key.stride()
-        newest.cos = newest.sin = newest.column = None
         newest.dtype, newest.count = native.DTYPES[key.dtype], key.shape[2]
-        newest.start, newest.causal = past, 1
-        self._kernel.to.exact_count = count + 1
-        return [*kept, key, value]
+        newest.start = past
+        return rows, first, key, value, *angles_of[2:]
 
-    def _point(self, to: native.Exact, rows: Tensor, count: int, turned: Turned) -> None:
-        """To the first ``count`` of ``rows`` ``[B, t, 2 G D]``."""
-        view = self._layer.codec.view
-        shape = self._kernel.to.batch, rows.shape[1], 2 * view.kv_width
+    def _point(self, to: native.Exact, rows: Tensor) -> None:
+        """To ``rows`` ``[B, t, 2 G D]``, keys beside values."""
+        shape = self._kernel.to.batch, rows.shape[1], 2 * self._width
         to.key = start = native.address(rows, FLOATS, *shape, rows=True)
-        to.value = start + view.kv_width * rows.itemsize
+        to.value = start + self._width * rows.itemsize
         to.batch_stride, to.token_stride, _ = rows.stride()
-        to.head_stride, to.dtype = view.head_size, native.DTYPES[rows.dtype]
-        to.count, to.causal = count, 0
-        to.cos, to.sin, to.pairs = turned
+        to.dtype = native.DTYPES[rows.dtype]
 
-    def _turned(
-        self, before: int, angles: RopeAngles | None, kept: list[Tensor]
-    ) -> tuple[Turned, Turned]:
-        """The angles of the ``before`` tokens of the tail, and of the sinks."""
+    def _turned(self, before: int, angles: RopeAngles | None) -> tuple[Any, ...]:
+        """Where the angles of the ``before`` tokens of the tail lie, and those of the sinks; and what is
+        pointed to, where nobody else keeps it."""
         if self._layer.codec.rotated:
             return AS_THEY_ARE, AS_THEY_ARE
         if angles is None:
             tail, sinks = self._token_angles(before)
-            kept += *tail, *sinks
-            return _where(tail), _where(sinks)
-        if "cpu" not in angles.prepared:
+            return _where(tail), _where(sinks), *tail, *sinks
+        if "cpu" not in angles.prepared:  # for all layers
             angles.prepared["cpu"] = _where(angles.tail), _where(angles.sinks)
         found: tuple[Turned, Turned] = angles.prepared["cpu"]
         return found

@@ -82,9 +82,8 @@ class NativePages(PagedAttention):
         held.runs, held.count = at["held"], sequences.most_held
         new.runs, new.count = at["new"], sequences.queries
         shape = len(key), to.kv_heads, size
-        new.key, new.value = (
-            native.address(t, self._dtype, *shape, rows=True) for t in (key, value)
-        )
+        new.key = native.address(key, self._dtype, *shape, rows=True)
+        new.value = native.address(value, self._dtype, *shape, rows=True)
         new.dtype = native.DTYPES[key.dtype]
         new.batch_stride = new.token_stride = key.stride(0)
         to.exact_count = 2
