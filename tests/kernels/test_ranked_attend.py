@@ -11,7 +11,7 @@ from support.attention_cases import NARROW_TOLERANCE, TOLERANCE, Case, decoding_
 from support.models import tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
-from xquant.kernels.cpu.ranked import RankedCall, zipped
+from xquant.kernels.cpu.ranked import RankedKernel, zipped
 from xquant.methods.transform import TransformCodec
 from xquant.quant import Ragged
 from xquant.quant.ranked import Ranked
@@ -149,7 +149,7 @@ def test_weights_of_other_channels_never_reach_the_library(path: str) -> None:
     layer = filled(Case("tc-3bit:group=32", path=path)).compressed[0]
     codec = layer.codec
     assert isinstance(codec, TransformCodec)
-    RankedCall(codec, layer.stream.block, path)
+    RankedKernel(codec, layer.stream.block, path)
     codec.key_weight = codec.key_weight[:, :-1]
     with pytest.raises(ValueError, match="a kernel wants"):
-        RankedCall(codec, layer.stream.block, path)
+        RankedKernel(codec, layer.stream.block, path)

@@ -40,6 +40,8 @@ class RopeAngles:
     start: Pair  # of the blocks, [B, columns, D/2]
     tail: Pair  # [B, t, D/2]
     sinks: Pair  # [B, S, D/2]
+    prepared: dict[str, Any] = field(default_factory=dict)
+    """What backends have made of it."""
 
 
 def starts(index: TokenIndex, lengths: list[int]) -> Tensor | None:

@@ -43,14 +43,21 @@ class BuiltTail:
         """Keys and values ``[B, t, G*D]`` of the first tokens ``[B, t, W]`` of the tail."""
         if self._codec.keeps_states:
             return self._codec.exact(tail)
-        known = 0 if self.states is None else self.states.shape[1]
-        if known < tail.shape[1] or self.states is None:
-            rows = tail[:, known:].to(self._codec.view.dtype)  # under autocast they may be another
-            self._add(torch.cat(self._codec.exact(rows), -1))
-        assert self.states is not None
-        states = self.states[:, : tail.shape[1]]
+        states = self.rows(tail, tail.shape[1])[:, : tail.shape[1]]
         width = self._codec.view.kv_width
         return states[..., :width], states[..., width:]
+
+    def rows(self, tail: Tensor, count: int) -> Tensor:
+        """Keys beside values ``[B, ., 2 G D]`` of the first ``count`` tokens of the tail, and perhaps of
+        more."""
+        known = 0 if self.states is None else self.states.shape[1]
+        if known < count or self.states is None:
+            rows = tail[:, known:count].to(
+                self._codec.view.dtype
+            )  # under autocast they may be another
+            self._add(torch.cat(self._codec.exact(rows), -1))
+        assert self.states is not None
+        return self.states
 
     def _add(self, states: Tensor) -> None:
         self.states = self._rows.extended(self.states, states.detach())

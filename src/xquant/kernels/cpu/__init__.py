@@ -1,8 +1,9 @@
 """The native backend: C++ in ``csrc/``, and beside it the Python that calls each file.
 
-In a decode step `attention` (keys and values), or `rebuilding` or `ranked` (what they are rebuilt from),
-points a structure of the C interface (`library`) to the blocks, the tail, the sinks and the newest tokens,
-and calls the function for the instruction set of this machine. `sealing` packs and unpacks blocks.
+A decode step fills in a structure of the C interface (`library`), and calls the function for the instruction
+set of this machine. A `Kernel` says in it how a layer is packed and what is asked: `attention` (keys and
+values), `rebuild` and `ranked` (what they are rebuilt from). `growing` and `paged` say where blocks, recent
+tokens and sinks lie. `sealing` packs and unpacks blocks.
 """
 
 from typing import TYPE_CHECKING
@@ -11,11 +12,13 @@ from ...methods import LayerCodec
 from ...quant.operand import RankedOperand
 from ...store.packer import TORCH, Packer
 from ...store.pages import PageLayout
+from ...store.stream import Stream
 from ..backend import Backend, LayerAttention, Shared
 from ..paged import PagedAngles, PagedAttention
-from . import attention, library, ranked, rebuild, rebuilding
+from . import attention, library, ranked, rebuild
+from .attention import Kernel
+from .growing import GrowingAttention
 from .paged import NativePages
-from .paged_rebuilding import NativeRebuiltPages
 from .sealing import NativePacker
 
 if TYPE_CHECKING:
@@ -46,12 +49,18 @@ class Native(Backend):
             return "this CPU has neither AVX2 nor AVX-512 VNNI"
         return "" if self.name in library.isas() else f"this CPU has not all of {self.name}"
 
+    def _kernel(self, codec: LayerCodec, block: int, stream: Stream | None = None) -> Kernel:
+        """Of a layer; the ``stream`` of one that grows."""
+        rebuilt = codec.rematerialized
+        if rebuilt is None:
+            return attention.PackedKernel(codec, block, self.name)
+        if _is_ranked(codec, block):
+            return ranked.RankedKernel(rebuilt, block, self.name)
+        return rebuild.RebuiltKernel(rebuilt, block, self.name, stream)
+
     def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
-        if layer.codec.rematerialized is None:
-            return attention.NativeAttention(layer, self.name, shared.rope)
-        if _is_ranked(layer.codec, layer.stream.block):
-            return ranked.RankedAttention(layer, self.name, shared.rope)
-        return rebuilding.rebuilding_attention(layer, self.name, shared.rope)
+        kernel = self._kernel(layer.codec, layer.stream.block, layer.stream)
+        return GrowingAttention(layer, kernel, shared.rope)
 
     def paged(
         self,
@@ -61,17 +70,12 @@ class Native(Backend):
         softcap: float,
         angles: PagedAngles | None,
     ) -> PagedAttention | None:
-        rebuilt, block, isa = codec.rematerialized, layout.block, self.name
-        if rebuilt is None:
-            return NativePages(codec, layout, isa, scaling, softcap, angles)
-        assert angles is not None
-        if _is_ranked(codec, block):
-            return ranked.RankedPages(rebuilt, layout, isa, scaling, softcap, angles)
-        if not rebuild.ValueSum.fits(codec, block):
+        block = layout.block
+        if codec.rematerialized is None:
+            angles = None if codec.rotated else angles
+        elif not _is_ranked(codec, block) and not rebuild.ValueSum.fits(codec, block):
             return None
-        keys = rebuild.KeyProduct(rebuilt, block, isa)
-        sums = rebuild.ValueSum(codec, block, isa)
-        return NativeRebuiltPages(codec, layout, isa, keys, sums, scaling, softcap, angles)
+        return NativePages(self._kernel(codec, block), layout, scaling, softcap, angles)
 
 
 def _is_ranked(codec: LayerCodec, block: int) -> bool:

@@ -1,28 +1,161 @@
-"""Attention over packed keys and values by the native library: csrc/attention.h.
+"""Attention by the native library, over packed keys and values: csrc/attention.h.
 
-``softmax(Q K^T) V`` with keys and values read from their codes, a block and head at a time, by an online
-softmax; tail, sinks and the newest tokens are read as they are. It equals attention over
+A `Kernel` is one of the library's functions for one layer. It fills in what a call asks and how the layer is
+packed. Where blocks and exact tokens lie is told by whoever has the memory: `growing` or `paged`.
+
+`PackedKernel` computes ``softmax(Q K^T) V`` with keys and values read from their codes, a block and head at a
+time, by an online softmax; tail, sinks and the newest tokens are read as they are. It equals attention over
 `CompressedLayer.read`.
 """
 
-import ctypes
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
 from ...models import AttentionView
+from ...models.rotation import Pair
 from ...quant.operand import Operand
-from ..addresses import BlockAddresses
-from ..backend import LayerAttention, uncoded
+from ..backend import uncoded
 from ..call import AttentionCall
-from ..rope import RopeTable, Within
+from ..paged import Sequences
+from ..rope import BlockAngles
 from . import library as native
-from .exact import ExactTokens
 
-if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+Angles = Pair | BlockAngles
+"""Of every token ``[B, R/2, T]``, ``B`` may be 1; or of blocks."""
+
+
+class Kernel(ABC):
+    """Attends over one layer.
+
+    Args:
+        to: the call of its function, or the part of it that all functions have.
+        sources: the fields that are pointed to the blocks of these segments.
+        block: tokens of a block.
+    """
+
+    turns_tokens = False
+    """Whether packed keys may have angles of their own, where positions within a block do not follow each
+    other."""
+
+    def __init__(
+        self, to: native.Attend, sources: dict[int, Any], view: AttentionView, block: int
+    ) -> None:
+        self.to, self.sources = to, sources
+        self.columns = 0
+        """Of the table, that are read of a cache that grows."""
+        to.block, to.kv_heads, to.head_size = block, view.kv_heads, view.head_size
+        to.group_heads = view.query_heads // view.kv_heads
+
+    def point_to_blocks(self, fields: Sequence[dict[str, Tensor]]) -> None:
+        """Read packed blocks at these addresses, int64 ``[N]`` of every field by segment."""
+        self._addresses = [fields[number] for number in self.sources]
+        for to, named in zip(self.sources.values(), self._addresses, strict=True):
+            for name, blocks in named.items():
+                setattr(to, name, blocks.data_ptr())
+
+    @abstractmethod
+    def turn(self, angles: Angles) -> None:
+        """Turn packed keys by these ``angles`` from now on."""
+
+    @abstractmethod
+    def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
+        """Answer a ``call``, where all that it reads is pointed to.
+
+        Args:
+            call: its queries ``[B, H, t, D]``, or of the ``sequences`` of an engine ``[T, H, D]``.
+            out: ``[B, t, H, D]`` or ``[T, H, D]``, written to.
+
+        Raises:
+            MemoryError: the library has none.
+        """
+
+    def _point_to_scores(self, call: AttentionCall) -> Tensor | None:
+        """How scores are made, but for what they are multiplied with. Returns what is pointed to."""
+        to, mask, logits = self.to, call.mask, call.sink_logits
+        to.softcap, to.mask, to.sink_logits = call.softcap or 0.0, None, None
+        if mask is not None:
+            to.mask, to.mask_dtype = mask.data_ptr(), native.DTYPES[mask.dtype]
+            strides = [s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True)]
+            to.mask_batch, _, to.mask_query, to.mask_token = strides
+        if logits is not None:
+            logits = logits.float().contiguous()
+            to.sink_logits = logits.data_ptr()
+        return logits
+
+    def _point_to_states(self, query: Tensor, out: Tensor, scaling: float) -> None:
+        """The queries, and where their attention goes."""
+        to = self.to
+        to.dtype, to.scaling = native.DTYPES[query.dtype], scaling
+        to.query, to.out = query.data_ptr(), out.data_ptr()
+        if query.dim() == 4:
+            to.query_batch, to.query_head, to.query_token, _ = query.stride()
+            to.out_batch, to.out_token, to.out_head, _ = out.stride()
+        else:  # a sequence has the rows from one on
+            to.query_batch, to.query_head, _ = query.stride()
+            to.out_batch, to.out_head, _ = out.stride()
+            to.query_token, to.out_token = to.query_batch, to.out_batch
+
+
+class PackedKernel(Kernel):
+    """Attends over packed keys and values."""
+
+    def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
+        to = native.Attend()
+        super().__init__(to, {0: to.key, 1: to.value}, codec.view, block)
+        self._function, self._turn = native.function("attend", isa), codec.turns[0]
+        self._constant: list[Tensor] = []
+        for number, operand in self.sources.items():
+            packed = codec.segments[number].operand(block)
+            assert isinstance(packed, Operand)
+            self._constant += describe(operand, packed)
+        if codec.offset is not None:
+            offset = codec.offset.float().contiguous()
+            self._constant.append(offset)
+            to.key.offset = native.address(offset, torch.float32, codec.view.kv_width)
+        turn = codec.turns[1]
+        if turn is not None:
+            turn = turn.contiguous()
+            self._constant.append(turn)
+            to.value_turn = native.address(turn, torch.float32, *turn.shape)
+            to.value_turn_head = 0 if turn.dim() == 2 else turn.stride(0)
+
+    def turn(self, angles: Angles) -> None:
+        assert isinstance(angles, BlockAngles)
+        (within, start), to = angles, self.to
+        if "cpu" not in within.prepared:
+            within.prepared["cpu"] = native.rope_table(*within.angles)
+        to.rope_table = within.prepared["cpu"].data_ptr()
+        to.start_cos, to.start_sin = (
+            native.address(t, torch.float32, *start[0].shape) for t in start
+        )
+        to.start_batch, self._angles = batch_stride(start[0]), angles
+
+    def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
+        query, kept = call.query, self._point_to_scores(call)
+        if self._turn is not None:
+            query, turned_query = torch.stack([query, turned(query, self._turn)])
+            self.to.turned_query = turned_query.data_ptr()
+        self._point_to_states(query, out, call.scaling)
+        self._function(self.to)
+        del kept  # the library has read it
+
+
+def batch_stride(of: Tensor) -> int:
+    return of.stride(0) if len(of) > 1 else 0
+
+
+def turned(query: Tensor, turn: Tensor) -> Tensor:
+    """Queries ``[B, H, t, D]`` or ``[T, H, D]`` times the matrix ``[D, D]`` of keys, or ``[G, D, D]``."""
+    groups = 1 if turn.dim() == 2 else len(turn)
+    split = (groups, -1) if query.dim() == 4 else (groups, -1, 1)
+    heads = query.float().unflatten(1, split)
+    own = turn if turn.dim() == 2 else turn[:, None]
+    return (heads @ own.mT).flatten(1, len(split)).to(query.dtype)
 
 
 def unfit(codec: LayerCodec, block: int) -> str:
@@ -73,115 +206,3 @@ def describe(to: native.Operand, operand: Operand) -> list[Tensor]:
     addresses = torch.tensor(found, dtype=torch.int64, device="cpu")
     to.scale, to.zero = addresses[0].data_ptr(), addresses[1].data_ptr()
     return [levels, scale, zero, addresses]
-
-
-def describe_heads(call: native.Attend, view: AttentionView, block: int) -> None:
-    """Set how many heads there are, of how many channels, and the tokens of a block."""
-    call.block, call.kv_heads, call.head_size = block, view.kv_heads, view.head_size
-    call.group_heads = view.query_heads // view.kv_heads
-
-
-def describe_layer(call: native.Attend, codec: LayerCodec, block: int) -> list[Tensor]:
-    """Set what does not change of a layer. Returns what is pointed to."""
-    describe_heads(call, codec.view, block)
-    constant: list[Tensor] = []
-    for to, segment in zip((call.key, call.value), codec.segments, strict=True):
-        operand = segment.operand(block)
-        assert isinstance(operand, Operand)
-        constant += describe(to, operand)
-    if codec.offset is not None:
-        offset = codec.offset.float().contiguous()
-        constant.append(offset)
-        call.key.offset = native.address(offset, torch.float32, codec.view.kv_width)
-    turn = codec.turns[1]
-    if turn is not None:
-        turn = turn.contiguous()
-        constant.append(turn)
-        call.value_turn = native.address(turn, torch.float32, *turn.shape)
-        call.value_turn_head = 0 if turn.dim() == 2 else turn.stride(0)
-    return constant
-
-
-def turned(query: Tensor, turn: Tensor) -> Tensor:
-    """Queries ``[B, H, t, D]`` times the matrix ``[D, D]`` of keys, or ``[G, D, D]``."""
-    heads = query.float().unflatten(1, (1 if turn.dim() == 2 else len(turn), -1))
-    own = turn if turn.dim() == 2 else turn[:, None]
-    return (heads @ own.mT).flatten(1, 2).to(query.dtype)
-
-
-def rope_table(within: Within) -> Tensor:
-    """The angles of the places of a block as the library takes them, made once."""
-    if "cpu" not in within.prepared:
-        within.prepared["cpu"] = native.rope_table(*within.angles)
-    table: Tensor = within.prepared["cpu"]
-    return table
-
-
-class NativeAttention(LayerAttention):
-    """Attends over one layer."""
-
-    reads_chunks = True
-
-    def __init__(self, layer: "CompressedLayer", isa: str, rope: RopeTable) -> None:
-        self._layer, self._rope = layer, rope
-        library = native.library()
-        assert library is not None
-        self._function = getattr(library, f"xq_attend_{isa}")
-        self._addresses = BlockAddresses(layer.stream)
-        self._call = native.Attend()
-        self._constant = describe_layer(self._call, layer.codec, layer.stream.block)
-        self._exact = ExactTokens(self._call, layer)
-
-    def _refresh(self) -> None:
-        """Point to the blocks as they are now."""
-        addresses, call = self._addresses, self._call
-        if not addresses.refresh():
-            return
-        if addresses.table is None:
-            return
-        self._fields = [addresses.fields(number) for number in range(2)]
-        for to, fields in zip((call.key, call.value), self._fields, strict=True):
-            for name, blocks in fields.items():
-                setattr(to, name, blocks.data_ptr())
-        self._table = addresses.table.int()
-        call.lengths, call.table = addresses.lengths.data_ptr(), self._table.data_ptr()
-        call.table_stride = addresses.columns
-
-    def attend(self, call: AttentionCall) -> Tensor | None:
-        layer, to = self._layer, self._call
-        fitted = call.fitted(layer)
-        if fitted is None:
-            return None
-        call, query, stream = fitted, fitted.query, layer.stream
-        batch, heads, queries, size = query.shape
-        before = max(layer.tokens - queries - stream.tokens, 0)  # of the tail
-        angles = None
-        if not layer.codec.rotated:
-            columns = None if layer.sinks is None else layer.sinks.columns
-            angles = self._rope.of(stream.lengths, stream.block, before, columns)
-            if angles is None:
-                return None
-            to.rope_table = rope_table(angles.within).data_ptr()
-            to.start_cos, to.start_sin = (
-                native.address(t, torch.float32, *angles.start[0].shape) for t in angles.start
-            )
-            to.start_batch = angles.start[0].stride(0)
-        self._refresh()
-        tail = layer.tail if before else None
-        sinks = None if layer.sinks is None else layer.sinks.rows
-        exact = None if angles is None else (angles.tail, angles.sinks)
-        kept = self._exact.point(call, before, tail, sinks, exact)
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        turn = layer.codec.turns[0]
-        if turn is not None:
-            query, turned_query = torch.stack([query, turned(query, turn)])
-            to.turned_query = turned_query.data_ptr()
-        out = query.new_empty(batch, queries, heads, size)
-        to.dtype, to.scaling = native.DTYPES[query.dtype], call.scaling
-        to.query, to.out = query.data_ptr(), out.data_ptr()
-        to.query_batch, to.query_head, to.query_token = query.stride()[:3]
-        to.out_batch, to.out_token, to.out_head = out.stride()[:3]
-        if self._function(ctypes.byref(to)):
-            raise MemoryError("not enough memory to attend over the packed cache")
-        del kept  # the library has read it
-        return out

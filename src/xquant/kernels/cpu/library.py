@@ -269,20 +269,23 @@ def address(
     return tensor.data_ptr()
 
 
-def pack_or_unpack(function: str, call: Structure) -> None:
-    """Call ``xq_<function>``, which works on blocks.
+def function(name: str, isa: str) -> Callable[[Structure], None]:
+    """``xq_<name>_<isa>``, to be called with its structure.
 
-    Raises:
-        ValueError: there was NaN.
-        MemoryError: not enough memory.
+    It raises ValueError where it finds NaN, and MemoryError where there is not enough memory.
     """
-    found = library()
-    assert found is not None
-    failed = getattr(found, f"xq_{function}")(byref(call))
-    if failed == _FOUND_NAN:
-        raise ValueError("NaN cannot be quantized")
-    if failed:
-        raise MemoryError("not enough memory to pack or unpack blocks")
+    native = library()
+    assert native is not None
+    found = getattr(native, f"xq_{name}_{isa}")
+
+    def call(given: Structure) -> None:
+        failed = found(byref(given))
+        if failed == _FOUND_NAN:
+            raise ValueError("NaN cannot be quantized")
+        if failed:
+            raise MemoryError(f"the native library has not enough memory ({name})")
+
+    return call
 
 
 def rope_table(cos: Tensor, sin: Tensor) -> Tensor:

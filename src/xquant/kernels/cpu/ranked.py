@@ -4,9 +4,7 @@ Keys are ``W_k x + m_k`` and values ``W_v x + m_v``, of which ``x`` is read from
 second segment has states that only values are products of.
 """
 
-import ctypes
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,19 +13,11 @@ from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
 from ...quant.operand import RankedOperand
 from ...quant.ranked import level_table, size_table
-from ...store.pages import PageLayout
 from ..call import AttentionCall
-from ..paged import PagedAngles
-from ..rope import BlockAngles, RopeAngles, RopeTable
-from ..slow import widened
+from ..paged import Sequences
+from ..slow import SlowPairs, widened
 from . import library as native
-from .attention import describe_heads
-from .paged import LibraryPages
-from .rebuilding import RebuiltAttention
-from .turning import Angles, in_pairs, of_pages, point_to_angles
-
-if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+from .turning import TurningKernel, in_pairs
 
 WEIGHT_LIMIT = 8191
 """As in csrc/ranked_columns.h."""
@@ -58,21 +48,17 @@ def zipped(weight: Tensor) -> Tensor:
     return weight.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4).contiguous()
 
 
-class RankedCall:
-    """The call of one layer, for its blocks or for pages.
-
-    Whoever has the blocks points the ``sources`` to them, the fields of the call by segment.
-    """
+class RankedKernel(TurningKernel):
+    """Attends over ranked codes."""
 
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
-        library = native.library()
-        assert library is not None and codec.key_bias is not None and codec.value_bias is not None
-        self.to = to = native.RankedAttend()
-        self._codec, self._function = codec, getattr(library, f"xq_ranked_attend_{isa}")
-        self._turned: tuple[BlockAngles | None, int] = None, 0
+        assert codec.key_bias is not None and codec.value_bias is not None
+        self._call = call = native.RankedAttend()
+        sources = dict(zip(range(len(codec.segments)), (call.states, call.more), strict=False))
+        super().__init__(call.attend, sources, codec.view, block, call.turning)
+        self._codec, self._function = codec, native.function("ranked_attend", isa)
         (sizes, zero), (levels, highest) = size_table(), level_words()
-        self.sources = dict(zip(range(len(codec.segments)), (to.states, to.more), strict=False))
-        for number, states in self.sources.items():
+        for number, states in sources.items():
             segment = codec.segments[number]
             operand = segment.operand(block)
             assert isinstance(operand, RankedOperand)
@@ -81,31 +67,32 @@ class RankedCall:
             states.levels, states.highest_level = levels.data_ptr(), highest.data_ptr()
             states.counts[:] = operand.counts
             states.block, states.channels = block, segment.channels
-        width, channels = codec.view.kv_width, to.states.channels + to.more.channels
+        width, channels = codec.view.kv_width, call.states.channels + call.more.channels
         value, mean = codec.value_weight, codec.value_bias.float().contiguous()
         # Keys come from a copy in another order.
-        native.address(codec.key_weight, value.dtype, width, to.states.channels)
-        to.value_weight = native.address(value, value.dtype, width, channels)
-        to.value_dtype = native.DTYPES[value.dtype]
-        to.value_mean = native.address(mean, torch.float32, width)
+        native.address(codec.key_weight, value.dtype, width, call.states.channels)
+        call.value_weight = native.address(value, value.dtype, width, channels)
+        call.value_dtype = native.DTYPES[value.dtype]
+        call.value_mean = native.address(mean, torch.float32, width)
         self._constant = [codec.segments, sizes, levels, highest, value, mean]
 
-    def turn(self, angles: Angles, rows: int) -> None:
-        """Point to the angles of packed keys, which the caller keeps, and to weights that suit ``rows`` query
-        rows of a key/value head."""
-        of_blocks = angles if isinstance(angles, BlockAngles) else None
-        known, known_rows = self._turned
-        if of_blocks and known and of_blocks.start is known.start and rows == known_rows:
-            return
-        self._turned = of_blocks, rows
-        to, prepared = self.to, self._codec.prepared
-        slow = point_to_angles(to.turning, self._codec.view, angles, rows)
-        built = to.turning.built
-        name = f"ranked keys from {built}" if slow else "ranked keys"
+    def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
+        self._turn()
+        kept = self._point_to_scores(call)
+        self._point_to_states(call.query, out, call.scaling)
+        self._function(self._call)
+        del kept  # the library has read it
+
+    def _use_weights(self, slow: SlowPairs | None) -> None:
+        call, prepared, built = self._call, self._codec.prepared, self._turning.built
+        name = "ranked keys" if slow is None else f"ranked keys from {built}"
         if name not in prepared:
             prepared[name] = self._prepare(built)
-        to.weights, to.weight_scale, to.mean, *of_slow = (t.data_ptr() for t in prepared[name])
-        to.slow_weights, to.slow_bytes, to.slow_units, to.slow_norm, to.slow_mean = of_slow
+        self._weights = prepared[name]
+        call.weights, call.weight_scale, call.mean, *of_slow = (t.data_ptr() for t in self._weights)
+        call.slow_weights, call.slow_bytes, call.slow_units, call.slow_norm, call.slow_mean = (
+            of_slow
+        )
 
     def _prepare(self, built: int) -> list[Tensor]:
         """The weight ``[G * D, C]`` of keys as int16, and their mean, as xq_ranked_attend takes them: the
@@ -130,15 +117,6 @@ class RankedCall:
             widened(slow_mean),
         ]
 
-    def run(self) -> None:
-        """Attend.
-
-        Raises:
-            MemoryError: the library has none.
-        """
-        if self._function(ctypes.byref(self.to)):
-            raise MemoryError("not enough memory to attend over the packed cache")
-
 
 def in_bytes(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weights of slow pairs, int16 ``[C, G, P, 2]``, in 8 bits for narrow codes: uint8, 128 too high,
@@ -153,52 +131,3 @@ def in_bytes(weights: Tensor) -> tuple[Tensor, Tensor]:
 def _up_to(x: Tensor, size: int) -> Tensor:
     """Rows ``[..., D]`` with zeros up to ``size``."""
     return torch.nn.functional.pad(x, (0, size - x.shape[-1])).contiguous()
-
-
-class RankedAttention(RebuiltAttention):
-    """Attends over one layer of ranked codes."""
-
-    def __init__(self, layer: "CompressedLayer", isa: str, rope: RopeTable) -> None:
-        codec = layer.codec.rematerialized
-        assert codec is not None
-        self._call = RankedCall(codec, layer.stream.block, isa)
-        super().__init__(layer, rope, self._call.to.attend, self._call.sources)
-
-    def _attend(self, call: AttentionCall, angles: RopeAngles | None) -> Tensor:
-        to, query = self._to, call.query
-        batch, heads, queries, size = query.shape
-        if self._layer.stream.tokens:
-            packed = self._packed_angles(angles)
-            self._call.turn(packed, to.group_heads * queries)
-        query = query if query.stride(-1) == 1 else query.contiguous()
-        out = query.new_empty(batch, queries, heads, size)
-        to.dtype, to.scaling = native.DTYPES[query.dtype], call.scaling
-        to.query, to.out = query.data_ptr(), out.data_ptr()
-        to.query_batch, to.query_head, to.query_token = query.stride()[:3]
-        to.out_batch, to.out_token, to.out_head = out.stride()[:3]
-        self._call.run()
-        return out
-
-
-class RankedPages(LibraryPages):
-    """Attends over one layer of ranked codes in an engine's pages."""
-
-    def __init__(
-        self,
-        codec: Rematerialized,
-        layout: PageLayout,
-        isa: str,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles,
-    ) -> None:
-        self._ranked = RankedCall(codec, layout.block, isa)
-        to = self._ranked.to.attend
-        describe_heads(to, codec.view, layout.block)
-        super().__init__(codec, layout, to, self._ranked.sources, scaling, softcap)
-        self._angles = of_pages(angles)
-
-    def _run(self) -> None:
-        to = self._ranked.to.attend
-        self._ranked.turn(self._angles, to.group_heads * to.queries)
-        self._ranked.run()

@@ -1,11 +1,15 @@
-"""Attention over keys that are rebuilt from packed rows, by the native library: csrc/rebuild.h.
+"""Attention over keys and values that are rebuilt from affine codes, by the native library.
 
-A score is ``Q · R(p) (W_k x_p + b_k)``; the library multiplies the codes of ``x_p`` with int16 weights, so
-keys are never stored, and those of slow pairs never built (`turning`). It equals attention over
-`CompressedLayer.read` but for the rounding of the weights to 15 bits and what waves miss.
+A score is ``Q · R(p) (W_k x_p + b_k)``; the library (csrc/rebuild.h) multiplies the codes of ``x_p`` with
+int16 weights, so keys are never stored, and those of slow pairs never built (`turning`). Then it takes the
+softmax, together with the tokens that are kept as they are (csrc/weigh.h), and sums what packed values come
+from. Torch multiplies the sums with the weight of values.
+
+It equals attention over `CompressedLayer.read` but for the rounding of the weights to 15 bits and what waves
+miss.
 """
 
-import ctypes
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,9 +18,13 @@ from ...methods import LayerCodec
 from ...methods.rematerialized import Rematerialized
 from ...quant.operand import Operand
 from ...quant.pack import Tile, channel_order
+from ...store.stream import Stream
+from ..call import AttentionCall
+from ..paged import Sequences
+from ..rebuilding import TOKENS
 from ..slow import SlowPairs, widened
 from . import library as native
-from .turning import ROWS, SLOW_LIMIT, Angles, in_pairs, point_to_angles
+from .turning import ROWS, SLOW_LIMIT, TurningKernel, in_pairs
 
 PAIRED = [0, 2, 1, 3]
 """The order of the channels of a quad in registers (csrc/tiles.h)."""
@@ -49,29 +57,41 @@ def unfit(codec: LayerCodec, block: int) -> str:
     return ""
 
 
-class KeyProduct:
-    """Scores with the keys of one layer, which the library builds of packed blocks.
+class RebuiltKernel(TurningKernel):
+    """Attends over affine codes of what keys and values come from.
 
-    Whoever has the blocks points ``call.key`` to them.
+    Args:
+        stream: of a cache that grows, whose values torch may sum where the library cannot.
     """
 
-    def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
-        library = native.library()
-        assert library is not None
-        self.call = call = native.RebuildScores()
-        view, self._block = codec.view, block
-        self._function = getattr(library, f"xq_rebuild_scores_{isa}")
-        operand = codec.segments[0].operand(block)
+    def __init__(
+        self, codec: Rematerialized, block: int, isa: str, stream: Stream | None = None
+    ) -> None:
+        self._call, self._softmax, view = native.RebuildScores(), native.Weigh(), codec.view
+        self._sums = ValueSum(codec, block, isa) if ValueSum.fits(codec, block) else None
+        sources = {0: self._call.key} | ({} if self._sums is None else {-1: self._sums.call.value})
+        super().__init__(self._softmax.attend, sources, view, block, self._call.turning)
+        self._codec, self._block, self._stream = codec, block, stream
+        self._score = native.function("rebuild_scores", isa)
+        self._take_softmax = native.function("weigh", isa)
+        self.to.dtype, self.to.scaling = native.DTYPES[torch.float32], 1
+        self._describe_keys()
+        self._value_weight = codec.value_weight.unflatten(0, (view.kv_heads, -1)).mT  # [G, C, D]
+        if codec.value_bias is not None:
+            self._bias = codec.value_bias.float().contiguous()
+            self._softmax.value_bias = native.address(self._bias, torch.float32, view.kv_width)
+
+    def _describe_keys(self) -> None:
+        call, codec, view = self._call, self._codec, self._codec.view
+        operand = codec.segments[0].operand(self._block)
         assert isinstance(operand, Operand) and operand.tile is not None
         call.key.bits, call.key.per_token = operand.bits, operand.per_token
         self._group = call.key.group = operand.tile.head
-        call.block, call.channels = block, operand.channels
+        call.block, call.channels = self._block, operand.channels
         call.kv_heads, call.head_size = view.kv_heads, view.head_size
-        self._codec = codec
         if "keys" not in codec.prepared:
             codec.prepared["keys"] = self._prepare()
-        weights, unit, column, totals = codec.prepared["keys"]
-        self._constant = [weights, unit, column, totals]
+        self._constant = list(codec.prepared["keys"])
         call.weights, call.weight_scale, call.channel_scale, call.weight_sums = (
             t.data_ptr() for t in self._constant
         )
@@ -89,7 +109,7 @@ class KeyProduct:
         weight = self._ordered(self._codec.key_weight)
         totals = weight.unflatten(1, (-1, self._group)).sum(-1)
         column = weight.new_ones(weight.shape[1])
-        if not self.call.key.per_token:
+        if not self._call.key.per_token:
             # Columns of the same size use the 15 bits alike; their scales take the difference.
             column = weight.norm(dim=0).clamp(min=torch.finfo(weight.dtype).tiny)
             weight = weight / column
@@ -113,85 +133,111 @@ class KeyProduct:
         bias = unit * 0 if bias is None else by_pair(bias)
         return [whole, *(widened(t.mT) for t in (unit, bias))]
 
-    def scores(
-        self, query: Tensor, table: Tensor, angles: Angles, limits: Tensor | None = None
-    ) -> Tensor:
-        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` (fp32) with the keys of the blocks
-        ``table`` ``[B, c]``. With ``limits`` int32 ``[B]``, those of the blocks after so many tokens are not
-        written.
-
-        Raises:
-            MemoryError: the library has none.
-        """
-        call, query = self.call, query.contiguous()
-        batch, heads, rows, _ = query.shape
-        slow = point_to_angles(call.turning, self._codec.view, angles, rows)
-        if slow is not None:
-            self._set_slow(slow)
-        call.batch, call.columns = table.shape
-        scores = query.new_empty(batch, heads, rows, call.columns * self._block)
-        table = table.int()
-        call.table, call.table_stride = (
-            native.address(table, torch.int32, batch, call.columns, rows=True),
-            table.stride(0),
-        )
-        call.limits = None if limits is None else native.address(limits, torch.int32, batch)
-        sizes = batch, call.kv_heads, rows, call.head_size
-        call.query = native.address(query, torch.float32, *sizes)
-        call.scores, call.rows = scores.data_ptr(), rows
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to rebuild keys")
-        return scores
-
-    def _set_slow(self, slow: SlowPairs) -> None:
-        call, name = self.call, f"slow from {slow.built}"
+    def _use_weights(self, slow: SlowPairs | None) -> None:
+        if slow is None:
+            return
+        call, name = self._call, f"slow from {slow.built}"
         if name not in self._codec.prepared:
             self._codec.prepared[name] = self._prepare_slow(slow.built)
-        call.slow_weights, call.slow_scale, call.slow_bias = (
-            t.data_ptr() for t in self._codec.prepared[name]
+        self._slow = self._codec.prepared[name]
+        call.slow_weights, call.slow_scale, call.slow_bias = (t.data_ptr() for t in self._slow)
+
+    def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
+        if sequences is None:
+            query, columns = call.query, self.columns
+        else:
+            query, columns = call.query[sequences.rows].transpose(1, 2), sequences.columns
+        batch, heads, queries, size = query.shape
+        # [B, G, r, D], r = query heads of a key/value head times queries
+        left = (
+            (query.float() * call.scaling).reshape(batch, self.to.kv_heads, -1, size).contiguous()
         )
+        weights = self._scores_of(left, columns)
+        found = self._weigh(call, left, weights, columns)
+        if columns:
+            found += self._times_weight(self._sum(weights, columns), sequences is not None)
+        states = found.view(batch, heads, queries, size).transpose(1, 2)
+        if sequences is None:
+            out.copy_(states)
+        else:
+            out[sequences.rows] = states.to(out.dtype)
+
+    def _scores_of(self, left: Tensor, columns: int) -> Tensor:
+        """Scores ``[B, G, r, c * n]`` of queries ``[B, G, r, D]`` with packed keys; those of blocks past the
+        limit of a sequence are not written."""
+        call, to = self._call, self.to
+        scores = left.new_empty(*left.shape[:3], columns * to.block)
+        if columns:
+            self._turn()
+            _point_to_blocks(call, to, columns)
+            call.query, call.scores, call.rows = left.data_ptr(), scores.data_ptr(), left.shape[2]
+            self._score(call)
+        return scores
+
+    def _weigh(self, call: AttentionCall, left: Tensor, scores: Tensor, columns: int) -> Tensor:
+        """Turn scores into weights. Returns the sums ``[B, G, r, D]`` of what is kept as it is."""
+        to, found, kept = self.to, torch.empty_like(left), self._point_to_scores(call)
+        to.query, to.out, to.query_batches = left.data_ptr(), found.data_ptr(), None
+        to.query_batch = to.out_batch = left.stride(0)
+        to.query_token = to.out_token = left.shape[3]
+        to.query_head = to.out_head = to.queries * left.shape[3]
+        self._softmax.scores, self._softmax.columns = scores.data_ptr(), columns
+        self._take_softmax(self._softmax)
+        del kept  # the library has read it
+        return found
+
+    def _sum(self, weights: Tensor, columns: int) -> Tensor:
+        """Sums ``[B, G, r, C]`` of what packed values come from by ``weights`` ``[B, G, r, c * n]``."""
+        if self._sums is not None:
+            return self._sums.of(weights, self.to, columns)
+        stream, rows = self._stream, weights.flatten(1, 2)
+        assert stream is not None and stream.table is not None
+        step = max(TOKENS // (len(rows) * stream.block), 1)
+        sums = rows.new_zeros(())
+        for part, table in zip(
+            rows.split(step * stream.block, 2), stream.table.split(step, 1), strict=True
+        ):
+            sums = sums + part @ stream.read_segment(-1, torch.float32, table).flatten(1, 2)
+        return sums.view(*weights.shape[:3], -1)
+
+    def _times_weight(self, sums: Tensor, together: bool) -> Tensor:
+        """Sums ``[B, G, r, C]`` times the weight of values, ``[B, G, r, D]``; those of all sequences
+        ``together``, or of each alone."""
+        if not together:
+            return sums @ self._value_weight.float()
+        by_head = sums.transpose(0, 1)
+        values = by_head.flatten(1, 2) @ self._whole_weight
+        return values.unflatten(1, by_head.shape[1:3]).transpose(0, 1)
+
+    @cached_property
+    def _whole_weight(self) -> Tensor:
+        return self._value_weight.float().contiguous()
 
 
 class ValueSum:
-    """Sums of what one layer's values come from, affine codes with ranges per token.
-
-    Whoever has the blocks points ``call.value`` to them.
-    """
+    """Sums of what one layer's values come from, affine codes with ranges per token."""
 
     def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
-        library, operand = native.library(), codec.segments[-1].operand(block)
-        assert library is not None and isinstance(operand, Operand)
+        operand = codec.segments[-1].operand(block)
+        assert isinstance(operand, Operand)
         self.call = call = native.RebuildSum()
-        self._function = getattr(library, f"xq_rebuild_sum_{isa}")
+        self._function = native.function("rebuild_sum", isa)
         call.value.bits, call.value.per_token, call.value.group = operand.bits, True, operand.group
         call.block, call.channels = block, operand.channels
 
-    def of(self, weights: Tensor, table: Tensor, limits: Tensor | None = None) -> Tensor:
-        """Sums fp32 ``[B, r, C]`` of the rows of the blocks ``table`` ``[B, c]`` by ``weights``
-        ``[B, r, c * n]`` (fp32, none below 0); with ``limits`` int32 ``[B]``, of the blocks with so many
-        tokens.
+    def of(self, weights: Tensor, blocks: native.Attend, columns: int) -> Tensor:
+        """Sums fp32 ``[B, G, r, C]`` of the rows of these blocks by ``weights`` ``[B, G, r, c * n]`` (fp32,
+        none below 0); of a sequence, of the blocks up to its limit.
 
         Raises:
             MemoryError: the library has none.
         """
-        call, weights = self.call, weights.contiguous()
-        batch, rows, _ = weights.shape
-        out = weights.new_empty(batch, rows, call.channels)
-        call.batch, call.columns = table.shape
-        table = table.int()
-        call.table, call.table_stride = (
-            native.address(table, torch.int32, batch, call.columns, rows=True),
-            table.stride(0),
-        )
-        call.limits = None if limits is None else native.address(limits, torch.int32, batch)
-        sizes = batch, rows, call.columns * call.block
-        call.weights = native.address(weights, torch.float32, *sizes)
-        call.out, call.rows = out.data_ptr(), rows
-        call.threads = torch.get_num_threads()
-        if self._function(ctypes.byref(call)):
-            raise MemoryError("not enough memory to sum values")
-        return out
+        call, (batch, heads, rows, _) = self.call, weights.shape
+        sums = weights.new_empty(batch, heads, rows, call.channels)
+        _point_to_blocks(call, blocks, columns)
+        call.weights, call.out, call.rows = weights.data_ptr(), sums.data_ptr(), heads * rows
+        self._function(call)
+        return sums
 
     @staticmethod
     def fits(codec: LayerCodec, block: int) -> bool:
@@ -205,6 +251,16 @@ class ValueSum:
             and operand.tile == Tile(segment.channels, "channels")
             and operand.tile.fits(block)
         )
+
+
+def _point_to_blocks(
+    to: native.RebuildScores | native.RebuildSum, blocks: native.Attend, columns: int
+) -> None:
+    """To so many columns of the table of another call. Blocks that were cropped have no limit: their columns
+    do not follow from it."""
+    to.batch, to.columns, to.threads = blocks.batch, columns, blocks.threads
+    to.table, to.table_stride = blocks.table, blocks.table_stride
+    to.limits = None if blocks.lengths else blocks.limits
 
 
 def in_tile_order(weights: Tensor, group: int) -> Tensor:

@@ -104,7 +104,7 @@ def _call(
         call.channel_lanes = tile.lanes == "channels"
     call.zero_shift = quantizer.eta * (2**quantizer.bits - 1)
     call.scale_factor = 1 - 2 * quantizer.eta
-    native.pack_or_unpack(f"{what}_{isa}", call)
+    native.function(what, isa)(call)
 
 
 def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
@@ -123,7 +123,7 @@ def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None)
     call.borders, call.weights = borders.data_ptr(), weight_table().data_ptr()
     if excluded is not None:
         call.excluded = native.address(excluded, torch.bool, *x.shape[:2])
-    native.pack_or_unpack(f"ranked_encode_{isa}", call)
+    native.function("ranked_encode", isa)(call)
     return packed
 
 
@@ -137,7 +137,7 @@ def unpack_ranked(isa: str, quantizer: Ranked, packed: Packed, out: Tensor) -> N
     rows = out if tokens == whole(tokens) else out.new_empty(blocks, whole(tokens), channels)
     call = _ranked_call(quantizer, rows, packed)
     call.levels = level_table().data_ptr()
-    native.pack_or_unpack(f"ranked_decode_{isa}", call)
+    native.function("ranked_decode", isa)(call)
     if rows is not out:
         out.copy_(rows[:, :tokens])
 

@@ -1,0 +1,168 @@
+"""Attention over a cache that grows by any `Kernel` of the library."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.rotation import Pair
+from ...store.layer import CompressedLayer
+from ..addresses import BlockAddresses
+from ..backend import LayerAttention
+from ..call import FLOATS, AttentionCall
+from ..rebuilding import at_columns
+from ..rope import BlockAngles, RopeAngles, RopeTable
+from . import library as native
+from .attention import Kernel
+
+Turned = tuple[int | None, int | None, int]
+"""Where cos and sin of some tokens lie, fp32 ``[B, t, pairs]``, and ``pairs``."""
+AS_THEY_ARE: Turned = None, None, 0
+
+
+class GrowingAttention(LayerAttention):
+    """Attends over one layer."""
+
+    def __init__(self, layer: CompressedLayer, kernel: Kernel, rope: RopeTable) -> None:
+        self._layer, self._kernel, self._rope = layer, kernel, rope
+        self._addresses = BlockAddresses(layer.stream)
+        self._limits, self._limit = torch.empty(0, dtype=torch.int32, device="cpu"), -1
+        self._start: Pair | None = None
+        self._width, self._exact = layer.codec.view.kv_width, tuple(kernel.to.exact)
+        for rows in self._exact[:2]:  # of the tail and the sinks
+            rows.head_stride = kernel.to.head_size
+        self._exact[2].causal, kernel.to.exact_count = 1, 3
+        # What keys and values are rebuilt from is decoded for a chunk of a prompt in less time.
+        self.reads_chunks = layer.codec.rematerialized is None
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        layer, to = self._layer, self._kernel.to
+        fitted = call.fitted(layer)
+        if fitted is None:
+            return None
+        call, stream = fitted, layer.stream
+        batch, heads, queries, size = call.query.shape
+        past = layer.tokens - queries
+        limit = min(stream.tokens, past)
+        angles = None
+        if not layer.codec.rotated:
+            columns = None if layer.sinks is None else layer.sinks.columns
+            angles = self._rope.of(stream.lengths, stream.block, past - limit, columns)
+            if angles is None and not self._kernel.turns_tokens:
+                return None
+        self._refresh()
+        if stream.tokens:
+            self._turn(angles)
+        if limit != self._limit or len(self._limits) != batch:
+            self._limits = torch.full((batch,), limit, dtype=torch.int32, device="cpu")
+            self._limit = limit
+        to.batch, to.queries, to.limits = batch, queries, self._limits.data_ptr()
+        to.threads = torch.get_num_threads()
+        kept = self._point_to_exact(call, past, limit, angles)
+        if call.query.stride(3) != 1:
+            call = call._replace(query=call.query.contiguous())
+        out = call.query.new_empty(batch, queries, heads, size)
+        self._kernel.attend(call, out)
+        del kept  # the library has read it
+        layer.release_below()
+        return out
+
+    def _refresh(self) -> None:
+        """Point to the blocks as they are now."""
+        found, kernel, stream = self._addresses, self._kernel, self._layer.stream
+        if not found.refresh():
+            return
+        kernel.columns = found.columns
+        if found.table is None:
+            return
+        kernel.point_to_blocks([found.fields(number) for number in range(len(stream.segments))])
+        self._table, to = found.table.int(), kernel.to
+        to.lengths, to.table = found.lengths.data_ptr(), self._table.data_ptr()
+        to.table_stride = found.columns
+
+    def _turn(self, angles: RopeAngles | None) -> None:
+        """Tell the kernel the angles of packed keys, where they are others than before."""
+        if angles is not None:
+            if angles.start is not self._start:
+                self._kernel.turn(BlockAngles(angles.within, angles.start))
+                self._start = angles.start
+        elif self._kernel.turns_tokens:
+            # The column of the token in each place [c * n]; past the end of a block that was cropped, of any:
+            # its score is hidden.
+            stream, lengths = self._layer.stream, self._addresses.lengths.long()[:, None]
+            within = torch.arange(stream.block, device="cpu")
+            columns = (lengths.cumsum(0) - lengths + within).flatten().clamp(max=stream.tokens - 1)
+            by_channel = at_columns(columns, 2, *self._layer.index.rope_by_channel())
+            self._kernel.turn((by_channel[0], by_channel[1]))
+            self._start = None
+
+    def _point_to_exact(
+        self, call: AttentionCall, past: int, limit: int, angles: RopeAngles | None
+    ) -> tuple[Tensor | None, ...]:
+        """Point to the tail, the sinks and the newest tokens. Returns what is pointed to."""
+        layer, codec, before = self._layer, self._layer.codec, past - limit
+        tail, sinks, newest = self._exact
+        angles_of = self._turned(before, angles)
+        (tail.cos, tail.sin, tail.pairs), (sinks.cos, sinks.sin, sinks.pairs) = angles_of[:2]
+        tail.start, tail.count, sinks.count = limit, before, 0
+        rows = first = None
+        if before:
+            assert layer.tail is not None
+            rows = layer.tail if codec.keeps_states else layer.built.rows(layer.tail, before)
+            self._point(tail, rows)
+        if layer.sinks is not None:
+            first, columns = layer.sinks.rows, layer.sinks.columns
+            if not codec.keeps_states:
+                first = torch.cat(codec.exact(first.to(codec.view.dtype)), -1)
+            self._point(sinks, first)
+            sinks.count = columns.shape[1]
+            sinks.column = native.address(columns, torch.int32, *columns.shape)
+        key, value = call.key, call.value
+        if key.stride() != value.stride() or key.stride(3) != 1:
+            key, value = key.contiguous(), value.contiguous()
+        newest.key, newest.value = key.data_ptr(), value.data_ptr()
+        newest.batch_stride, newest.head_stride, newest.token_stride, _ = key.stride()
+        newest.dtype, newest.count = native.DTYPES[key.dtype], key.shape[2]
+        newest.start = past
+        return rows, first, key, value, *angles_of[2:]
+
+    def _point(self, to: native.Exact, rows: Tensor) -> None:
+        """To ``rows`` ``[B, t, 2 G D]``, keys beside values."""
+        shape = self._kernel.to.batch, rows.shape[1], 2 * self._width
+        to.key = start = native.address(rows, FLOATS, *shape, rows=True)
+        to.value = start + self._width * rows.itemsize
+        to.batch_stride, to.token_stride, _ = rows.stride()
+        to.dtype = native.DTYPES[rows.dtype]
+
+    def _turned(self, before: int, angles: RopeAngles | None) -> tuple[Any, ...]:
+        """Where the angles of the ``before`` tokens of the tail lie, and those of the sinks; and what is
+        pointed to, where nobody else keeps it."""
+        if self._layer.codec.rotated:
+            return AS_THEY_ARE, AS_THEY_ARE
+        if angles is None:
+            tail, sinks = self._token_angles(before)
+            return _where(tail), _where(sinks), *tail, *sinks
+        if "cpu" not in angles.prepared:  # for all layers
+            angles.prepared["cpu"] = _where(angles.tail), _where(angles.sinks)
+        found: tuple[Turned, Turned] = angles.prepared["cpu"]
+        return found
+
+    def _token_angles(self, before: int) -> tuple[Pair, Pair]:
+        """The same, where blocks have none."""
+        stream, sinks = self._layer.stream, self._layer.sinks
+        cos, sin = (t.mT for t in self._layer.index.rope_by_channel())
+        at = torch.arange(stream.tokens, stream.tokens + before, device=cos.device)
+        at = at.expand(len(cos), -1)
+        tail = _rows_at(cos, at), _rows_at(sin, at)
+        at = at[:, :0] if sinks is None else sinks.columns.clamp(min=0)
+        return tail, (_rows_at(cos, at), _rows_at(sin, at))
+
+
+def _rows_at(table: Tensor, places: Tensor) -> Tensor:
+    """The rows ``[B, t, .]`` in these places ``[B, t]`` of a table ``[B, T, .]``."""
+    return table.gather(1, places.long()[..., None].expand(-1, -1, table.shape[2])).contiguous()
+
+
+def _where(angles: Pair) -> Turned:
+    cos, sin = (native.address(t, torch.float32, *angles[0].shape) for t in angles)
+    return cos, sin, angles[0].shape[2]
