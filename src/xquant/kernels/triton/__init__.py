@@ -93,7 +93,7 @@ class Triton(Backend):
     ) -> PagedAttention | None:
         if codec.rematerialized is not None:
             return None
-        from .paged import TritonPages
+        from .attention import TritonPages
 
         return TritonPages(codec, layout, scaling, softcap, angles)
 

@@ -32,10 +32,10 @@ def reciprocal(x):
 
 
 @triton.jit
-def to_halves(x):
-    """``x`` ``[K, R]`` in fp16, each column divided by its largest element; and these, ``[1, R]``."""
+def divided(x):
+    """``x`` ``[K, R]``, each column divided by its largest element; and these, ``[1, R]``."""
     unit = tl.max(tl.abs(x), 0)[None, :]
-    return (x * reciprocal(unit)).to(tl.float16), unit
+    return x * reciprocal(unit), unit
 
 
 @triton.jit
