@@ -124,6 +124,8 @@ PAGED = Memory(Pages("*i64", "*i32", "i32"), RINGS, RINGS._replace(capacity=None
 NO_SINKS = PAGED._replace(sinks=None, runs=RUNS._replace(sinks=None))
 ONES = CALL._replace(shape=Shape(1, 1, 1), mask_token_stride=1)
 """Ones are constants."""
+STEP = CALL._replace(mask=None, shape=Shape(1, "i32", "i32"))
+"""One query of every head."""
 SEALING = [
     {"PER_TOKEN": False, "GROUP": 64, "BY_TOKEN": True, "HIDDEN": True, "ETA": True},
     {"PER_TOKEN": True, "GROUP": 128, "BY_TOKEN": False, "HIDDEN": False, "ETA": False},
@@ -226,7 +228,7 @@ def engines(target: int) -> None:
     paged = {"PAGED": True, **COUNTS}
     build(attend, {**DECODING[0], "MASK": 0, **paged}, target=target, memory=PAGED)
     given = {**DECODING[2], "SOFTCAP": True, **paged}
-    build(attend, given, target=target, memory=NO_SINKS, call=ONES)
+    build(attend, given, target=target, memory=NO_SINKS, call=STEP)
     head = {"D": 128, "DP": 128}
     pages = {**head, "N": 128, "PARTIAL": False, "sink_logits": None}
     build(combine, pages, target=target, sums="*fp32", runs=RUNS)
@@ -249,15 +251,18 @@ if __name__ == "__main__":
         build(attend, DECODING[0], target="gfx942")
         build(rebuild, REBUILDING[0], target="gfx942")
         sys.exit()
-    for given, call in zip(DECODING, (CALL, CALL, ONES), strict=True):
+    for given, call in zip(DECODING, (CALL, ONES, STEP), strict=True):
         build(attend, given, call=call)
     of_a_cache = {"runs": None, "N": None}
     build(combine, {"D": 96, "DP": 128, "PARTIAL": False, **of_a_cache}, sums="*fp32")
     alone = {**of_a_cache, "sink_logits": None}
     build(combine, {"D": 1024, "DP": 256, "PARTIAL": True, **alone}, sums="*fp32")
-    build(attend_exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
+    exact = {"D": 96, "DP": 128, "ROWS": 8, "SOFTCAP": True}
+    build(attend_exact, {**exact, "MASK": 2})
+    build(attend_exact, {**exact, "MASK": 0}, call=STEP)
     for given in REBUILDING:
-        build(rebuild, given, weights=WEIGHTS if given["PACKED"] else BF16)
+        call = CALL if given["MASK"] else STEP
+        build(rebuild, given, weights=WEIGHTS if given["PACKED"] else BF16, call=call)
     for given in SUMMING:
         build(sum_states, {"N": 128, "NP": 128, "ROWS": 32, **given})
     for below, weighted in ((True, True), (False, False)):

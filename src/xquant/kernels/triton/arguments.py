@@ -3,6 +3,9 @@
 ``data`` is what the kernel gets a pointer to. Triton compiles a kernel anew where a number in a group becomes
 1 or a multiple of 16, or ceases to be: ``do_not_specialize`` does not reach into groups. So what changes from
 step to step (the length, strides of the mask) is an argument of its own.
+
+Of a group in a group Triton 3.6 forgets, within a branch or a loop, which number a field is where it is a
+constant (a one). It knows when the outer group is made anew, so kernels begin with that: ``Call(*call)``.
 """
 
 from typing import Any, NamedTuple

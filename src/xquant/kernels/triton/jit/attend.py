@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..arguments import Call, Memory
 from .codebook import table_of
 from .codes import FIELDS, QUARTER, Block, block_at, index_at, lane_order, moved, tile_order
 from .exact import Channels, add_exact, load_rows, store_split
@@ -150,33 +151,11 @@ def columns_of_sinks(memory, b, sink_count, SINKS: tl.constexpr, PAGED: tl.const
 
 @triton.jit
 def add_blocks(
-    call,
-    mask,
-    memory,
-    tables,
-    rows,
-    b,
-    head,
-    first,
-    stop,
-    columns,
-    limit,
-    sink_count,
-    channels,
-    softmax,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROTATE: tl.constexpr,
-    PAGED: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-):
+    call, mask, memory, tables, rows, b, head, first, stop, columns, limit, sink_count, channels, softmax,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, SINKS: tl.constexpr,
+    ROTATE: tl.constexpr, PAGED: tl.constexpr, OFFSET: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
     """Add the blocks in columns from ``first`` to ``stop`` to the softmax of `Rows`."""
     half: tl.constexpr = D // 2
     OUTLIERS: tl.constexpr = KEY.count_bytes > 0
@@ -213,7 +192,10 @@ def add_blocks(
         page_now = page if PAGED else column
         page = page_of(blocks, after, PAGED)
         next_keys, next_values = keys_and_values(blocks, page, PAGED)
-        next_begin, next_length = span_of(blocks, after, limit, N, PAGED)
+        if PAGED:
+            next_begin, next_length = begin + N, length - N
+        else:
+            next_begin, next_length = span_of(blocks, after, limit, N, PAGED)
         start = column if PAGED else b * columns + column
         if ROTATE:
             angle = start * half + channel % half
@@ -277,31 +259,12 @@ def add_blocks(
 
 @triton.jit(do_not_specialize=VARYING)
 def attend(
-    call,
-    mask_batch_stride,
-    mask_query_stride,
-    memory,
-    columns,
-    limit,
-    tail_count,
-    sink_count,
-    tables,
-    sums_out,
-    maxima_out,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROTATE: tl.constexpr,
-    PAGED: tl.constexpr,
-    OFFSET: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-):
+    call, mask_batch_stride, mask_query_stride, memory, columns, limit, tail_count, sink_count, tables,
+    sums_out, maxima_out,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr, ROTATE: tl.constexpr, PAGED: tl.constexpr, OFFSET: tl.constexpr, MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+):  # fmt: skip
     """Attention ``softmax(scaling q K^T) V`` by an online softmax (`softmax`), split over programs.
 
     The first split of each head reads the exact tokens: tail, sinks and the newest. Each of the others reads
@@ -338,6 +301,7 @@ def attend(
         KEY: `operand.Layout` of keys; as ``VALUE``.
     """
     half: tl.constexpr = D // 2
+    call, memory = Call(*call), Memory(*memory)  # see `arguments`
     shape, split = call.shape, tl.program_id(0)
     b, head = tl.program_id(1) // shape.kv_heads, tl.program_id(1) % shape.kv_heads
     own = b

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..arguments import Call, Memory
 from .exact import Channels, add_exact, load_rows, store_split
 from .softmax import Mask, empty_softmax, mask_rows
 
@@ -12,21 +13,9 @@ VARYING = ("limit", "tail_count", "sink_count", "mask_batch_stride", "mask_query
 
 @triton.jit(do_not_specialize=VARYING)
 def attend_exact(
-    call,
-    mask_batch_stride,
-    mask_query_stride,
-    memory,
-    limit,
-    tail_count,
-    sink_count,
-    sums_out,
-    maxima_out,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    ROWS: tl.constexpr,
-    MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
+    call, mask_batch_stride, mask_query_stride, memory, limit, tail_count, sink_count, sums_out, maxima_out,
+    D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Attention over the exact tokens: tail, sinks and the newest. It is the first split of `attend`, with
     the same arguments; keys are kept before RoPE. The reference is what `blockwise.BlockwiseAttention` adds
     of exact tokens to its softmax.
@@ -38,6 +27,7 @@ def attend_exact(
         maxima_out: fp32 ``[B G, rows, 2]``, running maximum and total, to write.
     """
     half: tl.constexpr = D // 2
+    call, memory = Call(*call), Memory(*memory)  # see `arguments`
     shape = call.shape
     b, head = tl.program_id(0) // shape.kv_heads, tl.program_id(0) % shape.kv_heads
     channel = tl.arange(0, DP)

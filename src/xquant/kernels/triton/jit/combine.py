@@ -10,19 +10,9 @@ STEP = tl.constexpr(16)  # splits that are read at a time
 
 @triton.jit(do_not_specialize=("splits",))
 def combine(
-    sums,
-    maxima,
-    out,
-    maxima_out,
-    sink_logits,
-    splits,
-    runs,
-    shape,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
+    sums, maxima, out, maxima_out, sink_logits, splits, runs, shape,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
     """Combine the splits of every row. Of a split ``i`` with running maximum ``m_i``, total ``l_i`` and sums
     ``o_i``::
 

@@ -122,20 +122,10 @@ def store_split(sums_out, maxima_out, softmax, to, row_there, channel, D):
 
 @triton.jit
 def add_rows(
-    queries,
-    tokens,
-    run,
-    b,
-    limit,
-    channels,
-    softmax,
-    D: tl.constexpr,
-    ROTATE: tl.constexpr,
-    LISTED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
+    queries, tokens, run, b, limit, channels, softmax,
+    D: tl.constexpr, ROTATE: tl.constexpr, LISTED: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Add the `Tokens` of a run to a softmax. The place behind ``capacity - 1`` is 0, where there is a
     capacity.
 
@@ -185,24 +175,10 @@ def add_rows(
 
 @triton.jit
 def add_exact(
-    call,
-    mask,
-    memory,
-    rows,
-    b,
-    head,
-    limit,
-    tail_count,
-    sink_count,
-    channels,
-    softmax,
-    D: tl.constexpr,
-    SINKS: tl.constexpr,
-    ROTATE: tl.constexpr,
-    PAGED: tl.constexpr,
-    MASK: tl.constexpr,
+    call, mask, memory, rows, b, head, limit, tail_count, sink_count, channels, softmax,
+    D: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, PAGED: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Add the exact tokens of a head and sequence to the softmax of `Rows`: tail, sinks and the newest.
 
     The newest keys come rotated; those of tail and sinks are rotated where ``ROTATE``. The tail is that of

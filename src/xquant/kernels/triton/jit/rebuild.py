@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from ..arguments import Call, Memory
 from .codes import QUARTER, block_at, lane_order
 from .exact import row_pointers
 from .products import HALF_MAX, divided, high_and_low
@@ -26,17 +27,9 @@ def head_channels(D: tl.constexpr, COUNT: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def finished_keys(
-    product,
-    head,
-    token,
-    weights,
-    rope,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    PACKED: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    product, head, token, weights, rope,
+    D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """A quarter of the keys of a head, ``R(r) norm(product + bias)``, as of `high_and_low`.
 
     ``product``: of the states of a block with the head's rows of the matrix, fp32 ``[NP, DP]``; the rest as
@@ -67,27 +60,11 @@ def finished_keys(
 
 @triton.jit
 def store_scores(
-    scores_out,
-    high,
-    low,
-    head,
-    call,
-    mask_batch_stride,
-    mask_query_stride,
-    rope,
-    b,
-    column,
-    columns,
-    begin,
-    token,
-    seen,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    MASK: tl.constexpr,
+    scores_out, high, low, head, call, mask_batch_stride, mask_query_stride, rope, b, column, columns, begin,
+    token, seen,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Write the scores ``R(-p) q . k`` of all rows of a head with the keys of a block, -inf of each ``token``
     ``[NP]`` that is not ``seen``.
 
@@ -128,34 +105,13 @@ def store_scores(
 
 @triton.jit(do_not_specialize=VARYING)
 def rebuild(
-    call,
-    mask_batch_stride,
-    mask_query_stride,
-    memory,
-    columns,
-    limit,
-    sink_count,
-    rows_in,
-    weights,
-    C,
+    call, mask_batch_stride, mask_query_stride, memory, columns, limit, sink_count, rows_in, weights, C,
     scores_out,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    HEADS: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PACKED: tl.constexpr,
-    TILE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr,
+    LAYOUT: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Write the scores of queries ``q`` with keys that are rebuilt from rows ``x``. At place ``r`` of a
     block that starts at position ``p``::
 
@@ -182,6 +138,7 @@ def rebuild(
         SINKS: a power of two from ``sink_count`` on, 0 where there are none.
     """
     column, head, b = tl.program_id(0), tl.program_id(1) * HEADS, tl.program_id(2)
+    call, memory = Call(*call), Memory(*memory)  # see `arguments`
     blocks, matrix = memory.blocks, weights.matrix
     block = block_at(blocks.addresses + b * columns + column, tl.num_programs(2) * columns)
     begin, length = tl.load(blocks.begins + column), tl.load(blocks.lengths + column)
