@@ -28,8 +28,9 @@ import triton
 
 from support.compile_kernels import (
     ACCUMULATING,
+    BF16,
+    COUNTS,
     NO_SINKS,
-    PAGED,
     REBUILDING,
     SUMMING,
     build,
@@ -37,7 +38,6 @@ from support.compile_kernels import (
     layout,
 )
 from xquant.cli.common import print_table
-from xquant.kernels.triton.arguments import Matrix
 from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.rebuild import rebuild
@@ -97,7 +97,8 @@ def kvquant(bits: int) -> Any:
     return attending(bits, True, codebook=True, outliers=True)
 
 
-IN_PAGES = {"PAGED": True, **NO_SINKS}
+IN_PAGES = {"PAGED": True, **COUNTS}
+PAGES = {"memory": NO_SINKS}
 LATENTS = {**REBUILDING[0], "BIAS": False, "NORM": False, "SINKS": 0}
 SUMS = {**REBUILDING[2], "BIAS": False, "NORM": False, "SINKS": 0, "MASK": 0}
 STATES = {"N": TOKENS, "NP": TOKENS, "ROWS": 32, **SUMMING[0]}
@@ -108,17 +109,17 @@ KERNELS = (
     Kernel("attend, kivi-4bit:rope=post", attend, attending(4, False), 4, BLOCK),
     Kernel("attend, kivi-2bit", attend, attending(2, True), 8, BLOCK),
     Kernel("attend, kivi-2bit:rope=post", attend, attending(2, False), 4, BLOCK),
-    Kernel("attend, kivi-4bit, pages", attend, {**attending(4, True), **IN_PAGES}, 8, BLOCK, PAGED),
+    Kernel("attend, kivi-4bit, pages", attend, {**attending(4, True), **IN_PAGES}, 8, BLOCK, PAGES),
     Kernel("attend, kvquant-4bit", attend, attending(4, True, codebook=True), 8, BLOCK),
     Kernel("attend, kvquant-4bit-1%", attend, kvquant(4), 8, BLOCK),
     Kernel("attend, kvquant-3bit-1%", attend, kvquant(3), 8, BLOCK),
     Kernel("attend, kvquant-2bit-1%", attend, kvquant(2), 8, BLOCK),
-    Kernel("attend, kvquant-4bit-1%, pages", attend, {**kvquant(4), **IN_PAGES}, 8, BLOCK, PAGED),
+    Kernel("attend, kvquant-4bit-1%, pages", attend, {**kvquant(4), **IN_PAGES}, 8, BLOCK, PAGES),
     # A round has 64 channels of 1024, or of 4096, and 2 heads.
     Kernel("rebuild, xquant-4bit", rebuild, LATENTS, 8, WHOLE // (16 * KV_HEADS // 2)),
     Kernel(
         *("rebuild, xquant-cl", rebuild, SUMS, 8, WHOLE // (64 * KV_HEADS // 2)),
-        {"matrix": Matrix("*bf16", "*fp32")},
+        {"weights": BF16},
     ),
     # A round has 128 channels of 1024.
     Kernel("sum_states, xquant-4bit", sum_states, STATES, 8, WHOLE // 8),

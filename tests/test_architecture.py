@@ -103,3 +103,21 @@ def test_no_circle_has_more_than_three_files() -> None:
         graph.add_edges_from((name, other) for other in _imported(file, modules) - {name})
     circles = [sorted(each) for each in networkx.strongly_connected_components(graph)]
     assert not [each for each in circles if len(each) > 3]
+
+
+MOST_PARAMETERS = 15
+
+
+def test_no_kernel_takes_many_arguments() -> None:
+    """But for what it is compiled for. What belongs together is a NamedTuple, which is one argument."""
+    many = {}
+    for file in (SOURCE / "kernels" / "triton" / "jit").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                count = sum(
+                    arg.annotation is None or "constexpr" not in ast.unparse(arg.annotation)
+                    for arg in node.args.args
+                )
+                if count > MOST_PARAMETERS:
+                    many[f"{file.name}:{node.name}"] = count
+    assert not many

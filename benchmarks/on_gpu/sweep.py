@@ -66,18 +66,18 @@ def _ways() -> Iterator[dict[str, Any]]:
 def _timed(machine: Machine, contender: Compressed, options: Mapping[str, Any]) -> Row:
     row = Row(ms_per_layer=None, failed=None)
     layers = list(contender.cache.stack._attentions.values())
-    own = [(layer._packed.constants, layer._slots) for layer in layers]
+    own = [(layer._packed.constants, layer._packed.slots) for layer in layers]
     given = {k: v for k, v in options.items() if k != "waves" and v is not None}
     try:
         for layer, (constants, slots) in zip(layers, own, strict=True):
             layer._packed.constants = {**constants, **given}
-            layer._slots = Waves(slots, options.get("waves", 1))
+            layer._packed.slots = Waves(slots, options.get("waves", 1))
         row["ms_per_layer"] = _median(machine.clock(contender.attend), machine) / len(layers) * 1e3
     except Exception as error:  # what a compiler refuses, as too many registers
         row["failed"] = reason(error)
     finally:
         for layer, (constants, slots) in zip(layers, own, strict=True):
-            layer._packed.constants, layer._slots = constants, slots
+            layer._packed.constants, layer._packed.slots = constants, slots
     return row
 
 

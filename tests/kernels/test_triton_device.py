@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", minversion="3.5")
 
@@ -38,8 +39,7 @@ class Started:
         run = type(attend).run
 
         def recorded(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            parts = (p for arg in args for p in (arg if isinstance(arg, tuple) else [arg]))
-            devices = {part.device for part in parts if isinstance(part, Tensor)}
+            devices = {part.device for part in tree_leaves(args) if isinstance(part, Tensor)}
             name = kernel.fn.__name__
             self.right[name] = self.right.get(name, True) and devices == {self.current}
             return run(kernel, *args, **kwargs)

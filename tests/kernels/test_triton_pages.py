@@ -25,7 +25,7 @@ from xquant.kernels.call import AttentionCall
 from xquant.kernels.choose import choose
 from xquant.kernels.paged import PagedAttention, Sequences
 from xquant.kernels.torch import FOLDED, REFERENCE
-from xquant.kernels.triton import BACKEND, paged
+from xquant.kernels.triton import BACKEND, attention
 from xquant.kernels.triton.device import Slots
 from xquant.methods import LayerCodec
 from xquant.models import view_model
@@ -315,8 +315,8 @@ def test_the_device_is_asked_for_nothing(spec: str, monkeypatch: pytest.MonkeyPa
     """So a CUDA graph can capture it; nor does what is launched depend on what the memory says."""
     grids: list[Any] = []
     for kernel, out in (("attend", "sums_out"), ("combine", "out"), ("append", "rings")):
-        silent = Unlaunched(getattr(paged, kernel), out, grids)
-        monkeypatch.setattr(paged, kernel, silent)
+        silent = Unlaunched(getattr(attention, kernel), out, grids)
+        monkeypatch.setattr(attention, kernel, silent)
     codec = codec_of(spec, 32, 2, 2)
     memory = Memory(codec, 40, 2)
     states = new_states(codec.view, 9)

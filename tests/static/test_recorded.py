@@ -121,7 +121,7 @@ def test_no_two_caches_have_one_mark(model: Any) -> None:
     assert len(marks) == 15  # a batch of as many sequences as before keeps its memory
 
 
-PASSING = {"query", "key", "value", "out", "sums", "sums_out", "maxima", "maxima_out"}
+PASSING = {"call", "key", "value", "out", "sums", "sums_out", "maxima", "maxima_out"}
 """Arguments that a graph gives memory which stays: what layers compute, and what kernels leave each other."""
 
 
@@ -158,7 +158,7 @@ def test_every_step_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a CUDA graph of one step holds for all; and the device is asked for nothing."""
     pytest.importorskip("triton", minversion="3.5")
     from support import triton_interpreter
-    from xquant.kernels.triton import paged
+    from xquant.kernels.triton import attention
 
     triton_interpreter.mend()
     model = tiny("llama", head_dim=32, hidden_size=64, initializer_range=0.1, num_hidden_layers=2)
@@ -179,8 +179,8 @@ def test_every_step_launches_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.kernel.startswith("triton")
     wanted = run(plain, 0, 30)
     for name in ("attend", "combine", "append"):
-        monkeypatch.setattr(paged, name, Launches(getattr(paged, name), noted))
-    monkeypatch.setattr("xquant.cache.growing.static.finite.asked_at_once", lambda device: False)
+        monkeypatch.setattr(attention, name, Launches(getattr(attention, name), noted))
+    monkeypatch.setattr("xquant.cache.static.finite.asked_at_once", lambda device: False)
     monkeypatch.setattr(StaticKVCache, "attend", silent)
     first: list[Any] = []
     for at in range(30, 37):  # the first blocks are sealed on the way, with their sinks

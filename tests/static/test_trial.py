@@ -13,7 +13,7 @@ from support import triton_interpreter
 from support.attention_cases import DEVICE
 from support.models import prompt, tiny
 from xquant import StaticKVCache
-from xquant.kernels.triton.paged import TritonPages
+from xquant.kernels.triton.attention import TritonPages
 
 triton_interpreter.mend()
 

@@ -15,12 +15,17 @@ from triton.runtime import driver
 from xquant.kernels.triton.arguments import (
     BlockRope,
     Blocks,
+    Call,
     ExactRows,
     Heads,
+    KeyWeights,
     Matrix,
+    Memory,
     Pages,
     Rows,
+    Runs,
     Shape,
+    Tables,
 )
 from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.append import append
@@ -36,33 +41,31 @@ from xquant.kernels.triton.operand import Layout
 
 HEADS = Heads("*bf16", "i32", "i32", "i32")
 ROWS = Rows("*bf16", "i32", "i32")
-EXACT_ROWS = ExactRows(*ROWS, "*fp32", "*fp32", "*i32", "constexpr")
-RINGS = EXACT_ROWS._replace(capacity="i32")
-MATRIX = Matrix("*fp16", "*fp32")
+TAIL = ExactRows("*bf16", "i32", "i32", "*fp32", "*fp32")
+SINKS = TAIL._replace(columns="*i32")
+RINGS = ExactRows("*bf16", "i32", "i32", capacity="i32")
+ROPE = BlockRope("*fp32", "*fp32", "*fp32", "*fp32")
+BLOCKS = Blocks("*i64", "*i32", "*i32")
+SHAPE = Shape("i32", "i32", "i32")
+CALL = Call(HEADS, HEADS, HEADS, "*bf16", "i32", SHAPE, "fp32", "fp32")
+WEIGHTS = KeyWeights(Matrix("*fp16", "*fp32"), "*fp32", "*fp32", "fp32")
+BF16 = WEIGHTS._replace(matrix=Matrix("*bf16", "*fp32"))
 TYPES: dict[str, Any] = {
-    **dict.fromkeys(("query", "key", "value", "out"), HEADS),
-    **{
-        "tail": EXACT_ROWS,
-        "sinks": EXACT_ROWS,
-        "rings": RINGS,
-        "rows_in": ROWS,
-        "sums": ROWS,
-        "matrix": MATRIX,
-    },
-    "blocks": Blocks("*i64", "*i32", "*i32"),
-    "rope": BlockRope("*fp32", "*fp32", "*fp32", "*fp32"),
-    "shape": Shape("i32", "i32", "i32"),
-    **dict.fromkeys(("mask", "rows_out"), "*bf16"),
-    **dict.fromkeys(("sums_out", "maxima_out", "maxima", "offset", "sink_logits"), "*fp32"),
-    **dict.fromkeys(("scores", "scores_out", "bias", "gain"), "*fp32"),
-    **dict.fromkeys(("key_codebook", "value_codebook", "scale", "zero"), "*fp16"),
-    "addresses": "*i64",
+    **dict.fromkeys(("key", "value", "out"), HEADS),
+    **{"rings": RINGS, "rows_in": ROWS, "sums": ROWS, "blocks": BLOCKS, "shape": SHAPE},
+    **{"call": CALL, "memory": Memory(BLOCKS, TAIL, SINKS, ROPE)},
+    **{"tables": Tables("*fp16", "*fp16", "*fp32"), "weights": WEIGHTS, "matrix": WEIGHTS.matrix},
+    **dict.fromkeys(("sums_out", "maxima_out", "maxima", "sink_logits"), "*fp32"),
+    **dict.fromkeys(("scores", "scores_out"), "*fp32"),
+    **dict.fromkeys(("scale", "zero"), "*fp16"),
+    **{"addresses": "*i64", "rows_out": "*bf16"},
     **dict.fromkeys(("sink_columns", "codes", "found_nan"), "*i32"),
     **dict.fromkeys(("size", "size_out", "levels", "sizes"), "*fp32"),
     **dict.fromkeys(("order", "order_out", "runs", "usual"), "*i32"),
     "hidden": "*i1",
-    **dict.fromkeys(("scaling", "softcap", "epsilon", "zero_shift", "scale_share"), "fp32"),
+    **dict.fromkeys(("zero_shift", "scale_share"), "fp32"),
 }
+"""Of arguments; the fields of groups, too. What is no string is a constant."""
 
 
 def decoding(head: int, block: int, **given: Any) -> dict[str, Any]:
@@ -110,15 +113,19 @@ DECODING = [
         64,
         64,
         ROTATE=True,
-        **{"shape": Shape(1, 1, 1), "mask_token_stride": 1},  # ones are constants
         KEY=layout(3, CHANNEL, 64, codebook=True, count_bytes=2),
         VALUE=layout(3, TOKEN, 1024, per_token=True, codebook=True, count_bytes=2),
     ),
 ]
-SEQUENCES = dict.fromkeys(("limits", "new_runs", "tail_runs", "sink_runs", "held_runs"), "*i32")
-PAGED = {**SEQUENCES, "tail": RINGS, "blocks": Pages("*i64", "*i32", "i32")}
-"""Types of what an engine's sequences have in memory."""
-NO_SINKS = {"sinks": None, "sink_runs": None}
+RUNS = Runs("*i32", "*i32", "*i32", "*i32")
+COUNTS = dict.fromkeys(("columns", "limit", "tail_count", "sink_count"))
+PAGED = Memory(Pages("*i64", "*i32", "i32"), RINGS, RINGS._replace(capacity=None), ROPE, RUNS)
+"""What an engine's sequences have in memory."""
+NO_SINKS = PAGED._replace(sinks=None, runs=RUNS._replace(sinks=None))
+ONES = CALL._replace(shape=Shape(1, 1, 1), mask_token_stride=1)
+"""Ones are constants."""
+STEP = CALL._replace(mask=None, shape=Shape(1, "i32", "i32"))
+"""One query of every head."""
 SEALING = [
     {"PER_TOKEN": False, "GROUP": 64, "BY_TOKEN": True, "HIDDEN": True, "ETA": True},
     {"PER_TOKEN": True, "GROUP": 128, "BY_TOKEN": False, "HIDDEN": False, "ETA": False},
@@ -169,6 +176,20 @@ ACCUMULATING = {
 }
 
 
+def typed(kind: Any, path: tuple[int, ...], known: dict[tuple[int, ...], Any]) -> Any:
+    """What Triton is told of an argument of a ``kind``; constants are added to ``known``."""
+    if isinstance(kind, tuple):
+        return type(kind)(*(typed(each, (*path, i), known) for i, each in enumerate(kind)))
+    if isinstance(kind, str):
+        return kind
+    known[path] = kind
+    return "constexpr"
+
+
+MULTIPLES = ("batch_stride", "head_stride", "token_stride", "table_stride", "C", "width")
+"""Numbers that are multiples of 16."""
+
+
 def build(
     kernel: Any, constants: dict[str, Any], warps: int = 8, target: int | str = 90, **types: Any
 ) -> Any:
@@ -177,23 +198,18 @@ def build(
     signature: dict[str, Any] = {}
     known: dict[tuple[int, ...], Any] = {}
     for i, name in enumerate(kernel.arg_names):
-        kind = {**TYPES, **types}.get(name, "i32")
-        if name not in constants:
-            signature[name] = kind
-            if isinstance(kind, tuple):
-                known |= {(i, j): None for j, each in enumerate(kind) if each == "constexpr"}
-        elif name in TYPES and constants[name] is not None:  # a group of constants
-            signature[name] = type(kind)(*["constexpr"] * len(kind))
-            known |= {(i, j): value for j, value in enumerate(constants[name])}
-        else:
+        if name in constants:
             signature[name], known[i,] = "constexpr", constants[name]
+        else:
+            signature[name] = typed({**TYPES, **types}.get(name, "i32"), (i,), known)
 
     def aligned(path: tuple[int, ...], kind: str) -> bool:
         """As at run time: what is allocated begins at a multiple of 16 bytes, and so do its rows."""
         name = kernel.arg_names[path[0]]
-        field = signature[name]._fields[path[1]] if len(path) > 1 else name
-        grouped = len(path) > 1 and field.endswith("_stride")
-        return kind[0] == "*" or (kind == "i32" and (grouped or field in ("C", "width")))
+        group = signature[name]
+        for number in path[1:]:
+            name, group = group._fields[number], group[number]
+        return kind[0] == "*" or (kind == "i32" and name in MULTIPLES)
 
     paths = find_paths_if(list(signature.values()), aligned)
     attributes = {path: [["tt.divisibility", 16]] for path in paths}
@@ -209,14 +225,14 @@ def build(
 
 def engines(target: int) -> None:
     """What an engine needs."""
-    given = {**DECODING[0], "MASK": 0, "PAGED": True}
-    build(attend, given, target=target, **PAGED)
-    given = {**DECODING[2], "SOFTCAP": True, "PAGED": True, **NO_SINKS}
-    build(attend, given, target=target, **PAGED)
+    paged = {"PAGED": True, **COUNTS}
+    build(attend, {**DECODING[0], "MASK": 0, **paged}, target=target, memory=PAGED)
+    given = {**DECODING[2], "SOFTCAP": True, **paged}
+    build(attend, given, target=target, memory=NO_SINKS, call=STEP)
     head = {"D": 128, "DP": 128}
     pages = {**head, "N": 128, "PARTIAL": False, "sink_logits": None}
-    build(combine, pages, target=target, sums="*fp32", **SEQUENCES)
-    build(append, {"W": 1024, "WP": 1024, "D": 128}, target=target, **SEQUENCES)
+    build(combine, pages, target=target, sums="*fp32", runs=RUNS)
+    build(append, {"W": 1024, "WP": 1024, "D": 128}, target=target, runs=RUNS)
     for by_token in (False, True):
         given = {**head, "N": 64, "NP": 64, "BITS": 3, "BY_TOKEN": by_token, "PLAIN": True}
         build(assign, given, target=target, rows="*fp32", edges="*fp32", plain="*u8")
@@ -235,15 +251,18 @@ if __name__ == "__main__":
         build(attend, DECODING[0], target="gfx942")
         build(rebuild, REBUILDING[0], target="gfx942")
         sys.exit()
-    for given in DECODING:
-        build(attend, given)
-    of_a_cache = {"limits": None, "new_runs": None, "N": None}
+    for given, call in zip(DECODING, (CALL, ONES, STEP), strict=True):
+        build(attend, given, call=call)
+    of_a_cache = {"runs": None, "N": None}
     build(combine, {"D": 96, "DP": 128, "PARTIAL": False, **of_a_cache}, sums="*fp32")
     alone = {**of_a_cache, "sink_logits": None}
     build(combine, {"D": 1024, "DP": 256, "PARTIAL": True, **alone}, sums="*fp32")
-    build(attend_exact, {"D": 96, "DP": 128, "ROWS": 8, "MASK": 2, "SOFTCAP": True})
+    exact = {"D": 96, "DP": 128, "ROWS": 8, "SOFTCAP": True}
+    build(attend_exact, {**exact, "MASK": 2})
+    build(attend_exact, {**exact, "MASK": 0}, call=STEP)
     for given in REBUILDING:
-        build(rebuild, given, matrix=MATRIX if given["PACKED"] else Matrix("*bf16", "*fp32"))
+        call = CALL if given["MASK"] else STEP
+        build(rebuild, given, weights=WEIGHTS if given["PACKED"] else BF16, call=call)
     for given in SUMMING:
         build(sum_states, {"N": 128, "NP": 128, "ROWS": 32, **given})
     for below, weighted in ((True, True), (False, False)):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..store.pages import PageLayout
 from ..store.stream import Stream
 from .addresses import BlockAddresses
 
@@ -85,3 +86,16 @@ class BlockTable:
                 addresses[name] = torch.full((count,), shared.data_ptr(), device="cpu")
         nowhere = torch.zeros(count, dtype=torch.int64, device="cpu")
         return [addresses.get(name, nowhere) for name in FIELDS]
+
+
+def page_addresses(layout: PageLayout, pages: Tensor, offline: Sequence[Offline]) -> Tensor:
+    """int64 ``[segments, FIELDS, 2]``: where each field lies in page 0 of ``pages`` uint8 ``[N, .]``, and how
+    far pages lie apart: not at all where all blocks share it (``offline``, as of `BlockTable`)."""
+    found = [[[0, 0] for _ in FIELDS] for _ in offline]
+    for place in layout.places:
+        start = pages.data_ptr() + place.start
+        found[place.segment][FIELDS.index(place.name)] = [start, pages.stride(0)]
+    for fields, shared in zip(found, offline, strict=True):
+        for name, each in zip(("scale", "zero"), shared or (), strict=False):
+            fields[FIELDS.index(name)] = [each.data_ptr(), 0]
+    return torch.tensor(found, dtype=torch.int64, device=pages.device)

@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from ..store.layer import CompressedLayer
 
 
+class Angles(NamedTuple):
+    """The rotations of `RopeAngles`, where the layer is."""
+
+    start: Pair
+    within: Pair
+    tail: Pair
+    sinks: Pair
+
+
 class PackedCall(NamedTuple):
     """The newest tokens, and how many there are before them."""
 
@@ -31,30 +40,12 @@ class PackedCall(NamedTuple):
     """Of them, those in blocks."""
     before: int
     """Of them, those in the tail."""
-    start: Pair
-    """The rotations of `RopeAngles`; empty where keys are kept after RoPE."""
-    within: Pair
-    tail: Pair
-    sinks: Pair
+    angles: Angles | None
+    """None where keys are kept after RoPE."""
 
     @property
     def batch(self) -> int:
         return self.query.shape[0]
-
-    @property
-    def groups(self) -> int:
-        """Key/value heads."""
-        return self.key.shape[1]
-
-    @property
-    def size(self) -> int:
-        """Channels of a head."""
-        return self.query.shape[3]
-
-    @property
-    def rows(self) -> int:
-        """Query heads times queries of a key/value head."""
-        return self.query.shape[1] * self.query.shape[2] // self.groups
 
     def new_out(self) -> Tensor:
         """``[B, t, H, D]``, not written yet."""
@@ -84,20 +75,23 @@ def packed_call(
     past = layer.tokens - query.shape[2]
     limit = min(stream.tokens, past)
     before = past - limit
-    if layer.codec.rotated:
-        nothing = torch.empty(0, device=device, dtype=torch.float32)
-        pairs = [(nothing, nothing)] * 4
-    else:
+    angles = None
+    if not layer.codec.rotated:
         columns = None if layer.sinks is None else layer.sinks.columns
-        angles = rope.of(stream.lengths, stream.block, before, columns)
-        if angles is None:
+        found = rope.of(stream.lengths, stream.block, before, columns)
+        if found is None:
             return None
-        rotations = angles.start, angles.within.angles, angles.tail, angles.sinks
-        pairs = [(cos.to(device), sin.to(device)) for cos, sin in rotations]
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        rotations = found.start, found.within.angles, found.tail, found.sinks
+        angles = Angles(*((cos.to(device), sin.to(device)) for cos, sin in rotations))
+    query, key, value = channels_together(query, key, value)
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     cap = softcap or 0.0
     return PackedCall(
-        query, key, value, mask, scaling, cap, sink_logits, past, limit, before, *pairs
+        query, key, value, mask, scaling, cap, sink_logits, past, limit, before, angles
     )
+
+
+def channels_together(*states: Tensor) -> tuple[Tensor, ...]:
+    """States whose channels lie beside each other: copies of those that do not."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in states)

@@ -35,6 +35,10 @@ class PagedAngles:
     every: Pair
     """``[positions, D / 2]``."""
 
+    def of_blocks(self, device: torch.device) -> list[Tensor]:
+        """cos and sin of the starts of blocks, then of the places within, on ``device``."""
+        return [t.to(device).contiguous() for t in (*self.starts, *self.within.angles)]
+
 
 @dataclass(frozen=True)
 class Sequences:

@@ -22,3 +22,10 @@ class Workspace:
             # Twice what is asked for: it grows with the context, a split at a time.
             held = self._held[device] = torch.empty(2 * wanted, dtype=torch.float32, device=device)
         return list(held[:wanted].split(whole))
+
+
+class Unshared(Workspace):
+    """Memory of torch's allocator for every call, which gives a CUDA graph memory that stays its own."""
+
+    def take(self, device: torch.device, *sizes: int) -> list[Tensor]:
+        return [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]

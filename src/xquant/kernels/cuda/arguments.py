@@ -1,10 +1,13 @@
 """The structures of csrc/arguments.h, name by name."""
 
+from collections.abc import Iterable
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...models.rotation import Pair
 
 MASKS = {torch.bool: 1, torch.float32: 2, torch.bfloat16: 3, torch.float16: 4}
 """Kinds of masks, by dtype."""
@@ -45,6 +48,10 @@ class Exact(Structure):
         if rows is not None:
             self.row, self.token, _ = rows.stride()
 
+    def rotate(self, angles: Pair) -> None:
+        """Keys are rotated by these when they are read."""
+        self.cos, self.sin = map(address, angles)
+
 
 class Arguments(Structure):
     _fields_ = [
@@ -70,6 +77,10 @@ class Arguments(Structure):
     def point_to(self, **tensors: Tensor | None) -> None:
         for name, tensor in tensors.items():
             setattr(self, name, address(tensor))
+
+    def rotate_blocks(self, angles: Iterable[Tensor]) -> None:
+        """cos and sin of the starts of blocks, then of the places within."""
+        self.start_cos, self.start_sin, self.within_cos, self.within_sin = map(address, angles)
 
     def scale(self, scaling: float, softcap: float) -> None:
         """Of scores; softcap 0 for none."""

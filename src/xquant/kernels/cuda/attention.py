@@ -13,13 +13,13 @@ from ...methods import LayerCodec
 from ...quant.operand import Operand
 from ...store.pages import PageLayout
 from ..backend import MOST_QUERIES, LayerAttention
-from ..block_table import FIELDS, BlockTable
+from ..block_table import BlockTable, page_addresses
 from ..call import AttentionCall
-from ..packed_call import packed_call
+from ..packed_call import channels_together, packed_call
 from ..paged import PagedAngles, PagedAttention, Sequences
 from ..rope import RopeTable
 from ..splits import blocks_per_split
-from ..workspace import Workspace
+from ..workspace import Unshared, Workspace
 from . import program, support
 from .arguments import MASKS, Arguments, Heads
 
@@ -73,7 +73,7 @@ class Packed:
         columns: int,
         queries: int,
         heads: int,
-        workspace: Workspace | None,
+        workspace: Workspace,
     ) -> None:
         """Attend with ``queries`` new tokens of each sequence and ``heads`` query heads."""
         group = heads // self.groups
@@ -86,15 +86,8 @@ class Packed:
         made = program.program(self.device, (*self._constants, *kind))
         each = blocks_per_split(columns, of_heads * row_programs, made.slots, beside=1)
         splits = 1 + -(-columns // each)
-        sizes = splits * of_heads * rows * self.size, splits * of_heads * rows * 2
-        if (
-            workspace is None
-        ):  # of torch's allocator, which gives a CUDA graph memory that stays its own
-            sums, maxima = (
-                torch.empty(size, device=self.device, dtype=torch.float32) for size in sizes
-            )
-        else:
-            sums, maxima = workspace.take(self.device, *sizes)
+        written = splits * of_heads * rows
+        sums, maxima = workspace.take(self.device, written * self.size, written * 2)
         self.reserve(of_heads * row_programs)
         arguments.point_to(sums=sums, maxima=maxima, arrived=self._arrived)
         arguments.count(queries=queries, group_heads=group)
@@ -120,26 +113,17 @@ class CudaAttention(LayerAttention):
         out = launch.new_out()
         made.query, made.key, made.value = map(Heads.of, (launch.query, launch.key, launch.value))
         made.out = Heads.of(out.transpose(1, 2))
-        blocks, rotated = table.blocks, layer.codec.rotated
-        made.point_to(
-            mask=launch.mask,
-            addresses=blocks.addresses,
-            begins=blocks.begins,
-            lengths=blocks.lengths,
-            start_cos=None if rotated else launch.start[0],
-            start_sin=None if rotated else launch.start[1],
-            within_cos=None if rotated else launch.within[0],
-            within_sin=None if rotated else launch.within[1],
-            sink_logits=launch.sink_logits,
-        )
+        made.point_to(mask=launch.mask, sink_logits=launch.sink_logits, **table.blocks._asdict())
         made.tail.point_to(layer.tail)
         made.tail.count = launch.before
         sinks = layer.sinks
         made.sinks.point_to(None if sinks is None else sinks.rows)
         made.sinks.columns = None if sinks is None else sinks.columns.data_ptr()
         made.sinks.count = 0 if sinks is None else sinks.columns.shape[1]
-        for exact, (cos, sin) in ((made.tail, launch.tail), (made.sinks, launch.sinks)):
-            exact.cos, exact.sin = (None, None) if rotated else (cos.data_ptr(), sin.data_ptr())
+        if (angles := launch.angles) is not None:
+            made.rotate_blocks((*angles.start, *angles.within))
+            made.tail.rotate(angles.tail)
+            made.sinks.rotate(angles.sinks)
         made.mask_batch, made.mask_query, made.mask_token = launch.mask_strides
         made.count(
             mask_kind=0 if launch.mask is None else MASKS[launch.mask.dtype],
@@ -175,18 +159,11 @@ class CudaPages(PagedAttention):
         self._arguments.scale(scaling, softcap)
         if not codec.rotated:
             assert angles is not None
-            pairs = (*angles.starts, *angles.within.angles)
-            self._turns = [t.to(codec.view.device).contiguous() for t in pairs]
-            names = "start_cos", "start_sin", "within_cos", "within_sin"
-            self._arguments.point_to(**dict(zip(names, self._turns, strict=True)))
+            self._angles = angles.of_blocks(codec.view.device)
+            self._arguments.rotate_blocks(self._angles)
 
     def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
-        # Where each field lies in page 0, and how far pages lie apart.
-        found = [[[0, 0] for _ in FIELDS] for _ in range(2)]
-        for place in self._layout.places:
-            start = pages.data_ptr() + place.start
-            found[place.segment][FIELDS.index(place.name)] = [start, pages.stride(0)]
-        self._addresses = torch.tensor(found, dtype=torch.int64, device=pages.device)
+        self._addresses = page_addresses(self._layout, pages, [None, None])
         self._rings, self._sinks = rings, sinks
         self._arguments.point_to(addresses=self._addresses)
         self._packed.reserve(len(rings) * self._most_rows)
@@ -196,9 +173,7 @@ class CudaPages(PagedAttention):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
     ) -> None:
-        query, key, value = (
-            t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
-        )
+        query, key, value = channels_together(query, key, value)
         assert out.stride(-1) == 1
         made, table = self._arguments, sequences.table
         made.query, made.key, made.value, made.out = map(Heads.of_rows, (query, key, value, out))
@@ -209,4 +184,4 @@ class CudaPages(PagedAttention):
         made.sinks.point_to(sinks)
         made.sinks.runs = None if sequences.sinks is None else sequences.sinks.data_ptr()
         size = sequences.queries, query.shape[1]
-        self._packed.launch(made, len(sequences.limits), table.shape[1], *size, None)
+        self._packed.launch(made, len(sequences.limits), table.shape[1], *size, Unshared())

@@ -2,7 +2,7 @@
 
 In a decode step `attention` (keys and values) or `rebuild` (the rows that they are rebuilt from) launches the
 kernels of one layer, with arguments that `launch` makes of the call and `block_table` of the packed blocks.
-`paged` launches those of `attention` over an engine's pages.
+`attention` does so over a cache's slabs and over an engine's pages.
 `accumulate` adds up sums over layers, `sealing` packs blocks.
 
 Triton comes with torch's builds for CUDA. It is imported only where one of these kernels is used; `support`
@@ -93,7 +93,7 @@ class Triton(Backend):
     ) -> PagedAttention | None:
         if codec.rematerialized is not None:
             return None
-        from .paged import TritonPages
+        from .attention import TritonPages
 
         return TritonPages(codec, layout, scaling, softcap, angles)
 

@@ -13,7 +13,6 @@ from ..block_table import BlockTable
 from .arguments import Matrix, Rows
 from .device import start
 from .jit.accumulate import accumulate
-from .launch import row_strides, sink_columns
 from .matrices import PackedStates, by_chunk
 from .operand import KernelOperand
 from .support import power
@@ -68,15 +67,18 @@ class TritonAccumulator:
         if out is None:
             shape = len(layer.stream.table), layer.stream.tokens, self._codec.width
             out = torch.empty(shape, dtype=self._codec.view.dtype, device=self._codec.view.device)
-        columns, sink_count = sink_columns(layer, table.blocks.begins)
+        sinks, columns, sink_count = self._nothing, table.blocks.begins, 0
+        if layer.sinks is not None:
+            sinks, columns = layer.sinks.rows, layer.sinks.columns
+            sink_count = columns.shape[1]
         start(
             accumulate,
             (table.columns, self._programs, len(out)),
             out.device,
-            Rows(out, *row_strides(out)),
+            Rows.of(out),
             table.blocks,
             self._matrix,
-            self._nothing if layer.sinks is None else layer.sinks.rows,
+            sinks,
             columns,
             table.columns,
             sink_count,

@@ -2,6 +2,11 @@
 
 ``softmax(Q K^T) V`` with keys and values decoded from their codes in registers, split over programs, whose
 results are combined by a second launch. It equals attention over `CompressedLayer.read`.
+
+A cache and an engine differ in where blocks lie, and in who knows how many there are. Of a cache the host
+does. Of an engine lengths, tables, and where rings and new tokens lie are read in the device's memory. So a
+CUDA graph of a call holds for every step of as many sequences: what it launches depends on their number, on
+how many new tokens each has, and on the width of the table, the longest that the engine allows.
 """
 
 from typing import TYPE_CHECKING
@@ -10,16 +15,20 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
+from ...store.pages import PageLayout
 from ..backend import LayerAttention
-from ..block_table import BlockTable
+from ..block_table import BlockTable, page_addresses
 from ..call import AttentionCall
+from ..packed_call import channels_together, packed_call
+from ..paged import PagedAngles, PagedAttention, Sequences
 from ..rope import RopeTable
-from ..workspace import Workspace
-from .arguments import Heads
+from ..workspace import Unshared, Workspace
+from .arguments import BlockRope, Call, ExactRows, Heads, Memory, Pages, Runs, Shape, Tables
 from .device import Slots, start
+from .jit.append import append
 from .jit.attend import attend
 from .jit.combine import combine
-from .launch import Launch, launch_of, sink_columns, splits_of
+from .launch import Launch, Past, splits_of
 from .operand import KernelOperand
 from .support import power
 
@@ -31,7 +40,7 @@ WIDE = 1 << 14
 
 
 class PackedHeads:
-    """How a layer's keys and values are packed, as the kernel takes it.
+    """The packed keys and values of a layer, and the launches that attend to them wherever they lie.
 
     Args:
         block: tokens of a block.
@@ -39,17 +48,16 @@ class PackedHeads:
 
     def __init__(self, codec: LayerCodec, block: int) -> None:
         view = codec.view
+        self.device, self.block = view.device, block
         self.operands = [
             KernelOperand.of(segment, block, view.head_size, view.device)
             for segment in codec.segments
         ]
         keys, values = self.operands
-        self.nothing = torch.zeros(1, device=view.device, dtype=torch.float32)
-        """In place of what a layer has not."""
+        self._nothing = torch.zeros(1, device=view.device, dtype=torch.float32)
         offset = None if codec.offset is None else codec.offset.float().contiguous()
-        self.tables = [
-            self.nothing if t is None else t for t in (keys.levels, values.levels, offset)
-        ]
+        tables = (keys.levels, values.levels, offset)
+        self._tables = Tables(*(self._nothing if t is None else t for t in tables))
         # On an H200 eight warps are a fifth faster before RoPE, and four by 6 to 17% after it.
         many = power(view.head_size) * power(block) >= WIDE and not codec.rotated
         self.constants = {
@@ -63,82 +71,138 @@ class PackedHeads:
             "VALUE": values.layout,
             "num_warps": 8 if many else 4,
         }
+        self.slots = Slots(attend, view.device)
+
+    @property
+    def offline(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Scale and zero of keys and of values, where all blocks share them."""
+        return [operand.offline for operand in self.operands]
+
+    def attend(self, launch: Launch, past: Past, workspace: Workspace) -> None:
+        """Write the output of a call."""
+        runs = past.memory.runs
+        given = launch.call, *launch.mask_strides, past.memory, *past.counts, self._tables
+        constants = {
+            "ROWS": launch.program_rows,
+            "SINKS": past.sinks and power(past.sinks),
+            "PAGED": runs is not None,
+            **launch.constants,
+            **self.constants,
+        }
+        slots = self.slots.of(*given, self._nothing, self._nothing, **constants)
+        splits = splits_of(past.columns, launch.heads * launch.row_programs, slots)
+        rows = splits * launch.heads * launch.rows
+        sums, maxima = workspace.take(self.device, rows * launch.size, rows * 2)
+        grid = splits, launch.heads, launch.row_programs
+        start(attend, grid, self.device, *given, sums, maxima, **constants)
+        combine_splits(sums, maxima, splits, launch, runs, self.block)
+
+
+def combine_splits(
+    sums: Tensor,
+    maxima: Tensor,
+    splits: int,
+    launch: Launch,
+    runs: Runs | None = None,
+    block: int | None = None,
+) -> None:
+    """Write the output: the combination of ``splits`` of every row, or as many as sequences have blocks for
+    by their ``runs``."""
+    start(
+        combine,
+        (launch.rows, launch.heads, 1),
+        sums.device,
+        sums,
+        maxima,
+        launch.out,
+        maxima,
+        launch.sink_logits,
+        splits,
+        runs,
+        launch.call.shape,
+        D=launch.size,
+        DP=power(launch.size),
+        N=None if runs is None else block,
+        PARTIAL=False,
+    )
 
 
 class TritonAttention(LayerAttention):
-    """Attends over one layer."""
+    """Attends over one layer of a cache."""
 
     def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
         self._layer, self._rope, self._workspace = layer, rope, workspace
         self._packed = PackedHeads(layer.codec, layer.stream.block)
-        offline = [operand.offline for operand in self._packed.operands]
-        self._table = BlockTable(layer.stream, offline, layer.codec.view.device)
-        self._slots = Slots(attend, layer.codec.view.device)
+        self._table = BlockTable(layer.stream, self._packed.offline, layer.codec.view.device)
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
-        launch = launch_of(self._layer, call, self._rope)
-        if launch is None:
+        layer = self._layer
+        packed = packed_call(layer, call, self._rope)
+        if packed is None:
             return None
-        table, layer, nothing = self._table, self._layer, self._packed.nothing
-        table.refresh()
-        device, heads = launch.query.device, launch.batch * launch.groups
-        tail = nothing if layer.tail is None else layer.tail
-        sinks = nothing if layer.sinks is None else layer.sinks.rows
-        columns, sink_count = sink_columns(layer, table.blocks.begins)
-        given = (
-            *launch.heads,
-            *launch.exact_rows(tail, sinks, columns),
-            *launch.mask_arguments(nothing),
-            table.blocks,
-            launch.rope,
-            *self._packed.tables,
-        )
-        numbers = (
-            table.columns,
-            launch.limit,
-            launch.past,
-            launch.before,
-            sink_count,
-            launch.shape,
-            launch.scaling,
-            launch.softcap,
-        )
-        constants = {
-            "ROWS": launch.program_rows,
-            "SINKS": sink_count and power(sink_count),
-            "PAGED": False,
-            **launch.constants,
-            **self._packed.constants,
-        }
-        slots = self._slots.of(*given, nothing, nothing, *numbers, **constants)
-        splits = splits_of(table.columns, heads * launch.row_programs, slots)
-        rows = heads * splits * launch.rows
-        sums, maxima = self._workspace.take(device, rows * launch.size, rows * 2)
-        grid = splits, heads, launch.row_programs
-        start(attend, grid, device, *given, sums, maxima, *numbers, **constants)
-        out = launch.new_out()
-        combine_splits(sums, maxima, splits, launch, out)
+        self._table.refresh()
+        assert layer.tail is not None
+        sinks = None if layer.sinks is None else (layer.sinks.rows, layer.sinks.columns)
+        past = Past.of_cache(packed, self._table, layer.tail, sinks)
+        out = packed.new_out()
+        self._packed.attend(Launch.of(packed, out), past, self._workspace)
         return out
 
 
-def combine_splits(sums: Tensor, maxima: Tensor, splits: int, launch: Launch, out: Tensor) -> None:
-    """Write to ``out`` ``[B, t, H, D]`` the combination of ``splits`` of every row."""
-    start(
-        combine,
-        (launch.rows, launch.batch * launch.groups, 1),
-        out.device,
-        sums,
-        maxima,
-        Heads.of(out.transpose(1, 2)),
-        maxima,
-        launch.sink_logits,
-        splits,
-        None,
-        None,
-        launch.shape,
-        D=launch.size,
-        DP=power(launch.size),
-        N=None,
-        PARTIAL=False,
-    )
+class TritonPages(PagedAttention):
+    """Attends over one layer in an engine's pages.
+
+    Args:
+        scaling, softcap: of scores; softcap 0 for none.
+        angles: needed where the codec keeps keys before RoPE.
+    """
+
+    def __init__(
+        self,
+        codec: LayerCodec,
+        layout: PageLayout,
+        scaling: float,
+        softcap: float,
+        angles: PagedAngles | None,
+    ) -> None:
+        self._layout, self._packed = layout, PackedHeads(codec, layout.block)
+        self._scaling, self._softcap = scaling, softcap
+        self._size, self._kv_heads = codec.view.head_size, codec.view.kv_heads
+        self._rope: BlockRope | None = None
+        if not codec.rotated:
+            assert angles is not None
+            self._rope = BlockRope(*angles.of_blocks(codec.view.device))
+
+    def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
+        self._addresses = page_addresses(self._layout, pages, self._packed.offline)
+        self._rings = ExactRows.of(rings)._replace(capacity=rings.shape[1])
+        self._sinks = ExactRows.of(sinks)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
+    ) -> None:
+        assert out.stride(-1) == 1
+        query, key, value = channels_together(query, key, value)
+        table, groups, size = sequences.table, self._kv_heads, self._size
+        shape = Shape(sequences.queries, query.shape[1] // groups, groups)
+        states = Heads.of_rows(query), Heads.of_rows(key), Heads.of_rows(value)
+        call = Call(*states, None, 0, shape, self._scaling, self._softcap)
+        runs = Runs(sequences.limits, sequences.new, sequences.held, sequences.sinks)
+        pages = Pages(self._addresses, table, table.stride(0))
+        sinks, count = (None, 0) if sequences.sinks is None else (self._sinks, sequences.sink)
+        memory = Memory(pages, self._rings, sinks, self._rope, runs)
+        launch = Launch(call, Heads.of_rows(out), len(sequences.limits), size)
+        self._packed.attend(launch, Past(memory, table.shape[1], count), Unshared())
+        start(
+            append,
+            (launch.batch, sequences.queries),
+            query.device,
+            call.key,
+            call.value,
+            self._rings,
+            runs,
+            W=groups * size,
+            WP=power(groups * size),
+            D=size,
+        )

@@ -1,20 +1,17 @@
-"""Launch: the arguments that every launch of one attention call shares."""
+"""What the launches for one call share: the call, and the past that it reads."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..call import AttentionCall
-from ..packed_call import PackedCall, packed_call
-from ..rope import RopeTable
+from ..block_table import BlockTable
+from ..packed_call import PackedCall
 from ..splits import blocks_per_split
-from .arguments import BlockRope, ExactRows, Heads, Shape
+from .arguments import BlockRope, Call, ExactRows, Heads, Memory, Shape
 from .jit.softmax import ADDED, BOOLS, NONE
 from .support import power
-
-if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
 
 LEAST_ROWS = 4
 MOST_ROWS = 64
@@ -28,88 +25,99 @@ def splits_of(columns: int, programs: int, slots: int) -> int:
     return 1 + -(-columns // blocks_per_split(columns, programs, slots))
 
 
-def padded_rows(rows: int) -> int:
-    """Of a program that keeps no sums, where a key/value head has so many."""
-    return min(max(power(rows), 8), MOST_ROWS)
+class Launch(NamedTuple):
+    """A call, and what else the kernels ask of it."""
 
+    call: Call
+    out: Heads
+    """``[B, H, t, D]``, to write; of an engine rows of all sequences."""
+    batch: int
+    size: int
+    """Channels of a head."""
+    mask_strides: Sequence[int] = (0, 0)
+    """Of sequences and queries."""
+    sink_logits: Tensor | None = None
 
-def program_rows(rows: int, size: int) -> int:
-    """Of a program that keeps sums of values, in heads of ``size`` channels."""
-    return min(max(power(rows), LEAST_ROWS), MOST_SUMS // power(size))
-
-
-class Launch(PackedCall):
-    """A call, with what Triton's kernels ask of it."""
+    @classmethod
+    def of(cls, packed: PackedCall, out: Tensor) -> "Launch":
+        """``out``: ``[B, t, H, D]``."""
+        batch, heads, queries, size = packed.query.shape
+        groups, (*strides, token_stride) = packed.key.shape[1], packed.mask_strides
+        query, key, value = map(Heads.of, (packed.query, packed.key, packed.value))
+        shape = Shape(queries, heads // groups, groups)
+        scores = packed.mask, token_stride, shape, packed.scaling, packed.softcap
+        call, heads_out = Call(query, key, value, *scores), Heads.of(out.transpose(1, 2))
+        return cls(call, heads_out, batch, size, strides, packed.sink_logits)
 
     @property
-    def shape(self) -> Shape:
-        heads, queries = self.query.shape[1:3]
-        return Shape(queries, heads // self.groups, self.groups)
+    def rows(self) -> int:
+        """Query heads times queries of a key/value head."""
+        return self.call.shape.queries * self.call.shape.group_heads
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads of all sequences."""
+        return self.batch * self.call.shape.kv_heads
 
     @property
     def padded_rows(self) -> int:
         """Rows of a program that keeps no sums."""
-        return padded_rows(self.rows)
+        return min(max(power(self.rows), 8), MOST_ROWS)
 
     @property
     def program_rows(self) -> int:
         """Rows of a program that keeps sums of values."""
-        return program_rows(self.rows, self.size)
+        return min(max(power(self.rows), LEAST_ROWS), MOST_SUMS // power(self.size))
 
     @property
     def row_programs(self) -> int:
         """Programs for all rows of a key/value head."""
         return -(-self.rows // self.program_rows)
 
-    # -- as the kernels take them --------------------------------------------------------------
-
-    @property
-    def heads(self) -> tuple[Heads, Heads, Heads]:
-        """Query, key and value."""
-        return Heads.of(self.query), Heads.of(self.key), Heads.of(self.value)
-
-    @property
-    def rope(self) -> BlockRope:
-        return BlockRope(*self.start, *self.within)
-
-    def exact_rows(
-        self, tail: Tensor, sinks: Tensor, columns: Tensor
-    ) -> tuple[ExactRows, ExactRows]:
-        """Tail and sinks ``[B, ., 2 G D]``, the sinks in ``columns`` ``[B, S]``; anything of one dimension
-        stands for rows that are not there."""
-        return (
-            ExactRows(tail, *row_strides(tail), *self.tail, columns),
-            ExactRows(sinks, *row_strides(sinks), *self.sinks, columns),
-        )
-
-    def mask_arguments(self, nothing: Tensor) -> tuple[Tensor, int, int, int]:
-        """The mask, or ``nothing`` in its place, and its strides."""
-        return nothing if self.mask is None else self.mask, *self.mask_strides
-
     @property
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
-        mask = NONE
-        if self.mask is not None:
-            mask = BOOLS if self.mask.dtype == torch.bool else ADDED
-        return {"MASK": mask.value, "SOFTCAP": bool(self.softcap)}
+        mask, kind = self.call.mask, NONE
+        if mask is not None:
+            kind = BOOLS if mask.dtype == torch.bool else ADDED
+        return {"MASK": kind.value, "SOFTCAP": bool(self.call.softcap)}
 
 
-def row_strides(rows: Tensor) -> tuple[int, int]:
-    """Strides of sequences and tokens of rows ``[B, t, C]``; (1, 0) where there are none."""
-    batch, token = (*rows.stride()[:2], 0)[:2]
-    return batch, token
+class Past(NamedTuple):
+    """The memory that a call reads, and how much of it."""
 
+    memory: Memory
+    columns: int
+    """The most blocks of a sequence."""
+    sinks: int
+    """The most of a sequence."""
+    limit: int | None = None
+    """Tokens in blocks of every sequence; None where memory says, as those in the tail."""
+    tail: int | None = None
 
-def sink_columns(layer: "CompressedLayer", nowhere: Tensor) -> tuple[Tensor, int]:
-    """The columns of a layer's sinks, int32 ``[B, S]``, and ``S``; ``nowhere`` and 0 where it has none."""
-    if layer.sinks is None:
-        return nowhere, 0
-    columns = layer.sinks.columns
-    return columns, columns.shape[1]
+    @property
+    def counts(self) -> tuple[int | None, ...]:
+        """Of every sequence: blocks, and tokens in blocks, in the tail and sinks; None where memory says."""
+        if self.memory.runs is not None:
+            return None, None, None, None
+        return self.columns, self.limit, self.tail, self.sinks
 
-
-def launch_of(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) -> Launch | None:
-    """What the launches for ``call`` share; None where no kernel can answer it."""
-    found = packed_call(layer, call, rope)
-    return None if found is None else Launch(*found)
+    @classmethod
+    def of_cache(
+        cls,
+        packed: PackedCall,
+        table: BlockTable,
+        tail: Tensor,
+        sinks: tuple[Tensor, Tensor] | None,
+    ) -> "Past":
+        """``tail``: ``[B, ., 2 G D]``; ``sinks``: rows alike, and their columns int32 ``[B, S]``."""
+        rope, exact_tail, exact_sinks, count = None, ExactRows.of(tail), None, 0
+        if sinks is not None:
+            rows, columns = sinks
+            exact_sinks, count = ExactRows.of(rows)._replace(columns=columns), columns.shape[1]
+        if (angles := packed.angles) is not None:
+            rope = BlockRope(*angles.start, *angles.within)
+            exact_tail = exact_tail.rotated(angles.tail)
+            exact_sinks = exact_sinks and exact_sinks.rotated(angles.sinks)
+        memory = Memory(table.blocks, exact_tail, exact_sinks, rope)
+        return cls(memory, table.columns, count, packed.limit, packed.before)

@@ -14,18 +14,19 @@ from ...quant.operand import Operand
 from ..backend import LayerAttention
 from ..block_table import BlockTable
 from ..call import AttentionCall
+from ..packed_call import packed_call
 from ..rebuilding import recalled_rows
 from ..rope import RopeTable
 from ..splits import blocks_per_split
 from ..workspace import Workspace
-from .arguments import Heads, Matrix, Rows, Shape
+from .arguments import Heads, KeyWeights, Matrix, Rows, Shape
 from .attention import combine_splits
 from .device import Slots, start
 from .jit.attend_exact import attend_exact
 from .jit.combine import combine
 from .jit.rebuild import rebuild
 from .jit.sum_states import CHANNEL_LANES, PLAIN, TOKEN_LANES, sum_states
-from .launch import Launch, launch_of, row_strides, sink_columns
+from .launch import Launch, Past
 from .matrices import CHUNK, PackedStates, by_chunk
 from .operand import KernelOperand
 from .support import power
@@ -55,8 +56,7 @@ class TritonRebuilding(LayerAttention):
         self._nothing = torch.zeros(1, device=view.device, dtype=torch.float32)
         # Of the type of rows that are there: for others a kernel would be another.
         self._no_rows = torch.zeros(1, 0, 2 * view.kv_width, dtype=view.dtype, device=view.device)
-        bias = codec.key_bias
-        self._bias = self._nothing if bias is None else bias.float().contiguous()
+        self._no_columns = torch.zeros(1, 0, dtype=torch.int32, device=view.device)
         pairs = view.kv_heads % 2 == 0 and power(view.head_size) <= MOST_PAIRED
         self._program_heads = 2 if pairs else 1
         self._block_constants = {"N": block, "NP": power(block), "num_warps": 8}
@@ -80,16 +80,17 @@ class TritonRebuilding(LayerAttention):
             states = PackedStates.of(codec.segments[0], block, view.device)
         if "triton keys" not in codec.prepared:
             codec.prepared["triton keys"] = list(by_chunk(codec.key_weight, states))
-        self._matrix = Matrix(*codec.prepared["triton keys"])
+        matrix, bias = Matrix(*codec.prepared["triton keys"]), codec.key_bias
         norm = None if view.key_norm is None else view.key_gain()
-        self._gain, self._epsilon = norm or (self._nothing, 0.0)
+        own = self._nothing if bias is None else bias.float().contiguous()
+        self._weights = KeyWeights(matrix, own, *(norm or (self._nothing, 0.0)))
         plain = {"TILE": None, "LAYOUT": None, "CHUNK": CHUNK}
         packed = plain if states is None else states.constants()
         chunk = CHUNK if states is None else states.chunk
         self._key_constants |= {
-            "CHUNKS": self._matrix.data.shape[1] // chunk,
+            "CHUNKS": matrix.data.shape[1] // chunk,
             "PACKED": states is not None,
-            "BIAS": codec.key_bias is not None,
+            "BIAS": bias is not None,
             "NORM": norm is not None,
             **packed,
         }
@@ -116,12 +117,15 @@ class TritonRebuilding(LayerAttention):
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
-        launch = launch_of(self._layer, call, self._rope)
-        if launch is None:
+        packed = packed_call(self._layer, call, self._rope)
+        if packed is None:
             return None
         self._table.refresh()
-        rows, size = launch.batch * launch.groups * launch.rows, launch.size
-        channels, columns = self._codec.value_weight.shape[1], self._table.columns
+        out = packed.new_out()
+        launch, columns = Launch.of(packed, out), self._table.columns
+        past = Past.of_cache(packed, self._table, *self._exact(packed.before))
+        rows, size = launch.heads * launch.rows, launch.size
+        channels = self._codec.value_weight.shape[1]
         source = self._source() if columns else None
         per_split = self._blocks_per_split(launch, source) if columns else 1
         splits = -(-columns // per_split)
@@ -134,104 +138,88 @@ class TritonRebuilding(LayerAttention):
             splits * rows * channels,
             splits * rows * 2,
         )
-        self._attend_exact(launch, sums, maxima)
+        start(
+            attend_exact,
+            (launch.heads, launch.row_programs),
+            self._device,
+            launch.call,
+            *launch.mask_strides,
+            past.memory,
+            past.limit,
+            past.tail,
+            past.sinks,
+            sums,
+            maxima,
+            D=size,
+            DP=power(size),
+            ROWS=launch.program_rows,
+            **launch.constants,
+        )
         if columns:
-            self._score(launch, source, scores)
+            self._score(launch, past, source, scores)
             self._sum(launch, source, scores, per_split, coded)
             values = self._project(launch, coded, splits, maxima[2 * rows :])
             sums[rows * size : 2 * rows * size].view_as(values).copy_(values)
-        out = launch.new_out()
-        combine_splits(sums, maxima, 1 + (columns > 0), launch, out)
+        combine_splits(sums, maxima, 1 + (columns > 0), launch)
         if self._layer.below is not None:
             self._layer.below.release()
         return out
 
-    def _attend_exact(self, launch: Launch, sums: Tensor, maxima: Tensor) -> None:
-        """Attend to what is kept exactly; its keys and values are projected as the model does."""
-        layer, tail, sinks = self._layer, self._no_rows, self._no_rows
-        columns, sink_count = sink_columns(layer, self._table.blocks.begins)
-        if layer.tail is not None and launch.before:
-            tail = torch.cat(layer.built.of(layer.tail[:, : launch.before]), -1)
+    def _exact(self, before: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Keys beside values of the ``before`` tokens of the tail, and of sinks with their columns, which are
+        projected as the model does."""
+        layer, tail, sinks = self._layer, self._no_rows, (self._no_rows, self._no_columns)
+        if layer.tail is not None and before:
+            tail = torch.cat(layer.built.of(layer.tail[:, :before]), -1)
         if layer.sinks is not None:
-            sinks = torch.cat(self._codec.exact(layer.sinks.rows), -1)
-        start(
-            attend_exact,
-            (launch.batch * launch.groups, launch.row_programs),
-            self._device,
-            *launch.heads,
-            *launch.exact_rows(tail, sinks, columns),
-            *launch.mask_arguments(self._nothing),
-            sums,
-            maxima,
-            launch.limit,
-            launch.past,
-            launch.before,
-            sink_count,
-            launch.shape,
-            launch.scaling,
-            launch.softcap,
-            D=launch.size,
-            DP=power(launch.size),
-            ROWS=launch.program_rows,
-            **launch.constants,
-        )
+            sinks = torch.cat(self._codec.exact(layer.sinks.rows), -1), layer.sinks.columns
+        return tail, sinks
 
-    def _source(self) -> Any:
+    def _source(self) -> Rows | None:
         """What else keys and values come from: sums over layers ``[B, T, C]``, where it is these."""
         recalled = recalled_rows(self._layer)
         if recalled is None:
-            return Rows(self._nothing, *row_strides(self._nothing))
+            return None
         rows = self._codec.sources(recalled)[0]
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        return Rows(rows, *row_strides(rows))
+        return Rows.of(rows if rows.stride(-1) == 1 else rows.contiguous())
 
-    def _score(self, launch: Launch, source: Any, scores: Tensor) -> None:
+    def _score(self, launch: Launch, past: Past, source: Rows | None, scores: Tensor) -> None:
         """Write the scores of all blocks, ``[B, G, rows, columns * n]``."""
-        of_keys = self._matrix, self._bias, self._gain, self._epsilon
-        channels = self._codec.key_weight.shape[1]
-        self._launch_scores(
-            rebuild, launch, scores, (self._table.segment(0), source, *of_keys), channels
-        )
-
-    def _launch_scores(
-        self, kernel: Any, launch: Launch, scores: Tensor, of_keys: tuple[Any, ...], channels: int
-    ) -> None:
-        """Run a kernel that rebuilds keys of ``channels`` channels; ``of_keys``: its own arguments, from the
-        blocks to what keys are made with."""
-        table = self._table
-        columns, sink_count = sink_columns(self._layer, table.blocks.begins)
+        blocks = self._table.segment(0)
         start(
-            kernel,
-            (table.columns, launch.groups // self._program_heads, launch.batch),
+            rebuild,
+            (past.columns, launch.call.shape.kv_heads // self._program_heads, launch.batch),
             self._device,
-            Heads.of(launch.query),
-            columns,
-            *launch.mask_arguments(self._nothing),
+            launch.call,
+            *launch.mask_strides,
+            past.memory._replace(blocks=blocks),
+            past.columns,
+            past.limit,
+            past.sinks,
+            source,
+            self._weights,
+            self._codec.key_weight.shape[1],
             scores,
-            *of_keys,
-            launch.rope,
-            table.columns,
-            launch.limit,
-            sink_count,
-            channels,
-            launch.shape,
-            launch.scaling,
-            launch.softcap,
             ROWS=launch.padded_rows,
-            SINKS=sink_count and power(sink_count),
+            SINKS=past.sinks and power(past.sinks),
             **launch.constants,
             **self._key_constants,
         )
 
     def _sum(
-        self, launch: Launch, source: Any, scores: Tensor, per_split: int, out: list[Tensor]
+        self,
+        launch: Launch,
+        source: Rows | None,
+        scores: Tensor,
+        per_split: int,
+        out: list[Tensor],
     ) -> None:
         """Write the splits of the sums of what values come from, and their maxima."""
         grid = -(-self._table.columns // per_split), *self._sum_grid(launch)
         given = self._sum_arguments(launch, source, per_split)
         start(sum_states, grid, self._device, scores, *out, *given, **self._sum_constants)
 
-    def _blocks_per_split(self, launch: Launch, source: Any) -> int:
+    def _blocks_per_split(self, launch: Launch, source: Rows | None) -> int:
         """How many blocks a program sums."""
         given = self._sum_arguments(launch, source, 1)
         slots = self._slots.of(*[self._nothing] * 3, *given, **self._sum_constants)
@@ -240,16 +228,19 @@ class TritonRebuilding(LayerAttention):
     def _sum_grid(self, launch: Launch) -> tuple[int, int]:
         """Runs of channels, and sequences times runs of rows."""
         runs = -(-self._codec.value_weight.shape[1] // self._sum_constants["D"])
-        return runs, launch.batch * -(-launch.groups * launch.rows // SUM_ROWS)
+        rows = launch.call.shape.kv_heads * launch.rows
+        return runs, launch.batch * -(-rows // SUM_ROWS)
 
-    def _sum_arguments(self, launch: Launch, source: Any, per_split: int) -> tuple[Any, ...]:
+    def _sum_arguments(
+        self, launch: Launch, source: Rows | None, per_split: int
+    ) -> tuple[Any, ...]:
         """Of `sum_states`, behind its workspace."""
         return (
             self._table.segment(len(self._layer.codec.segments) - 1),
             source,
             self._table.columns,
             per_split,
-            launch.groups * launch.rows,
+            launch.call.shape.kv_heads * launch.rows,
             self._codec.value_weight.shape[1],
             launch.batch,
         )
@@ -259,15 +250,10 @@ class TritonRebuilding(LayerAttention):
     ) -> Tensor:
         """Values ``[B, G, rows, D]`` of all blocks, from the splits of their sums."""
         weight, bias = self._codec.value_weight, self._codec.value_bias
-        channels, rows = weight.shape[1], launch.groups * launch.rows
-        combined = torch.empty(
-            launch.batch,
-            launch.groups,
-            launch.rows,
-            channels,
-            dtype=weight.dtype,
-            device=self._device,
-        )
+        groups, channels = launch.call.shape.kv_heads, weight.shape[1]
+        rows = groups * launch.rows
+        shape = launch.batch, groups, launch.rows, channels
+        combined = torch.empty(shape, dtype=weight.dtype, device=self._device)
         start(
             combine,
             (rows, launch.batch, -(-channels // COMBINED)),
@@ -278,12 +264,11 @@ class TritonRebuilding(LayerAttention):
             None,
             splits,
             None,
-            None,
             Shape(1, rows, 1),
             D=channels,
             DP=min(COMBINED, power(channels)),
             N=None,
             PARTIAL=True,
         )
-        values = combined @ weight.unflatten(0, (launch.groups, -1)).mT
-        return values if bias is None else values + bias.view(launch.groups, 1, -1)
+        values = combined @ weight.unflatten(0, (groups, -1)).mT
+        return values if bias is None else values + bias.view(groups, 1, -1)

@@ -10,25 +10,10 @@ from .states import packed_chunk
 
 @triton.jit(do_not_specialize=("columns", "sink_count"))
 def accumulate(
-    sums,
-    blocks,
-    matrix,
-    sinks,
-    sink_columns,
-    columns,
-    sink_count,
-    C,
-    width,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    OUT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BELOW: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
+    sums, blocks, matrix, sinks, sink_columns, columns, sink_count, C, width,
+    N: tl.constexpr, NP: tl.constexpr, OUT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    TILE: tl.constexpr, LAYOUT: tl.constexpr, BELOW: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
     """Add the delta of a layer to the sum ``s`` over the layers below, in its memory. Of packed rows ``x``::
 
         s = s + W x      where WEIGHTED

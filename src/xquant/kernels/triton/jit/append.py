@@ -6,13 +6,12 @@ import triton.language as tl
 from .exact import run_of
 
 
-@triton.jit(do_not_specialize=("new_runs", "held_runs"))
+@triton.jit
 def append(
     key,
     value,
     rings,
-    new_runs,
-    held_runs,
+    runs,
     W: tl.constexpr,
     WP: tl.constexpr,
     D: tl.constexpr,
@@ -25,12 +24,12 @@ def append(
     Args:
         key: `Heads` ``[T, G, 1, D]``, rotated; as ``value``.
         rings: `ExactRows` ``[M, R, 2 W]``, to write.
-        new_runs: int32 ``[B, 4]``, see `run_of`; as ``held_runs``, of what a ring holds.
+        runs: `Runs`.
         W: channels of the keys of a token, ``WP`` as a power of two, ``D`` of each head.
     """
     b, token = tl.program_id(0), tl.program_id(1)
-    row, first, count, _ = run_of(new_runs, b, 0, 0, True)
-    ring, start, held, _ = run_of(held_runs, b, 0, 0, True)
+    row, first, count, _ = run_of(runs.new, b, 0, 0, True)
+    ring, start, held, _ = run_of(runs.tail, b, 0, 0, True)
     channel = tl.arange(0, WP)
     there = (channel < W) & (token < count)
     row = (row + first + token).to(tl.int64)

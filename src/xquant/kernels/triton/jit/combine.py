@@ -8,22 +8,11 @@ from .softmax import LOWEST, blocks_of_split
 STEP = tl.constexpr(16)  # splits that are read at a time
 
 
-@triton.jit(do_not_specialize=("splits", "limits", "new_runs"))
+@triton.jit(do_not_specialize=("splits",))
 def combine(
-    sums,
-    maxima,
-    out,
-    maxima_out,
-    sink_logits,
-    splits,
-    limits,
-    new_runs,
-    shape,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
+    sums, maxima, out, maxima_out, sink_logits, splits, runs, shape,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
     """Combine the splits of every row. Of a split ``i`` with running maximum ``m_i``, total ``l_i`` and sums
     ``o_i``::
 
@@ -44,16 +33,16 @@ def combine(
         maxima_out: fp32 ``[B G, rows, 2]``, to write where ``PARTIAL``. The result is then itself a split
             of a longer softmax, already divided: its maximum is ``m + log(l)`` and its total 1.
         sink_logits: fp32 ``[H]``, or None.
-        limits, new_runs: of an engine's sequences, as in `attend`, in blocks of ``N`` tokens. A sequence has
-            splits for its own blocks; nothing was written of the others. None for a cache.
+        runs: `Runs` of an engine's sequences, with blocks of ``N`` tokens. A sequence has splits for its own
+            blocks; nothing was written of the others. None for a cache.
         shape: `Shape`.
     """
     row, rows, head_of_all = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     channel = tl.program_id(2) * DP + tl.arange(0, DP)
     own, b = head_of_all // shape.kv_heads, head_of_all // shape.kv_heads
-    if limits is not None:
-        own = tl.load(new_runs + b * 4).to(tl.int64)
-        columns = tl.cdiv(tl.load(limits + b), N)
+    if N is not None:
+        own = tl.load(runs.new + b * 4).to(tl.int64)
+        columns = tl.cdiv(tl.load(runs.limits + b), N)
         splits = 1 + tl.cdiv(columns, blocks_of_split(columns, splits))
     maximum = tl.full([1], LOWEST, tl.float32)
     total = tl.zeros([1], tl.float32)

@@ -86,16 +86,9 @@ def outliers_of(keys, values, token, first, D: tl.constexpr, COUNT_BYTES: tl.con
 
 @triton.jit
 def outlier_scores(
-    outliers,
-    token,
-    rows,
-    rows_there,
-    rope,
-    start,
-    first,
-    D: tl.constexpr,
-    ROTATE: tl.constexpr,
-):
+    outliers, token, rows, rows_there, rope, start, first,
+    D: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
     """What the outliers of a block's keys add to its scores, before scaling: fp32 ``[NP, R]``.
 
     Args:

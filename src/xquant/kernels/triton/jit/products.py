@@ -32,10 +32,10 @@ def reciprocal(x):
 
 
 @triton.jit
-def to_halves(x):
-    """``x`` ``[K, R]`` in fp16, each column divided by its largest element; and these, ``[1, R]``."""
+def divided(x):
+    """``x`` ``[K, R]``, each column divided by its largest element; and these, ``[1, R]``."""
     unit = tl.max(tl.abs(x), 0)[None, :]
-    return (x * reciprocal(unit)).to(tl.float16), unit
+    return x * reciprocal(unit), unit
 
 
 @triton.jit
@@ -107,26 +107,10 @@ def value_words(
 
 @triton.jit
 def block_scores(
-    scores,
-    block,
-    words,
-    table,
-    offset,
-    queries,
-    token,
-    channel,
-    within_cos,
-    within_sin,
-    head,
-    kv_heads,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROTATE: tl.constexpr,
-):
+    scores, block, words, table, offset, queries, token, channel, within_cos, within_sin, head, kv_heads,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LAYOUT: tl.constexpr,
+    OFFSET: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
     """A quarter of the scores of a block, fp32 ``[NP, R]``: ``R(r) (k + offset) . q`` of its keys.
 
     Args:
@@ -148,21 +132,9 @@ def block_scores(
 
 @triton.jit
 def block_sums(
-    sums,
-    block,
-    words,
-    table,
-    weights,
-    token,
-    channel,
-    head,
-    kv_heads,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
+    sums, block, words, table, weights, token, channel, head, kv_heads,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
     """A quarter of the sums of a block's values by ``weights`` fp16 ``[NP, R]``, added to ``sums`` fp32
     ``[DP, R]``."""
     level = levels_of(words, table, LAYOUT)
@@ -180,20 +152,9 @@ def folds(span: int) -> bool:
 
 @triton.jit
 def folded_sums(
-    sums,
-    block,
-    words,
-    table,
-    weights,
-    token,
-    channel,
-    head,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
+    sums, block, words, table, weights, token, channel, head,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
     """Sums of a block's values ``level * scale + zero`` of tokens by ``weights`` fp32 ``[NP, R]``. The scale
     goes into the weights::
 

@@ -94,15 +94,9 @@ def rank(order_out, size_out, addresses, usual, sizes, columns, C, RANKED: tl.co
 
 @triton.jit
 def plane_at(
-    packed,
-    stride,
-    column,
-    there,
-    step,
-    STEPS: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    packed, stride, column, there, step,
+    STEPS: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """The part of `code_at` that the plane of ``WIDTH`` bits holds."""
     low: tl.constexpr = BITS // (2 * WIDTH) * (2 * WIDTH)  # the bit of the code that it begins with
     rows: tl.constexpr = STEPS * WIDTH // 8
@@ -140,21 +134,9 @@ def levels_at(packed, stride, column, there, token, levels, RUN: tl.constexpr, N
 
 @triton.jit(do_not_specialize=("columns", "tokens"))
 def decode(
-    rows_out,
-    order,
-    size,
-    addresses,
-    runs,
-    levels,
-    sizes,
-    columns,
-    block_stride,
-    token_stride,
-    C,
-    tokens,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-):
+    rows_out, order, size, addresses, runs, levels, sizes, columns, block_stride, token_stride, C, tokens,
+    N: tl.constexpr, NP: tl.constexpr,
+):  # fmt: skip
     """Write the states of blocks, as `Ranked.decode`, bit for bit.
 
     Grid: blocks, widths and one more, which writes the zeros of channels without bits.

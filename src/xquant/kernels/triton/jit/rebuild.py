@@ -4,10 +4,11 @@
 import triton
 import triton.language as tl
 
+from ..arguments import Call, Memory
 from .codes import QUARTER, block_at, lane_order
 from .exact import row_pointers
-from .products import HALF_MAX, high_and_low, reciprocal
-from .softmax import Mask, mask_rows, masked, soft_capped
+from .products import HALF_MAX, divided, high_and_low
+from .softmax import Mask, mask_rows, seen_scores
 from .states import packed_chunk, row_chunk
 
 VARYING = ("columns", "limit", "sink_count", "mask_batch_stride", "mask_query_stride")
@@ -26,38 +27,27 @@ def head_channels(D: tl.constexpr, COUNT: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def finished_keys(
-    product,
-    head,
-    token,
-    matrix,
-    bias,
-    gain,
-    epsilon,
-    rope,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    NP: tl.constexpr,
-    PACKED: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    product, head, token, weights, rope,
+    D: tl.constexpr, DP: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     """A quarter of the keys of a head, ``R(r) norm(product + bias)``, as of `high_and_low`.
 
-    ``product``: of the states of a block with the head's rows of the ``matrix``, fp32 ``[NP, DP]``; the
-    rest as in `rebuild`.
+    ``product``: of the states of a block with the head's rows of the matrix, fp32 ``[NP, DP]``; the rest as
+    in `rebuild`.
     """
     half: tl.constexpr = D // 2
+    NP: tl.constexpr = token.shape[0]
     HP: tl.constexpr = DP // 2
     channel = head_channels(D, DP, DP)
     here = channel >= 0
-    keys = product * tl.load(matrix.units + head * D + channel, here, 0)[None, :]
+    keys = product * tl.load(weights.matrix.units + head * D + channel, here, 0)[None, :]
     if PACKED:
         keys /= QUARTER
     if BIAS:
-        keys += tl.load(bias + head * D + channel, here, 0)[None, :]
+        keys += tl.load(weights.bias + head * D + channel, here, 0)[None, :]
     if NORM:
-        keys *= tl.rsqrt(tl.sum(keys * keys, 1) / D + epsilon)[:, None]
-        keys *= tl.load(gain + channel, here, 0)[None, :]
+        keys *= tl.rsqrt(tl.sum(keys * keys, 1) / D + weights.epsilon)[:, None]
+        keys *= tl.load(weights.gain + channel, here, 0)[None, :]
     pair = tl.arange(0, HP)
     angle = token[:, None] * half + pair[None, :]
     both = (token >= 0)[:, None] & (pair < half)[None, :]
@@ -70,45 +60,20 @@ def finished_keys(
 
 @triton.jit
 def store_scores(
-    scores_out,
-    high,
-    low,
-    head,
-    b,
-    column,
-    token,
-    begin,
-    length,
-    query,
-    sink_columns,
-    mask,
-    rope,
-    columns,
-    limit,
-    sink_count,
-    shape,
-    scaling,
-    softcap,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
+    scores_out, high, low, head, call, mask_batch_stride, mask_query_stride, rope, b, column, columns, begin,
+    token, seen,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
-    """Write the scores ``R(-p) q . k`` of all rows of a head with the keys of a block.
+):  # fmt: skip
+    """Write the scores ``R(-p) q . k`` of all rows of a head with the keys of a block, -inf of each ``token``
+    ``[NP]`` that is not ``seen``.
 
-    ``high`` and ``low``: the keys, as of `finished_keys`; the rest as in `rebuild`.
+    ``high`` and ``low``: the keys, as of `finished_keys`; ``begin``: the first token; the rest as in
+    `rebuild`.
     """
     half: tl.constexpr = D // 2
-    channel = head_channels(D, DP, DP)
+    shape, channel = call.shape, head_channels(D, DP, DP)
     here = channel >= 0
-    seen = (token >= 0) & (token < tl.minimum(length, limit - begin))
-    if SINKS:
-        sink = tl.arange(0, SINKS)
-        sink_column = tl.load(sink_columns + b * sink_count + sink, sink < sink_count, -1)
-        seen = seen & (tl.min(tl.abs(sink_column[:, None] - begin - token[None, :]), 0) > 0)
     angle = (b * columns + column) * half + channel % half
     cos = tl.load(rope.start_cos + angle, here, 0)
     sin = tl.load(rope.start_sin + angle, here, 0)
@@ -117,21 +82,21 @@ def store_scores(
     rows = shape.group_heads * shape.queries
     for first in range(0, rows, ROWS):
         row = first + tl.arange(0, ROWS)
-        place, pointer = row_pointers(query, b, head, row, shape)
+        place, pointer = row_pointers(call.query, b, head, row, shape)
         there = (row < rows)[None, :] & here[:, None]
         states = tl.load(pointer[None, :] + channel[:, None], there, 0).to(tl.float32)
         states *= cos[:, None]
         partner = tl.load(pointer[None, :] + partner_channel[:, None], there, 0).to(tl.float32)
-        states = (states + partner * sin[:, None]) * scaling
-        unit = tl.max(tl.abs(states), 0)[None, :]
-        query_high, query_low = high_and_low(states * reciprocal(unit))
+        states, unit = divided((states + partner * sin[:, None]) * call.scaling)
+        query_high, query_low = high_and_low(states)
         # All that keys and queries are is in the product, but for what two roundings leave of them.
         scores = tl.dot(low, query_high)
         scores = tl.dot(high, query_high, tl.dot(high, query_low, scores)) * (unit / QUARTER)
-        if SOFTCAP:
-            scores = soft_capped(scores, softcap)
-        mask_row = mask_rows(mask, b, place)
-        scores = masked(scores, mask, mask_row, begin + token, seen[:, None], MASK)
+        mask_row = mask_rows(mask_batch_stride, mask_query_stride, b, place)
+        mask = Mask(call.mask, call.mask_token_stride, mask_row)
+        scores = seen_scores(
+            scores, call.softcap, mask, begin + token, seen[:, None], MASK, SOFTCAP
+        )
         to = (b * shape.kv_heads + head).to(tl.int64) * rows + row
         to = to * (columns * N) + column * N
         there = (row < rows)[None, :] & (token >= 0)[:, None]
@@ -140,44 +105,13 @@ def store_scores(
 
 @triton.jit(do_not_specialize=VARYING)
 def rebuild(
-    query,
-    sink_columns,
-    mask,
-    mask_batch_stride,
-    mask_query_stride,
-    mask_token_stride,
+    call, mask_batch_stride, mask_query_stride, memory, columns, limit, sink_count, rows_in, weights, C,
     scores_out,
-    blocks,
-    rows_in,
-    matrix,
-    bias,
-    gain,
-    epsilon,
-    rope,
-    columns,
-    limit,
-    sink_count,
-    C,
-    shape,
-    scaling,
-    softcap,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    HEADS: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PACKED: tl.constexpr,
-    TILE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr, NP: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr,
+    LAYOUT: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, SINKS: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
-):
+):  # fmt: skip
     """Write the scores of queries ``q`` with keys that are rebuilt from rows ``x``. At place ``r`` of a
     block that starts at position ``p``::
 
@@ -191,27 +125,24 @@ def rebuild(
     Grid: columns of blocks, runs of HEADS key/value heads, sequences.
 
     Args:
-        query: `Heads` ``[B, H, t, D]``.
-        sink_columns: int32 ``[B, S]``, of ``sink_count`` sinks, which are seen as exact tokens and not here.
-        mask: ``[B, 1, t, T]``, bool or added to scores, with its strides.
-        scores_out: fp32 ``[B, G, rows, columns N]``, to write; -inf for what a row does not see.
-        blocks: `Blocks`, with the FIELDS of the packed rows, where ``PACKED``.
-        rows_in: `Rows` ``[B, T, C]``, sums over layers, otherwise.
-        matrix: `Matrix` ``[G D, C]``, ``W``.
-        bias: fp32 ``[G D]``, where ``BIAS``.
-        gain: fp32 ``[D]``, where ``NORM``.
-        rope: `BlockRope`.
+        call: `Call`, the strides of whose mask change from step to step.
+        memory: `Memory` of a cache, with the FIELDS of the packed rows, where ``PACKED``. Sinks are seen as
+            exact tokens, and not here.
+        columns: blocks of each sequence.
         limit: tokens that are read from blocks.
-        shape: `Shape`.
+        rows_in: `Rows` ``[B, T, C]``, sums over layers, where not ``PACKED``.
+        weights: `KeyWeights`, whose bias is there where ``BIAS``, whose gain where ``NORM``.
+        scores_out: fp32 ``[B, G, rows, columns N]``, to write; -inf for what a row does not see.
         CHUNK: channels that are multiplied at a time, ``CHUNKS`` times.
         TILE: channels of a tile of the packed rows, whose ``LAYOUT`` is an `operand.Layout`.
         SINKS: a power of two from ``sink_count`` on, 0 where there are none.
     """
     column, head, b = tl.program_id(0), tl.program_id(1) * HEADS, tl.program_id(2)
+    call, memory = Call(*call), Memory(*memory)  # see `arguments`
+    blocks, matrix = memory.blocks, weights.matrix
     block = block_at(blocks.addresses + b * columns + column, tl.num_programs(2) * columns)
     begin, length = tl.load(blocks.begins + column), tl.load(blocks.lengths + column)
     token, channel = lane_order(N, NP), head_channels(D, HEADS * DP, DP)
-    here = channel >= 0
     row = matrix.data + (head * D + channel)[None, :] * (CHUNKS * CHUNK)
     product = tl.zeros([NP, HEADS * DP], tl.float32)
     for chunk in range(CHUNKS):
@@ -223,26 +154,22 @@ def rebuild(
                 rows, rows_in.token_stride, begin, length, chunk, token, C, CHUNK,
                 matrix.data.dtype.element_ty,
             )  # fmt: skip
-        weights = tl.load(row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None], here[None, :], 0)
-        product = tl.dot(states, weights, product)
-    mask = Mask(mask, mask_batch_stride, mask_query_stride, mask_token_stride)
+        at = row + (chunk * CHUNK + tl.arange(0, CHUNK))[:, None]
+        product = tl.dot(states, tl.load(at, (channel >= 0)[None, :], 0), product)
+    seen = (token >= 0) & (token < tl.minimum(length, limit - begin))
+    if SINKS:
+        sink = tl.arange(0, SINKS)
+        sink_column = tl.load(memory.sinks.columns + b * sink_count + sink, sink < sink_count, -1)
+        seen = seen & (tl.min(tl.abs(sink_column[:, None] - begin - token[None, :]), 0) > 0)
     if HEADS == 1:
+        products = (product,)
+    else:
+        products = tl.split(tl.permute(tl.reshape(product, (NP, 2, DP)), (0, 2, 1)))
+    for i in tl.static_range(HEADS):
         high, low = finished_keys(
-            product, head, token, matrix, bias, gain, epsilon, rope, D, DP, NP, PACKED, BIAS, NORM
+            products[i], head + i, token, weights, memory.rope, D, DP, PACKED, BIAS, NORM
         )
         store_scores(
-            scores_out, high, low, head, b, column, token, begin, length, query, sink_columns, mask, rope,
-            columns, limit, sink_count, shape, scaling, softcap, D, DP, N, ROWS, SINKS, MASK, SOFTCAP,
+            scores_out, high, low, head + i, call, mask_batch_stride, mask_query_stride, memory.rope,
+            b, column, columns, begin, token, seen, D, DP, N, ROWS, MASK, SOFTCAP,
         )  # fmt: skip
-    else:
-        first, second = tl.split(tl.permute(tl.reshape(product, (NP, 2, DP)), (0, 2, 1)))
-        for i in tl.static_range(2):
-            high, low = finished_keys(
-                first if i == 0 else second, head + i, token, matrix, bias, gain, epsilon, rope,
-                D, DP, NP, PACKED, BIAS, NORM,
-            )  # fmt: skip
-            store_scores(
-                scores_out, high, low, head + i, b, column, token, begin, length, query, sink_columns, mask,
-                rope, columns, limit, sink_count, shape, scaling, softcap,
-                D, DP, N, ROWS, SINKS, MASK, SOFTCAP,
-            )  # fmt: skip

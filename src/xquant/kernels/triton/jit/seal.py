@@ -13,16 +13,9 @@ TO_WHOLE = tl.constexpr(12582912.0)
 
 @triton.jit
 def range_ends(
-    rows,
-    hidden,
-    vector,
-    vector_stride,
-    stride,
-    start,
-    stop,
-    A: tl.constexpr,
-    HIDDEN: tl.constexpr,
-):
+    rows, hidden, vector, vector_stride, stride, start, stop,
+    A: tl.constexpr, HIDDEN: tl.constexpr,
+):  # fmt: skip
     """Lowest and highest ``[A]`` of the elements ``start`` to ``stop`` of vectors, and whether any is NaN.
 
     ``vector`` ``[A]``: which vectors, -1 for none; ``hidden``: which elements do not count, where
@@ -49,15 +42,9 @@ def range_ends(
 
 @triton.jit
 def store_plane(
-    out,
-    codes,
-    lane,
-    SUMMED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr,
-):
+    out, codes, lane,
+    SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
     """Write the plane of ``WIDTH`` bits of codes int32 ``[PADDED, M]``; `unpack.load_codes` reads it."""
     shift: tl.constexpr = BITS // (2 * WIDTH) * (2 * WIDTH)
     rows: tl.constexpr = SUMMED * run_width(BITS) // 32
@@ -99,17 +86,10 @@ def tile_order(
 
 @triton.jit
 def store_tile(
-    codes,
-    code,
-    token,
-    channel,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    BITS: tl.constexpr,
+    codes, code, token, channel,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-):
+):  # fmt: skip
     """Write the codes of a program's block and head, which are in `tile_order`."""
     tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     out = codes + tile * (D * N * BITS // 32)
@@ -123,28 +103,11 @@ def store_tile(
 
 @triton.jit
 def seal(
-    rows,
-    hidden,
-    codes,
-    scale,
-    zero,
-    found_nan,
-    block_stride,
-    token_stride,
-    C,
-    zero_shift,
-    scale_share,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    BITS: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    HIDDEN: tl.constexpr,
+    rows, hidden, codes, scale, zero, found_nan, block_stride, token_stride, C, zero_shift, scale_share,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BITS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, GROUP: tl.constexpr, BY_TOKEN: tl.constexpr, HIDDEN: tl.constexpr,
     ETA: tl.constexpr,
-):
+):  # fmt: skip
     """Quantize and pack blocks of states ``x``. Of every range::
 
         most  = 2**bits - 1
@@ -232,19 +195,10 @@ def seal(
 
 @triton.jit
 def assign(
-    rows,
-    edges,
-    codes,
-    plain,
-    C,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    BITS: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    PLAIN: tl.constexpr,
-):
+    rows, edges, codes, plain, C,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BITS: tl.constexpr,
+    BY_TOKEN: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
     """Find and pack the codes of a codebook: how many edges are below a number, as `codebook.nearest`.
 
     Grid: blocks, heads.

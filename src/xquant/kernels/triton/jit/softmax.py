@@ -28,12 +28,30 @@ NONE, BOOLS, ADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Mask(NamedTuple):
-    """A mask ``[B, 1, t, T]``, bool or added to scores."""
+    """A mask ``[B, 1, t, T]``, bool or added to scores, as the rows of a program read it."""
 
     data: Any
-    batch_stride: Any
-    query_stride: Any
     token_stride: Any
+    rows: Any
+    """``[R]``: where the mask of each row begins, see `mask_rows`."""
+
+
+class Softmax(NamedTuple):
+    """What rows have of the tokens so far."""
+
+    maximum: Any
+    """``m``, fp32 ``[R]``."""
+    total: Any
+    """``l``, fp32 ``[R]``."""
+    sums: Any
+    """``o``, fp32 ``[D, R]``."""
+
+
+@triton.jit
+def empty_softmax(R: tl.constexpr, D: tl.constexpr):
+    """The `Softmax` of no tokens."""
+    zeros = tl.zeros([R], tl.float32)
+    return Softmax(tl.full([R], LOWEST, tl.float32), zeros, tl.zeros([D, R], tl.float32))
 
 
 @triton.jit
@@ -50,18 +68,20 @@ def soft_capped(scores, cap):
 
 
 @triton.jit
-def mask_rows(mask, b, place):
+def mask_rows(batch_stride, query_stride, b, place):
     """Where the mask of each row begins, ``[R]``; ``place`` ``[R]``: the number of its query among the newest
     tokens."""
-    return b.to(tl.int64) * mask.batch_stride + place * mask.query_stride
+    return b.to(tl.int64) * batch_stride + place * query_stride
 
 
 @triton.jit
-def masked(scores, mask, mask_row, column, seen, MASK: tl.constexpr):
-    """Scores ``[T, R]`` of the tokens in columns ``[T]`` under the mask, -inf where not ``seen``
-    ``[T, R | 1]``; ``mask_row`` as of `mask_rows`."""
+def seen_scores(scores, softcap, mask, column, seen, MASK: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Scores ``[T, R]`` of the tokens in columns ``[T]`` after the soft cap and the `Mask`; -inf where not
+    ``seen`` ``[T, R | 1]``."""
+    if SOFTCAP:
+        scores = soft_capped(scores, softcap)
     if MASK != NONE:
-        place = mask.data + (column * mask.token_stride)[:, None] + mask_row[None, :]
+        place = mask.data + (column * mask.token_stride)[:, None] + mask.rows[None, :]
         given = tl.load(place, seen, 0)
         if MASK == BOOLS:
             scores = tl.where(given != 0, scores, float("-inf"))
@@ -75,11 +95,3 @@ def softmax_weights(scores, maximum):
     """``w`` ``[T, R]``, ``exp(m - m')`` and ``m'`` ``[R]`` of scores ``[T, R]`` and the ``maximum`` ``m``."""
     raised = tl.maximum(maximum, tl.max(scores, 0))
     return tl.exp(scores - raised[None, :]), tl.exp(maximum - raised), raised
-
-
-@triton.jit
-def softmax_step(scores, maximum, total, sums):
-    """``w`` ``[T, R]``, ``m'`` and ``l'`` ``[R]``, and ``exp(m - m') o`` ``[D, R]``: the caller adds the
-    values by ``w``."""
-    weights, shrink, raised = softmax_weights(scores, maximum)
-    return weights, raised, total * shrink + tl.sum(weights, 0), sums * shrink[None, :]

@@ -15,16 +15,9 @@ from .unpack import decode
 
 @triton.jit
 def packed_chunk(
-    block,
-    chunk,
-    token,
-    C,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
+    block, chunk, token, C,
+    N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
     """A quarter of a chunk of a packed block, fp16 ``[NP, CHUNK]``. Chunks follow each other through tiles of
     ``TILE`` channels, whose lanes are tokens.
 

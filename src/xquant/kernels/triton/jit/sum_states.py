@@ -16,24 +16,10 @@ TOKEN_LANES = tl.constexpr(2)  # or tokens
 
 @triton.jit(do_not_specialize=("columns", "blocks_per_split", "rows"))
 def sum_states(
-    scores,
-    sums_out,
-    maxima_out,
-    blocks,
-    rows_in,
-    columns,
-    blocks_per_split,
-    rows,
-    C,
-    sequences,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    SOURCE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
+    scores, sums_out, maxima_out, blocks, rows_in, columns, blocks_per_split, rows, C, sequences,
+    N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SOURCE: tl.constexpr, LAYOUT: tl.constexpr,
+):  # fmt: skip
     """Sum rows ``x`` by the softmax of scores ``s``, ``sum_t softmax(s)_t x_t``, by an online softmax
     (`softmax`) that is split over programs.
 

@@ -53,17 +53,11 @@ def token_ranges(block, token, first, N: tl.constexpr, LAYOUT: tl.constexpr):
 
 @triton.jit
 def scale_and_base(
-    block,
-    token,
-    channel,
-    first,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    DP: tl.constexpr,
+    block, token, channel, first,
+    N: tl.constexpr, NP: tl.constexpr, DP: tl.constexpr,
     C,
-    LAYOUT: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
-):
+    LAYOUT: tl.constexpr, TOKENS_FIRST: tl.constexpr,
+):  # fmt: skip
     """``scale`` and ``base`` by words, both broadcast to ``[DP, NP / 2]`` or, with ``TOKENS_FIRST``,
     ``[NP, DP / 2]``.
 
@@ -103,19 +97,11 @@ def scale_and_base(
 
 @triton.jit
 def decode(
-    block,
-    level,
-    token,
-    channel,
-    first,
-    D: tl.constexpr,
-    N: tl.constexpr,
+    block, level, token, channel, first,
+    D: tl.constexpr, N: tl.constexpr,
     C,
-    LAYOUT: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
-    NP: tl.constexpr,
-    DP: tl.constexpr,
-):
+    LAYOUT: tl.constexpr, TOKENS_FIRST: tl.constexpr, NP: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
     """A quarter of the states of a head of a block, ``level * scale + base`` and residuals, by words: shape
     ``[DP, NP / 2]`` or, with ``TOKENS_FIRST``, ``[NP, DP / 2]``; ``level`` as of `levels_of`.
 
