@@ -9,7 +9,7 @@ layers of a decode step are one graph. Begin and end of the pass stay with hooks
 from collections.abc import Callable
 from functools import wraps
 from threading import local
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,39 +114,51 @@ def _current() -> tuple[Attached, ForwardPass]:
     return attachment, current
 
 
-def _attend(
-    x: Tensor | None,
-    residual: Tensor | None,
-    raw_key: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    index: int,
-    why: str,
-    *given: Any,
-) -> Tensor:
-    if why or x is None:
-        raise refused(why or "hooks of its model did not run")
+class _Call(NamedTuple):
+    """What the operator of a layer is given: what hooks saw, and the arguments of the attention function."""
+
+    x: Tensor | None
+    residual: Tensor | None
+    raw_key: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    positions: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    layer: int
+    why: str
+    """The call is refused for this reason, if there is one."""
+    scaling: float | None
+    softcap: float | None
+    s_aux: Tensor | None
+    is_causal: bool | None
+
+
+def _attend(*given: Any) -> Tensor:
+    call = _Call(*given)
+    if call.why or call.x is None:
+        raise refused(call.why or "hooks of its model did not run")
     attachment, current = _current()
-    hooks = attachment.hooks[index]
+    hooks = attachment.hooks[call.layer]
     _check_seen(hooks)
-    rope = None if cos is None else (cos, sin)
-    named = {"position_ids": positions, "attention_mask": mask, "position_embeddings": rope}
-    hooks.see_attention(hooks.view.module, (x,), named)
-    seen = current.at(index)
-    seen.residual = seen.residual if residual is None else residual
-    seen.raw_key = seen.raw_key if raw_key is None else raw_key
+    named = {
+        "position_ids": call.positions,
+        "attention_mask": call.mask,
+        "position_embeddings": None if call.cos is None else (call.cos, call.sin),
+    }
+    hooks.see_attention(hooks.view.module, (call.x,), named)
+    seen = current.at(call.layer)
+    seen.residual = seen.residual if call.residual is None else call.residual
+    seen.raw_key = seen.raw_key if call.raw_key is None else call.raw_key
     cache: Any = current.cache
-    key, value = cache.update(key, value, index)
-    pairs = zip(PASSED, given, strict=True)
-    options = {name: option for name, option in pairs if option is not None}
+    states = cache.update(call.key, call.value, call.layer)
+    every = {name: getattr(call, name) for name in PASSED}
+    options = {name: option for name, option in every.items() if option is not None}
     attention = compat.attention_function(hooks.implementation, hooks.view.module)
-    out, _ = attention(hooks.view.module, query, key, value, mask, **options)
-    return out.to(query.dtype).contiguous()  # as `_empty` says, whatever autocast takes
+    out, _ = attention(hooks.view.module, call.query, *states, call.mask, **options)
+    return out.to(call.query.dtype).contiguous()  # as `_empty` says, whatever autocast takes
 
 
 def _empty(
