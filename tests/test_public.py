@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import xquant
 
 CHECK = """
@@ -19,3 +21,9 @@ def test_every_name_is_there_and_stays_what_it_is() -> None:
 
 def test_every_name_is_listed() -> None:
     assert set(xquant.__all__) <= set(dir(xquant))
+
+
+def test_a_name_that_the_laboratory_has_now() -> None:
+    with pytest.warns(DeprecationWarning, match="xquant_lab"):
+        found = xquant.Pyramid
+    assert found.name == "pyramid"

@@ -6,6 +6,7 @@ The public names are imported when they are first used, so that ``import xquant`
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 if TYPE_CHECKING:
     from .cache.growing import KVCache
@@ -103,9 +104,22 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Pyramid":
+        return _of_the_laboratory(name)
     if name not in __all__:
         raise AttributeError(f"module 'xquant' has no attribute '{name}'")
     return getattr(import_module(f".{_HOMES.get(name, 'methods')}", __name__), name)
+
+
+def _of_the_laboratory(name: str) -> Any:
+    """A class that was a public name here before the laboratory had it."""
+    from .spec import parse_method
+
+    warn(f"xquant.{name} is in xquant_lab now", DeprecationWarning, stacklevel=3)
+    try:
+        return type(parse_method(name.lower()))
+    except ValueError as error:
+        raise AttributeError(f"module 'xquant' has no attribute '{name}': {error}") from None
 
 
 def __dir__() -> list[str]:
