@@ -133,7 +133,7 @@ def angles_within(rope, token, D: tl.constexpr, DP: tl.constexpr, BITS: tl.const
 
 @triton.jit
 def partner_states(rows, channels, scaling, half):
-    """What RoPE adds to the scaled queries of `Rows`, times the sine."""
+    """What RoPE adds to the scaled queries of `HeadRows`, times the sine."""
     states = tl.load(rows.pointer[None, :] + channels.partner[:, None], rows.there, 0)
     states = states.to(tl.float32) * scaling
     return tl.where((channels.key < half)[:, None], states, -states)
@@ -156,7 +156,7 @@ def add_blocks(
     ROTATE: tl.constexpr, PAGED: tl.constexpr, OFFSET: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
 ):  # fmt: skip
-    """Add the blocks in columns from ``first`` to ``stop`` to the softmax of `Rows`."""
+    """Add the blocks in columns from ``first`` to ``stop`` to the softmax of `HeadRows`."""
     half: tl.constexpr = D // 2
     OUTLIERS: tl.constexpr = KEY.count_bytes > 0
     tl.static_assert(KEY.count_bytes == VALUE.count_bytes)

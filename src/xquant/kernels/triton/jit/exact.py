@@ -16,7 +16,7 @@ from .softmax import NONE, Softmax, seen_scores, softmax_weights
 STEP = tl.constexpr(32)  # tokens that are read at a time
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """Rows of a key/value head, as `load_rows` has them."""
 
     number: Any
@@ -100,14 +100,14 @@ def row_pointers(query, b, head, row, shape):
 
 @triton.jit
 def load_rows(call, b, head, program, channel, ROWS: tl.constexpr):
-    """Load ROWS `Rows` of a key/value head, from number ``program * ROWS`` on, with ``channel`` ``[K]`` of
+    """Load ROWS `HeadRows` of a head, from number ``program * ROWS`` on, with ``channel`` ``[K]`` of
     each."""
     shape = call.shape
     row, rows = program * ROWS + tl.arange(0, ROWS), shape.group_heads * shape.queries
     place, pointer = row_pointers(call.query, b, head, row, shape)
     there = (row < rows)[None, :] & (channel >= 0)[:, None]
     states = tl.load(pointer[None, :] + channel[:, None], there, 0).to(tl.float32) * call.scaling
-    return Rows(row, place, pointer, there, states)
+    return HeadRows(row, place, pointer, there, states)
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def add_exact(
     D: tl.constexpr, SINKS: tl.constexpr, ROTATE: tl.constexpr, PAGED: tl.constexpr, MASK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Add the exact tokens of a head and sequence to the softmax of `Rows`: tail, sinks and the newest.
+    """Add the exact tokens of a head and sequence to the softmax of `HeadRows`: tail, sinks and the newest.
 
     The newest keys come rotated; those of tail and sinks are rotated where ``ROTATE``. The tail is that of
     the cache behind ``limit``; where ``PAGED``, a ring.
