@@ -38,8 +38,8 @@ class Kernel(ABC):
         block: tokens of a block.
     """
 
-    turns_tokens = False
-    """Whether packed keys may have angles of their own, where positions within a block do not follow each
+    angles_by_token = False
+    """Whether each packed key may have its own angles, where positions within a block do not follow each
     other."""
 
     def __init__(
@@ -59,8 +59,8 @@ class Kernel(ABC):
                 setattr(to, name, blocks.data_ptr())
 
     @abstractmethod
-    def turn(self, angles: Angles) -> None:
-        """Turn packed keys by these ``angles`` from now on."""
+    def set_angles(self, angles: Angles) -> None:
+        """Have RoPE rotate packed keys by these ``angles`` from now on."""
 
     @abstractmethod
     def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
@@ -107,7 +107,7 @@ class PackedKernel(Kernel):
     def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
         to = native.Attend()
         super().__init__(to, {0: to.key, 1: to.value}, codec.view, block)
-        self._function, self._turn = native.function("attend", isa), codec.turns[0]
+        self._function, self._key_turn = native.function("attend", isa), codec.turns[0]
         self._constant: list[Tensor] = []
         for number, operand in self.sources.items():
             packed = codec.segments[number].operand(block)
@@ -124,7 +124,7 @@ class PackedKernel(Kernel):
             to.value_turn = native.address(turn, torch.float32, *turn.shape)
             to.value_turn_head = 0 if turn.dim() == 2 else turn.stride(0)
 
-    def turn(self, angles: Angles) -> None:
+    def set_angles(self, angles: Angles) -> None:
         assert isinstance(angles, BlockAngles)
         (within, start), to = angles, self.to
         if "cpu" not in within.prepared:
@@ -137,8 +137,8 @@ class PackedKernel(Kernel):
 
     def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
         query, kept = call.query, self._point_to_scores(call)
-        if self._turn is not None:
-            query, turned_query = torch.stack([query, turned(query, self._turn)])
+        if self._key_turn is not None:
+            query, turned_query = torch.stack([query, turned(query, self._key_turn)])
             self.to.turned_query = turned_query.data_ptr()
         self._point_to_states(query, out, call.scaling)
         self._function(self.to)
@@ -146,6 +146,7 @@ class PackedKernel(Kernel):
 
 
 def batch_stride(of: Tensor) -> int:
+    """0 where one sequence stands for all."""
     return of.stride(0) if len(of) > 1 else 0
 
 

@@ -1,5 +1,6 @@
 """Attention over a cache that grows by any `Kernel` of the library."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +16,19 @@ from ..rope import BlockAngles, RopeAngles, RopeTable
 from . import library as native
 from .attention import Kernel
 
-Turned = tuple[int | None, int | None, int]
+Where = tuple[int | None, int | None, int]
 """Where cos and sin of some tokens lie, fp32 ``[B, t, pairs]``, and ``pairs``."""
-AS_THEY_ARE: Turned = None, None, 0
+NOWHERE: Where = None, None, 0
+"""Of keys that are rotated already."""
+
+
+@dataclass
+class TokenAngles:
+    """Of the tail and of sinks ``[B, t, R/2]``, where blocks have no angles; as `RopeAngles`."""
+
+    tail: Pair
+    sinks: Pair
+    prepared: dict[str, Any] = field(default_factory=dict)
 
 
 class GrowingAttention(LayerAttention):
@@ -44,15 +55,17 @@ class GrowingAttention(LayerAttention):
         batch, heads, queries, size = call.query.shape
         past = layer.tokens - queries
         limit = min(stream.tokens, past)
-        angles = None
+        angles: RopeAngles | TokenAngles | None = None
         if not layer.codec.rotated:
             columns = None if layer.sinks is None else layer.sinks.columns
             angles = self._rope.of(stream.lengths, stream.block, past - limit, columns)
-            if angles is None and not self._kernel.turns_tokens:
-                return None
+            if angles is None:
+                if not self._kernel.angles_by_token:
+                    return None
+                angles = self._token_angles(past - limit)
         self._refresh()
         if stream.tokens:
-            self._turn(angles)
+            self._set_angles(angles)
         if limit != self._limit or len(self._limits) != batch:
             self._limits = torch.full((batch,), limit, dtype=torch.int32, device="cpu")
             self._limit = limit
@@ -63,7 +76,7 @@ class GrowingAttention(LayerAttention):
             call = call._replace(query=call.query.contiguous())
         out = call.query.new_empty(batch, queries, heads, size)
         self._kernel.attend(call, out)
-        del kept  # the library has read it
+        del kept, angles  # the library has read them
         layer.release_below()
         return out
 
@@ -80,30 +93,33 @@ class GrowingAttention(LayerAttention):
         to.lengths, to.table = found.lengths.data_ptr(), self._table.data_ptr()
         to.table_stride = found.columns
 
-    def _turn(self, angles: RopeAngles | None) -> None:
+    def _set_angles(self, angles: RopeAngles | TokenAngles | None) -> None:
         """Tell the kernel the angles of packed keys, where they are others than before."""
-        if angles is not None:
+        if isinstance(angles, RopeAngles):
             if angles.start is not self._start:
-                self._kernel.turn(BlockAngles(angles.within, angles.start))
+                self._kernel.set_angles(BlockAngles(angles.within, angles.start))
                 self._start = angles.start
-        elif self._kernel.turns_tokens:
+        elif self._kernel.angles_by_token:
             # The column of the token in each place [c * n]; past the end of a block that was cropped, of any:
             # its score is hidden.
             stream, lengths = self._layer.stream, self._addresses.lengths.long()[:, None]
             within = torch.arange(stream.block, device="cpu")
             columns = (lengths.cumsum(0) - lengths + within).flatten().clamp(max=stream.tokens - 1)
             by_channel = at_columns(columns, 2, *self._layer.index.rope_by_channel())
-            self._kernel.turn((by_channel[0], by_channel[1]))
+            self._kernel.set_angles((by_channel[0], by_channel[1]))
             self._start = None
 
     def _point_to_exact(
-        self, call: AttentionCall, past: int, limit: int, angles: RopeAngles | None
+        self,
+        call: AttentionCall,
+        past: int,
+        limit: int,
+        angles: RopeAngles | TokenAngles | None,
     ) -> tuple[Tensor | None, ...]:
         """Point to the tail, the sinks and the newest tokens. Returns what is pointed to."""
         layer, codec, before = self._layer, self._layer.codec, past - limit
         tail, sinks, newest = self._exact
-        angles_of = self._turned(before, angles)
-        (tail.cos, tail.sin, tail.pairs), (sinks.cos, sinks.sin, sinks.pairs) = angles_of[:2]
+        (tail.cos, tail.sin, tail.pairs), (sinks.cos, sinks.sin, sinks.pairs) = _where(angles)
         tail.start, tail.count, sinks.count = limit, before, 0
         rows = first = None
         if before:
@@ -124,7 +140,7 @@ class GrowingAttention(LayerAttention):
         newest.batch_stride, newest.head_stride, newest.token_stride, _ = key.stride()
         newest.dtype, newest.count = native.DTYPES[key.dtype], key.shape[2]
         newest.start = past
-        return rows, first, key, value, *angles_of[2:]
+        return rows, first, key, value
 
     def _point(self, to: native.Exact, rows: Tensor) -> None:
         """To ``rows`` ``[B, t, 2 G D]``, keys beside values."""
@@ -134,28 +150,15 @@ class GrowingAttention(LayerAttention):
         to.batch_stride, to.token_stride, _ = rows.stride()
         to.dtype = native.DTYPES[rows.dtype]
 
-    def _turned(self, before: int, angles: RopeAngles | None) -> tuple[Any, ...]:
-        """Where the angles of the ``before`` tokens of the tail lie, and those of the sinks; and what is
-        pointed to, where nobody else keeps it."""
-        if self._layer.codec.rotated:
-            return AS_THEY_ARE, AS_THEY_ARE
-        if angles is None:
-            tail, sinks = self._token_angles(before)
-            return _where(tail), _where(sinks), *tail, *sinks
-        if "cpu" not in angles.prepared:  # for all layers
-            angles.prepared["cpu"] = _where(angles.tail), _where(angles.sinks)
-        found: tuple[Turned, Turned] = angles.prepared["cpu"]
-        return found
-
-    def _token_angles(self, before: int) -> tuple[Pair, Pair]:
-        """The same, where blocks have none."""
+    def _token_angles(self, before: int) -> TokenAngles:
+        """Of the ``before`` tokens of the tail, and of sinks."""
         stream, sinks = self._layer.stream, self._layer.sinks
         cos, sin = (t.mT for t in self._layer.index.rope_by_channel())
         at = torch.arange(stream.tokens, stream.tokens + before, device=cos.device)
         at = at.expand(len(cos), -1)
         tail = _rows_at(cos, at), _rows_at(sin, at)
         at = at[:, :0] if sinks is None else sinks.columns.clamp(min=0)
-        return tail, (_rows_at(cos, at), _rows_at(sin, at))
+        return TokenAngles(tail, (_rows_at(cos, at), _rows_at(sin, at)))
 
 
 def _rows_at(table: Tensor, places: Tensor) -> Tensor:
@@ -163,6 +166,16 @@ def _rows_at(table: Tensor, places: Tensor) -> Tensor:
     return table.gather(1, places.long()[..., None].expand(-1, -1, table.shape[2])).contiguous()
 
 
-def _where(angles: Pair) -> Turned:
+def _where(angles: RopeAngles | TokenAngles | None) -> tuple[Where, Where]:
+    """The angles of the tail and of sinks; found once for all layers that share them."""
+    if angles is None:
+        return NOWHERE, NOWHERE
+    if "cpu" not in angles.prepared:
+        angles.prepared["cpu"] = _addresses(angles.tail), _addresses(angles.sinks)
+    found: tuple[Where, Where] = angles.prepared["cpu"]
+    return found
+
+
+def _addresses(angles: Pair) -> Where:
     cos, sin = (native.address(t, torch.float32, *angles[0].shape) for t in angles)
     return cos, sin, angles[0].shape[2]

@@ -51,7 +51,7 @@ class NativePages(PagedAttention):
         self._new.causal = to.append = 1
         if angles is not None:
             cos, sin = (t[None] for t in angles.starts)
-            kernel.turn(BlockAngles(angles.within, (cos, sin)))
+            kernel.set_angles(BlockAngles(angles.within, (cos, sin)))
 
     def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
         self._addresses = self._layout.addresses(pages)

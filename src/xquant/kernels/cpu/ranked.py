@@ -17,7 +17,7 @@ from ..call import AttentionCall
 from ..paged import Sequences
 from ..slow import SlowPairs, widened
 from . import library as native
-from .turning import TurningKernel, in_pairs
+from .turning import RebuildingKernel, in_pairs
 
 WEIGHT_LIMIT = 8191
 """As in csrc/ranked_columns.h."""
@@ -48,7 +48,7 @@ def zipped(weight: Tensor) -> Tensor:
     return weight.unflatten(-1, (-1, 2, 4, 4)).transpose(-3, -2).flatten(-4).contiguous()
 
 
-class RankedKernel(TurningKernel):
+class RankedKernel(RebuildingKernel):
     """Attends over ranked codes."""
 
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
@@ -77,7 +77,7 @@ class RankedKernel(TurningKernel):
         self._constant = [codec.segments, sizes, levels, highest, value, mean]
 
     def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
-        self._turn()
+        self._point_to_angles()
         kept = self._point_to_scores(call)
         self._point_to_states(call.query, out, call.scaling)
         self._function(self._call)

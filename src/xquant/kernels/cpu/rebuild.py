@@ -24,7 +24,7 @@ from ..paged import Sequences
 from ..rebuilding import TOKENS
 from ..slow import SlowPairs, widened
 from . import library as native
-from .turning import ROWS, SLOW_LIMIT, TurningKernel, in_pairs
+from .turning import ROWS, SLOW_LIMIT, RebuildingKernel, in_pairs
 
 PAIRED = [0, 2, 1, 3]
 """The order of the channels of a quad in registers (csrc/tiles.h)."""
@@ -57,7 +57,7 @@ def unfit(codec: LayerCodec, block: int) -> str:
     return ""
 
 
-class RebuiltKernel(TurningKernel):
+class RebuiltKernel(RebuildingKernel):
     """Attends over affine codes of what keys and values come from.
 
     Args:
@@ -148,10 +148,8 @@ class RebuiltKernel(TurningKernel):
         else:
             query, columns = call.query[sequences.rows].transpose(1, 2), sequences.columns
         batch, heads, queries, size = query.shape
-        # [B, G, r, D], r = query heads of a key/value head times queries
-        left = (
-            (query.float() * call.scaling).reshape(batch, self.to.kv_heads, -1, size).contiguous()
-        )
+        rows = (query.float() * call.scaling).reshape(batch, self.to.kv_heads, -1, size)
+        left = rows.contiguous()  # [B, G, r, D], r = query heads of a key/value head times queries
         weights = self._scores_of(left, columns)
         found = self._weigh(call, left, weights, columns)
         if columns:
@@ -168,7 +166,7 @@ class RebuiltKernel(TurningKernel):
         call, to = self._call, self.to
         scores = left.new_empty(*left.shape[:3], columns * to.block)
         if columns:
-            self._turn()
+            self._point_to_angles()
             _point_to_blocks(call, to, columns)
             call.query, call.scores, call.rows = left.data_ptr(), scores.data_ptr(), left.shape[2]
             self._score(call)

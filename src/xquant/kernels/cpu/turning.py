@@ -31,14 +31,14 @@ def in_pairs(view: AttentionView, rows: Tensor) -> Tensor:
     return rows.float().unflatten(0, (view.kv_heads, -1))[:, order]
 
 
-class TurningKernel(Kernel):
+class RebuildingKernel(Kernel):
     """What kernels share that rebuild keys.
 
     Args:
         turning: the field that says how they are turned.
     """
 
-    turns_tokens = True
+    angles_by_token = True
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class TurningKernel(Kernel):
         self._angles: Angles | None = None
         turning.rotary_pairs = view.rotary_size // 2
 
-    def turn(self, angles: Angles) -> None:
+    def set_angles(self, angles: Angles) -> None:
         self._angles, self._rows = angles, 0
 
-    def _turn(self) -> None:
+    def _point_to_angles(self) -> None:
         """Point to the angles, and to weights that suit the query rows of a key/value head."""
         rows = self.to.group_heads * self.to.queries
         if self._angles is None or rows == self._rows:
