@@ -138,6 +138,7 @@ class Memory(NamedTuple):
     blocks: Blocks | Pages
     tail: ExactRows
     sinks: ExactRows | None
+    """None of an engine's method without sinks."""
     rope: BlockRope | None
     """Where keys are kept before RoPE."""
     runs: Runs | None = None

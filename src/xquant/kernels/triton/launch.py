@@ -111,13 +111,17 @@ class Past(NamedTuple):
         sinks: tuple[Tensor, Tensor] | None,
     ) -> "Past":
         """``tail``: ``[B, ., 2 G D]``; ``sinks``: rows alike, and their columns int32 ``[B, S]``."""
-        rope, exact_tail, exact_sinks, count = None, ExactRows.of(tail), None, 0
+        rope, exact_tail = None, ExactRows.of(tail)
+        # Without sinks, none of other rows: a kernel without code for them takes more registers.
+        exact_sinks, count = exact_tail._replace(columns=table.blocks.begins), 0
         if sinks is not None:
             rows, columns = sinks
             exact_sinks, count = ExactRows.of(rows)._replace(columns=columns), columns.shape[1]
         if (angles := packed.angles) is not None:
             rope = BlockRope(*angles.start, *angles.within)
-            exact_tail = exact_tail.rotated(angles.tail)
-            exact_sinks = exact_sinks and exact_sinks.rotated(angles.sinks)
+            exact_tail, exact_sinks = (
+                exact_tail.rotated(angles.tail),
+                exact_sinks.rotated(angles.sinks),
+            )
         memory = Memory(table.blocks, exact_tail, exact_sinks, rope)
         return cls(memory, table.columns, count, packed.limit, packed.before)

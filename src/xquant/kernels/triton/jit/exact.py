@@ -196,7 +196,7 @@ def add_exact(
     softmax = add_rows(
         queries, tokens, run, b, limit, channels, softmax, D, ROTATE, False, False, MASK, SOFTCAP
     )
-    if SINKS:
+    if SINKS or not PAGED:
         run = run_of(runs.sinks if PAGED else None, b, sink_count, 0, PAGED)
         row = sinks.data + run.row.to(tl.int64) * sinks.batch_stride + at
         tokens = Tokens(
