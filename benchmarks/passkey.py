@@ -25,6 +25,7 @@ from xquant.progress import Progress
 from xquant.results import stamp, write_json
 from xquant.text import cut_windows, read_text
 from xquant_lab.evals import passkey as task
+from xquant_lab.evals.journal import Journal
 from xquant_lab.evals.reading import read_together
 
 CONTEXT, SAMPLES, WINDOWS = 2048, 3, 16
@@ -96,11 +97,10 @@ def asked(
             model,
             tokenizer,
             methods,
-            (CONTEXT,),
-            samples=SAMPLES,
-            progress=show,
-            calibrations=calibrations,
-            attend=attend,
+            task.Prompts((CONTEXT,), samples=SAMPLES),
+            attend,
+            calibrations,
+            Journal(tell=show),
         ):
             yield {**row.to_dict(), "calibrated_on": text}
 

@@ -21,6 +21,7 @@ from xquant import load_model, own_calibration, parse_method
 from xquant.results import stamp, write_json
 from xquant.runs import Runs
 from xquant.text import cut_windows
+from xquant_lab.evals.journal import Journal
 from xquant_lab.evals.perplexity import measure
 
 METHODS = (
@@ -61,10 +62,11 @@ def main(
     rows: list[dict[str, Any]] = []
     for name, text in texts(c4, wikitext).items():
         ids = cut_windows(model, tokenizer, text, context, windows)
-        runs = None
+        journal = None
         if resume is not None:
             runs = Runs(Path(resume) / f"{name}.json", {"text": name, "windows": windows})
-        measured = measure(model, ids, list(wanted.values()), None, made, runs)
+            journal = Journal(runs)
+        measured = measure(model, ids, list(wanted.values()), made, journal)
         found = {row.method: row.to_dict() for row in measured}
         for (spec, kept), method in wanted.items():
             row = {**found[method.spec], "of": spec, "kept": kept, "text": name}

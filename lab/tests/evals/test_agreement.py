@@ -100,24 +100,19 @@ def test_means_are_over_prompts():
 def test_a_task_is_compared_with_the_same_answers(model, tmp_path):
     pytest.importorskip("lm_eval")
     from xquant.runs import Runs
+    from xquant_lab.evals.journal import Journal
     from xquant_lab.evals.task_lookup import find_tasks
-    from xquant_lab.evals.tasks import evaluate
+    from xquant_lab.evals.tasks import Settings, evaluate
 
     asked = find_tasks(["longbench_hotpotqa"], longbench(tmp_path))
-    runs, methods = Runs(tmp_path / "runs", {}), ["kivi-8bit:group=8", "kivi-2bit:group=8"]
+    journal, methods = (
+        Journal(Runs(tmp_path / "runs", {})),
+        ["kivi-8bit:group=8", "kivi-2bit:group=8"],
+    )
 
-    def ask(methods, **more):
-        rows = evaluate(
-            model,
-            harness_tokenizer(),
-            methods,
-            asked,
-            2,
-            runs=runs,
-            longest=64,
-            compare=True,
-            **more,
-        )
+    def ask(methods):
+        settings = Settings(2, longest=64, compare=True)
+        rows = evaluate(model, harness_tokenizer(), methods, asked, settings, journal=journal)
         return {row.method: row for row in rows}
 
     part = ask(methods[:1])
@@ -127,7 +122,7 @@ def test_a_task_is_compared_with_the_same_answers(model, tmp_path):
     assert (full.kl, full.same_tokens) == (0, ANSWER)
     assert 0 < near.kl < far.kl
     assert ANSWER >= near.same_tokens >= far.same_tokens
-    alone = evaluate(model, harness_tokenizer(), methods, asked, 2)
+    alone = evaluate(model, harness_tokenizer(), methods, asked, Settings(2))
     assert all(row.kl is None and row.same_tokens is None for row in alone)
 
 

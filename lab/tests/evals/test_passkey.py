@@ -6,7 +6,8 @@ from support.word_tokenizer import word_tokenizer
 from xquant import Full, KVCache, parse_method
 from xquant.runs import Runs
 from xquant_lab.evals import passkey as module
-from xquant_lab.evals.passkey import passkey
+from xquant_lab.evals.journal import Journal
+from xquant_lab.evals.passkey import Prompts, passkey
 
 
 class Letters:
@@ -45,7 +46,7 @@ def reader(monkeypatch):
 
 
 def test_what_is_found_is_counted_by_depth(reader):
-    rows = passkey(reader, Letters(), ["full", "kivi-2bit"], [400, 800], [0.1, 0.9], 3)
+    rows = passkey(reader, Letters(), ["full", "kivi-2bit"], Prompts([400, 800], [0.1, 0.9], 3))
     assert [(r.method, r.context, r.depth) for r in rows] == [
         (method, context, depth)
         for method in ("full", "kivi-2bit")
@@ -72,16 +73,17 @@ def test_a_prompt_is_as_long_as_asked_and_hides_its_number_there(depth):
 
 
 def test_a_stopped_run_goes_on(reader, tmp_path):
-    runs = Runs(tmp_path, {})
-    first = passkey(reader, Letters(), ["full"], [400], [0.5], 2, runs=runs)
+    prompts, journal = Prompts([400], [0.5], 2), Journal(Runs(tmp_path, {}))
+    first = passkey(reader, Letters(), ["full"], prompts, journal=journal)
     reader.reach = 0  # it would find nothing now
-    assert passkey(reader, Letters(), ["full"], [400], [0.5], 2, runs=runs) == first
+    assert passkey(reader, Letters(), ["full"], prompts, journal=journal) == first
 
 
 def test_real_caches_are_asked():
     model, seen = tiny("llama"), []
     methods = ["full", "kivi-4bit:group=8", "crosslayer:group=8,kq=2,vq=0,km=4,vm=2"]
-    rows = passkey(model, word_tokenizer(), methods, [120], [0.5], 1, lambda *now: seen.append(now))
+    prompts, journal = Prompts([120], [0.5], 1), Journal(tell=lambda *now: seen.append(now))
+    rows = passkey(model, word_tokenizer(), methods, prompts, journal=journal)
     assert [row.method for row in rows] == methods
     assert all(row.found == 0 for row in rows)  # it has no digits
     assert {row.attend for row in rows} == {"store"}
@@ -119,14 +121,14 @@ def test_the_likelihood_is_that_of_the_digits():
     ("asked", "message"),
     [
         ({"methods": []}, "no method"),
-        ({"contexts": [513]}, "past the model's 512 positions"),
-        ({"contexts": [20]}, "too short: the question needs"),
-        ({"depths": [1.5]}, "between 0"),
-        ({"samples": 0}, "at least 1"),
+        ({"prompts": Prompts([513], [0.5], 1)}, "past the model's 512 positions"),
+        ({"prompts": Prompts([20], [0.5], 1)}, "too short: the question needs"),
+        ({"prompts": Prompts([100], [1.5], 1)}, "between 0"),
+        ({"prompts": Prompts([100], [0.5], 0)}, "at least 1"),
         ({"attend": "both"}, "not one of chunk, store"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(asked, message):
-    given = {"methods": ["full"], "contexts": [100], "depths": [0.5], "samples": 1} | asked
+    given = {"methods": ["full"], "prompts": Prompts([100], [0.5], 1)} | asked
     with pytest.raises(ValueError, match=message):
         passkey(tiny("llama"), word_tokenizer(), **given)

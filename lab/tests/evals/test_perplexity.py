@@ -8,6 +8,7 @@ from support.models import tiny
 from support.word_tokenizer import text_of, word_tokenizer
 from xquant import KVCache, parse_method
 from xquant.runs import Runs
+from xquant_lab.evals.journal import Journal
 from xquant_lab.evals.perplexity import perplexity
 from xquant_lab.pyramid.cache import PyramidCache
 
@@ -56,7 +57,7 @@ def test_progress_counts_every_forward_pass_and_the_full_cache_runs_once(model):
     rows = run(
         model,
         ["full", "kivi-4bit:group=8", "full", "kivi-4bit:group=8"],
-        progress=lambda *now: seen.append(now),
+        journal=Journal(tell=lambda *now: seen.append(now)),
     )
     assert [row.method for row in rows] == ["full", "kivi-4bit:group=8"]
     assert [done for done, _, _ in seen] == [0, 1, 2, 3, 4]
@@ -98,12 +99,12 @@ def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(model, methods, runs=runs, progress=stop)
+        run(model, methods, journal=Journal(runs, stop))
     assert len(list(tmp_path.rglob("*.json"))) == 4
-    whole, rest = run(model, methods), run(model, methods, runs=runs)
+    whole, rest = run(model, methods), run(model, methods, journal=Journal(runs))
     for one, other in zip(whole, rest, strict=True):
         assert replace(one, seconds=0) == replace(other, seconds=0)
-    assert run(model, methods, runs=runs) == rest
+    assert run(model, methods, journal=Journal(runs)) == rest
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_what_cannot_be_measured_is_refused_before_the_first_pass(model, asked, 
         raise AssertionError("a forward pass was begun")
 
     with pytest.raises(ValueError, match=message):
-        run(model, **{"methods": ["full"], **asked}, progress=forbidden)
+        run(model, **{"methods": ["full"], **asked}, journal=Journal(tell=forbidden))
 
 
 DROPS = "pyramid:keep=0.25,tail=8,group=8"

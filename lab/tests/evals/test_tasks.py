@@ -17,8 +17,9 @@ from support.models import tiny
 pytest.importorskip("lm_eval")
 from xquant.runs import Runs
 from xquant_lab.evals import task_lookup, tasks
+from xquant_lab.evals.journal import Journal
 from xquant_lab.evals.task_lookup import find_tasks
-from xquant_lab.evals.tasks import evaluate
+from xquant_lab.evals.tasks import Settings, evaluate
 
 STORED = "kivi-2bit:group=8"
 
@@ -66,7 +67,7 @@ def test_gsm8k_with_local_rows_has_fixed_examples(model, tokenizer, tmp_path, ca
     assert prompt.count("Q: ") == 9 and "The answer is 39." in prompt
     assert prompt.endswith(f"Q: {words(0, 9)}\nA:")
     capfd.readouterr()
-    rows = evaluate(model, tokenizer, [STORED], [one], limit=2, batch_size=2)
+    rows = evaluate(model, tokenizer, [STORED], [one], Settings(limit=2, batch_size=2))
     assert capfd.readouterr() == ("", "")
     assert [(row.method, row.metric) for row in rows] == [
         ("full", "exact_match,strict-match"),
@@ -103,7 +104,7 @@ def test_longbench_has_its_own_prompts_and_metrics(model, tokenizer, tmp_path):
     asked = find_tasks(["longbench_hotpotqa", "longbench_samsum"], tmp_path)
     prompt = first_prompt(asked[0], tokenizer)
     assert f"Question: {words(0, 4)}\nAnswer:" in prompt and words(0, 40) in prompt
-    rows = evaluate(model, tokenizer, [STORED], asked, limit=1)
+    rows = evaluate(model, tokenizer, [STORED], asked, Settings(limit=1))
     metrics = {(row.task, row.metric) for row in rows}
     assert ("longbench_hotpotqa", "qa_f1_score") in metrics
     assert ("longbench_samsum", "rouge_score") in metrics
@@ -159,7 +160,7 @@ def test_ruler_is_made_by_lm_eval_from_local_files(model, tokenizer, tmp_path, m
     prompts = [first_prompt(one, tokenizer) for one in asked]
     assert all("Document 1:" in prompt for prompt in prompts)
     assert all(len(tokenizer(prompt)["input_ids"]) <= 300 for prompt in prompts)
-    rows = evaluate(model, tokenizer, [STORED], asked, limit=1)
+    rows = evaluate(model, tokenizer, [STORED], asked, Settings(limit=1))
     assert [(row.method, row.task, row.metric, row.context) for row in rows] == [
         ("full", "ruler_qa_squad", "300", 300),
         (STORED, "ruler_qa_squad", "300", 300),
@@ -179,14 +180,15 @@ def test_a_stopped_run_goes_on_from_what_is_finished(model, tokenizer, tmp_path,
     asked = find_tasks([str(choices(tmp_path))])
     runs = Runs(tmp_path / "runs", {"model": "tiny"})
 
-    def go(methods, **more):
-        rows = evaluate(model, tokenizer, methods, asked, limit=2, runs=runs, **more)
+    def go(methods, *tell):
+        journal = Journal(runs, *tell)
+        rows = evaluate(model, tokenizer, methods, asked, Settings(limit=2), journal=journal)
         return [row.to_dict() for row in rows]
 
     first = go([STORED])
     monkeypatch.setattr(tasks, "_run", lambda *_: pytest.fail("ran again"))
     seen = []
-    assert go([STORED], progress=lambda *now: seen.append(now)) == first
+    assert go([STORED], lambda *now: seen.append(now)) == first
     assert seen == [(2, 2, "")]
     with pytest.raises(pytest.fail.Exception, match="ran again"):
         go(["kivi-4bit:group=8"])
@@ -195,7 +197,8 @@ def test_a_stopped_run_goes_on_from_what_is_finished(model, tokenizer, tmp_path,
 def test_progress_counts_parts_and_requests(model, tokenizer, tmp_path):
     seen = []
     asked = find_tasks([str(choices(tmp_path))])
-    evaluate(model, tokenizer, [STORED], asked, limit=1, progress=lambda *now: seen.append(now))
+    journal = Journal(tell=lambda *now: seen.append(now))
+    evaluate(model, tokenizer, [STORED], asked, Settings(limit=1), journal=journal)
     assert [(done, total) for done, total, _ in seen] == [(0, 2)] * 4 + [(1, 2)] * 4 + [(2, 2)]
     assert seen[3][2] == f"full, {asked[0].name}: 3 done"
 

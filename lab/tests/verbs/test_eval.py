@@ -68,12 +68,12 @@ def test_tasks_go_on_where_they_were_stopped(run, model, data, tmp_path, monkeyp
 def test_passkey_is_our_own(run, model, tmp_path, monkeypatch):
     asked = []
 
-    def passkey(model, tokenizer, methods, **more):
-        asked.append((methods, more))
+    def passkey(model, tokenizer, methods, prompts, attend, *more):
+        asked.append((methods, prompts))
         return [
-            PasskeyRow(method.spec, context, 0.5, 1, 4, -0.5, more["attend"], 2.0)
+            PasskeyRow(method.spec, context, 0.5, 1, 4, -0.5, attend, 2.0)
             for method in methods
-            for context in more["contexts"]
+            for context in prompts.contexts
         ]
 
     monkeypatch.setattr("xquant_lab.evals.passkey.passkey", passkey)
@@ -83,9 +83,9 @@ def test_passkey_is_our_own(run, model, tmp_path, monkeypatch):
     rows = json.loads(out)
     assert [row["task"] for row in rows][:3] == ["passkey", "passkey", "choices"]
     assert (rows[1]["method"], rows[1]["value"], rows[1]["n"]) == (STORED, 0.25, 4)
-    ((methods, more),) = asked
+    ((methods, prompts),) = asked
     assert [method.spec for method in methods] == ["full", STORED]
-    assert (more["contexts"], more["samples"]) == ((96,), 4)
+    assert (prompts.contexts, prompts.samples) == ((96,), 4)
     assert "passkey 96 at 0.5" in run(*words)[1]
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from support.lm_eval_data import harness_folder, longbench
 from xquant_lab.reproduce.experiments import EXPERIMENTS
-from xquant_lab.verbs.reproduce import check_needs
+from xquant_lab.verbs.reproduce import Sources, check_needs
 
 
 def test_list_shows_every_experiment(run):
@@ -105,7 +105,7 @@ def test_tasks_can_be_chosen_and_averages_are_over_them(run, tmp_path):
 
 def test_data_of_a_hub_out_of_reach_are_asked_for_before_the_model_is_loaded(run, monkeypatch):
     monkeypatch.setattr("xquant.hub.hub_answers", lambda: False)
-    monkeypatch.setattr("xquant_lab.verbs.reproduce.load", None)
+    monkeypatch.setattr("xquant_lab.verbs.asked.load", None)
     status, out, err = run("reproduce", "xquant/table3", "smollm2")
     assert (status, out) == (2, "")
     assert "the hub, which has their data, cannot be reached: give --data DIR" in err
@@ -117,8 +117,8 @@ def test_data_may_be_kept_by_the_hubs_client(monkeypatch, offline, answers):
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
     monkeypatch.setattr("xquant.hub.hub_answers", lambda: answers)
-    check_needs(EXPERIMENTS["xquant/table3"], None, None, None)
+    check_needs(EXPERIMENTS["xquant/table3"], Sources(), ())
 
 
 def test_a_calibration_is_as_good_as_a_text_for_one():
-    check_needs(EXPERIMENTS["kvquant/table21"], "t.txt", None, ["made.safetensors"])
+    check_needs(EXPERIMENTS["kvquant/table21"], Sources("t.txt"), ["made.safetensors"])

@@ -27,11 +27,10 @@ from xquant.contents.options import ATTEND
 from xquant.methods import Method
 from xquant.models.weights import home
 from xquant.positions import check_context
-from xquant.progress import Progress, silent
-from xquant.runs import Runs
 from xquant.spec import parse_method
 
 from ..pyramid.cache import AnyCache, cache_of
+from .journal import Journal
 from .reading import read_together
 
 OPENING = (
@@ -47,6 +46,17 @@ NEEDLE = "\n\nThe pass key is {key}. Remember it: {key} is the pass key.\n\n"
 QUESTION = "\n\nWhat is the pass key? The pass key is"
 DIGITS = 5
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Which prompts are asked: ``samples`` of them for each context and depth."""
+
+    contexts: Sequence[int] = (1024, 2048, 4096)
+    """Tokens of a prompt and its answer."""
+    depths: Sequence[float] = DEPTHS
+    """Places of the number in the text, 0 its start and 1 its end."""
+    samples: int = 4
 
 
 @dataclass(frozen=True)
@@ -71,23 +81,18 @@ def passkey(
     model: Any,
     tokenizer: Any,
     methods: Sequence[str | Method],
-    contexts: Sequence[int] = (1024, 2048, 4096),
-    depths: Sequence[float] = DEPTHS,
-    samples: int = 4,
-    progress: Progress | None = None,
-    calibrations: Iterable[Calibration] = (),
-    runs: Runs | None = None,
+    prompts: Prompts | None = None,
     attend: str = "store",
+    calibrations: Iterable[Calibration] = (),
+    journal: Journal | None = None,
 ) -> list[PasskeyRow]:
-    """Ask for a hidden number, ``samples`` times for each context and depth. All methods get the same
-    prompts.
+    """Ask for a hidden number. All methods get the same prompts.
 
     Args:
-        contexts: tokens of a prompt and its answer.
-        depths: places of the number in the text, 0 its start and 1 its end.
-        calibrations: each goes to the methods that it was made for.
-        runs: keeps the rows that are finished, and has those of a run that was stopped.
+        prompts: of which lengths and how many; None for the usual ones.
         attend: of the caches, while the prompt is read: ``store`` or ``chunk``.
+        calibrations: each goes to the methods that it was made for.
+        journal: keeps each row, and reports them.
 
     Returns:
         a row for each method, context and depth.
@@ -96,26 +101,27 @@ def passkey(
         ValueError: unknown method, no method, a calibration that is missing, a context that the model does
             not reach or that is too short for the question; raised before the first prompt.
     """
-    wanted, runs = list(dict.fromkeys(parse_method(m) for m in methods)), runs or Runs(None, {})
-    _check(model, wanted, contexts, depths, samples)
+    wanted = list(dict.fromkeys(parse_method(method) for method in methods))
+    prompts, journal = prompts or Prompts(), journal or Journal()
+    _check(model, wanted, prompts)
     if attend not in ATTEND:
         raise ValueError(f"attend={attend!r} is not one of {', '.join(ATTEND)}")
-    made, tell = Calibrations(calibrations), progress or silent
+    made = Calibrations(calibrations)
     use = {method: made.of(method) for method in wanted}
-    prompts = {
-        (context, depth): list(prompts_of(tokenizer, context, depth, samples))
-        for context in contexts
-        for depth in depths
+    places = {
+        (context, depth): list(prompts_of(tokenizer, context, depth, prompts.samples))
+        for context in prompts.contexts
+        for depth in prompts.depths
     }
-    total = len(wanted) * len(prompts)
+    total = len(wanted) * len(places)
     rows: dict[tuple[Method, int, float], PasskeyRow] = {}
-    for (context, depth), asked in prompts.items():
+    for (context, depth), asked in places.items():
         names = {
             method: f"{method.spec} passkey {context} at {depth} {attend}" for method in wanted
         }
         left = []
         for method, name in names.items():
-            held = runs.load(name)
+            held = journal.runs.load(name)
             if held is None:
                 left.append(method)
             else:
@@ -124,7 +130,8 @@ def passkey(
         for part in [left] if attend == "chunk" else [[method] for method in left]:
             if not part:
                 continue
-            tell(len(rows), total, f"{', '.join(m.head for m in part)}, {context} tokens")
+            heads = ", ".join(method.head for method in part)
+            journal.tell(len(rows), total, f"{heads}, {context} tokens")
             started = time.perf_counter()
             answers = [
                 (key, _ask(model, tokenizer, prompt, key, {m: use[m] for m in part}, attend))
@@ -135,28 +142,22 @@ def passkey(
                 found = sum(key == one[method].number for key, one in answers)
                 likelihood = fmean(one[method].likelihood for _, one in answers)
                 row = PasskeyRow(
-                    method.spec, context, depth, found, samples, likelihood, attend, seconds
+                    method.spec, context, depth, found, len(asked), likelihood, attend, seconds
                 )
                 rows[method, context, depth] = row
-                runs.save(names[method], [row.to_dict()])
-    tell(total, total, "")
-    return [rows[method, *place] for method in wanted for place in prompts]
+                journal.runs.save(names[method], [row.to_dict()])
+    journal.tell(total, total, "")
+    return [rows[method, *place] for method in wanted for place in places]
 
 
-def _check(
-    model: Any,
-    methods: Sequence[Method],
-    contexts: Sequence[int],
-    depths: Sequence[float],
-    samples: int,
-) -> None:
+def _check(model: Any, methods: Sequence[Method], prompts: Prompts) -> None:
     if not methods:
         raise ValueError("no method to measure")
-    if samples < 1:
-        raise ValueError(f"{samples} samples measure nothing: at least 1 is needed")
-    if any(not 0 <= depth <= 1 for depth in depths):
+    if prompts.samples < 1:
+        raise ValueError(f"{prompts.samples} samples measure nothing: at least 1 is needed")
+    if any(not 0 <= depth <= 1 for depth in prompts.depths):
         raise ValueError("a depth is between 0, the start of the text, and 1, its end")
-    check_context(model, max(contexts))
+    check_context(model, max(prompts.contexts))
 
 
 def prompts_of(

@@ -25,12 +25,11 @@ from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.methods import Full, Method
 from xquant.models.weights import home
-from xquant.progress import Progress, silent
-from xquant.runs import Runs
 from xquant.spec import parse_method
 from xquant.text import cut_windows
 
 from ..pyramid.cache import AnyCache, cache_of
+from .journal import Journal
 from .reading import logits_of
 
 SCORED_AT_ONCE = 256
@@ -93,15 +92,14 @@ def perplexity(
     methods: Sequence[str | Method],
     context: int = 2048,
     windows: int = 4,
-    progress: Progress | None = None,
     calibrations: Iterable[Calibration] = (),
-    runs: Runs | None = None,
+    journal: Journal | None = None,
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on the first ``windows * context`` tokens of ``text``.
 
     Args:
         calibrations: each goes to the methods that it was made for.
-        runs: keeps the windows that are finished, and has those of a run that was stopped.
+        journal: keeps each window that a method has read, and reports them.
 
     Returns:
         a row for each different method, in the order given.
@@ -114,21 +112,20 @@ def perplexity(
     if not wanted:
         raise ValueError("no method to measure")
     ids = cut_windows(model, tokenizer, text, context, windows)
-    return measure(model, ids, wanted, progress, calibrations, runs)
+    return measure(model, ids, wanted, calibrations, journal)
 
 
 def measure(
     model: Any,
     ids: Tensor,
     methods: Sequence[Method],
-    progress: Progress | None = None,
     calibrations: Iterable[Calibration] = (),
-    runs: Runs | None = None,
+    journal: Journal | None = None,
 ) -> list[PerplexityRow]:
     """`perplexity` on windows ``ids`` ``[N, T]``. The full cache is measured in any case."""
-    baseline, runs = Full(), runs or Runs(None, {})
+    baseline, journal = Full(), journal or Journal()
     scored: dict[Method, list[_Scored]] = {method: [] for method in (baseline, *methods)}
-    made, tell = Calibrations(calibrations), progress or silent
+    made = Calibrations(calibrations)
     use = {method: made.of(method) for method in scored}
     causal = all(method.causal for method in scored)
     block = None if causal else max(one.group for one in methods if one != baseline)
@@ -138,9 +135,9 @@ def measure(
     for number, window in enumerate(ids.to(home(model))):
         full = None  # logits, computed where a method has not finished this window
         for method, windows in scored.items():
-            tell(done, total, method.spec)
+            journal.tell(done, total, method.spec)
             name = f"{method.spec} window {number}" + (f" by {block}" if block else "")
-            held = runs.load(name)
+            held = journal.runs.load(name)
             if held is None:
                 if full is None:
                     full, whole = _forward(model, window, baseline, None, block)
@@ -149,10 +146,10 @@ def measure(
                     logits, part = _forward(model, window, method, use[method], block)
                 part |= _score(logits, full, window)
                 held = [part]
-                runs.save(name, held)
+                journal.runs.save(name, held)
             windows.append(_Scored(**held[0]))
             done += 1
-    tell(done, total, method.spec)
+    journal.tell(done, total, method.spec)
     return [_row(method.spec, scored[method], scored[baseline], ids, block) for method in methods]
 
 

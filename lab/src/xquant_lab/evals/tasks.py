@@ -22,16 +22,39 @@ from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.methods import Full, Method
 from xquant.positions import check_context
-from xquant.progress import Progress, silent
-from xquant.runs import Runs
 from xquant.spec import parse_method
 
 from .agreement import Comparison, mean
 from .harness import XQuantLM
+from .journal import Journal
 from .task_lookup import ReadyTask, quiet, seed
 
 RESAMPLES = 1000
 """Resamples for the standard error of a metric that has no closed form of it."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How tasks are run: what a result depends on besides the model, the method and the task."""
+
+    limit: int | None = None
+    """Rows of each task, the first; None for all."""
+    batch_size: int = 1
+    """Rows at a time."""
+    longest: int | None = None
+    """Tokens of a prompt; of a longer one the end is read. None for as many as the model reads."""
+    most: int | None = None
+    """Tokens of an answer; None for as many as the task allows."""
+    compare: bool = False
+    """Also measure `agreement` on the prompts of answers. They are read one at a time, for all methods at
+    once, so all the seconds are those of the full cache."""
+
+    def __str__(self) -> str:
+        """As the parts of a run are named, which a stopped run is found by."""
+        return (
+            f"limit={self.limit} batch={self.batch_size} longest={self.longest} most={self.most}"
+            f" compare={self.compare}"
+        )
 
 
 @dataclass(frozen=True)
@@ -67,31 +90,19 @@ def evaluate(
     tokenizer: Any,
     methods: Sequence[str | Method],
     tasks: Sequence[ReadyTask],
-    limit: int | None = None,
-    batch_size: int = 1,
-    progress: Progress | None = None,
+    settings: Settings | None = None,
     calibrations: Iterable[Calibration] = (),
-    runs: Runs | None = None,
-    longest: int | None = None,
-    most: int | None = None,
-    compare: bool = False,
+    journal: Journal | None = None,
 ) -> list[TaskRow]:
     """Run each task with the full cache first, then with each of ``methods``.
 
     Args:
         model, tokenizer: of transformers.
         tasks: what `task_lookup.find_tasks` found.
-        limit: rows of each task, the first; None for all.
-        batch_size: rows at a time.
-        progress: is called with the number of finished runs (a task with a method), of all of them, and what
-            runs now.
+        settings: how much of them, and how; None for all of each, a row at a time.
         calibrations: each goes to the methods that it was made for.
-        runs: keeps the result of each task with each method, and gives it back to a run that goes on after a
-            stop. Its subject names the model and the calibrations.
-        longest: tokens of a prompt; of a longer one the end is read. None for as many as the model reads.
-        most: tokens of an answer; None for as many as the task allows.
-        compare: also measure `agreement` on the prompts of answers. They are read one at a time, for all
-            methods at once, so all the seconds are those of the full cache.
+        journal: keeps each task that a method has run, and reports them. The subject of its runs names the
+            model and the calibrations.
 
     Returns:
         a row for every method, task and metric.
@@ -102,9 +113,9 @@ def evaluate(
             runs.
     """
     wanted = list(dict.fromkeys([Full(), *map(parse_method, methods)]))
-    runs = runs or Runs(None, {})  # without a folder it keeps nothing
+    settings, journal = settings or Settings(), journal or Journal()
     check_context(model, max((task.context or 0 for task in tasks), default=0))
-    made, show = Calibrations(calibrations), progress or silent
+    made = Calibrations(calibrations)
     with quiet():
         models = {
             method: XQuantLM(
@@ -112,42 +123,45 @@ def evaluate(
                 method,
                 made.of(method),
                 tokenizer=tokenizer,
-                batch_size=1 if compare else batch_size,
+                batch_size=1 if settings.compare else settings.batch_size,
             )
             for method in wanted
         }
     for lm in models.values():
-        lm.longest, lm.most = longest, most
+        lm.longest, lm.most = settings.longest, settings.most
     rows: list[TaskRow] = []
     done, total = 0, len(tasks) * len(wanted)
     for task in tasks:
         built: list[Any] = []
         comparisons: list[Comparison | None] = []
         baseline: list[dict[str, Any]] = []
-        size = f"limit={limit} batch={batch_size} longest={longest} most={most} compare={compare}"
-        names = {method: f"{method.spec} {task.title} {size} {task.digest}" for method in models}
-        held = {method: runs.load(name) for method, name in names.items()}
+        names = {
+            method: f"{method.spec} {task.title} {settings} {task.digest}" for method in models
+        }
+        held = {method: journal.runs.load(name) for method, name in names.items()}
         left = [method for method, results in held.items() if results is None]
-        if compare and left:
+        if settings.compare and left:
             held[Full()] = None  # the others are compared with it
         for method, lm in models.items():
             results = held[method]
             if results is None:
-                tell = partial(show, done, total)
+                tell = partial(journal.tell, done, total)
                 tell(f"{method.spec}, {task.title}")
                 # A group is several tasks of lm-eval. They are built only if something is left to run.
                 built = built or task.build(tokenizer)
                 comparisons = comparisons or [
-                    Comparison(model, left, made) if compare else None for _ in built
+                    Comparison(model, left, made) if settings.compare else None for _ in built
                 ]
                 lm.set_cache_hook(_Counter(f"{method.spec}, {task.title}", tell))
-                results = [_run(lm, *each, limit) for each in zip(built, comparisons, strict=True)]
-                runs.save(names[method], results)
+                results = [
+                    _run(lm, *each, settings.limit) for each in zip(built, comparisons, strict=True)
+                ]
+                journal.runs.save(names[method], results)
             baseline = baseline or results  # the full cache comes first
             for result, full in zip(results, baseline, strict=True):
                 rows += _rows(method, task, result, full)
             done += 1
-    show(done, total, "")
+    journal.tell(done, total, "")
     return rows
 
 

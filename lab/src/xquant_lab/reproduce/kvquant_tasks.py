@@ -4,7 +4,7 @@ from statistics import fmean
 
 from xquant.spec import parse_method
 
-from ..evals.passkey import DEPTHS, passkey
+from ..evals.passkey import DEPTHS, Prompts, passkey
 from .experiment import scores
 from .kvquant_costs import add_cache_ratios
 from .printed import Rows
@@ -24,14 +24,17 @@ def table2(setup: Setup, printed: Rows) -> Rows:
     add_cache_ratios(printed)
     methods = [parse_method(row["method"]) for row in printed]
     samples = max(round((setup.limit or PASSKEYS) / len(DEPTHS)), 1)
-    size = (setup.context,), DEPTHS, samples, setup.progress, setup.calibrated(methods)
-    runs = setup.runs({"samples": samples})
+    prompts = Prompts([setup.context], DEPTHS, samples)
+    calibrations = setup.calibrated(methods)
+    journal = setup.journal({"samples": samples})
     rows = [{**row, "cache_ratio": setup.cache_ratio(row["method"])} for row in printed]
     for attend, success, likelihood in (
         ("chunk", "success", "likelihood"),
         ("store", "through_store", "likelihood_through_store"),
     ):
-        asked = passkey(setup.model, setup.tokenizer, methods, *size, runs, attend)
+        asked = passkey(
+            setup.model, setup.tokenizer, methods, prompts, attend, calibrations, journal
+        )
         for row in rows:
             own = [depth for depth in asked if depth.method == row["method"]]
             row["n"] = sum(depth.samples for depth in own)

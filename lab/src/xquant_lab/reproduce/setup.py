@@ -23,6 +23,7 @@ from xquant.seam.hooks import attach
 from xquant.spec import parse_method
 from xquant.text import cut_windows
 
+from ..evals.journal import Journal
 from ..evals.perplexity import PerplexityRow, measure
 from ..pyramid.layout import layout_of
 
@@ -66,8 +67,8 @@ class Setup:
         """By its spec, the perplexity of each method on the text."""
         methods = list(dict.fromkeys(map(parse_method, specs)))
         ids, calibrations = self.ids, self.calibrated(methods)
-        runs = self.runs({"context": self.context})
-        rows = measure(self.model, ids, methods, self.progress, calibrations, runs)
+        journal = self.journal({"context": self.context})
+        rows = measure(self.model, ids, methods, calibrations, journal)
         return {row.method: row for row in rows}
 
     def tasks(
@@ -81,24 +82,19 @@ class Setup:
             ValueError: unknown task, missing data, or data of another form.
         """
         from ..evals.task_lookup import find_tasks  # and with it lm-eval
-        from ..evals.tasks import evaluate
+        from ..evals.tasks import Settings, evaluate
 
         tasks = find_tasks(names, self.data, (self.context,))
         methods = list(map(parse_method, specs))
         calibrations = self.calibrated(methods)
-        rows = evaluate(
-            self.model,
-            self.tokenizer,
-            methods,
-            tasks,
+        settings = Settings(
             self.limit,
-            progress=self.progress,
-            calibrations=calibrations,
-            runs=self.runs({}),
             longest=None if any(task.context for task in tasks) else self.context,
             most=self.answer,
             compare=True,
         )
+        journal = self.journal({})
+        rows = evaluate(self.model, self.tokenizer, methods, tasks, settings, calibrations, journal)
         return {(row.method, row.task): row for row in rows if row.metric == metric}
 
     @cached_property
@@ -123,11 +119,12 @@ class Setup:
         self.calibrations = Calibrations([*self.calibrations, *made])
         return self.calibrations
 
-    def runs(self, subject: dict[str, Any]) -> Runs:
-        """Where finished parts of a measurement with these settings are kept."""
+    def journal(self, subject: dict[str, Any]) -> Journal:
+        """Of a measurement that depends on this setup and on ``subject``."""
         facts = identity(self.model, self.text or "", self.calibrations)
         device, dtype = str(self.model.device), str(self.model.dtype)
-        return Runs(self.resume, {**subject, **facts, "device": device, "dtype": dtype})
+        runs = Runs(self.resume, {**subject, **facts, "device": device, "dtype": dtype})
+        return Journal(runs, self.progress)
 
     @cached_property
     def weights(self) -> str:

@@ -23,6 +23,7 @@ from xquant.files import write_atomically
 from xquant.results import STDOUT, read_results, write_json
 from xquant.text import HELP_TOPICS
 
+from .asked import Asked
 from .perplexity import print_rows, run
 
 if TYPE_CHECKING:
@@ -93,6 +94,9 @@ COLUMNS = {
 def compare(
     output: str,
     specs: tuple[str, ...],
+    text: str,
+    context: int,
+    windows: int,
     bench_files: Sequence[str],
     eval_files: Sequence[str],
     against: str | None,
@@ -121,7 +125,7 @@ def compare(
     if not specs:
         calibrated = (made.method for made in load_calibrations(asked["artifacts"]))
         specs = (*DEFAULT_METHODS, *calibrated)
-    rows, subject = run(specs=(BASELINE, *specs), **asked)
+    rows, subject = run(Asked(**asked), (BASELINE, *specs), text, context, windows)
     rows = finish(rows, json_file, **subject)
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)

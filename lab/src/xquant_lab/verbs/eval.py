@@ -10,9 +10,7 @@ import click
 from xquant.cli.common import (
     calibrations_for,
     calibrations_option,
-    finish,
     json_option,
-    load,
     methods_option,
     model_options,
     own_calibrations,
@@ -20,7 +18,8 @@ from xquant.cli.common import (
     resume_option,
 )
 from xquant.cli.progress import progress
-from xquant.results import STDOUT
+
+from .asked import Asked, Rows, end
 
 if TYPE_CHECKING:
     from ..evals.passkey import PasskeyRow
@@ -79,26 +78,7 @@ COLUMNS = {
 @calibrations_option
 @resume_option()
 @json_option
-def evaluate(json_file: str | None, **asked: Any) -> None:
-    """Run tasks on MODEL with the cache compressed by each method, and with the full cache.
-
-    Prompts and metrics are those of lm-evaluation-harness. Beside its scores stands how many rows were
-    answered as with the full cache.
-    """
-    if not asked["specs"]:
-        raise ValueError("no method to measure: give --method SPEC")
-    if not asked["names"]:
-        raise ValueError("no task to run: give --task NAME")
-    rows, subject = run(**asked)
-    finish(rows, json_file, **subject)
-    if json_file != STDOUT:
-        print_rows(rows)
-
-
-def run(
-    model: str,
-    dtype: str,
-    device: str | None,
+def evaluate(
     specs: Sequence[str],
     names: Sequence[str],
     data: str | None,
@@ -106,33 +86,58 @@ def run(
     batch_size: int,
     contexts: Sequence[int],
     attend: str,
-    artifacts: Sequence[str],
-    resume: str | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    json_file: str | None,
+    **asked: Any,
+) -> None:
+    """Run tasks on MODEL with the cache compressed by each method, and with the full cache.
+
+    Prompts and metrics are those of lm-evaluation-harness. Beside its scores stands how many rows were
+    answered as with the full cache.
+    """
+    if not specs:
+        raise ValueError("no method to measure: give --method SPEC")
+    if not names:
+        raise ValueError("no task to run: give --task NAME")
+    found = run(Asked(**asked), specs, names, data, limit, batch_size, contexts, attend)
+    end(*found, json_file, print_rows)
+
+
+def run(
+    asked: Asked,
+    specs: Sequence[str],
+    names: Sequence[str],
+    data: str | None,
+    limit: int | None,
+    batch_size: int,
+    contexts: Sequence[int],
+    attend: str,
+) -> tuple[Rows, dict[str, Any]]:
     """The measurement: rows, and what they were measured on."""
     from importlib.metadata import version
 
     from xquant import parse_method
 
     methods = list(dict.fromkeys(map(parse_method, (BASELINE, *specs))))
-    calibrations = calibrations_for(methods, artifacts)
+    calibrations = calibrations_for(methods, asked.artifacts)
     ours, theirs = PASSKEY in names, [name for name in names if name != PASSKEY]
-    asked: list[Any] = []
+    tasks: list[Any] = []
     if theirs:
         # And with them lm-eval, which passkey does without.
         from ..evals.task_lookup import find_tasks
+        from ..evals.tasks import Settings
         from ..evals.tasks import evaluate as run_tasks
 
-        asked = find_tasks(theirs, data, contexts)
+        tasks = find_tasks(theirs, data, contexts)
     from xquant.runs import Runs, identity
 
-    from ..evals.passkey import passkey
+    from ..evals.journal import Journal
+    from ..evals.passkey import Prompts, passkey
 
-    network, tokenizer = load(model, dtype, device)
+    network, tokenizer = asked.load()
     calibrations = own_calibrations(network, tokenizer, methods, calibrations)
     subject = {
-        "model": model,
-        "dtype": dtype,
+        "model": asked.model,
+        "dtype": asked.dtype,
         "device": str(network.device),
         "limit": limit,
         "batch_size": batch_size,
@@ -140,23 +145,19 @@ def run(
         "lm_eval": version("lm_eval") if theirs else None,
         "calibrations": {made.method: made.text for made in calibrations},
     }
-    runs = Runs(resume, {**subject, "identity": identity(network, "", calibrations)})
-    rows: list[dict[str, Any]] = []
+    runs = Runs(asked.resume, {**subject, "identity": identity(network, "", calibrations)})
+    rows: Rows = []
     with progress("running tasks") as show:
+        journal = Journal(runs, show)
         if ours:
             sizes: dict[str, Any] = {"contexts": contexts} if contexts else {}
             sizes |= {"samples": limit} if limit else {}
-            sizes |= {
-                "attend": attend,
-                "progress": show,
-                "calibrations": calibrations,
-                "runs": runs,
-            }
-            rows += map(_passkey_row, passkey(network, tokenizer, methods, **sizes))
+            prompts = Prompts(**sizes)
+            found = passkey(network, tokenizer, methods, prompts, attend, calibrations, journal)
+            rows += map(_passkey_row, found)
         if theirs:
-            scored = run_tasks(
-                network, tokenizer, methods, asked, limit, batch_size, show, calibrations, runs
-            )
+            settings = Settings(limit, batch_size)
+            scored = run_tasks(network, tokenizer, methods, tasks, settings, calibrations, journal)
             rows += [row.to_dict() for row in scored]
     return rows, subject
 

@@ -9,9 +9,7 @@ import click
 from xquant.cli.common import (
     calibrations_for,
     calibrations_option,
-    finish,
     json_option,
-    load,
     methods_option,
     model_options,
     own_calibrations,
@@ -20,7 +18,8 @@ from xquant.cli.common import (
     text_options,
 )
 from xquant.cli.progress import progress
-from xquant.results import STDOUT
+
+from .asked import Asked, Rows, end
 
 COLUMNS = {
     "method": "left",
@@ -44,7 +43,9 @@ COLUMNS = {
 @calibrations_option
 @resume_option()
 @json_option
-def perplexity(json_file: str | None, **asked: Any) -> None:
+def perplexity(
+    specs: Sequence[str], text: str, context: int, windows: int, json_file: str | None, **asked: Any
+) -> None:
     """Measure MODEL's perplexity on a text with the cache compressed by each method.
 
     The text is cut into windows from its start; every token reads keys and values that went through
@@ -53,25 +54,14 @@ def perplexity(json_file: str | None, **asked: Any) -> None:
     mean divergence in nats, "same token" how often the most likely one is the same. With a method that
     drops tokens or stores codes of a layer above, all read the text a block at a time.
     """
-    if not asked["specs"]:
+    if not specs:
         raise ValueError("no method to measure: give --method SPEC")
-    rows, subject = run(**asked)
-    finish(rows, json_file, **subject)
-    if json_file != STDOUT:
-        print_rows(rows)
+    end(*run(Asked(**asked), specs, text, context, windows), json_file, print_rows)
 
 
 def run(
-    model: str,
-    dtype: str,
-    device: str | None,
-    specs: Sequence[str],
-    text: str,
-    context: int,
-    windows: int,
-    artifacts: Sequence[str],
-    resume: str | None = None,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    asked: Asked, specs: Sequence[str], text: str, context: int, windows: int
+) -> tuple[Rows, dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
     from xquant.text import read_text, text_name
 
@@ -80,24 +70,25 @@ def run(
     from xquant.runs import Runs, identity
 
     from ..evals import perplexity as evaluation
+    from ..evals.journal import Journal
 
     methods = [parse_method(spec) for spec in specs]
-    calibrations = calibrations_for(methods, artifacts)
-    network, tokenizer = load(model, dtype, device)
+    calibrations = calibrations_for(methods, asked.artifacts)
+    network, tokenizer = asked.load()
     calibrations = own_calibrations(network, tokenizer, methods, calibrations)
     subject = {
-        "model": model,
+        "model": asked.model,
         "text": text_name(text),
         "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
-        "dtype": dtype,
+        "dtype": asked.dtype,
         "device": str(network.device),
         "calibrations": {made.method: made.text for made in calibrations},
     }
-    asked = {**subject, "context": context, "identity": identity(network, words, calibrations)}
-    runs = Runs(resume, asked)
+    facts = {"context": context, "identity": identity(network, words, calibrations)}
+    runs = Runs(asked.resume, {**subject, **facts})
     with progress("measuring perplexity") as show:
         rows = evaluation.perplexity(
-            network, tokenizer, words, methods, context, windows, show, calibrations, runs
+            network, tokenizer, words, methods, context, windows, calibrations, Journal(runs, show)
         )
     return [row.to_dict() for row in rows], subject
 

@@ -1,6 +1,7 @@
 """``xquant reproduce``: a table or figure of a paper measured again, beside what the paper prints."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from xquant.cli.common import (
     calibrations_option,
     finish,
     json_option,
-    load,
     load_calibrations,
     print_table,
     resume_option,
@@ -25,9 +25,22 @@ from xquant.files import write_atomically
 from xquant.results import STDOUT, write_json
 
 from ..reproduce import check_id
+from .asked import Asked
 
 if TYPE_CHECKING:
     from ..reproduce.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What an experiment reads besides the model: each a path, or None where it was not given."""
+
+    text: str | None = None
+    """The text to measure on."""
+    data: str | None = None
+    """The folder of the tasks' data."""
+    calibration_text: str | None = None
+    """The text to calibrate on, for methods without a calibration at hand."""
 
 
 @click.command()
@@ -85,7 +98,20 @@ if TYPE_CHECKING:
 )
 @json_option
 def reproduce(
-    name: str | None, model: str | None, listing: bool, json_file: str | None, **asked: Any
+    name: str | None,
+    model: str | None,
+    listing: bool,
+    dtype: str,
+    device: str | None,
+    text: str | None,
+    data: str | None,
+    tasks: Sequence[str],
+    calibration_text: str | None,
+    artifacts: Sequence[str],
+    resume: str | None,
+    output: str | None,
+    json_file: str | None,
+    **size: Any,
 ) -> None:
     """Measure a table or figure of a paper on MODEL, and put the paper's own figures beside it.
 
@@ -97,50 +123,46 @@ def reproduce(
         return
     if name is None or model is None:
         raise ValueError("give the ID of an experiment and a MODEL; --list shows the experiments")
-    run(name, model, json_file, **asked)
+    asked = Asked(model, dtype, device, artifacts, resume)
+    run(name, asked, Sources(text, data, calibration_text), tasks, size, output, json_file)
 
 
 def run(
     name: str,
-    model: str,
-    json_file: str | None,
-    dtype: str,
-    device: str | None,
-    text: str | None,
-    data: str | None,
+    asked: Asked,
+    sources: Sources,
     tasks: Sequence[str],
-    calibration_text: str | None,
-    artifacts: Sequence[str],
-    resume: str | None,
+    size: Mapping[str, Any],
     output: str | None,
-    **size: Any,
+    json_file: str | None,
 ) -> None:
-    """Run the experiment of that id: print, write what was asked for."""
+    """Run the experiment of that id: print, write what was asked for. ``size`` has fields of `Setup`."""
     from xquant.text import read_text, text_name
 
     # Before torch is imported.
     check_id(name)
-    words, calibration_words = (file and read_text(file) for file in (text, calibration_text))
+    texts = sources.text, sources.calibration_text
+    words, calibration_words = (file and read_text(file) for file in texts)
     from ..reproduce.experiments import EXPERIMENTS
     from ..reproduce.setup import Setup
 
     experiment = EXPERIMENTS[name]
     printed = chosen(experiment, tasks)
-    check_needs(experiment, text, data, calibration_text or artifacts)
+    check_needs(experiment, sources, asked.artifacts)
     if output is not None and experiment.draw is not None:
         import matplotlib  # noqa: F401  # a missing package is told of at once
-    calibrations = load_calibrations(artifacts)
-    network, tokenizer = load(model, dtype, device)
+    calibrations = load_calibrations(asked.artifacts)
+    network, tokenizer = asked.load()
     with progress(f"measuring {experiment.id}") as show:
         setup = Setup(
             network,
             tokenizer,
             words,
-            data=None if data is None else Path(data),
+            data=None if sources.data is None else Path(sources.data),
             calibration_text=calibration_words,
-            calibration_name=text_name(calibration_text or ""),
+            calibration_name=text_name(sources.calibration_text or ""),
             calibrations=calibrations,
-            resume=None if resume is None else Path(resume),
+            resume=None if asked.resume is None else Path(asked.resume),
             progress=show,
             **size,
         )
@@ -148,12 +170,12 @@ def run(
     subject = {
         "experiment": experiment.id,
         "source": experiment.paper,
-        "model": model,
-        "text": None if text is None else text_name(text),
-        "data": None if data is None else Path(data).name,
+        "model": asked.model,
+        "text": None if sources.text is None else text_name(sources.text),
+        "data": None if sources.data is None else Path(sources.data).name,
         "tasks": list(tasks) or None,
         "size": size,
-        "dtype": dtype,
+        "dtype": asked.dtype,
         "device": str(network.device),
         "calibrations": {made.method: made.text for made in setup.calibrations},
     }
@@ -164,16 +186,14 @@ def run(
         print_rows(experiment, rows)
 
 
-def check_needs(
-    experiment: "Experiment", text: str | None, data: str | None, calibration: object
-) -> None:
+def check_needs(experiment: "Experiment", sources: Sources, artifacts: Sequence[str]) -> None:
     """Raise ValueError unless the experiment is given what it needs, or the hub can be asked for it."""
-    if experiment.needs == "text" and text is None:
+    if experiment.needs == "text" and sources.text is None:
         raise ValueError(
             f"{experiment.id} is measured on a text: give --text FILE, which is UTF-8, .jsonl with"
             ' "text" fields, or WikiText\'s .raw'
         )
-    if experiment.calibration_text and not calibration:
+    if experiment.calibration_text and not (sources.calibration_text or artifacts):
         raise ValueError(
             f"{experiment.id} compares texts to calibrate on: give --calibration-text FILE, beside which"
             " the model writes one"
@@ -185,7 +205,7 @@ def check_needs(
     from xquant.hub import hub_answers
 
     # Told to stay offline, the hub's client takes what it has kept.
-    if data is None and not constants.HF_HUB_OFFLINE and not hub_answers():
+    if sources.data is None and not constants.HF_HUB_OFFLINE and not hub_answers():
         raise ValueError(
             f"{experiment.id} runs tasks, and the hub, which has their data, cannot be reached: give --data"
             " DIR, a folder with the data"
