@@ -110,7 +110,6 @@ MOST_OF_A_KERNEL = 15
 """Parameters of a function of Triton, but for its constants."""
 TAKE_MORE = {
     "src/xquant/calibrators/run.py: calibrate": "is public: callers give its options by name",
-    "src/xquant/seam/traced.py: _attend": "is still to be shortened",
     "vllm-plugin/src/xquant_vllm/seam.py: __init__": "has the signature that vLLM calls",
 }
 """Functions that take more, each with the reason."""
