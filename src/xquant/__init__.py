@@ -113,11 +113,9 @@ def __getattr__(name: str) -> Any:
 
 def _of_the_laboratory(name: str) -> Any:
     """A class that was a public name here before the laboratory had it."""
-    from .spec import parse_method
-
     warn(f"xquant.{name} is in xquant_lab now", DeprecationWarning, stacklevel=3)
     try:
-        return type(parse_method(name.lower()))
+        return type(__getattr__("parse_method")(name.lower()))
     except ValueError as error:
         raise AttributeError(f"module 'xquant' has no attribute '{name}': {error}") from None
 
