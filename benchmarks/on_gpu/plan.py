@@ -19,16 +19,16 @@ class Stage:
 
 
 STAGES = (
-    Stage("ceilings", 15),
-    Stage("correct", 55),
-    Stage("attention", 90),
-    Stage("steps", 130),
-    Stage("sweep", 40),
-    Stage("others", 40),
-    Stage("sealing", 25),
-    Stage("largest", 60),
-    Stage("tests", 100, apart=True),
-    Stage("racecheck", 50, apart=True),
+    Stage("ceilings", 22),
+    Stage("correct", 35),
+    Stage("attention", 85),
+    Stage("steps", 95),
+    Stage("sweep", 15),
+    Stage("others", 20),
+    Stage("sealing", 10),
+    Stage("largest", 90),
+    Stage("tests", 110, apart=True),
+    Stage("racecheck", 35, apart=True),
 )
 """All of them, the most wanted first."""
 

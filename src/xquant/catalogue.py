@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_suffix(".json")
 INSTALLED = "xquant.methods"
-"""The entry points by which a distribution brings methods: each names a class, or a module that registers
-some."""
+"""The entry points by which a distribution brings methods: each has the name of a method, and names its class
+or the module that registers it."""
 LABORATORY = "pip install . ./lab"
 """What brings the laboratory, in a clone."""
 OF_LABORATORY = ("pyramid",)
@@ -97,18 +98,26 @@ def load() -> dict[str, Entry]:
     return {each["name"]: Entry(**each) for each in json.loads(FILE.read_text(encoding="utf-8"))}
 
 
+def brought() -> dict[str, str]:
+    """The names of the methods that other distributions bring, and the names of these; none is loaded."""
+    found = entry_points(group=INSTALLED)
+    return {each.name: each.dist.name if each.dist else each.value for each in found}
+
+
 def read_spec(spec: str, find: Callable[[bool], Mapping[str, Entry]]) -> tuple[str, dict[str, Any]]:
     """The name of the method that a spec names, and the values that it gives to options.
 
     Args:
-        find: gives the methods by name; those that other distributions bring are among them where it is
-            called with True.
+        find: gives the methods by name. It is called with True, to have those that other distributions bring
+            among them, where one of these may be meant.
 
     Raises:
         ValueError: unknown method, bits or option; the message says what is allowed.
     """
     head, _, options = spec.strip().partition(":")
     for installed in (False, True):
+        if installed and not any(head.startswith(name) for name in brought()):
+            break
         known = find(installed)
         named = [n for n in known if head.startswith(n) and not head[len(n) :][:1].isalpha()]
         fitting = [name for name in named if known[name].match(head) is not None]

@@ -16,14 +16,14 @@ from support.generation import beams, greedy
 from support.models import left_padded, prompt, tiny
 from support.saved_caches import SOME
 from xquant import KVCache
-from xquant import cache as cache_module
+from xquant.cache import growing
 from xquant.store import offload
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host stands in for a device."""
-    monkeypatch.setattr(cache_module, "is_host", lambda device: False)
+    monkeypatch.setattr(growing, "is_host", lambda device: False)
 
 
 @pytest.fixture(scope="module")

@@ -108,6 +108,10 @@ class CompressedCache(Cache, ObservingCache):
     def _complete(self) -> bool:
         """Seal what is due, now that the pass has succeeded. False where layers were left out."""
 
+    @abstractmethod
+    def _forget_pass(self) -> None:
+        """Forget what holds for one forward pass only."""
+
     # -- a forward pass ----------------------------------------------------------------------------
 
     def snapshot(self) -> Any:
@@ -189,6 +193,7 @@ class CompressedCache(Cache, ObservingCache):
         """
         begun = self._begun
         if begun is None:
+            self._forget_pass()
             return
         try:
             complete = not failed and self._complete()

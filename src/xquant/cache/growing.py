@@ -141,6 +141,9 @@ class KVCache(ChangingCache, RestingCache):
 
     def restore(self, state: Snapshot) -> None:
         state.bring_back(self.contents)
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
         self.stack.forget_pass()
         self._begun, self._mask = None, PassMask()
 

@@ -6,7 +6,6 @@ What an option alone tells is checked as it is read, before a verb imports torch
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +65,10 @@ def check_folder(target: str) -> None:
         raise ValueError(f"cannot write to '{target}': permission denied")
 
 
-def known_methods(installed: bool = True) -> Mapping[str, catalogue.Entry]:
-    """All methods by name, with those that other distributions bring where they are asked for. While there
-    are none but the package's own, torch is not imported."""
-    if "xquant.methods" in sys.modules or (installed and entry_points(group=catalogue.INSTALLED)):
+def known_methods(installed: bool = False) -> Mapping[str, catalogue.Entry]:
+    """All methods by name, with those that other distributions bring where they are asked for. The package's
+    own are known without torch."""
+    if installed or "xquant.methods" in sys.modules:
         from ..spec import entries
 
         return entries(installed)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import click
 
-from ..catalogue import FROM_A_TEXT, ITS_OWN, NONE, Entry
+from ..catalogue import FROM_A_TEXT, ITS_OWN, NONE, Entry, brought
 from ..results import STDOUT
 from .common import finish, json_option, known_methods, print_table
 
@@ -34,6 +34,9 @@ def methods(json_file: str | None) -> None:
         {"write it as": "left", "what it stores": "left", "paper": "left", "calibration": "left"},
         [(m.example, m.summary, m.paper, m.calibration) for m in known],
     )
+    others = [f"{name} ({whose})" for name, whose in brought().items()]
+    if others:
+        click.echo(f"\nOther distributions bring {', '.join(others)}.")
     _explain(known)
     users: dict[tuple[str, str], list[str]] = {}
     for method in known:
