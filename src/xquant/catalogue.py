@@ -129,7 +129,8 @@ def read_spec(spec: str, find: Callable[[bool], Mapping[str, Entry]]) -> tuple[s
             f"'{head}' is a method of the laboratory, xquant-lab: in a clone, {LABORATORY}"
         )
     if not named:
-        raise ValueError(f"unknown method '{spec}'; known are {', '.join(known)}")
+        names = ", ".join(dict.fromkeys([*known, *brought()]))
+        raise ValueError(f"unknown method '{spec}'; known are {names}")
     name = max(named, key=len)
     raise ValueError(
         f"'{spec}' is not how {name} is written; write it like '{known[name].example}'"
