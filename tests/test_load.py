@@ -10,7 +10,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from transformers.utils.hub import httpx
 
 from support.models import prompt, tiny
-from xquant import KVCache, files, kept, load, load_model
+from xquant import KVCache, calibration_store, files, load, load_model
 from xquant.analysis.shapes import load_config
 from xquant.hub import hub_answers
 
@@ -66,8 +66,8 @@ def test_what_is_kept_has_one_folder(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv(files.CACHE, str(tmp_path))
     assert files.cache_folder() == tmp_path
     ids = prompt(2, 3)
-    kept.keep_text(ids, "model")
-    assert kept.find_text((3, 2), "model", 131).equal(ids)
+    calibration_store.keep_text(ids, "model")
+    assert calibration_store.find_text((3, 2), "model", 131).equal(ids)
     assert [file.parent for file in tmp_path.rglob("*.safetensors")] == [tmp_path / "calibrations"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kept
+from . import calibration_store
 from .calibration import Calibration
 from .methods import LayerCodec, Method
 from .models import AttentionView
@@ -80,7 +80,9 @@ class Codecs:
                     calibration.check(method.calibrated_as, self.model_id())
                 elif method.calibrates_itself:
                     wanted = method.expected(self._views)
-                    calibration = kept.find(method.calibrated_as, self.model_id(), wanted)
+                    calibration = calibration_store.find(
+                        method.calibrated_as, self.model_id(), wanted
+                    )
                 if calibration is None and method.needs_calibration:
                     raise ValueError(method.how_to_calibrate)
                 self._kept[made] = codecs = method.codecs(self._views, calibration)

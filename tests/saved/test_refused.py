@@ -98,16 +98,16 @@ def test_another_calibration_is_refused(model: Any, spec: str, tmp_path: Path) -
 def test_a_calibration_that_is_kept_is_found(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from xquant import kept
+    from xquant import calibration_store
 
     monkeypatch.setenv("XQUANT_CACHE", str(tmp_path))
     other, spec = tiny("llama", num_hidden_layers=2), "tc-2bit:group=16"
     made = calibration(model, spec)
     assert made is not None
     filled(model, spec).save(tmp_path / "c")
-    kept.keep(made)
+    calibration_store.keep(made)
     assert KVCache.load(other, tmp_path / "c").get_seq_length() == 38
-    kept.keep(replace(made, text="another text"))
+    calibration_store.keep(replace(made, text="another text"))
     refused(tiny("llama", num_hidden_layers=2), tmp_path / "c", "packed with another calibration")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__, compat, kept
+from .. import __version__, calibration_store, compat
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import Method
@@ -149,13 +149,13 @@ def own_calibration(
     with torch.no_grad():
         find_calibrator(method, views)  # raises for bad input before the long work
     own = fingerprint(views)
-    found = kept.find(method.calibrated_as, own, method.expected(views))
+    found = calibration_store.find(method.calibrated_as, own, method.expected(views))
     if found is None:
         words = compat.text_config(model).vocab_size
-        ids = kept.find_text(method.calibration_size, own, words)
+        ids = calibration_store.find_text(method.calibration_size, own, words)
         if ids is None:
             ids = write_samples(model, tokenizer, *method.calibration_size, progress=progress)
-            kept.keep_text(ids, own)
+            calibration_store.keep_text(ids, own)
         found = calibrate_on(model, ids, method, f"{GENERATED} (seed 0)", progress)
-        kept.keep(found)
+        calibration_store.keep(found)
     return found

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .. import identity, kept
+from .. import calibration_store, identity
 from ..analysis.shapes import Skeleton
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
@@ -138,7 +138,9 @@ def calibration_for(method: Method, model: Model, file: str | None) -> Calibrati
             found.check(method.calibrated_as, fingerprint(model.weighted))
         elif method.calibrates_itself:
             expected = method.expected(model.layers)
-            found = kept.find(method.calibrated_as, fingerprint(model.weighted), expected)
+            found = calibration_store.find(
+                method.calibrated_as, fingerprint(model.weighted), expected
+            )
     except OSError as error:
         raise ValueError(str(error)) from None
     if found is None:

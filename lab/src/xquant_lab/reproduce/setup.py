@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from xquant import kept
+from xquant import calibration_store
 from xquant.analysis.shapes import Skeleton
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
@@ -146,7 +146,7 @@ class Setup:
         if file is None or not file.exists():
             return None
         expected = method.expected(attach(self.model).view.compressed)
-        found = kept.usable(file, method.calibrated_as, self.weights, expected)
+        found = calibration_store.usable(file, method.calibrated_as, self.weights, expected)
         if found is None:
             tell_unfit(file)
         return found
