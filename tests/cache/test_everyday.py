@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from support.caches import make_cache
 from support.method_matrix import IDENTITY
 from support.models import left_padded, pickled, prompt, saved, tiny
-from xquant import KVCache, detach
+from xquant import KVCache, StaticKVCache, detach
 from xquant.compat import CACHE
 
 
@@ -180,6 +180,8 @@ def test_arguments_in_the_wrong_order_or_of_the_wrong_kind() -> None:
     model = tiny("llama")
     with pytest.raises(TypeError, match=r"not str: the model comes first, KVCache\("):
         KVCache("kivi-4bit", model)
+    with pytest.raises(TypeError, match=r"not str: the model comes first, StaticKVCache\("):
+        StaticKVCache("kivi-4bit", model, 64)
     with pytest.raises(TypeError, match="a spec string or a Method, not int"):
         KVCache(model, 4)
     for thing in (None, torch.nn.Linear(2, 2), model.config):

@@ -81,8 +81,6 @@ def test_method_and_files_are_checked_before_the_model_is_loaded(run, monkeypatc
 
 
 def test_specs_name_methods_of_the_laboratory(run, model, text):
-    import xquant_lab.pyramid  # noqa: F401  as the entry point does where it is installed
-
     spec = "pyramid:tail=8,group=8,keep=0.25"
     asked = ("--text", text, "--context", 40, "--windows", 1, "--device", "cpu", "--json", "-")
     status, out, _ = run("perplexity", model, "--method", spec, *asked)

@@ -14,7 +14,7 @@ from transformers import Cache
 from .. import compat
 from ..contents.options import CacheOptions
 from ..kernels.choose import Choice
-from ..methods import AttentionInputs, LayerCodec, Method
+from ..methods import AttentionInputs, Method
 from ..seam.check import check_input
 from ..seam.gradients import past_is_constant, without_gradients
 from ..seam.hooks import Attachment, attached
@@ -46,18 +46,22 @@ class CompressedCache(Cache, ObservingCache):
         """What `restore` needs to undo the pass that runs; None between passes."""
         with attached(model) as self.attachment:
             super().__init__(layers=compat.default_layers(self._config))
-            self._codecs = self.attachment.codecs.of(self.method, options.calibration)
+            self.codecs = self.attachment.codecs.of(self.method, options.calibration)
+            """Of the compressed layers, bottom up."""
             self._build()
+
+    def _check_model(self, model: nn.Module) -> None:
+        """Raise TypeError where a method stands in the place of a ``model``."""
+        if isinstance(model, str | Method):
+            raise TypeError(
+                f"a transformers model is needed, not {type(model).__name__}: the model comes first,"
+                f" {type(self).__name__}(model, method)"
+            )
 
     @property
     def method(self) -> Method:
         """What compresses the layers."""
         return self.options.method
-
-    @property
-    def codecs(self) -> list[LayerCodec]:
-        """Of the compressed layers, bottom up."""
-        return self._codecs
 
     @property
     def _config(self) -> Any:
@@ -138,8 +142,8 @@ class CompressedCache(Cache, ObservingCache):
     def _refresh(self) -> None:
         """Build an empty cache anew where the model's weights, dtype or device have changed."""
         codecs = self.attachment.codecs.of(self.method, self.options.calibration, thoroughly=True)
-        if codecs is not self._codecs:
-            self._codecs = codecs
+        if codecs is not self.codecs:
+            self.codecs = codecs
             self._build()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

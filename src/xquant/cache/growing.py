@@ -72,11 +72,7 @@ class KVCache(ChangingCache, RestingCache):
         kernel: str = "auto",
         offload: str | None = None,
     ) -> None:
-        if isinstance(model, str | Method):
-            raise TypeError(
-                f"a transformers model is needed, not {type(model).__name__}: the model comes first,"
-                " KVCache(model, method)"
-            )
+        self._check_model(model)
         self._mask, self._shows_padding = PassMask(), False
         self.note: str = ""
         """Why the model no longer uses this cache, where it has been seen that it does not."""
@@ -213,7 +209,7 @@ class KVCache(ChangingCache, RestingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """A cache of its own for the same model, which is how a prompt's cache is used again."""
-        for shared in (self.attachment, self.options, self._codecs):
+        for shared in (self.attachment, self.options, self.codecs):
             memo[id(shared)] = shared
         other = memo[id(self)] = object.__new__(type(self))
         self._undo()

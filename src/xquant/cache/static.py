@@ -67,6 +67,7 @@ class StaticKVCache(CompressedCache):
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
     ) -> None:
+        self._check_model(model)
         options = CacheOptions.of(method, calibration=calibration, kernel=kernel)
         if room < 1:
             raise ValueError(f"room for {room} tokens: it is 1 at least")
