@@ -3,10 +3,10 @@ import torch
 
 from support.models import tiny
 from support.word_tokenizer import text_of, word_tokenizer
-from xquant.calibrators.weights import linear_weights, weight_bits
 from xquant_lab.reproduce import kvquant_weights as module
 from xquant_lab.reproduce.experiments import EXPERIMENTS
 from xquant_lab.reproduce.setup import Setup
+from xquant_lab.reproduce.weights import linear_weights, weight_bits
 
 EXPERIMENT = EXPERIMENTS["kvquant/table5"]
 

@@ -1,11 +1,11 @@
 """Runs a model over samples, and gives calibrators each layer's keys and values with their gradients and the
-queries that meet them, or the mean square of the gradients of weights.
+queries that meet them.
 
 Gradients of states are of the loss with respect to the keys and values that a cache is given. RoPE is a
 rotation times a factor, so its transpose turns gradients of rotated keys into gradients of keys before RoPE.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,17 +81,16 @@ class _Recorder(DynamicCache, ObservingCache):
 
 
 @contextmanager
-def _frozen(model: torch.nn.Module, but: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Turn gradients of the weights off, of all ``but`` some, so that the backward pass keeps memory for what
-    is asked for alone."""
+def frozen(model: torch.nn.Module, but: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Have a backward pass compute gradients of no weights ``but`` some, and keep memory for those alone."""
     wanted = {id(weight) for weight in but}
-    turned = [p for p in model.parameters() if p.requires_grad != (id(p) in wanted)]
-    for parameter in turned:
+    switched = [p for p in model.parameters() if p.requires_grad != (id(p) in wanted)]
+    for parameter in switched:
         parameter.requires_grad_(not parameter.requires_grad)
     try:
         yield
     finally:
-        for parameter in turned:
+        for parameter in switched:
             parameter.requires_grad_(not parameter.requires_grad)
 
 
@@ -105,7 +104,7 @@ def collect(
     codecs pack them. ``done`` is called after each sample."""
     attachment = attach(model)
     with (
-        _frozen(model),
+        frozen(model),
         torch.set_grad_enabled(any(stage.gradients for _, stage in stages)),
     ):
         for sample in samples.to(home(model)):
@@ -124,7 +123,7 @@ def _collect_one(
     logits = model(sample[None], **{compat.CACHE: recorder}, use_cache=True).logits[0, :-1]
     seen, gradients = recorder.seen, dict[int, tuple[Tensor, Tensor]]()
     if wanted:
-        loss = _loss(logits, sample)
+        loss = mean_loss(logits, sample)
         if not loss.requires_grad:
             raise ValueError(
                 f"no gradients reach the keys and values of {type(model).__name__}, perhaps because its"
@@ -161,30 +160,7 @@ def _rows(
     return Rows(key, value, key_gradient, flat_heads(gradients[1])[0], ids)
 
 
-@torch.inference_mode(False)  # a caller may be in it; a backward pass cannot use its tensors
-def collect_weights(
-    model: Any, samples: Tensor, weights: Mapping[str, Tensor], done: Callable[[], None]
-) -> dict[str, Tensor]:
-    """The mean square of the gradient of every element of ``weights``, parameters of the model, over samples
-    ``[N, T]`` (token ids), fp32: the diagonal of the empirical Fisher information. ``done`` is called after
-    each sample."""
-    found = {
-        name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
-    }
-    with _frozen(model, but=weights.values()), torch.enable_grad():
-        for sample in samples.clone().to(home(model)):
-            logits = model(sample[None], use_cache=False).logits[0, :-1]
-            loss = _loss(logits, sample)
-            # An expert that no token went to has no gradient.
-            gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
-            for total, gradient in zip(found.values(), gradients, strict=True):
-                total += gradient.float().square() / len(samples)
-            del logits, loss, gradients
-            done()
-    return found
-
-
-def _loss(logits: Tensor, sample: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, sample: Tensor) -> Tensor:
     """The mean loss per token of the predictions ``[T - 1, V]`` of a sample ``[T]``."""
     return F.cross_entropy(logits.float(), sample[1:])
 

@@ -11,14 +11,19 @@ from torch import Tensor
 
 from xquant.calibration import Expected, check
 from xquant.calibrations import Calibrations
-from xquant.calibrators.collect import collect_weights
-from xquant.calibrators.weights import linear_weights, quantize_weights, weight_bits, with_weights
 from xquant.files import write_atomically
 from xquant.runs import tell_unfit
 
 from .kvquant_costs import add_cache_ratios
 from .printed import Rows, add_ratios
 from .setup import Setup
+from .weights import (
+    collect_weights,
+    linear_weights,
+    quantize_weights,
+    weight_bits,
+    with_weights,
+)
 
 WEIGHTS = {"fp16": 16, "w4-s45": 4, "w3-s45": 3}
 """Bits of the codes of what the paper calls the weights."""

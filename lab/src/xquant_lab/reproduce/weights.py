@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..models import find_decoder, layers_of
-from ..models.weights import PLAIN
-from ..quant.affine import FP16_MAX
+from xquant.calibrators.collect import frozen, mean_loss
+from xquant.models import find_decoder, layers_of
+from xquant.models.weights import PLAIN, home
+from xquant.quant.affine import FP16_MAX
 
 SENSITIVE = 0.0005
 """The share of a matrix that is kept because a change of it changes the loss most."""
@@ -45,6 +46,29 @@ def linear_weights(model: Any) -> dict[str, Tensor]:
             f"the weights of {type(model).__name__} cannot be quantized: its decoder layers have no linear"
             " layers in floating point, or they are offloaded"
         )
+    return found
+
+
+@torch.inference_mode(False)  # a caller may be in it; a backward pass cannot use its tensors
+def collect_weights(
+    model: Any, samples: Tensor, weights: Mapping[str, Tensor], done: Callable[[], None]
+) -> dict[str, Tensor]:
+    """The mean square of the gradient of every element of ``weights``, parameters of the model, over samples
+    ``[N, T]`` (token ids), fp32: the diagonal of the empirical Fisher information. ``done`` is called after
+    each sample."""
+    found = {
+        name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
+    }
+    with frozen(model, but=weights.values()), torch.enable_grad():
+        for sample in samples.clone().to(home(model)):
+            logits = model(sample[None], use_cache=False).logits[0, :-1]
+            loss = mean_loss(logits, sample)
+            # An expert that no token went to has no gradient.
+            gradients = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+            for total, gradient in zip(found.values(), gradients, strict=True):
+                total += gradient.float().square() / len(samples)
+            del logits, loss, gradients
+            done()
     return found
 
 

@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from support.models import prompt, tiny
-from xquant.calibrators.collect import collect_weights
-from xquant.calibrators.weights import (
+from xquant_lab.reproduce.weights import (
     channel_levels,
+    collect_weights,
     linear_weights,
     quantize_matrix,
     quantize_weights,
