@@ -33,21 +33,7 @@ def make_calibrator(method: Method, views: Sequence[AttentionView]) -> Calibrato
     raise ValueError(f"{method.spec} needs a calibration, but no calibrator is registered for it")
 
 
-@make_calibrator.register
-def _(method: KVQuant, views: Sequence[AttentionView]) -> Calibrator:
-    return KVQuantCalibrator(method, views)
-
-
-@make_calibrator.register
-def _(method: KVTC, views: Sequence[AttentionView]) -> Calibrator:
-    return KVTCCalibrator(method, views)
-
-
-@make_calibrator.register
-def _(method: Oscar, views: Sequence[AttentionView]) -> Calibrator:
-    return OscarCalibrator(method, views)
-
-
-@make_calibrator.register
-def _(method: Transform, views: Sequence[AttentionView]) -> Calibrator:
-    return TransformCalibrator(method, views)
+make_calibrator.register(KVQuant, KVQuantCalibrator)
+make_calibrator.register(KVTC, KVTCCalibrator)
+make_calibrator.register(Oscar, OscarCalibrator)
+make_calibrator.register(Transform, TransformCalibrator)

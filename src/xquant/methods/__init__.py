@@ -1,59 +1,32 @@
-"""One file a method: its options and its codec. `METHODS` has them by the name that a spec starts with."""
+"""One file a method: its options and its codec. `METHODS` has them by the name that a spec starts with.
 
-from .asymkv import AsymKV
-from .base import Method, QuantizedMethod, option
-from .codec import AttentionInputs, LayerCodec
-from .crosslayer import CrossLayer
-from .full import Full
-from .kivi import Kivi
-from .kvarn import KVarN
-from .kvlinc import KVLinC
-from .kvquant import KVQuant
-from .kvtc import KVTC
-from .llama_cpp import LlamaCpp
-from .oscar import Oscar
-from .plain_formats import Integer, NormalFloat
-from .quarot import QuaRot
-from .registry import METHODS, find_installed, load_file, register
-from .transform import Transform
-from .transform_cl import PredictedTransform
-from .turboquant import TurboQuant
-from .xquant import XQuant
-from .xquant_cl import XQuantCL
+Every method that is imported here can be named by specs. They are listed in this order.
+"""
+# ruff: noqa: I001
 
-for _method in (
-    *(Full, Integer, NormalFloat, LlamaCpp, Kivi, AsymKV, CrossLayer, KVQuant),
-    *(QuaRot, TurboQuant, KVarN, KVLinC, Oscar, KVTC, XQuant, XQuantCL),
-    *(Transform, PredictedTransform),
-):
-    register(_method)
+from .base import Method as Method, QuantizedMethod as QuantizedMethod, option as option
+from .codec import AttentionInputs as AttentionInputs, LayerCodec as LayerCodec
+from .registry import METHODS as METHODS, register as register
+from .registry import find_installed as find_installed, load_file as load_file
 
-__all__ = [
-    "KVTC",
-    "METHODS",
-    "AsymKV",
-    "AttentionInputs",
-    "CrossLayer",
-    "Full",
-    "Integer",
-    "KVLinC",
-    "KVQuant",
-    "KVarN",
-    "Kivi",
-    "LayerCodec",
-    "LlamaCpp",
-    "Method",
-    "NormalFloat",
-    "Oscar",
-    "PredictedTransform",
-    "QuaRot",
-    "QuantizedMethod",
-    "Transform",
-    "TurboQuant",
-    "XQuant",
-    "XQuantCL",
-    "find_installed",
-    "load_file",
-    "option",
-    "register",
-]
+from .full import Full as Full
+from .plain_formats import Integer as Integer, NormalFloat as NormalFloat
+from .llama_cpp import LlamaCpp as LlamaCpp
+from .kivi import Kivi as Kivi
+from .asymkv import AsymKV as AsymKV
+from .crosslayer import CrossLayer as CrossLayer
+from .kvquant import KVQuant as KVQuant
+from .quarot import QuaRot as QuaRot
+from .turboquant import TurboQuant as TurboQuant
+from .kvarn import KVarN as KVarN
+from .kvlinc import KVLinC as KVLinC
+from .oscar import Oscar as Oscar
+from .kvtc import KVTC as KVTC
+from .xquant import XQuant as XQuant
+from .xquant_cl import XQuantCL as XQuantCL
+from .transform import Transform as Transform
+from .transform_cl import PredictedTransform as PredictedTransform
+
+for _class in [*vars().values()]:
+    if isinstance(_class, type) and issubclass(_class, Method) and hasattr(_class, "example"):
+        register(_class)

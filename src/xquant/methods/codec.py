@@ -5,7 +5,6 @@ A method builds one for each compressed layer.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,6 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Packed, Segment
 from .cost import RebuildCost
-
-if TYPE_CHECKING:
-    from .rematerialized import Rematerialized
 
 Turns = tuple[Tensor | None, Tensor | None]
 """Orthogonal matrices of key heads and of value heads: fp32 ``[D, D]``, or ``[G, D, D]`` with one for each
@@ -181,10 +177,51 @@ class LayerCodec(ABC):
         return self.rebuild(features)
 
 
+class Rematerialized(LayerCodec):
+    """Projects keys and values again from what is kept (arXiv 2508.10395): each is a product with a matrix,
+    of ``Ck`` numbers of a token for keys, and of ``Cv`` for values."""
+
+    key_weight: Tensor
+    """``[G*D, Ck]``."""
+    value_weight: Tensor
+    """``[G*D, Cv]``."""
+
+    @property
+    def rematerialized(self) -> "Rematerialized":
+        return self
+
+    @property
+    def key_bias(self) -> Tensor | None:
+        """What is added to the product for keys, ``[G*D]``."""
+        return self.view.key_bias
+
+    @property
+    def value_bias(self) -> Tensor | None:
+        """What is added to the product for values, ``[G*D]``."""
+        return self.view.value_bias
+
+    def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        """What the matrices are multiplied with, ``[B, T, Ck]`` and ``[B, T, Cv]``."""
+        return recalled, recalled
+
+    def keys(self, source: Tensor) -> Tensor:
+        """Keys before RoPE ``[B, T, G*D]``."""
+        return self.view.finish_keys(linear(source, self.key_weight, self.key_bias))
+
+    def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.sources(recalled)
+        return self.keys(key), linear(value, self.value_weight, self.value_bias)
+
+    @property
+    def rebuild_cost(self) -> RebuildCost | None:
+        return RebuildCost(keys=self.key_weight, values=self.value_weight)
+
+
 def by_block(x: Tensor, weight: Tensor, block: int) -> Tensor:
-    """``x @ weight.T`` for ``x`` ``[B, T, C]``, computed block by block.
+    """``x @ weight.T`` for ``x`` ``[B, ..., C]``, computed ``block`` rows of a sequence at a time.
 
     A matrix product may round differently for another number of rows. Codes must not depend on
     whether a block arrived alone or with others, so each block is its own product.
     """
-    return torch.cat([linear(part, weight) for part in x.split(block, 1)], 1)
+    parts = x.flatten(1, -2).split(block, 1)
+    return torch.cat([linear(part, weight) for part in parts], 1).unflatten(1, x.shape[1:-1])

@@ -248,11 +248,9 @@ class KVTCCodec(StateCodec):
 
     def _components(self, rows: Tensor) -> list[Tensor]:
         """What rows ``[N, n, W]`` of the layer add to the components of its span, of each kind."""
-        parts = rows.flatten(0, 1)[None].split([basis.shape[1] for basis in self._bases], -1)
-        return [
-            by_block(own, basis, self.block).view(*rows.shape[:2], len(basis))
-            for own, basis in zip(parts, self._bases, strict=True)
-        ]
+        parts = rows[None].split([basis.shape[1] for basis in self._bases], -1)
+        pairs = zip(parts, self._bases, strict=True)
+        return [by_block(own, basis, self.block)[0] for own, basis in pairs]
 
     def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
         parts = rows.float().split([len(basis) for basis in self._bases], -1)

@@ -73,13 +73,9 @@ class RotatedCodec(KeyValueCodec):
         return self._turned(key, self.key_rotation), self._turned(value, self.value_rotation)
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = self.exact(recalled)
         key_back, value_back = (None if turn is None else turn.mT for turn in self.turns)
-        key = self._turned(key, key_back)
-        return (
-            key if self.offset is None else key + self.offset,
-            self._turned(value, value_back),
-        )
+        key, value = super().rebuild(recalled)  # there is no offset where keys are rotated
+        return self._turned(key, key_back), self._turned(value, value_back)
 
     def _turned(self, states: Tensor, rotation: Tensor | None) -> Tensor:
         """States ``[B, T, G*D]`` with every head ``h`` replaced by ``rotation @ h``; a block at a time, so
@@ -88,8 +84,8 @@ class RotatedCodec(KeyValueCodec):
             return states
         heads = states.float().unflatten(-1, (-1, rotation.shape[-1]))
         if rotation.dim() == 2:
-            turned = by_block(heads.flatten(1, 2), rotation, self._block * heads.shape[2])
-            return turned.view_as(heads).flatten(2).to(states.dtype)
-        pairs = zip(heads.unbind(2), rotation, strict=True)
-        turned = torch.cat([by_block(head, own, self._block) for head, own in pairs], -1)
-        return turned.to(states.dtype)
+            rows = by_block(heads, rotation, self._block * heads.shape[2]).flatten(2)
+        else:
+            pairs = zip(heads.unbind(2), rotation, strict=True)
+            rows = torch.cat([by_block(head, own, self._block) for head, own in pairs], -1)
+        return rows.to(states.dtype)

@@ -14,9 +14,8 @@ from ..quant import Segment
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
 from .base import CALIBRATED_AT, SINK, Method, Tensors, option
-from .codec import LayerCodec, by_block
+from .codec import LayerCodec, Rematerialized, by_block
 from .key_value import StateCodec
-from .rematerialized import Rematerialized
 
 Counts = Sequence[tuple[int, ...]]
 """Of each segment of a layer, how many channels have how many bits: the counts of `Ranked`."""
@@ -194,8 +193,7 @@ class ChannelCodec(StateCodec):
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         rows = (features - (self.mean if predicted is None else predicted)).float()
-        flat = by_block(rows.flatten(1, 2), self.analysis, self.block)
-        return flat.unflatten(1, rows.shape[1:3])
+        return by_block(rows, self.analysis, self.block)
 
 
 class TransformCodec(Rematerialized, ChannelCodec):

@@ -7,8 +7,7 @@ from ..models import AttentionView
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..threads import one_thread
 from .base import QuantizedMethod, Tensors, option
-from .codec import AttentionInputs, LayerCodec, by_block
-from .rematerialized import Rematerialized
+from .codec import AttentionInputs, LayerCodec, Rematerialized, by_block
 
 FORMS = ("auto", "mha", "gqa")
 
@@ -116,8 +115,7 @@ class InputCodec(_FromInput):
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         if self.rotation is None:
             return features
-        flat = by_block(features.flatten(1, 2), self.rotation, self.block)
-        return flat.view_as(features)
+        return by_block(features, self.rotation, self.block)
 
 
 class LatentCodec(_FromInput):
@@ -148,8 +146,7 @@ class LatentCodec(_FromInput):
         self.segments = (*keys, values)
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
-        flat = by_block(features.flatten(1, 2), self.basis, self.block)
-        return flat.unflatten(1, features.shape[1:3])
+        return by_block(features, self.basis, self.block)
 
     def sources(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         key, value = recalled.split(self.split, -1)

@@ -10,9 +10,8 @@ from ..models.base import linear
 from ..quant import Segment, hadamard
 from ..quant.affine import dequantize, quantize
 from .base import BITS, QuantizedMethod, option
-from .codec import AttentionInputs, LayerCodec, by_block
+from .codec import AttentionInputs, LayerCodec, Rematerialized, by_block
 from .cost import Accumulator, RebuildCost
-from .rematerialized import Rematerialized
 from .xquant import FORMS, XQuant, by_range, is_mha, left_basis
 
 
@@ -115,16 +114,13 @@ class DeltaCodec(Rematerialized):
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         delta = features if predicted is None else features - predicted
-        if self.basis is None:
-            return delta
-        return by_block(delta.flatten(1, 2), self.basis, self.block).unflatten(1, delta.shape[1:3])
+        return delta if self.basis is None else by_block(delta, self.basis, self.block)
 
     def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
         if self.synthesis is None:
             return rows if predicted is None else predicted + rows
-        delta = (
-            by_block(rows, self.synthesis, self.block) if sealing else linear(rows, self.synthesis)
-        )
+        block = self.block
+        delta = by_block(rows, self.synthesis, block) if sealing else linear(rows, self.synthesis)
         return delta if predicted is None else delta.add_(predicted)
 
     def accumulate(self, recalled: Tensor) -> Tensor:

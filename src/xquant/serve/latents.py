@@ -8,9 +8,8 @@ projection has the rank of its outputs.
 import torch
 from torch import Tensor
 
-from ..methods.codec import by_block
+from ..methods.codec import Rematerialized, by_block
 from ..methods.key_value import StateCodec
-from ..methods.rematerialized import Rematerialized
 from ..methods.xquant import LatentCodec
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...methods.rematerialized import Rematerialized
+from ...methods.codec import Rematerialized
 from ...quant.operand import RankedOperand
 from ...quant.ranked import level_table, size_table
 from ..call import AttentionCall

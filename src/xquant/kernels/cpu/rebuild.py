@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...methods.rematerialized import Rematerialized
+from ...methods.codec import Rematerialized
 from ...quant.operand import Operand
 from ...quant.pack import Tile, channel_order
 from ...store.stream import Stream

@@ -10,7 +10,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...methods.rematerialized import Rematerialized
+from ...methods.codec import Rematerialized
 from ...quant import Affine, Codebook, Quantizer, Segment
 from ...quant.operand import Operand, RankedOperand
 from ...quant.ranked import Ranked
