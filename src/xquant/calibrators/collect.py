@@ -103,10 +103,7 @@ def collect(
     """Give every stage the keys and values of every sample ``[N, T]`` (token ids) at every layer, as its own
     codecs pack them. ``done`` is called after each sample."""
     attachment = attach(model)
-    with (
-        frozen(model),
-        torch.set_grad_enabled(any(stage.gradients for _, stage in stages)),
-    ):
+    with frozen(model), torch.set_grad_enabled(any(stage.gradients for _, stage in stages)):
         for sample in samples.to(home(model)):
             _collect_one(model, attachment, sample, stages)
             done()

@@ -34,10 +34,7 @@ CALIBRATED_AT = 2
 SINK = "first tokens of a sequence kept full"
 TAIL = "most recent tokens kept full, at least (residual length)"
 GROUP = "quantization group; also the tokens of a sealed block"
-ROPE: dict[str, Any] = {
-    "help": "quantize keys before or after RoPE",
-    "choices": ("pre", "post"),
-}
+ROPE: dict[str, Any] = {"help": "quantize keys before or after RoPE", "choices": ("pre", "post")}
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", **allowed: Any) -> Any:

@@ -205,11 +205,7 @@ class KVTCCodec(StateCodec):
     mixes = True
 
     def __init__(
-        self,
-        view: AttentionView,
-        found: Tensors,
-        block: int,
-        groups: Mapping[str, Sequence[Group]],
+        self, view: AttentionView, found: Tensors, block: int, groups: Mapping[str, Sequence[Group]]
     ) -> None:
         super().__init__(view)
         self.block = block

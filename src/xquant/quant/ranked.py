@@ -193,9 +193,7 @@ def border_table() -> tuple[Tensor, int]:
 
 _FARTHEST = 400
 _SIZES = torch.tensor(
-    [2 ** (k / STEPS) for k in range(-_FARTHEST, _FARTHEST + 1)],
-    dtype=torch.float32,
-    device="cpu",
+    [2 ** (k / STEPS) for k in range(-_FARTHEST, _FARTHEST + 1)], dtype=torch.float32, device="cpu"
 )
 
 
@@ -233,9 +231,7 @@ def search_tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     units = torch.tensor([width.unit for width in TRELLIS], dtype=torch.float64, device="cpu")
     in_units = level_table()[: len(TRELLIS)].double() * units[:, None, None]
     ends = torch.tensor(
-        [end_of(width.levels, width.unit) for width in TRELLIS],
-        dtype=torch.float32,
-        device="cpu",
+        [end_of(width.levels, width.unit) for width in TRELLIS], dtype=torch.float32, device="cpu"
     )
     return edges, in_units.round().short(), units.float(), ends
 

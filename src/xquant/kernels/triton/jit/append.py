@@ -7,15 +7,7 @@ from .exact import run_of
 
 
 @triton.jit
-def append(
-    key,
-    value,
-    rings,
-    runs,
-    W: tl.constexpr,
-    WP: tl.constexpr,
-    D: tl.constexpr,
-):
+def append(key, value, rings, runs, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr):
     """Write the newest tokens behind those that the ring of their sequence holds. The reference is `append`
     in csrc/attention.h.
 

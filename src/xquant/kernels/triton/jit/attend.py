@@ -71,13 +71,8 @@ def blocks_of(blocks, b, columns, sequences, PAGED: tl.constexpr):
     if PAGED:
         table, key = blocks.table + b * blocks.table_stride, blocks.addresses
         value = key + 2 * FIELDS
-        return InPages(
-            table,
-            block_at(key, 2),
-            block_at(key + 1, 2),
-            block_at(value, 2),
-            block_at(value + 1, 2),
-        )
+        keys, key_steps = block_at(key, 2), block_at(key + 1, 2)
+        return InPages(table, keys, key_steps, block_at(value, 2), block_at(value + 1, 2))
     else:
         key, stride = blocks.addresses + b * columns, sequences * columns
         return InSlabs(key, key + FIELDS * stride, stride, blocks.begins, blocks.lengths)
@@ -210,16 +205,8 @@ def add_blocks(
                 keys_now, values_now, token, head * D, D, KEY.count_bytes
             )
             scores = outlier_scores(
-                key_outliers,
-                token,
-                rows.pointer,
-                rows.number < count,
-                rope,
-                start,
-                head * D,
-                D,
-                ROTATE,
-            )
+                key_outliers, token, rows.pointer, rows.number < count, rope, start, head * D, D, ROTATE
+            )  # fmt: skip
             scores = beside_zeros(scores * (QUARTER * call.scaling * reciprocal(unit)))
         scores = block_scores(
             scores, key_block, key_codes, key_table, tables.offset, queries, token, channel,

@@ -184,12 +184,8 @@ def in_bytes(word, NUMBER: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr
 @triton.jit
 def bit_fields(
     word,
-    NUMBER: tl.constexpr,
-    COUNT: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    NUMBER: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """The fields NUMBER, NUMBER + 1, ... of a plane: as many new axes of two as ``COUNT`` has bits, the
     highest last."""
     if COUNT == 1:
@@ -209,14 +205,9 @@ def bit_fields(
 
 @triton.jit
 def _load_plane(
-    words,
-    lane,
-    chunk,
-    SUMMED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    words, lane, chunk,
+    SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """The words of the plane of ``WIDTH`` bits, int32 ``[M, runs, rows]``. Rows of several runs of the
     narrowest plane lie in a run of this one, each with holes of its own."""
     runs: tl.constexpr = WIDTH // run_width(BITS)
@@ -255,12 +246,7 @@ def _unpack_plane(word, BITS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.conste
 
 @triton.jit
 def load_words(
-    words,
-    lane,
-    SUMMED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BITS: tl.constexpr,
-    chunk=0,
+    words, lane, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, chunk=0
 ):
     """The words of a chunk of a head, of each plane, to give to `unpacked`.
 

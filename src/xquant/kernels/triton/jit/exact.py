@@ -204,20 +204,8 @@ def add_exact(
             sinks.columns, None,
         )  # fmt: skip
         softmax = add_rows(
-            queries,
-            tokens,
-            run,
-            b,
-            limit,
-            channels,
-            softmax,
-            D,
-            ROTATE,
-            not PAGED,
-            False,
-            MASK,
-            SOFTCAP,
-        )
+            queries, tokens, run, b, limit, channels, softmax, D, ROTATE, not PAGED, False, MASK, SOFTCAP
+        )  # fmt: skip
     past = None if PAGED else limit + tail_count
     run = run_of(runs.new if PAGED else None, b, call.shape.queries, past, PAGED)
     row = run.row.to(tl.int64)
@@ -227,17 +215,5 @@ def add_exact(
         None, None, None, None,
     )  # fmt: skip
     return add_rows(
-        queries,
-        tokens,
-        run,
-        b,
-        limit,
-        channels,
-        softmax,
-        D,
-        False,
-        False,
-        MASK == NONE,
-        MASK,
-        SOFTCAP,
-    )
+        queries, tokens, run, b, limit, channels, softmax, D, False, False, MASK == NONE, MASK, SOFTCAP
+    )  # fmt: skip

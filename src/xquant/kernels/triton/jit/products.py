@@ -9,15 +9,7 @@ import triton
 import triton.language as tl
 
 from .codebook import levels_of
-from .codes import (
-    CENTERED,
-    QUARTER,
-    center,
-    in_tile_order,
-    load_words,
-    pointer,
-    unpacked,
-)
+from .codes import CENTERED, QUARTER, center, in_tile_order, load_words, pointer, unpacked
 from .halves import add, as_halves, multiply, multiply_add, negative, word_of
 from .unpack import decode, token_ranges
 

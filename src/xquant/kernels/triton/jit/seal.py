@@ -63,13 +63,9 @@ def store_plane(
 
 @triton.jit
 def tile_order(
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    BITS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BITS: tl.constexpr,
     BY_TOKEN: tl.constexpr,
-):
+):  # fmt: skip
     """The tokens and the channels of a head in the order of a tile's codes, -1 for none; and both again, to
     broadcast to the tile."""
     token, channel = tl.arange(0, NP), tl.arange(0, DP)
