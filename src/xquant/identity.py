@@ -18,7 +18,7 @@ from . import compat
 from .digests import digest, sample
 from .linear import PackedLinear
 from .models import ModelView
-from .models.names import final_norm_of, layers_of, rotary_of
+from .models.names import FINAL_NORMS, ROTARY, layers_of, module_of
 from .models.weights import PLAIN, REFUSALS, InFile, at_hand, told, version
 
 NAMES = {
@@ -145,10 +145,10 @@ def _without_effect(view: ModelView) -> Iterator[nn.Module | None]:
     own = compat.default_layers(compat.text_config(view.model))
     last = max(i for i, layer in enumerate(own) if not compat.is_empty(layer))
     yield from list(layers_of(view.decoder))[last + 1 :]
-    yield final_norm_of(view.decoder)
+    yield module_of(view.decoder, FINAL_NORMS)
     asked = getattr(view.model, "get_output_embeddings", None)
     yield None if asked is None else asked()
-    rotary = rotary_of(view.decoder)
+    rotary = module_of(view.decoder, ROTARY)
     kind = str(getattr(rotary, "rope_type", ""))
     if "dynamic" in kind or "longrope" in kind or view.rope.drifts or view.rope.switches:
         yield rotary  # its frequencies are those of the last input; the configuration tells them all

@@ -12,7 +12,7 @@ from xquant import KVCache, parse_method
 from xquant.methods import LayerCodec
 from xquant.methods.rotated import RotatedCodec, random_hadamard
 from xquant.models import view_model
-from xquant.quant import Quantizer
+from xquant.quant import Quantizer, Segment
 from xquant.quant.levels import normal_error, normal_levels
 from xquant.quant.scaled import Balanced, Scaled, Sketched
 
@@ -64,7 +64,9 @@ def test_q8_0_and_q4_0_are_llama_cpps() -> None:
         scale = (peak.abs() / 127 if spec == "q8_0" else peak / -8).half().float()
         want = ((blocks / scale).round().clamp(low, high) * scale).flatten(-2)
         torch.testing.assert_close(through(quantizer, x), want, rtol=1e-3, atol=1e-3)
-        assert quantizer.nbytes(128, 96) * 8 / 128 / 96 == (8.5 if spec == "q8_0" else 4.5)
+        assert Segment(96, quantizer).parts(128).total() * 8 / 128 / 96 == (
+            8.5 if spec == "q8_0" else 4.5
+        )
 
 
 def test_a_block_of_fewer_channels_has_a_scale_of_its_own() -> None:

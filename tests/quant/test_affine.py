@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xquant.quant import Affine, Plain
+from xquant.quant import Affine, Plain, Segment
 from xquant.quant.affine import dequantize, quantize
 from xquant.quant.quantizer import dense
 
@@ -124,7 +124,10 @@ def test_bytes_are_what_the_formula_says(
 ) -> None:
     for quantizer in (Affine(b, per, group), Plain(torch.float16), Plain(torch.float32)):
         packed = quantizer.encode(torch.randn(3, n, channels), None)
-        assert sum(t.nbytes for t in packed.values()) == 3 * quantizer.nbytes(n, channels)
+        assert (
+            sum(t.nbytes for t in packed.values())
+            == 3 * Segment(channels, quantizer).parts(n).total()
+        )
         out = torch.empty(3, n, channels, dtype=torch.bfloat16)
         quantizer.decode(packed, out)
         assert out.isfinite().all()

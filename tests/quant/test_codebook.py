@@ -111,7 +111,7 @@ def test_outliers_come_back_in_fp16_and_the_rest_within_its_range(
     bound = (0.4375 + 0.01) * (top - rest) / 2 + 2e-3 * x.abs().amax() + 1e-4
     assert ((back - x).abs() <= bound)[~apart].all()
     held = sum(t.nbytes for t in packed.values())
-    size = quantizer.nbytes(*x.shape[1:]) * len(x)
+    size = Segment(x.shape[2], quantizer).parts(x.shape[1]).total() * len(x)
     assert held == size + OUTLIER_NBYTES * int(apart.sum())
 
 

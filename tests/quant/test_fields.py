@@ -63,8 +63,7 @@ def test_fields_are_those_that_are_packed(case: tuple[Quantizer, int, int], bloc
         assert isinstance(held, torch.Tensor)
         assert (held.shape, held.dtype) == (made.shape, made.dtype)
         assert blocks * field.nbytes == held.nbytes
-    parts = quantizer.parts(tokens, channels)
-    assert parts.total() == quantizer.nbytes(tokens, channels)
+    parts = Segment(channels, quantizer).parts(tokens)
     apart = packed["outlier_channel"].flat().numel() if outliers else 0
     total = sum(held.nbytes for held in packed.values())
     assert total == blocks * parts.total() + OUTLIER_NBYTES * apart
@@ -89,13 +88,13 @@ def test_fields_are_those_that_are_packed(case: tuple[Quantizer, int, int], bloc
 def test_parts_of_a_block_of_twelve_tokens_and_eight_channels(
     quantizer: Quantizer, parts: dict[str, int]
 ) -> None:
-    assert +quantizer.parts(12, 8) == parts
+    assert +Segment(8, quantizer).parts(12) == parts
 
 
 def test_parts_of_a_block_of_ranked_codes() -> None:
-    quantizer = Ranked(torch.zeros(8, dtype=torch.int16), COUNTS)
+    segment = Segment(8, Ranked(torch.zeros(8, dtype=torch.int16), COUNTS))
     parts = {"codes": 1 + 2 * 6 + 16, "ranges": 4 + 8}
-    assert +quantizer.parts(16, 8) == +quantizer.parts(12, 8) == parts
+    assert +segment.parts(16) == +segment.parts(12) == parts
 
 
 def test_segments_of_shared_codes_store_the_rest() -> None:
@@ -103,7 +102,7 @@ def test_segments_of_shared_codes_store_the_rest() -> None:
     assert list(alone.fields(12)) == ["codes", "scale", "zero"]
     assert list(sharing.fields(12)) == ["scale", "zero"]
     assert sharing.parts(12) == {"ranges": 12 * 4}
-    assert alone.nbytes(12) - sharing.nbytes(12) == 3 * 8
+    assert alone.parts(12).total() - sharing.parts(12).total() == 3 * 8
 
 
 def test_a_block_that_is_not_whole_tiles_across_is_refused() -> None:
@@ -137,7 +136,7 @@ def test_a_new_quantizer_says_what_it_packs_and_no_more() -> None:
             return {"sign": Field((tokens, channels), torch.bool, "codes")}
 
     signs = Signs()
-    assert signs.nbytes(3, 4) == 12 and signs.parts(3, 4) == {"codes": 12}
+    assert Segment(4, signs).parts(3) == {"codes": 12}
     assert (signs.sparse, signs.channels, signs.tables, signs.table_nbytes) == (False, None, [], 0)
     assert signs.expected_outliers(1, 3, 4, 3) == 0
     assert signs.tiled(32, "tokens") is signs

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.ranked_counts import counts_of
+from xquant.quant import Segment
 from xquant.quant.levels import NORMAL, TAILED, Mixture, best_levels, normal_error, normal_levels
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
@@ -115,7 +116,7 @@ def test_steps_are_thirds_of_an_octave_of_the_root_of_a_variance() -> None:
 def test_a_block_takes_the_bytes_of_the_formula(case: tuple[Ranked, torch.Tensor]) -> None:
     quantizer, x = case
     held = sum(dense(quantizer.encode(x, None), n)[0].nbytes for n in ("codes", "scale", "gain"))
-    assert held == quantizer.nbytes(*x.shape[1:])
+    assert held == Segment(x.shape[2], quantizer).parts(x.shape[1]).total()
 
 
 @settings(deadline=None)

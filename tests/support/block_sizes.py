@@ -5,4 +5,4 @@ from xquant.store.stream import Stream
 
 def block_nbytes(stream: Stream) -> int:
     """Bytes of one block of a stream, without its outliers."""
-    return sum(segment.nbytes(stream.block) for segment in stream.segments)
+    return sum(segment.parts(stream.block).total() for segment in stream.segments)

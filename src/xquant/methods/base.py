@@ -152,11 +152,6 @@ class Method:
         that a token can attend to itself as it is stored."""
         return True
 
-    @property
-    def dense(self) -> "Method":
-        """The method without what it keeps sparsely beside its codes; itself where that is nothing."""
-        return self
-
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:

@@ -77,10 +77,6 @@ class KVQuant(Method):
         return f"{self.name}-{self.bits}bit{share}"
 
     @property
-    def dense(self) -> "KVQuant":
-        return replace(self, outliers=0)
-
-    @property
     def has_ranges(self) -> bool:
         """Whether the range of every key channel is found offline."""
         return self.scales != "online"

@@ -71,7 +71,7 @@ def view_attention(
     return AttentionView(
         index=names.place_of(attention),
         module=attention,
-        norm=names.norm_before(layer),
+        norm=names.module_of(layer, names.NORMS),
         hidden=hidden,
         kv_heads=heads,
         query_heads=heads * groups if groups else max(heads, int(config.num_attention_heads)),

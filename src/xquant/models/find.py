@@ -136,6 +136,6 @@ def _embedding(decoder: Any) -> nn.Embedding | None:
 
 def _rope(decoder: nn.Module, config: Any) -> Rope:
     try:
-        return Rope(names.rotary_of(decoder), config)
+        return Rope(names.module_of(decoder, names.ROTARY), config)
     except (KeyError, AttributeError):  # how an embedding per kind of layer says that it has none
         return Rope(None, config)

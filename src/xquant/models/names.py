@@ -50,21 +50,9 @@ def place_of(attention: Any) -> int:
     return place if isinstance(place, int) else -1
 
 
-def rotary_of(decoder: nn.Module) -> nn.Module | None:
-    """The rotary embedding of a decoder, where it has one."""
-    found = first(decoder, ROTARY)
-    return found if isinstance(found, nn.Module) else None
-
-
-def final_norm_of(decoder: nn.Module) -> nn.Module | None:
-    """The norm after the last layer of a decoder, where it is known."""
-    found = first(decoder, FINAL_NORMS)
-    return found if isinstance(found, nn.Module) else None
-
-
-def norm_before(layer: Any) -> nn.Module | None:
-    """The norm whose output attention is given, where there is one."""
-    found = first(layer, NORMS)
+def module_of(parent: Any, names: tuple[str, ...]) -> nn.Module | None:
+    """The part of ``parent`` that has one of these names; None where there is none."""
+    found = first(parent, names)
     return found if isinstance(found, nn.Module) else None
 
 

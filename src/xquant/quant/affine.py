@@ -22,6 +22,23 @@ def quotient(x: Tensor, divisor: float) -> Tensor:
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
+def checked(x: Tensor) -> Tensor:
+    """Elements in fp32, infinities saturated.
+
+    Raises:
+        ValueError: NaN.
+    """
+    x = x.float().clamp(-FP16_MAX, FP16_MAX)
+    if torch.isnan(x).any():
+        raise ValueError("NaN cannot be quantized")
+    return x
+
+
+def divisor(scale: Tensor) -> Tensor:
+    """A scale in fp32, by which 0 divides to 0."""
+    return scale.float().masked_fill(scale == 0, torch.inf)
+
+
 def group_range(part: Tensor, dim: int, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Lowest and highest of one group along ``dim`` (kept as size 1).
 
@@ -78,8 +95,9 @@ def quantize(
         zero = low.half()
         height = (high - zero.float()).clamp_(min=0)
         scale = quotient(height, levels).clamp_(max=FP16_MAX).half()
-        divisor = scale.float().masked_fill(scale == 0, torch.inf)
-        codes.append(((part - zero.float()) / divisor).round_().clamp_(0, levels).to(torch.uint8))
+        codes.append(
+            ((part - zero.float()) / divisor(scale)).round_().clamp_(0, levels).to(torch.uint8)
+        )
         if eta:
             zero = (zero.float() + eta * levels * scale.float()).half()
             scale = ((1 - 2 * eta) * scale.float()).half()

@@ -8,7 +8,7 @@ of what is not an outlier. Edges are as in `affine`.
 import torch
 from torch import Tensor
 
-from .affine import FP16_MAX, group_range
+from .affine import FP16_MAX, divisor, group_range
 from .levels import edges_of
 
 Bounds = tuple[Tensor, Tensor]
@@ -101,8 +101,7 @@ def scale_of(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 def normalize(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """``(x - zero) / scale`` in fp32, 0 where the scale is 0."""
-    divisor = scale.float().masked_fill(scale == 0, torch.inf)
-    return (x - zero.float()) / divisor
+    return (x - zero.float()) / divisor(scale)
 
 
 def outside(x: Tensor, threshold: Bounds, hidden: Tensor | None) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .affine import FP16_MAX, dequantize
+from .affine import FP16_MAX, checked, dequantize
 from .codebook import Bounds, nearest, normalize, outlier_count, outside, ranges, scale_of
 from .grouped import Grouped
 from .operand import Operand
@@ -100,9 +100,7 @@ class Codebook(Grouped):
 
     def scaled(self, x: Tensor, excluded: Tensor | None) -> "Scaled":
         """Blocks ``[N, n, C]`` in the range of the levels, without rounding them to one."""
-        x = x.float().clamp(-FP16_MAX, FP16_MAX)
-        if torch.isnan(x).any():
-            raise ValueError("NaN cannot be quantized")
+        x = checked(x)
         hidden = None if excluded is None else excluded.unsqueeze(-1).expand_as(x)
         if self.span is not None:
             scale, zero = self._fixed(x)

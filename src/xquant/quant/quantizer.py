@@ -50,14 +50,6 @@ class Field:
         return torch.empty(blocks, *self.shape, dtype=self.dtype, device=device)
 
 
-def count_parts(fields: Mapping[str, Field]) -> Counter[Part]:
-    """The bytes of these fields of a block by what they are."""
-    found: Counter[Part] = Counter()
-    for each in fields.values():
-        found[each.part] += each.nbytes
-    return found
-
-
 class Quantizer(ABC):
     """How rows of blocks are stored and read.
 
@@ -94,14 +86,6 @@ class Quantizer(ABC):
         Raises:
             ValueError: blocks of this size cannot be stored.
         """
-
-    def parts(self, tokens: int, channels: int) -> Counter[Part]:
-        """Bytes of a block by what they are, without its outliers."""
-        return count_parts(self.fields(tokens, channels))
-
-    def nbytes(self, tokens: int, channels: int) -> int:
-        """Bytes of a block, without its outliers: the sum of its `parts`."""
-        return self.parts(tokens, channels).total()
 
     @property
     def sparse(self) -> bool:
@@ -215,15 +199,14 @@ class Segment:
 
     def parts(self, tokens: int) -> Counter[Part]:
         """Bytes of a block by what they are, without outliers and shared codes."""
-        return count_parts(self.fields(tokens))
+        found: Counter[Part] = Counter()
+        for each in self.fields(tokens).values():
+            found[each.part] += each.nbytes
+        return found
 
     def operand(self, tokens: int) -> Operand | RankedOperand | None:
         """See `Quantizer.operand`."""
         return self.quantizer.operand(tokens, self.channels)
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of a block: the sum of its `parts`."""
-        return self.parts(tokens).total()
 
     def expected_outliers(self, blocks: int, tokens: int, seen: int) -> float:
         """See `Quantizer.expected_outliers`."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
 
-from .affine import FP16_MAX, quotient
+from .affine import FP16_MAX, checked, divisor, quotient
 from .codebook import nearest
 from .grouped import Grouped
 from .operand import Operand
@@ -16,22 +16,6 @@ from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Granularity, Packed, Quantizer, dense
 
 Scale = Literal["peak", "norm", "signed peak"]
-
-
-def _checked(x: Tensor) -> Tensor:
-    """Elements in fp32, infinities saturated.
-
-    Raises:
-        ValueError: NaN.
-    """
-    x = x.float().clamp(-FP16_MAX, FP16_MAX)
-    if torch.isnan(x).any():
-        raise ValueError("NaN cannot be quantized")
-    return x
-
-
-def _divisor(scale: Tensor) -> Tensor:
-    return scale.float().masked_fill(scale == 0, torch.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +39,9 @@ class Scaled(Grouped):
         return self.group
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        groups = self._groups(_checked(x))
+        groups = self._groups(checked(x))
         scale = self._scale(groups).clamp(-FP16_MAX, FP16_MAX).half()
-        codes = nearest(groups / _divisor(scale).unsqueeze(-1), self._stored_levels(x.device))
+        codes = nearest(groups / divisor(scale).unsqueeze(-1), self._stored_levels(x.device))
         codes = self.pack(codes.flatten(-2)[..., : x.shape[-1]])
         return {"codes": codes, "scale": self._pack_range(scale)}
 
@@ -124,7 +108,7 @@ class Sketched(Quantizer):
     projection: Tensor
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        x = _checked(x)
+        x = checked(x)
         packed = self.base.encode(x, excluded)
         coded = torch.empty_like(x)
         self.base.decode(packed, coded)
@@ -174,7 +158,7 @@ class Balanced(Grouped):
         return self.group if self.per == "token" else along
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        heads = _checked(x).unflatten(-1, (-1, self.group))  # [N, n, G, D]
+        heads = checked(x).unflatten(-1, (-1, self.group))  # [N, n, G, D]
         seen = torch.ones_like(heads[..., :1])
         if excluded is not None:
             seen = seen * ~excluded[..., None, None]
@@ -194,7 +178,7 @@ class Balanced(Grouped):
         low, high = (t.masked_fill(~t.isfinite(), 0) for t in (low, high))
         scale = ((high - low) / (2**self.bits - 1) * own).clamp(max=FP16_MAX).half()
         zero = (low * own).clamp(-FP16_MAX, FP16_MAX).half()
-        codes = ((even * own - zero.float()) / _divisor(scale)).round().clamp(0, 2**self.bits - 1)
+        codes = ((even * own - zero.float()) / divisor(scale)).round().clamp(0, 2**self.bits - 1)
         packed: Packed = {"codes": self.pack(codes.to(torch.uint8).flatten(-2))}
         packed |= self._pack_ranges(scale.flatten(2), zero.flatten(2))
         second = (by_channel if self.per == "token" else by_token).half()

@@ -4,14 +4,20 @@ As KVQuant has it (arXiv 2401.18079, Table 22).
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from xquant.methods import Method
+from xquant.methods import KVQuant, Method
+
+
+def dense(method: Method) -> Method:
+    """The method without what it keeps sparsely beside its codes; itself where that is nothing."""
+    return replace(method, outliers=0) if isinstance(method, KVQuant) else method
 
 
 def with_dense(methods: Iterable[Method]) -> list[Method]:
     """The methods, and their dense forms that they are compared with."""
-    return list(dict.fromkeys(each for m in methods for each in (m, m.dense)))
+    return list(dict.fromkeys(each for m in methods for each in (m, dense(m))))
 
 
 def parts_of(

@@ -20,7 +20,7 @@ from . import capacity, trials
 from .ceilings import Ceilings, ceilings
 from .clocks import Clock, GraphClock, HostClock, Job
 from .contenders import STATIC, Compressed, Contender, Models, Peer, attentions
-from .parts import parts_of
+from .parts import dense, parts_of
 from .trials import Settings, Trial
 
 HOPELESS = 2.0
@@ -86,8 +86,8 @@ def bench(
     if settings.parts:
         by_name = {row["method"]: row for row in rows}
         for method in methods:
-            row, dense = (by_name[each.spec] for each in (method, method.dense))
-            row["parts"] = parts_of(row, dense, layers)
+            row, codes = (by_name[each.spec] for each in (method, dense(method)))
+            row["parts"] = parts_of(row, codes, layers)
     return rows
 
 
