@@ -2,7 +2,7 @@
 queries that meet them.
 
 Gradients of states are of the loss with respect to the keys and values that a cache is given. RoPE is a
-rotation times a factor, so its transpose turns gradients of rotated keys into gradients of keys before RoPE.
+rotation times a factor, so its transpose makes gradients of keys before RoPE of those of rotated keys.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

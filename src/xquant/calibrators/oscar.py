@@ -15,7 +15,7 @@ from .calibrator import Rows, Stage
 
 class OscarCalibrator:
     """Finds ``key.turn`` and ``value.turn`` of each layer, ``[G, D, D]`` or for all heads ``[D, D]``: the
-    matrices by which `OscarCodec` turns heads."""
+    matrices by which `OscarCodec` rotates heads."""
 
     def __init__(self, method: Oscar, views: Sequence[AttentionView]) -> None:
         self.method = method
@@ -30,12 +30,12 @@ class OscarCalibrator:
     def tensors(self) -> dict[str, Tensor]:
         pairs = zip(self._queries.sums, self._values.covariances(), strict=True)
         return {
-            f"{i}.{name}.turn": self._turn(covariances)
+            f"{i}.{name}.turn": self._rotation(covariances)
             for i, pair in enumerate(pairs)
             for name, covariances in zip(("key", "value"), pair, strict=True)
         }
 
-    def _turn(self, covariances: Tensor) -> Tensor:
+    def _rotation(self, covariances: Tensor) -> Tensor:
         if self.method.matrix == "layer":
             return spread(covariances.mean(0))
         return torch.stack([spread(each) for each in covariances])

@@ -66,9 +66,9 @@ def calibrate(
     method, views = parse_method(method), attach(model).view.compressed
     with torch.no_grad():
         find_calibrator(method, views)  # raises for bad input before the long work
-    usual = method.calibration_size
-    context = usual[0] if context is None else context
-    windows = usual[1] if windows is None else windows
+    by_default = method.calibration_size
+    context = by_default[0] if context is None else context
+    windows = by_default[1] if windows is None else windows
     if text is None:
         name = f"{GENERATED} (seed {seed})"
         samples = write_samples(model, tokenizer, context, windows, seed, progress, runs)

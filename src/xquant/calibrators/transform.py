@@ -46,11 +46,11 @@ class TransformCalibrator:
     * ``usual`` ``[C]``: the usual scale of every channel, see `Ranked`;
     * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank;
     * where keys come first, ``from_keys`` ``[C - Ck, Ck]``: what the first ``Ck`` channels, from which alone
-      keys are made, tell of the others: see `Segment`. Ranks are then those of either part;
+      keys are made, predict of the others: see `Segment`. Ranks are then those of either part;
     * with prediction, ``predictor`` ``[W, W']`` and ``of_token`` ``[W, E]``: a row is expected to be
       ``predictor @ y' + of_token @ e + mean``, where ``y'`` are the decoded rows of the layers below, the
       nearest layer first, and ``e`` is the token's row of
-    * ``embedding`` ``[V, E]``, of all layers: what the embeddings of tokens tell of keys and values.
+    * ``embedding`` ``[V, E]``, of all layers: what predicts keys and values best of the embeddings of tokens.
     """
 
     def __init__(self, method: Transform, views: Sequence[AttentionView]) -> None:
@@ -93,15 +93,15 @@ class TransformCalibrator:
         covariance = seen.T @ seen / len(seen)
         ridge = PREDICTION_RIDGE * covariance.diagonal().mean().clamp(min=1e-30)
         covariance.diagonal().add_(ridge)
-        told = torch.zeros_like(covariance)
+        explained = torch.zeros_like(covariance)
         with one_thread():
             root = torch.linalg.cholesky(covariance)
             for number in range(len(self.codecs)):
                 rows = self.stage.rows(number).flatten(0, 1)
                 rows = (rows - rows.mean(0)).double() @ root_of(self.stage.metric(number))
                 part = torch.linalg.solve_triangular(root, seen.T @ rows / len(rows), upper=False)
-                told += part @ part.T
-            _, vectors = torch.linalg.eigh(told)
+                explained += part @ part.T
+            _, vectors = torch.linalg.eigh(explained)
             best = torch.linalg.solve_triangular(root.T, vectors.flip(1)[:, :count], upper=True)
         best = torch.nn.functional.pad(best, (0, count - best.shape[1]))
         every = torch.arange(view.vocabulary, device="cpu").split(TOKENS_AT_ONCE)

@@ -16,8 +16,8 @@ from .cost import RebuildCost
 
 Turns = tuple[Tensor | None, Tensor | None]
 """Orthogonal matrices of key heads and of value heads: fp32 ``[D, D]``, or ``[G, D, D]`` with one for each
-head; None where heads stay as they are. A query turned by the matrix of the keys has the same scores with
-turned keys, and a sum of turned values is turned back once."""
+head; None where heads stay as they are. A query that is rotated by the matrix of the keys has the
+same scores with rotated keys, and a sum of rotated values is rotated back once."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class LayerCodec(ABC):
 
     def __init__(self, view: AttentionView) -> None:
         self.view = view
-        # Where nothing turns, keys before and after RoPE are the same.
+        # Without RoPE, keys before and after RoPE are the same.
         self.rotated = type(self).rotated or not view.rotary_size
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
 

@@ -18,7 +18,7 @@ class KVLinC(CodedMethod):
     Differs from the paper: there are no adapters. There, trained linear ones make up for what quantized keys
     do to attention. Keys are before RoPE by default, as in `Kivi`; we have not found what they are there. A
     key bias is then subtracted before quantizing. Recent tokens stay full until they fill a block. A value
-    head whose size is no power of two is turned by a Hartley matrix as well.
+    head whose size is no power of two is rotated by a Hartley matrix as well.
 
     Examples:
         >>> from xquant import KVCache, KVLinC

@@ -18,7 +18,7 @@ class LlamaCpp(Method):
     """The block formats of llama.cpp's caches, ``q4_0`` and ``q8_0``: codes of 32 channels with a scale.
 
     Stores codes of keys and values, and an fp16 scale for every 32 of them: 18 bytes a block of llama.cpp
-    in 4 bits, 34 in 8. ``rotate`` turns heads by a Hadamard matrix first.
+    in 4 bits, 34 in 8. ``rotate`` rotates heads by a Hadamard matrix first.
 
     Differs from llama.cpp: blocks are cut from the keys (or values) of all heads beside each other, which is
     the same where heads are a multiple of 32; codes are made with the scale as fp16 holds it.

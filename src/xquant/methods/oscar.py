@@ -18,7 +18,7 @@ def _clip(default: float, of: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Oscar(CodedMethod):
-    """OSCAR (arXiv 2605.17757): heads turned by a matrix that was found from the model's queries, clipped,
+    """OSCAR (arXiv 2605.17757): heads rotated by a matrix that was found from the model's queries, clipped,
     then integers per token.
 
     Stores b-bit codes of keys after RoPE and of values, and an fp16 scale and zero for each head of a token,
@@ -29,7 +29,7 @@ class Oscar(CodedMethod):
     ``matrix="layer"`` gives the heads of a layer one, as its code does. As there, the weight of a token in
     the covariance of values is ``k^T C k`` with C that of its queries, and what share is clipped is set, not
     found. Scales are fp16, where its code has fp32. Recent tokens stay full until they fill a block. A head
-    whose size is no power of two is turned by a Hartley matrix as well.
+    whose size is no power of two is rotated by a Hartley matrix as well.
 
     Examples:
         >>> from xquant import KVCache, Oscar, calibrate
@@ -79,11 +79,11 @@ class Oscar(CodedMethod):
 
 
 class OscarCodec(RotatedCodec):
-    """Turns heads, and clips what is far out of each.
+    """Rotates heads, and clips what is far out of each.
 
     Args:
         turns: of key heads and of value heads, see `spread`.
-        shares: of the magnitudes of a turned head that are not clipped, of keys and of values.
+        shares: of the magnitudes of a rotated head that are not clipped, of keys and of values.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class OscarCodec(RotatedCodec):
         super().__init__(view, keys, values, "post", turns, block)
         self._shares = shares
 
-    def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        key, value = self.view.by_head(super().turned(key, value))
+    def rotate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.view.by_head(super().rotate(key, value))
         of_keys, of_values = self._shares
         return clipped(key, of_keys).flatten(-2), clipped(value, of_values).flatten(-2)
 

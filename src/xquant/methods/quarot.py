@@ -14,7 +14,7 @@ class QuaRot(CodedMethod):
     / 8 + 8 n G`` bytes in each layer for a block of n tokens.
 
     Differs from the paper: weights and activations stay as they are; ranges are not clipped; a head whose
-    size is no power of two is turned by a Hartley matrix as well.
+    size is no power of two is rotated by a Hartley matrix as well.
 
     Examples:
         >>> from xquant import KVCache, QuaRot

@@ -22,9 +22,9 @@ def random_hadamard(size: int) -> Tensor:
     return hadamard(size) * (torch.randint(2, (size,), generator=generator, device="cpu") * 2 - 1)
 
 
-def both(view: AttentionView, turn: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
+def both(view: AttentionView, matrix: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
     """The matrices of one kind for the key heads and the value heads of a layer."""
-    return turn(view.head_size), turn(view.value_size)
+    return matrix(view.head_size), matrix(view.value_size)
 
 
 def range_channels(head: int) -> int:
@@ -55,7 +55,7 @@ class RotatedCodec(KeyValueCodec):
         if turns[0] is not None:
             self.offset = None
         self.key_rotation, self.value_rotation = (
-            None if turn is None else turn.to(view.device, torch.float32) for turn in turns
+            None if matrix is None else matrix.to(view.device, torch.float32) for matrix in turns
         )
         self._block = block
 
@@ -66,18 +66,18 @@ class RotatedCodec(KeyValueCodec):
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         rows = super().encode(features, predicted)
         key, value = self.exact(rows.flatten(1, 2))
-        return torch.cat(self.turned(key, value), -1).unflatten(1, features.shape[1:3])
+        return torch.cat(self.rotate(key, value), -1).unflatten(1, features.shape[1:3])
 
-    def turned(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What is packed of keys and values ``[B, T, G*D]``."""
-        return self._turned(key, self.key_rotation), self._turned(value, self.value_rotation)
+        return self._product(key, self.key_rotation), self._product(value, self.value_rotation)
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        key_back, value_back = (None if turn is None else turn.mT for turn in self.turns)
+        key_back, value_back = (None if matrix is None else matrix.mT for matrix in self.turns)
         key, value = super().rebuild(recalled)  # there is no offset where keys are rotated
-        return self._turned(key, key_back), self._turned(value, value_back)
+        return self._product(key, key_back), self._product(value, value_back)
 
-    def _turned(self, states: Tensor, rotation: Tensor | None) -> Tensor:
+    def _product(self, states: Tensor, rotation: Tensor | None) -> Tensor:
         """States ``[B, T, G*D]`` with every head ``h`` replaced by ``rotation @ h``; a block at a time, so
         that codes do not depend on how many come together."""
         if rotation is None:

@@ -185,10 +185,10 @@ class ChannelCodec(StateCodec):
             self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
         usual = found["usual"].split(runs(view, found))
         quantizers = [Ranked(*each) for each in zip(usual, counts, strict=True)]
-        told = [None, self.from_keys]
+        from_before = [None, self.from_keys]
         self.segments = tuple(
-            Segment(each.channels, each, told=of_keys)
-            for each, of_keys in zip(quantizers, told, strict=False)
+            Segment(each.channels, each, told=weight)
+            for each, weight in zip(quantizers, from_before, strict=False)
         )
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from .weights import home
 
 EXACT = {torch.float32: 1e-4, torch.float64: 1e-4}
 ROUNDED = 3e-2
-"""Relative error of keys that are turned as they should be, by dtype, and in others."""
+"""Relative error of keys that are rotated as they should be, by dtype, and in others."""
 
 Channels = slice | Tensor
 
@@ -40,7 +40,7 @@ def view_attention(
     device = home(attention)
     table = rope.table(torch.empty(0, dtype=dtype, device=device), probe.TOKENS, kind)
     try:
-        given = probe.ask(attention, config, hidden, dtype, still(table), 0)
+        given = probe.ask(attention, config, hidden, dtype, identity_of(table), 0)
     except ValueError as error:
         place = names.place_of(attention)
         raise Unsupported(f"the attention of layer {place} is of another kind ({error})") from None
@@ -48,13 +48,13 @@ def view_attention(
     if key.dim() != 4 or key.shape[:3] != value.shape[:3]:
         raise Unsupported("its cache holds other states than keys and values of heads")
     heads, size = key.shape[1], key.shape[3]
-    order, turned, why = None, rope.width, ""
+    order, rotated, why = None, rope.width, ""
     if device.type != "meta":
         try:
             moved = probe.ask(attention, config, hidden, dtype, table, 1).key
-            order, turned = order_of(key, moved, None if table is None else rope.halves(table))
+            order, rotated = order_of(key, moved, None if table is None else rope.halves(table))
         except ValueError as error:
-            why, turned = str(error), size
+            why, rotated = str(error), size
     sources = sources_of(given, order, attention)
     unknown_keys = why or (
         "" if sources.key else "its keys are not what a projection and a norm give"
@@ -84,7 +84,7 @@ def view_attention(
         value_size=value.shape[3],
         lends=bool(getattr(attention, names.LENDS, False)),
         latents=latent.latents_of(attention, key),
-        rotary_size=turned,
+        rotary_size=rotated,
         order=order,
         unknown_keys=unknown_keys and f"{family}: {unknown_keys}",
         unknown_values=unknown_values and f"{family}: {unknown_values}",
@@ -106,16 +106,16 @@ def _input_of(attention: nn.Module, config: Any) -> tuple[int, torch.dtype]:
     return int(hidden), computed or next(floating, torch.float32)
 
 
-def still(table: Any) -> Any:
-    """The table of a rotary embedding, of one that turns nothing."""
+def identity_of(table: Any) -> Any:
+    """The table of a rotary embedding that rotates by 0, in the form of ``table``."""
     if isinstance(table, Tensor):
         return torch.ones_like(table)
     return None if table is None else (torch.ones_like(table[0]), torch.zeros_like(table[1]))
 
 
 def order_of(before: Tensor, after: Tensor, angles: Pair | None) -> tuple[Tensor | None, int]:
-    """The order in which a layer's heads are turned as pairs of halves (None where they are), and how many
-    channels turn, of keys ``[1, G, T, D]`` before and after. ``angles``: cos and sin ``[1, T, R]``.
+    """The order in which a layer's heads are rotated as pairs of halves (None where they are), and how many
+    channels are rotated, of keys ``[1, G, T, D]`` before and after. ``angles``: cos and sin ``[1, T, R]``.
 
     Raises:
         ValueError: no order gives these keys.
@@ -123,32 +123,32 @@ def order_of(before: Tensor, after: Tensor, angles: Pair | None) -> tuple[Tensor
     if torch.equal(before, after):
         return None, 0
     source, wanted = (t.transpose(1, 2).double() for t in (before, after))
-    size, turned = before.shape[-1], 0 if angles is None else angles[0].shape[-1]
-    for at, order in enumerate(orders(size, turned) if 0 < turned <= size else ()):
+    size, rotated = before.shape[-1], 0 if angles is None else angles[0].shape[-1]
+    for at, order in enumerate(orders(size, rotated) if 0 < rotated <= size else ()):
         assert angles is not None
         found = rotate(source[..., order], *(t.double() for t in angles))
         error = (found - wanted[..., order]).norm() / wanted.norm()
         if error < EXACT.get(before.dtype, ROUNDED):
-            return (order.to(before.device) if at else None), turned
+            return (order.to(before.device) if at else None), rotated
     raise ValueError("its keys are turned in a way of their own")
 
 
-def turn_whole_heads(views: Sequence[AttentionView], rope: Rope) -> None:
-    """Have heads of which a part turns turn as a whole, the rest by 0: kernels then need to know of one way.
+def rotate_whole_heads(views: Sequence[AttentionView], rope: Rope) -> None:
+    """Have RoPE rotate whole heads where it rotates a part of them, the rest by 0: kernels then know one way.
 
-    Only where all layers that turn do so alike, as they share their angles.
+    Only where all layers with RoPE are alike, as they share their angles.
     """
-    turning = [view for view in views if view.rotary_size]
-    sizes = {(view.rotary_size, view.head_size) for view in turning}
-    if len(sizes) != 1 or any(view.unknown_keys for view in turning):
+    with_rope = [view for view in views if view.rotary_size]
+    sizes = {(view.rotary_size, view.head_size) for view in with_rope}
+    if len(sizes) != 1 or any(view.unknown_keys for view in with_rope):
         return
-    ((turned, size),) = sizes
-    if turned == size or (size - turned) % 2 or turning[0].device.type == "meta":
+    ((rotated, size),) = sizes
+    if rotated == size or (size - rotated) % 2 or with_rope[0].device.type == "meta":
         return
     rope.width = size
-    for view in turning:
+    for view in with_rope:
         before = torch.arange(size, device=view.device) if view.order is None else view.order
-        view.turn_whole(widened(before, turned), before)
+        view.rotate_whole(widened(before, rotated), before)
 
 
 class Sources(NamedTuple):

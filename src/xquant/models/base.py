@@ -3,7 +3,7 @@
 `find.py` makes one `ModelView` of a model, when its first cache is made; methods, the store and kernels
 read it. What differs between families is found by asking the modules, not in a table of families: `names.py`
 says where attention layers are, `probe.py` what they give to a cache and where it comes from, `rotation.py`
-how heads are turned. Whether the view is right is not assumed but checked: on the first tokens of every new
+how RoPE rotates heads. Whether the view is right is not assumed but checked: on the first tokens of every new
 batch of sequences, `seam/check.py` compares the keys and values that the view gives with the model's own,
 and an error names the model if they differ.
 
@@ -81,9 +81,9 @@ class AttentionView:
     value_size: int = 0  # of a head; 0 where it is head_size
     lends: bool = False  # whether layers above attend to what its cache returns, too
     latents: Latents | None = None  # where keys are latents (MLA) and values their rotated parts
-    rotary_size: int = 0  # channels of a head that RoPE turns; 0 without RoPE
+    rotary_size: int = 0  # channels of a head that RoPE rotates; 0 without RoPE
     order: Tensor | None = (
-        None  # of a head's channels in the cache, see `rotation.py`; None as in the model
+        None  # of a head's channels in the cache, see `rotation.py`; None: the model's
     )
     unknown_keys: str = ""  # why keys before RoPE cannot be had; empty where they can
     unknown_values: str = ""  # why values cannot be computed from X
@@ -99,8 +99,8 @@ class AttentionView:
         self.value_size = self.value_size or self.head_size
         self._back = None if self.order is None else self.order.argsort()
 
-    def turn_whole(self, order: Tensor, before: Tensor) -> None:
-        """Turn whole heads, in another ``order`` of channels than ``before``, int64 ``[D]`` each."""
+    def rotate_whole(self, order: Tensor, before: Tensor) -> None:
+        """Have RoPE rotate whole heads, in another ``order`` of channels than ``before``: int64 ``[D]``."""
         moved = before.argsort()[order]  # places of the channels before in the order of now
         first = torch.arange(self.kv_width, device=order.device).view(-1, self.head_size)
         if isinstance(self.key_channels, slice):
@@ -220,9 +220,8 @@ class AttentionView:
         return decoded
 
     def _check_product(self, module: nn.Module) -> None:
-        if (
-            not is_plain(module) and not module.training
-        ):  # dropout in adapters is told of by `seam/check.py`
+        # Dropout in adapters is found by `seam/check.py`.
+        if not is_plain(module) and not module.training:
             weight = self._dense(module)
             self.offline(
                 f"checked {id(module)}", lambda: check_product(module, weight, self._probe)

@@ -8,16 +8,15 @@ from transformers import PreTrainedConfig
 
 from .. import compat
 from . import names
-from .attention import Unsupported, turn_whole_heads, view_attention
+from .attention import Unsupported, rotate_whole_heads, view_attention
 from .base import AttentionView, ModelView
 from .layer_config import LayerConfig
 from .rope import Rope
 from .weights import offloading
 
 
-@torch.inference_mode(
-    False
-)  # what is made within it could not be used where gradients are recorded
+# What is made in inference mode could not be used where gradients are recorded.
+@torch.inference_mode(False)
 def view_model(model: nn.Module) -> ModelView:
     """Find the attention layers of ``model`` and the reasons to skip some.
 
@@ -81,7 +80,7 @@ def _view(model: nn.Module) -> ModelView:
     if embedding is not None:
         for view in views:
             view.vocabulary, view.embed = embedding.num_embeddings, embedding
-    turn_whole_heads([view for view in views if view.index not in skipped], rope)
+    rotate_whole_heads([view for view in views if view.index not in skipped], rope)
     return ModelView(model, decoder, views, skipped, windows, rope)
 
 

@@ -52,12 +52,12 @@ class Latents:
         Args:
             mask: bool or added to scores, ``[B, 1, t, T]``; None for causal.
         """
-        own, turned = query.split((self.key_size, rotated.shape[-1]), -1)
+        own, rotated_query = query.split((self.key_size, rotated.shape[-1]), -1)
         of_keys, of_values = self.weight.split((self.key_size, self.value_size), 1)
         absorbed = own @ of_keys  # [B, H, t, r]
         count, length = query.shape[2], latent.shape[2]
         scores = absorbed.flatten(1, 2) @ latent[:, 0].mT
-        scores = scores.float() + (turned.flatten(1, 2) @ rotated[:, 0].mT).float()
+        scores = scores.float() + (rotated_query.flatten(1, 2) @ rotated[:, 0].mT).float()
         scores = (scores * scaling).unflatten(1, (-1, count))  # [B, H, t, T]
         if mask is None and count > 1:
             mask = torch.ones(count, length, dtype=torch.bool, device=query.device)

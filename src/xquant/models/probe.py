@@ -1,6 +1,6 @@
 """Asking an attention layer what it gives to its cache, and which of its modules that comes from.
 
-The layer is run on a few random tokens up to the call of its cache. Keys that are not turned, and values,
+The layer is run on a few random tokens up to the call of its cache. Keys that are not rotated, and values,
 are then found again among what its modules gave, channel by channel: so a projection that is fused in
 whatever order, a norm and a rotary embedding need no table of families.
 """
@@ -28,9 +28,7 @@ class Given:
     x: Tensor  # [1, T, d], its input
     key: Tensor  # [1, G, T, D]
     value: Tensor  # [1, G', T, D']
-    modules: dict[
-        nn.Module, tuple[Tensor, Tensor]
-    ]  # inputs and outputs of the modules right below it
+    modules: dict[nn.Module, tuple[Tensor, Tensor]]  # inputs and outputs of those right below it
 
 
 class _Enough(Exception):

@@ -28,7 +28,7 @@ class Rope:
         self.drifts = self.switches = False
         self._form = NO_FORM
         self.width = 0
-        """``R``: channels of a head that turn, in layers that turn any; or more, where others turn by 0."""
+        """``R``: channels of a head that RoPE rotates; more where it rotates others by 0."""
         if rotary is None:
             return
         self._form = compat.rotary_form(rotary)

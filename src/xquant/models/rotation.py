@@ -1,12 +1,12 @@
-"""How a rotary embedding turns a head: pairs of channels, and the order in which they are pairs of halves.
+"""How a rotary embedding rotates a head: pairs of channels, and the order in which they are pairs of halves.
 
 Families differ in which channels of a head form a pair (channel ``i`` with ``i + R / 2``, or neighbours), in
-which way they turn, and in which part of a head. After a permutation of the head's channels all of them are
-the same: channel ``i`` turns with ``i + R / 2``, forwards, and channels past ``R`` pass. The cache holds keys
-in that order, and queries are brought into it before they meet keys, which changes no score. So kernels and
-methods know one rotation, `rotate`.
+which direction pairs are rotated, and in which part of a head. After a permutation of the head's channels all
+are the same: channel ``i`` is rotated with ``i + R / 2``, forwards, and channels past ``R`` stay. The cache
+holds keys in that order, and queries are brought into it before they meet keys, which changes no score. So
+kernels and methods know one rotation, `rotate`.
 
-Letters: ``R`` channels that turn, of the ``D`` of a head.
+Letters: ``R`` channels that are rotated, of the ``D`` of a head.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ Pair = tuple[Tensor, Tensor]
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of ``x`` ``[B, T, G, D]`` by ``cos``, ``sin`` ``[B, T, R]``, ``R <= D``.
 
-    Channel ``i`` turns with channel ``i + R / 2``. Channels past ``R`` (partial rotary embeddings) pass
+    Channel ``i`` is rotated with channel ``i + R / 2``. Channels past ``R`` (partial rotary embeddings) pass
     unchanged.
     """
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     width = cos.shape[-1]
-    turned, passed = x[..., :width], x[..., width:]
+    rotated, passed = x[..., :width], x[..., width:]
     sin1, sin2 = sin.chunk(2, -1)
     # On whole heads and in place. Working on each half, with new memory for each product, is several times
     # slower.
-    partners = turned.roll(width // 2, -1).mul_(torch.cat([-sin1, sin2], -1))
-    turned = (turned * cos).add_(partners)
-    return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
+    partners = rotated.roll(width // 2, -1).mul_(torch.cat([-sin1, sin2], -1))
+    rotated = (rotated * cos).add_(partners)
+    return torch.cat((rotated, passed), -1) if passed.shape[-1] else rotated
 
 
 def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -43,36 +43,36 @@ def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse(cos: Tensor, sin: Tensor) -> Pair:
-    """cos and sin ``[..., R]`` of turning back, as `rotate` takes them."""
+    """cos and sin ``[..., R]`` of the inverse rotation, as `rotate` takes them."""
     (cos1, cos2), (sin1, sin2) = (t.chunk(2, -1) for t in (cos, sin))
     determinant = (cos1 * cos2 + sin1 * sin2).repeat(*[1] * (cos.ndim - 1), 2)
     return torch.cat([cos2, cos1], -1) / determinant, torch.cat([-sin1, -sin2], -1) / determinant
 
 
-def orders(size: int, turned: int) -> Iterator[Tensor]:
-    """The orders in which families may have the channels of heads of ``size`` of which ``turned`` turn.
+def orders(size: int, rotated: int) -> Iterator[Tensor]:
+    """The orders in which families may have the channels of heads of ``size``, of which some are ``rotated``.
 
     Each, int64 ``[D]``, says which of a model's channels stand in the places that `rotate` wants. The first
-    changes nothing. Turning backwards is turning forwards with the two of each pair exchanged.
+    changes nothing. A rotation backwards is one forwards of pairs whose two channels are exchanged.
     """
     channels = torch.arange(size, device="cpu")
-    for start in dict.fromkeys((0, size - turned)):
-        part = channels[start : start + turned]
-        passed = torch.cat([channels[:start], channels[start + turned :]])
+    for start in dict.fromkeys((0, size - rotated)):
+        part = channels[start : start + rotated]
+        passed = torch.cat([channels[:start], channels[start + rotated :]])
         for halves in (part, part.view(-1, 2).T.flatten()):
-            for pairs in (halves, halves.roll(turned // 2)):
+            for pairs in (halves, halves.roll(rotated // 2)):
                 yield torch.cat([pairs, passed])
 
 
-def widened(order: Tensor, turned: int) -> Tensor:
-    """The order ``[D]`` of the channels of a head, of which RoPE turns only the first ``turned``, for kernels
-    that turn whole heads: the channels that RoPE leaves alone become pairs, too, which `widen` turns by 0."""
-    pairs, passed = order[:turned].chunk(2), order[turned:].chunk(2)
+def widened(order: Tensor, rotated: int) -> Tensor:
+    """The order ``[D]`` of the channels of a head, of which RoPE rotates only the first ``rotated``, for
+    kernels that rotate whole heads: the other channels become pairs, too, which `widen` rotates by 0."""
+    pairs, passed = order[:rotated].chunk(2), order[rotated:].chunk(2)
     return torch.cat([pairs[0], passed[0], pairs[1], passed[1]])
 
 
 def widen(pair: Pair, size: int) -> Pair:
-    """cos and sin ``[..., R]`` as those of heads of ``size`` whose other pairs are turned by 0."""
+    """cos and sin ``[..., R]`` as those of heads of ``size`` whose other pairs are rotated by 0."""
     cos, sin = pair
     more = (size - cos.shape[-1]) // 2
     if not more:

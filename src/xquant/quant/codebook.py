@@ -36,7 +36,7 @@ def normal_float_levels(bits: int) -> Tensor:
 
 
 FEW = 32
-"""Levels up to which a CPU compares with each edge in turn sooner than it looks up their place."""
+"""Levels up to which a CPU compares with edge after edge sooner than it looks up their place."""
 
 
 def nearest(x: Tensor, levels: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def channel_order(size: int) -> list[int]:
     """The channels of a head in the order in which a tile sums over them.
 
     Tiles are unpacked by units of 32 channels, half of them from each half of the head. Up to 24 channels
-    are left, the rest: quads of them, in turns of the first half and of the second. Kernels find the two
+    are left, the rest: quads of them, by turns from the first half and from the second. Kernels find the two
     channels of a rotation near each other so.
     """
     half, in_units = size // 2, size // 32 * 16

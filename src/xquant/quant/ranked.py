@@ -36,7 +36,8 @@ class Ranked(Quantizer):
     `CIRCLE` tokens with hidden ones.
 
     Args:
-        usual: the logarithm of every channel's usual scale, in steps, int16 ``[C]``.
+        usual: the logarithm of every channel's usual scale, its root mean square in a
+            calibration, in steps, int16 ``[C]``.
         counts: how many channels get codes of each of `WIDTHS`.
 
     Raises:
