@@ -130,9 +130,9 @@ class LevelStage:
         if self.method.weighting == "kvquant":
             weight = weight * scaled.wide_scale.double().square()
         weight = weight.masked_fill(sinks.unsqueeze(-1), 0)
-        return scaled.x, weight if scaled.outliers is None else weight.masked_fill(
-            scaled.outliers, 0
-        )
+        if scaled.outliers is not None:
+            weight = weight.masked_fill(scaled.outliers, 0)
+        return scaled.x, weight
 
     def finish(self) -> None:
         method = self.method

@@ -7,6 +7,8 @@ fitted to them (equation 7).
 import torch
 from torch import Tensor
 
+from ..quant.levels import edges_of
+
 BINS = 1024
 MOST_POINTS = 4 * BINS
 """k-means gets at most so many points."""
@@ -92,8 +94,7 @@ def fit_ranges(points: Tensor, weight: Tensor, levels: Tensor) -> tuple[Tensor, 
     shift = torch.zeros_like(stretch)
     total = weight.sum(1, keepdim=True).clamp_min(1e-300)
     for _ in range(FITTING_ROUNDS):
-        middles = (levels[1:] + levels[:-1]) / 2
-        level = levels[torch.bucketize((points - shift) / stretch, middles)]
+        level = levels[torch.bucketize((points - shift) / stretch, edges_of(levels))]
         level_mean = (weight * level).sum(1, keepdim=True) / total
         mean = (weight * points).sum(1, keepdim=True) / total
         spread = (weight * (level - level_mean) ** 2).sum(1, keepdim=True) / total

@@ -86,13 +86,11 @@ class PredictedCodec(ChannelCodec):
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
         self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
-        self.from_below: Tensor | None = None  # [W, sum of the widths below]
-        self.from_token: Tensor | None = None  # [W, E]
-        self.reads_below = "predictor" in found
-        if "predictor" in found:
-            self.from_below = found["predictor"].to(view.device, view.dtype).contiguous()
-        if "of_token" in found:
-            self.from_token = found["of_token"].to(view.device, view.dtype).contiguous()
+        self.from_below, self.from_token = (  # [W, sum of the widths below] and [W, E]
+            found[name].to(view.device, view.dtype).contiguous() if name in found else None
+            for name in ("predictor", "of_token")
+        )
+        self.reads_below = self.from_below is not None
 
     @property
     def carried(self) -> int:

@@ -83,20 +83,16 @@ class Grouped(Quantizer):
         Raises:
             ValueError: the channels are not whole tiles.
         """
-        ranges = Field(self._ranges_shape(tokens, channels), torch.float16, "ranges")
-        codes = Field(self._codes_shape(tokens, channels), torch.uint8, "codes")
-        return {"codes": codes, "scale": ranges, "zero": ranges}
-
-    def _codes_shape(self, tokens: int, channels: int) -> tuple[int, ...]:
-        if self.tile is None or not self.in_tiles(tokens):
-            return packed_rows(tokens, self.bits), channels
-        return self.tile.packed_shape(tokens, channels, self.bits)
-
-    def _ranges_shape(self, tokens: int, channels: int) -> tuple[int, int]:
+        codes: tuple[int, ...] = packed_rows(tokens, self.bits), channels
+        if self.tile is not None and self.in_tiles(tokens):
+            codes = self.tile.packed_shape(tokens, channels, self.bits)
         if self.per == "channel":
-            return -(-tokens // self.range_size(tokens)), channels
-        ranges = -(-channels // self.range_size(channels))
-        return (ranges, tokens) if self._by_range(tokens) else (tokens, ranges)
+            shape = -(-tokens // self.range_size(tokens)), channels
+        else:
+            count = -(-channels // self.range_size(channels))
+            shape = (count, tokens) if self._by_range(tokens) else (tokens, count)
+        ranges = Field(shape, torch.float16, "ranges")
+        return {"codes": Field(codes, torch.uint8, "codes"), "scale": ranges, "zero": ranges}
 
     def operand(self, tokens: int, channels: int) -> Operand:
         per_token = self.per == "token"

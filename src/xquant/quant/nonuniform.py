@@ -43,9 +43,6 @@ class Codebook(Grouped):
         for name in ("threshold", "span"):
             if (pair := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(halves[id(t)] for t in pair))
-        self._check()
-
-    def _check(self) -> None:
         if self.levels.shape != (2**self.bits,):
             raise ValueError(f"levels of {self.bits} bits are not {list(self.levels.shape)}")
         if any(t.dim() > 1 for t in self.tables) or len(self._widths) > 1:
@@ -116,14 +113,8 @@ class Codebook(Grouped):
         )
         return Scaled(normalize(x, wide, middle), scale, zero, wide, outliers)
 
-    def offline_ranges(self) -> tuple[Tensor, Tensor] | None:
-        """Scale and zero ``[C]`` (fp16) of all blocks, where they are not stored with each."""
-        if self.span is None:
-            return None
-        low, high = self.span
-        return scale_of(low.float(), high.float())
-
     def _fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero ``[C]`` (fp16) of all blocks, where they are not stored with each."""
         assert self.span is not None
         return scale_of(*_to(self.span, like))
 
@@ -161,7 +152,7 @@ class Codebook(Grouped):
         return replace(
             super().operand(tokens, channels),
             levels=self.levels,
-            offline=self.offline_ranges(),
+            offline=None if self.span is None else self._fixed(self.span[0]),
             count_bytes=count_dtype(channels).itemsize if self.sparse else 0,
         )
 
@@ -178,10 +169,8 @@ class Codebook(Grouped):
     @property
     def tables(self) -> list[Tensor]:
         """The codebook and what else is offline."""
-        pairs = [pair for pair in (self.threshold, self.span) if pair is not None]
-        return list(
-            {id(t): t for t in (self.levels, *(t for pair in pairs for t in pair))}.values()
-        )
+        every = self.levels, *(self.threshold or ()), *(self.span or ())
+        return list({id(t): t for t in every}.values())
 
 
 def _half(x: Tensor) -> Tensor:

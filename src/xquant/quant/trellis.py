@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .codebook import nearest
@@ -143,8 +144,6 @@ def end_of(levels: Tensor, unit: float) -> float:
 @cache
 def _trained() -> dict[str, Tensor]:
     """What `tools/trellis_levels.py` found."""
-    from safetensors.torch import load_file
-
     return load_file(Path(__file__).with_name("trellis.safetensors"))
 
 
