@@ -13,7 +13,7 @@ from support.generation import generate, remove
 from support.method_matrix import IDENTITY, LOW, RIVALS
 from support.models import FAMILIES, left_padded, prompt, tiny
 from xquant import KVCache, parse_method
-from xquant.models.rotation import rotate, unrotate
+from xquant.models.rotation import apply_rope, remove_rope
 
 BATCH = left_padded([43, 17, 30])
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -134,9 +134,9 @@ def test_unrotate_is_the_inverse_of_rotate(half: int, passed: int, seed: int) ->
     torch.manual_seed(seed)
     x, angle = torch.randn(2, 7, 3, 2 * half + passed), 30 * torch.randn(2, 7, half)
     cos, sin = (1.3 * t(angle).repeat(1, 1, 2) for t in (torch.cos, torch.sin))
-    assert torch.allclose(unrotate(rotate(x, cos, sin), cos, sin), x, atol=1e-5)
+    assert torch.allclose(remove_rope(apply_rope(x, cos, sin), cos, sin), x, atol=1e-5)
     x, cos, sin = x.bfloat16(), cos.bfloat16(), sin.bfloat16()
-    error = unrotate(rotate(x, cos, sin), cos, sin) - x
+    error = remove_rope(apply_rope(x, cos, sin), cos, sin) - x
     assert error.abs().max() <= 2**-6 * x.abs().max()
 
 

@@ -13,7 +13,7 @@ from support.models import FAMILIES, OTHERS, prompt, tiny
 from xquant import KVCache, attach
 from xquant.kernels.cpu import library as native
 from xquant.models.probe import as_slice, by_token, find_channels
-from xquant.models.rotation import as_halves, form_of, orders, rotate
+from xquant.models.rotation import apply_rope, as_halves, form_of, orders
 
 
 def turned_directly(x: torch.Tensor, angles: torch.Tensor, pairs: str, sign: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_one_order_fits_each_way(half: int, passed: int, pairs: str, sign: int) 
     found = [
         order
         for order in orders(x.shape[-1], 2 * half)
-        if torch.allclose(rotate(x[..., order], cos, sin), want[..., order])
+        if torch.allclose(apply_rope(x[..., order], cos, sin), want[..., order])
     ]
     assert found and all(sorted(order.tolist()) == list(range(x.shape[-1])) for order in found)
 

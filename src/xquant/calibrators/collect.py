@@ -18,7 +18,7 @@ from .. import compat
 from ..kernels.call import AttentionCall
 from ..methods import LayerCodec
 from ..methods.key_value import flat_heads
-from ..models.rotation import rotate
+from ..models.rotation import apply_rope
 from ..models.weights import home
 from ..seam.hooks import Attachment, attach
 from ..seam.passes import Given, ObservingCache, Route
@@ -169,5 +169,5 @@ def _before_rope(codec: LayerCodec, gradient: Tensor, attachment: Attachment) ->
         heads = gradient.transpose(1, 2)
         positions = torch.arange(heads.shape[1], device=heads.device)[None]
         cos, sin = attachment.view.rope(heads, positions)
-        gradient = rotate(heads, cos, -sin).transpose(1, 2)
+        gradient = apply_rope(heads, cos, -sin).transpose(1, 2)
     return flat_heads(gradient)[0]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..methods import LayerCodec
-from ..models.rotation import rotate, unrotate
+from ..models.rotation import apply_rope, remove_rope
 from ..store.tokens import TokenIndex
 from .contents import Contents
 
@@ -90,6 +90,6 @@ def _rows(
     """What the codec ``new`` keeps of tokens whose states the codec ``old`` holds."""
     if old.rotated != new.rotated:
         heads = key.unflatten(-1, (old.view.kv_heads, old.view.head_size))
-        turn = unrotate if old.rotated else rotate
-        key = turn(heads, *index.rope(heads)).flatten(2)
+        move = remove_rope if old.rotated else apply_rope
+        key = move(heads, *index.rope(heads)).flatten(2)
     return torch.cat([key, value], -1)

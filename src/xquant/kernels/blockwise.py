@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..models.rotation import rotate
+from ..models.rotation import apply_rope
 from .backend import LayerAttention
 from .call import AttentionCall
 
@@ -150,7 +150,7 @@ class BlockwiseAttention(LayerAttention):
             cos, sin = (
                 t.gather(1, at.expand(-1, -1, t.shape[2])) for t in self._layer.index.rope(keys)
             )
-            keys = rotate(keys, cos, sin)
+            keys = apply_rope(keys, cos, sin)
         seen = left.new_zeros(1, 1, 1)
         if bias is not None:
             every = bias.expand(len(at), -1, -1)

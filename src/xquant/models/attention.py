@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from . import latent, names, probe
 from .base import AttentionView
 from .rope import Rope
-from .rotation import Pair, orders, rotate, widened
+from .rotation import Pair, apply_rope, orders, widened
 from .weights import home
 
 EXACT = {torch.float32: 1e-4, torch.float64: 1e-4}
@@ -126,7 +126,7 @@ def order_of(before: Tensor, after: Tensor, angles: Pair | None) -> tuple[Tensor
     size, rotated = before.shape[-1], 0 if angles is None else angles[0].shape[-1]
     for at, order in enumerate(orders(size, rotated) if 0 < rotated <= size else ()):
         assert angles is not None
-        found = rotate(source[..., order], *(t.double() for t in angles))
+        found = apply_rope(source[..., order], *(t.double() for t in angles))
         error = (found - wanted[..., order]).norm() / wanted.norm()
         if error < EXACT.get(before.dtype, ROUNDED):
             return (order.to(before.device) if at else None), rotated

@@ -16,7 +16,7 @@ FAR = 4
 
 
 class Rope:
-    """The angles of positions, as `rotate` takes them; of a model without a rotary embedding none.
+    """The angles of positions, as `apply_rope` takes them; of a model without a rotary embedding none.
 
     Some embeddings have other frequencies for long inputs: LongRoPE two sets of them, of which the longest
     position of a forward pass decides (`switches`), dynamic NTK another set for every length (`drifts`). The
@@ -62,7 +62,7 @@ class Rope:
         return self.halves(compat.angles(self._copy(), self._form, like, positions), like.dtype)
 
     def halves(self, table: Any, dtype: torch.dtype | None = None) -> Pair:
-        """cos and sin ``[B, T, R]`` as `rotate` takes them, of a table that the model gives to a layer."""
+        """cos and sin ``[B, T, R]`` as `apply_rope` takes them, of the table that a layer is given."""
         table = compat.chosen(self._form, table)
         cos, sin = widen(as_halves(table, self._table_form), self.width)
         return cos.to(dtype), sin.to(dtype)

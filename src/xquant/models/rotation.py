@@ -4,7 +4,7 @@ Families differ in which channels of a head form a pair (channel ``i`` with ``i 
 which direction pairs are rotated, and in which part of a head. After a permutation of the head's channels all
 are the same: channel ``i`` is rotated with ``i + R / 2``, forwards, and channels past ``R`` stay. The cache
 holds keys in that order, and queries are brought into it before they meet keys, which changes no score. So
-kernels and methods know one rotation, `rotate`.
+kernels and methods know one rotation, `apply_rope`.
 
 Letters: ``R`` channels that are rotated, of the ``D`` of a head.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of ``x`` ``[B, T, G, D]`` by ``cos``, ``sin`` ``[B, T, R]``, ``R <= D``.
 
     Channel ``i`` is rotated with channel ``i + R / 2``. Channels past ``R`` (partial rotary embeddings) pass
@@ -35,15 +35,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated, passed), -1) if passed.shape[-1] else rotated
 
 
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotate`, also where ``cos`` and ``sin`` carry a scale (YaRN). Computed in fp32 at
+def remove_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `apply_rope`, also where ``cos`` and ``sin`` carry a scale (YaRN). Computed in fp32 at
     least, returned in the dtype of ``x``."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return rotate(x.to(dtype), *inverse(cos.to(dtype), sin.to(dtype))).to(x.dtype)
+    return apply_rope(x.to(dtype), *inverse(cos.to(dtype), sin.to(dtype))).to(x.dtype)
 
 
 def inverse(cos: Tensor, sin: Tensor) -> Pair:
-    """cos and sin ``[..., R]`` of the inverse rotation, as `rotate` takes them."""
+    """cos and sin ``[..., R]`` of the inverse rotation, as `apply_rope` takes them."""
     (cos1, cos2), (sin1, sin2) = (t.chunk(2, -1) for t in (cos, sin))
     determinant = (cos1 * cos2 + sin1 * sin2).repeat(*[1] * (cos.ndim - 1), 2)
     return torch.cat([cos2, cos1], -1) / determinant, torch.cat([-sin1, -sin2], -1) / determinant
@@ -52,7 +52,7 @@ def inverse(cos: Tensor, sin: Tensor) -> Pair:
 def orders(size: int, rotated: int) -> Iterator[Tensor]:
     """The orders in which families may have the channels of heads of ``size``, of which some are ``rotated``.
 
-    Each, int64 ``[D]``, says which of a model's channels stand in the places that `rotate` wants. The first
+    Each, int64 ``[D]``, says which of a model's channels stand where `apply_rope` wants them. The first
     changes nothing. A rotation backwards is one forwards of pairs whose two channels are exchanged.
     """
     channels = torch.arange(size, device="cpu")
@@ -111,7 +111,7 @@ def form_of(table: Any) -> str:
 
 
 def as_halves(table: Any, form: str) -> Pair:
-    """cos and sin ``[B, T, R]`` as `rotate` takes them, of a table that a model's rotary embedding gives."""
+    """cos and sin ``[B, T, R]`` as `apply_rope` takes them, of a table of a model's rotary embedding."""
     if form == HALVES:
         return table[0], table[1]
     pair = (table.real, table.imag) if form == COMPLEX else table

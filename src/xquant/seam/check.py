@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..methods import AttentionInputs, LayerCodec
-from ..models.rotation import Pair, rotate
+from ..models.rotation import Pair, apply_rope
 from ..models.weights import is_plain
 from ..store.tokens import TokenIndex
 from .masks import PassMask
@@ -110,7 +110,7 @@ def check_states(
     key, value = view.by_head(states)
     if not codec.rotated:
         cos, sin = index.rope(key)
-        key = rotate(key, cos[:, start:], sin[:, start:])
+        key = apply_rope(key, cos[:, start:], sin[:, start:])
     for name, ours, theirs in (("keys", key, newest.key), ("values", value, newest.value)):
         theirs = theirs.transpose(1, 2).float()
         error = (ours.float() - theirs).norm() / theirs.norm().clamp_min(1e-6)

@@ -7,7 +7,7 @@ from .. import compat
 from ..kernels.paged import PagedAngles
 from ..kernels.rope import Within
 from ..models import AttentionView
-from ..models.rotation import Pair, inverse, rotate
+from ..models.rotation import Pair, apply_rope, inverse
 
 
 class Angles:
@@ -24,7 +24,7 @@ class Angles:
 
     def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys ``[T, G, D]`` at ``positions`` ``[T]``, rotated."""
-        return rotate(keys[None], *self._at(positions, keys))[0]
+        return apply_rope(keys[None], *self._at(positions, keys))[0]
 
     def turn_back(self, blocks: Tensor, starts: Tensor) -> Tensor:
         """The inverse of `turn`, in fp32: keys ``[m, n, G, D]`` of blocks beginning at ``starts`` ``[m]``."""
@@ -35,7 +35,7 @@ class Angles:
             cos, sin = self._at(positions, blocks)
             self._back = starts, inverse(cos.float(), sin.float())
         keys = blocks.flatten(0, 1)[None].float()
-        return rotate(keys, *self._back[1])[0].view_as(blocks).to(blocks.dtype)
+        return apply_rope(keys, *self._back[1])[0].view_as(blocks).to(blocks.dtype)
 
     def paged(self, block: int) -> PagedAngles:
         """As kernels take them that read pages of ``block`` tokens."""
@@ -63,5 +63,5 @@ def turns_halves(view: AttentionView) -> bool:
     )  # [B, H, T, D]
     angles = torch.arange(size // 2, device="cpu").repeat(2)[None, None].float()
     pair = angles.cos(), angles.sin()
-    ours = rotate(key.transpose(1, 2), *pair).transpose(1, 2)
+    ours = apply_rope(key.transpose(1, 2), *pair).transpose(1, 2)
     return torch.allclose(turn(key, key, *pair)[1], ours, rtol=1e-4)

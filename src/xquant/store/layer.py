@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..models.rotation import rotate
+from ..models.rotation import apply_rope
 from .built import States
 from .past import Past
 
@@ -72,7 +72,7 @@ class CompressedLayer(Past, CacheLayerMixin):
         if not self.codec.rotated:
             cos, sin = self.index.rope(key)
             stop = start + key.shape[1]
-            key = rotate(key, cos[:, start:stop], sin[:, start:stop])
+            key = apply_rope(key, cos[:, start:stop], sin[:, start:stop])
         return key, value
 
     def _parts(self, tokens: int, through_store: bool) -> list[States]:

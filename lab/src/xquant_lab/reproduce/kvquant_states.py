@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xquant.models import AttentionView
-from xquant.models.rotation import rotate
+from xquant.models.rotation import apply_rope
 from xquant.seam.hooks import attach
 
 from .pictures import by_layer
@@ -28,7 +28,7 @@ def figure2(setup: Setup, printed: Rows) -> Rows:
     def states(view: AttentionView, x: Tensor) -> dict[str, Tensor]:
         keys, values = view.project(x)
         heads = keys.view(1, len(x), view.kv_heads, view.head_size)
-        turned = rotate(heads, *rope(x, torch.arange(len(x), device=x.device)[None]))
+        turned = apply_rope(heads, *rope(x, torch.arange(len(x), device=x.device)[None]))
         return {KEYS: keys, TURNED_KEYS: turned.reshape_as(keys), VALUES: values}
 
     return magnitudes(setup, states)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...models.rotation import rotate
+from ...models.rotation import apply_rope
 from ..blockwise import BlockwiseAttention, OnlineSoftmax, Run, split_bias
 from .products import product_of
 
@@ -61,4 +61,4 @@ class FoldedAttention(BlockwiseAttention):
         cos, sin = (
             t[:, columns].unflatten(1, (blocks, -1)).float() for t in self._layer.index.rope(like)
         )
-        return rotate(keys, cos, sin)
+        return apply_rope(keys, cos, sin)

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...models.rotation import rotate
+from ...models.rotation import apply_rope
 from ..blockwise import Run, split_bias
 from ..rebuilding import TOKENS, RebuildingAttention, at_columns, recalled_rows
 
@@ -29,5 +29,5 @@ class DecodedAttention(RebuildingAttention):
             built, source = codec.sources(rows)
             keys = codec.keys(built).unflatten(-1, (codec.view.kv_heads, -1))
             cos, sin = at_columns(columns, 1, *layer.index.rope(keys))
-            scores = left @ rotate(keys, cos, sin).permute(0, 2, 3, 1)[:, None].float()
+            scores = left @ apply_rope(keys, cos, sin).permute(0, 2, 3, 1)[:, None].float()
             yield scores, split_bias(hidden, 1), partial(self._weigh, source=source)
