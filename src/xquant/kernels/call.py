@@ -14,12 +14,15 @@ MASKED = (torch.bool, *FLOATS)
 
 
 class AttentionCall(NamedTuple):
-    """The newest ``t`` tokens at one layer, as the attention function gets them, and how scores are made."""
+    """The newest ``t`` tokens at one layer, as the attention function gets them, and how scores are made.
+
+    An engine runs sequences with different numbers of new tokens, ``T`` together, and has their states after
+    each other."""
 
     query: Tensor
-    """``[B, H, t, D]``."""
+    """``[B, H, t, D]``; of an engine ``[T, H, D]``."""
     key: Tensor
-    """Their exact states, rotated, as the values: ``[B, G, t, D]``."""
+    """Their exact states, rotated, as the values: ``[B, G, t, D]``; of an engine ``[T, G, D]``."""
     value: Tensor
     mask: Tensor | None
     """Over all tokens, bool or added to scores, ``[B, 1, t, T]``; None for causal."""

@@ -35,16 +35,11 @@ class Cuda(Backend):
         return CudaAttention(layer, shared.rope, shared.workspace)
 
     def paged(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
+        self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None
     ) -> PagedAttention | None:
         from .attention import CudaPages
 
-        return CudaPages(codec, layout, scaling, softcap, angles)
+        return CudaPages(codec, layout, angles)
 
 
 BACKEND = Cuda()

@@ -141,22 +141,13 @@ class CudaPages(PagedAttention):
     """Attends over one layer in an engine's pages.
 
     Args:
-        scaling, softcap: of scores; softcap 0 for none.
         angles: needed where the codec keeps keys before RoPE.
     """
 
-    def __init__(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
-    ) -> None:
+    def __init__(self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None) -> None:
         self._layout, self._packed = layout, Packed(codec, layout.block)
         self._most_rows = MOST_QUERIES * codec.view.query_heads
         self._arguments = self._packed.arguments()
-        self._arguments.scale(scaling, softcap)
         if not codec.rotated:
             assert angles is not None
             self._angles = angles.of_blocks(codec.view.device)
@@ -170,15 +161,14 @@ class CudaPages(PagedAttention):
         self._arguments.tail.point_to(rings)
         self._arguments.tail.capacity = rings.shape[1]
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
-    ) -> None:
-        query, key, value = channels_together(query, key, value)
+    def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
+        query, key, value = channels_together(*call[:3])
         assert out.stride(-1) == 1
         made, table = self._arguments, sequences.table
         made.query, made.key, made.value, made.out = map(Heads.of_rows, (query, key, value, out))
         made.point_to(table=table, limits=sequences.limits, newest=sequences.new)
         made.table_stride = table.stride(0)
+        made.scale(call.scaling, call.softcap or 0.0)
         made.tail.runs = sequences.held.data_ptr()
         sinks = None if sequences.sinks is None else self._sinks
         made.sinks.point_to(sinks)
