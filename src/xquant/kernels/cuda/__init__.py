@@ -32,7 +32,7 @@ class Cuda(Backend):
     def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
         from .attention import CudaAttention
 
-        return CudaAttention(layer, shared.rope, shared.workspace)
+        return CudaAttention(layer, shared)
 
     def paged(
         self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None

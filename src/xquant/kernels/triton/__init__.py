@@ -81,7 +81,7 @@ class Triton(Backend):
         kind: type[TritonAttention | TritonRebuilding] = TritonAttention
         if layer.codec.rematerialized is not None:
             kind = TritonRebuilding
-        return kind(layer, shared.rope, shared.workspace)
+        return kind(layer, shared)
 
     def paged(
         self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None

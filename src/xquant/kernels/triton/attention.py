@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...store.pages import PageLayout
-from ..backend import LayerAttention
-from ..block_table import BlockTable, page_addresses
+from ..backend import Shared
+from ..block_table import page_addresses
 from ..call import AttentionCall
-from ..packed_call import channels_together, packed_call
+from ..packed_call import GpuAttention, PackedCall, channels_together
 from ..paged import PagedAngles, PagedAttention, Sequences
-from ..rope import RopeTable
 from ..workspace import Unshared, Workspace
 from .arguments import BlockRope, Call, ExactRows, Heads, Memory, Pages, Runs, Shape, Tables
 from .device import Slots, start
@@ -127,27 +126,19 @@ def combine_splits(
     )
 
 
-class TritonAttention(LayerAttention):
+class TritonAttention(GpuAttention):
     """Attends over one layer of a cache."""
 
-    def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
-        self._layer, self._rope, self._workspace = layer, rope, workspace
+    def __init__(self, layer: "CompressedLayer", shared: Shared) -> None:
         self._packed = PackedHeads(layer.codec, layer.stream.block)
-        self._table = BlockTable(layer.stream, self._packed.offline, layer.codec.view.device)
+        super().__init__(layer, shared, self._packed.offline)
 
-    def attend(self, call: AttentionCall) -> Tensor | None:
-        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
+    def _answer(self, packed: PackedCall, out: Tensor) -> None:
         layer = self._layer
-        packed = packed_call(layer, call, self._rope)
-        if packed is None:
-            return None
-        self._table.refresh()
         assert layer.tail is not None
         sinks = None if layer.sinks is None else (layer.sinks.rows, layer.sinks.columns)
         past = Past.of_cache(packed, self._table, layer.tail, sinks)
-        out = packed.new_out()
         self._packed.attend(Launch.of(packed, out), past, self._workspace)
-        return out
 
 
 class TritonPages(PagedAttention):
