@@ -69,6 +69,15 @@ class AttentionCall(NamedTuple):
         return self._replace(key=key.to(query.dtype), value=value.to(query.dtype))
 
 
+def mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
+    """Of sequences, queries and tokens of a mask ``[B, 1, t, T]``; 0 where there is one for all."""
+    if mask is None:
+        return 0, 0, 0
+    sizes = zip(mask.stride(), mask.shape, strict=True)
+    batch, _, query, token = (stride if size > 1 else 0 for stride, size in sizes)
+    return batch, query, token
+
+
 def _check(name: str, given: Tensor, shape: tuple[int, ...], home: torch.device) -> None:
     """Raise ValueError unless what is ``given`` is of this shape and on this device."""
     if given.shape != shape or given.device != home:

@@ -55,15 +55,6 @@ class PackedCall(NamedTuple):
         """``[B, t, H, D]``, not written yet."""
         return torch.empty_like(self.query.transpose(1, 2), memory_format=torch.contiguous_format)
 
-    @property
-    def mask_strides(self) -> tuple[int, int, int]:
-        """Of sequences, queries and tokens; 0 where there is one for all."""
-        if self.mask is None:
-            return 0, 0, 0
-        sizes = zip(self.mask.stride(), self.mask.shape, strict=True)
-        batch, _, query, token = (stride if size > 1 else 0 for stride, size in sizes)
-        return batch, query, token
-
 
 class GpuAttention(LayerAttention):
     """Attends over one layer of a cache that grows, by kernels on a GPU.

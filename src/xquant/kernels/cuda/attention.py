@@ -14,7 +14,7 @@ from ...quant.operand import Operand
 from ...store.pages import PageLayout
 from ..backend import MOST_QUERIES, Shared
 from ..block_table import page_addresses
-from ..call import AttentionCall
+from ..call import AttentionCall, mask_strides
 from ..packed_call import GpuAttention, PackedCall, channels_together
 from ..paged import PagedAngles, PagedAttention, Sequences
 from ..splits import blocks_per_split
@@ -116,7 +116,7 @@ class CudaAttention(GpuAttention):
             made.rotate_blocks((*angles.start, *angles.within))
             made.tail.rotate(angles.tail)
             made.sinks.rotate(angles.sinks)
-        made.mask_batch, made.mask_query, made.mask_token = packed.mask_strides
+        made.mask_batch, made.mask_query, made.mask_token = mask_strides(packed.mask)
         made.count(
             mask_kind=0 if packed.mask is None else MASKS[packed.mask.dtype],
             columns=table.columns,
