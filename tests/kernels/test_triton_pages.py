@@ -93,12 +93,15 @@ class Memory:
         self.rings = torch.randn(RINGS, capacity, width, device=DEVICE)
         self.slots = torch.randn(SLOTS, sink, width, device=DEVICE)
 
-    def reader(self, softcap: float = 0.0) -> PagedAttention:
+    def reader(self) -> PagedAttention:
         angles = self.angles.paged(BLOCK)
-        found = BACKEND.paged(self.codec, self.layout, self.scaling, softcap, angles)
+        found = BACKEND.paged(self.codec, self.layout, angles)
         assert found is not None
         found.bind(self.memory, self.rings, self.slots)
         return found
+
+    def call(self, states: tuple[Tensor, Tensor, Tensor], softcap: float = 0.0) -> AttentionCall:
+        return AttentionCall(*states, None, self.scaling, softcap)
 
     def sequences(self, ones: list[One], queries: int, columns: int) -> Sequences:
         count = len(ones)
@@ -220,7 +223,7 @@ def test_any_sequences_read_their_own(
     rings = memory.rings.clone()
     wanted = [memory.expected(b, one, states, of, softcap) for b, one in enumerate(ones)]
 
-    memory.reader(softcap).attend(*states, of, out)
+    memory.reader().attend(memory.call(states, softcap), of, out)
 
     nobodys = torch.ones(len(out), dtype=torch.bool)
     for b, one in enumerate(ones):
@@ -252,7 +255,7 @@ def test_splits_are_of_the_blocks_that_are_there(
     states = new_states(codec.view, 1 + 2 * len(ones))
     wanted = [memory.expected(b, one, states, of, 0.0) for b, one in enumerate(ones)]
     out = torch.empty_like(states[0])
-    memory.reader().attend(*states, of, out)
+    memory.reader().attend(memory.call(states), of, out)
     for b, want in enumerate(wanted):
         assert (out[int(of.first[b])].double() - want[0]).norm() < TOLERANCE * want.norm()
 
@@ -279,7 +282,7 @@ def test_a_cache_is_the_case_of_equal_lengths(spec: str) -> None:
     for fields, slabs in zip(layout.fields(pool), layer.stream.pool, strict=True):
         for name, field in fields.items():
             field.copy_(slabs[name].whole())
-    reader = BACKEND.paged(layer.codec, layout, 0.2, 0.0, angles.paged(BLOCK))
+    reader = BACKEND.paged(layer.codec, layout, angles.paged(BLOCK))
     assert reader is not None
     tail = (
         layer.states()[0].transpose(1, 2).flatten(2),
@@ -305,7 +308,7 @@ def test_a_cache_is_the_case_of_equal_lengths(spec: str) -> None:
         sink=0,
     )
     out = torch.empty_like(query)
-    reader.attend(query, key, value, of, out)
+    reader.attend(AttentionCall(query, key, value, None, 0.2, None), of, out)
     assert held > 0
     assert (out - wanted.flatten(0, 1)).norm() < 1e-5 * out.norm()
 
@@ -326,7 +329,7 @@ def test_the_device_is_asked_for_nothing(spec: str, monkeypatch: pytest.MonkeyPa
     for ones in steps:
         of = memory.sequences(ones, 2, columns=20)
         with Silent():
-            reader.attend(*states, of, out)
+            reader.attend(memory.call(states), of, out)
     assert grids[:3] == grids[3:] and len(grids) == 6
     with pytest.raises(AssertionError, match="waits for the device"), Silent():
         assert of.columns  # what kernels on a CPU are told would be seen
@@ -343,7 +346,7 @@ def test_a_graph_holds_for_other_steps() -> None:
     of = memory.sequences([One(0, 0, 0, 0)] * 3, 1, columns=8)
 
     def attend() -> None:
-        reader.attend(*states, of, out)
+        reader.attend(memory.call(states), of, out)
 
     again = capture(attend, DEVICE).replay if DEVICE.type == "cuda" else attend
     for ones in (
@@ -363,7 +366,7 @@ def test_a_graph_holds_for_other_steps() -> None:
 def test_what_rebuilds_its_states_has_no_pages_here() -> None:
     codec = codec_of("xquant-4bit:group=32,form=gqa", 32, 2, 2)
     layout = PageLayout(codec.segments, BLOCK)
-    assert BACKEND.paged(codec, layout, 0.2, 0.0, angles_of(32).paged(BLOCK)) is None
+    assert BACKEND.paged(codec, layout, angles_of(32).paged(BLOCK)) is None
 
 
 def test_layers_on_a_gpu_are_read_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from support.models import tiny
 from support.paged_sequences import BLOCK, KEPT, KERNEL_SPECS, PLAIN, SPECS, STEPS, Engine, codec_of
 from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
+from xquant.kernels.call import AttentionCall
 from xquant.serve.sinks import Slots
 from xquant.serve.step import Keeping, Run, Step
 
@@ -123,7 +124,7 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     runs = [Run(0, 12, 20), Run(12, 15, 32)]
     for order in ([0, 1], [1, 0]):  # whichever comes first
         step = Step([runs[i] for i in order], tables[order], torch.tensor(order), PLAIN)
-        engine.layer.attend(query, key, value, step, out)
+        engine.layer.attend(AttentionCall(query, key, value, None, 0.3, None), step, out)
         assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
         assert torch.equal(engine.rings[1, :3], rows[12:])
     assert codec.view.kv_width * 2 == engine.layer.row
@@ -182,13 +183,14 @@ def test_mixed_states_are_read_right_from_pages(data: st.DataObject) -> None:
     engine = Engine(codec_of(tiny("llama", head_dim=32, hidden_size=64), spec), backend=backend)
     usual = engine.layer.attend
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, step: Any, out: Tensor) -> None:
+    def attend(call: AttentionCall, step: Any, out: Tensor) -> None:
+        query, key, value, *scoring = call
         for rows in (query, key, value, *(past[-1] for past in engine.past.values())):
             rows.copy_(rows.bfloat16())  # numbers that all types hold
         given = (query.to(query_dtype), key.to(key_dtype), value.to(value_dtype))
         states = [laid(x, layout) for x, layout in zip(given, chosen, strict=True)]
         found = torch.empty_like(query, dtype=query_dtype)
-        usual(*states, step, found)
+        usual(AttentionCall(*states, *scoring), step, found)
         out.copy_(found)
 
     with pytest.MonkeyPatch.context() as patch:

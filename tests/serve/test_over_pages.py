@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from support.models import tiny
-from xquant.kernels.paged import Scoring
 from xquant.models import view_model
 from xquant.serve.exact import torch_attention
 from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
@@ -26,7 +25,13 @@ class TorchEngine(EngineAttention):
             cache[slots // SCRATCH, :, slots % SCRATCH + half] = states
 
     def attend(
-        self, query: Tensor, cache: Tensor, at: Placed, scoring: Scoring, out: Tensor
+        self,
+        query: Tensor,
+        cache: Tensor,
+        at: Placed,
+        scaling: float,
+        softcap: float,
+        out: Tensor,
     ) -> None:
         assert at.plan == len(at.lengths)
         for number, length in enumerate(at.lengths.tolist()):
@@ -37,7 +42,7 @@ class TorchEngine(EngineAttention):
             own = slice(*at.starts[number : number + 2].tolist())
             groups = query.shape[1] // keys.shape[1]
             keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", query[own], keys) * scoring.scaling
+            scores = torch.einsum("qhd,khd->hqk", query[own], keys) * scaling
             later = torch.ones(scores.shape[1:]).triu(length - (own.stop - own.start) + 1).bool()
             weights = scores.masked_fill(later, -torch.inf).softmax(-1)
             out[own] = torch.einsum("hqk,khd->qhd", weights, values)
@@ -59,6 +64,6 @@ def test_chunks_of_any_length_are_laid_out() -> None:
         for run in runs:
             keys, values = torch.randn(2, run.after, heads, size)
             states.append((keys, values))
-        found = attention(query, states, chunks, Scoring(0.2))
-        assert (found - torch_attention(query, states, chunks, Scoring(0.2))).abs().max() < 1e-5
+        found = attention(query, states, chunks, 0.2, 0.0)
+        assert (found - torch_attention(query, states, chunks, 0.2, 0.0)).abs().max() < 1e-5
     assert engine.plans == 1

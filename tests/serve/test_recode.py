@@ -9,7 +9,6 @@ from torch import Tensor
 from support.caches import calibration
 from support.models import prompt, tiny
 from xquant import KVCache, parse_method
-from xquant.kernels.paged import Scoring
 from xquant.models import view_model
 from xquant.serve.build import codecs_of
 from xquant.serve.layer import ServedLayer
@@ -52,9 +51,7 @@ class Held:
         views = view_model(model).compressed
         self.codecs = codecs_of(method, views, calibration(model, spec))
         self.layers = [
-            ServedLayer(
-                codec, BLOCK, Scoring(0.3), None if codec.rotated else self.angles, sink=method.sink
-            )
+            ServedLayer(codec, BLOCK, None if codec.rotated else self.angles, sink=method.sink)
             for codec in self.codecs
         ]
         for layer in self.layers:

@@ -9,7 +9,7 @@ from torch import Tensor
 from support.caches import calibration
 from xquant import parse_method
 from xquant.kernels.backend import Backend
-from xquant.kernels.paged import Scoring
+from xquant.kernels.call import AttentionCall
 from xquant.kernels.torch import REFERENCE
 from xquant.methods import LayerCodec
 from xquant.models import view_model
@@ -49,9 +49,8 @@ class Engine:
         keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
         self.codec, self.view, self.keeping = codec, codec.view, keeping
         self.angles = angles_of(self.view.head_size)
-        self.layer = ServedLayer(
-            codec, BLOCK, Scoring(0.3, softcap), self.angles, backend or REFERENCE, sink=self.sink
-        )
+        self.layer = ServedLayer(codec, BLOCK, self.angles, backend or REFERENCE, sink=self.sink)
+        self.softcap = softcap
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
         self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
         self.free = torch.randperm(64).tolist()
@@ -93,7 +92,7 @@ class Engine:
         self.layer.bind(self.memory, self.rings, self.rings.shape[1])
         rings = torch.tensor([number % 8 for number in new])
         step = Step(runs, torch.tensor(tables), rings, self.keeping)
-        self.layer.attend(query, key, value, step, out)
+        self.layer.attend(AttentionCall(query, key, value, None, 0.3, self.softcap), step, out)
         return query, out, runs
 
     def refuse(self, number: int, drafts: int) -> None:

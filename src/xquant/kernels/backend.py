@@ -83,15 +83,10 @@ class Backend(ABC):
         """What attends over one layer that is not `unfit`."""
 
     def paged(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
+        self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None
     ) -> PagedAttention | None:
         """What attends over one layer of an engine that is not `unfit`; None where it reads no pages of such
-        a layer. ``softcap`` of scores, 0 for none; ``angles`` are needed where keys are kept before RoPE."""
+        a layer. ``angles`` are needed where keys are kept before RoPE."""
         return None
 
     def accumulator(self, layer: "CompressedLayer") -> Accumulator | None:

@@ -14,12 +14,15 @@ MASKED = (torch.bool, *FLOATS)
 
 
 class AttentionCall(NamedTuple):
-    """The newest ``t`` tokens at one layer, as the attention function gets them, and how scores are made."""
+    """The newest ``t`` tokens at one layer, as the attention function gets them, and how scores are made.
+
+    An engine runs sequences with different numbers of new tokens, ``T`` together, and has their states after
+    each other."""
 
     query: Tensor
-    """``[B, H, t, D]``."""
+    """``[B, H, t, D]``; of an engine ``[T, H, D]``."""
     key: Tensor
-    """Their exact states, rotated, as the values: ``[B, G, t, D]``."""
+    """Their exact states, rotated, as the values: ``[B, G, t, D]``; of an engine ``[T, G, D]``."""
     value: Tensor
     mask: Tensor | None
     """Over all tokens, bool or added to scores, ``[B, 1, t, T]``; None for causal."""
@@ -64,6 +67,15 @@ class AttentionCall(NamedTuple):
         if key.dtype == value.dtype == query.dtype:
             return self
         return self._replace(key=key.to(query.dtype), value=value.to(query.dtype))
+
+
+def mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
+    """Of sequences, queries and tokens of a mask ``[B, 1, t, T]``; 0 where there is one for all."""
+    if mask is None:
+        return 0, 0, 0
+    sizes = zip(mask.stride(), mask.shape, strict=True)
+    batch, _, query, token = (stride if size > 1 else 0 for stride, size in sizes)
+    return batch, query, token
 
 
 def _check(name: str, given: Tensor, shape: tuple[int, ...], home: torch.device) -> None:

@@ -1,11 +1,15 @@
-"""What an attention call asks of a layer with packed blocks, as kernels on a GPU take it."""
+"""What an attention call asks of a layer with packed blocks, as kernels on a GPU take it and answer it."""
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..models.rotation import Pair
+from .backend import LayerAttention, Shared
+from .block_table import BlockTable, Offline
 from .call import AttentionCall
 from .rope import RopeTable
 
@@ -51,14 +55,33 @@ class PackedCall(NamedTuple):
         """``[B, t, H, D]``, not written yet."""
         return torch.empty_like(self.query.transpose(1, 2), memory_format=torch.contiguous_format)
 
-    @property
-    def mask_strides(self) -> tuple[int, int, int]:
-        """Of sequences, queries and tokens; 0 where there is one for all."""
-        if self.mask is None:
-            return 0, 0, 0
-        sizes = zip(self.mask.stride(), self.mask.shape, strict=True)
-        batch, _, query, token = (stride if size > 1 else 0 for stride, size in sizes)
-        return batch, query, token
+
+class GpuAttention(LayerAttention):
+    """Attends over one layer of a cache that grows, by kernels on a GPU.
+
+    Args:
+        offline: as of `BlockTable`.
+    """
+
+    def __init__(
+        self, layer: "CompressedLayer", shared: Shared, offline: Sequence[Offline]
+    ) -> None:
+        self._layer, self._rope, self._workspace = layer, shared.rope, shared.workspace
+        self._table = BlockTable(layer.stream, offline, layer.codec.view.device)
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
+        packed = packed_call(self._layer, call, self._rope)
+        if packed is None:
+            return None
+        self._table.refresh()
+        out = packed.new_out()
+        self._answer(packed, out)
+        return out
+
+    @abstractmethod
+    def _answer(self, packed: PackedCall, out: Tensor) -> None:
+        """Write the output ``[B, t, H, D]``; the table of blocks is as they are now."""
 
 
 def packed_call(

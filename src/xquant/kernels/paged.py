@@ -7,21 +7,14 @@ tokens of one; ``n`` tokens of a block; ``R`` places of a ring.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.rotation import Pair
+from .call import AttentionCall
 from .rope import Within
-
-
-class Scoring(NamedTuple):
-    """How scores are made of queries and keys."""
-
-    scaling: float
-    softcap: float = 0.0
-    """0 for none."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +92,10 @@ class PagedAttention(ABC):
         and ``sinks`` ``[slots, S, W]`` alike, until other memory is bound."""
 
     @abstractmethod
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
-    ) -> None:
+    def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
         """Attention of the new tokens of these sequences, which are then put into their rings.
 
         Args:
-            query: ``[T, H, D]``.
-            key, value: ``[T, G, D]``, the key rotated.
+            call: states of all ``T`` tokens, without a mask and sink logits.
             out: ``[T, H, D]``; the rows of these sequences are written.
         """

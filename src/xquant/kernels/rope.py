@@ -81,13 +81,13 @@ class RopeTable:
         """Of a layer with blocks of these ``lengths``, ``tail`` more tokens and sinks in these columns
         ``[B, S]``; None where a block's positions do not follow each other, or tokens have frequencies of
         two sets (LongRoPE)."""
-        if not self._index.uniform:
-            return None
         sealed = sum(lengths)
         key = sealed, tail
         if key not in self._found:
             tokens = slice(sealed, sealed + tail)
-            self._found[key] = self._compute(lengths, block, tokens, sinks)
+            uniform = self._index.uniform
+            found = self._compute(lengths, block, tokens, sinks) if uniform else None
+            self._found[key] = found
         return self._found[key]
 
     def _compute(

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.paged import Scoring
 from .step import Chunks
 
 States = tuple[Tensor, Tensor]
@@ -22,26 +21,28 @@ class ExactAttention(Protocol):
         query: Tensor,
         states: Sequence[States],
         chunks: Chunks,
-        scoring: Scoring,
+        scaling: float,
+        softcap: float,
     ) -> Tensor:
         """``[t, H, D]`` of a query of this shape, the new tokens of all ``chunks`` after each other; the
-        ``states`` of each end with these tokens."""
+        ``states`` of each end with these tokens. ``softcap`` of scores, 0 for none."""
 
 
 def torch_attention(
-    query: Tensor, states: Sequence[States], chunks: Chunks, scoring: Scoring
+    query: Tensor, states: Sequence[States], chunks: Chunks, scaling: float, softcap: float
 ) -> Tensor:
     """`ExactAttention` in torch, a sequence at a time."""
     counts = [chunk.run.stop - chunk.run.start for chunk in chunks.each]
     found = [
-        _attention(part, *each, scoring)
+        _attention(part, *each, scaling, softcap)
         for part, each in zip(query.split(counts), states, strict=True)
     ]
     return torch.cat(found)
 
 
-def _attention(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
-    scaling, softcap = scoring
+def _attention(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float
+) -> Tensor:
     new, tokens = len(query), len(keys)
     groups = query.shape[1] // keys.shape[1]
     seen = torch.ones(new, tokens, dtype=torch.bool, device="cpu").tril(tokens - new)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kernels.choose import choose, packer_of
-from ..kernels.paged import Scoring
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
 from ..sizes import in_bytes
@@ -66,7 +65,6 @@ class Wanted:
     def layer(
         self,
         codec: LayerCodec,
-        scoring: Scoring,
         angles: Callable[[], Angles],
         exact: Callable[[AttentionView], ExactAttention],
     ) -> ServedLayer:
@@ -75,7 +73,6 @@ class Wanted:
         return ServedLayer(
             codec,
             block,
-            scoring,
             None if codec.rotated else angles(),
             choose(codec, block, self.kernel).backend,
             packer_of(self.kernel, codec.view.device),

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.backend import Backend
-from ..kernels.paged import PagedAttention, Scoring, Sequences
+from ..kernels.call import AttentionCall
+from ..kernels.paged import Sequences
 from ..kernels.torch import REFERENCE
 from ..methods import LayerCodec
 from ..models import AttentionView
@@ -81,7 +82,6 @@ class ServedLayer:
     Args:
         codec: how the method packs this layer.
         block: tokens of a page.
-        scoring: how scores are made.
         angles: of the layer's rotary embedding; needed where the codec keeps keys before it.
         backend: what reads pages in place; the reference decodes them.
         packer: what packs blocks.
@@ -96,7 +96,6 @@ class ServedLayer:
         self,
         codec: LayerCodec,
         block: int,
-        scoring: Scoring,
         angles: Angles | None = None,
         backend: Backend = REFERENCE,
         packer: Packer = TORCH,
@@ -106,13 +105,12 @@ class ServedLayer:
         assert codec.rotated or angles is not None
         self.codec, self.block = codec, block
         self.layout = PageLayout(codec.segments, block)
-        self._scoring = scoring
         self._angles, self._packer, self._exact = angles, packer, exact
         self._sink, self._memory = sink, (0, 0)
         self.sinks = torch.empty(0, dtype=torch.float32, device="cpu")
         """``[slots, S, W]``, as in rings."""
-        self._backend = backend
-        self._paged = self._reader()
+        own = None if angles is None else angles.paged(block)
+        self._paged = backend.paged(codec, self.layout, own)
 
     @property
     def row(self) -> int:
@@ -123,19 +121,6 @@ class ServedLayer:
     def in_place(self) -> bool:
         """Whether a kernel reads its pages, where a sequence has few new tokens."""
         return self._paged is not None
-
-    def score(self, scoring: Scoring) -> None:
-        """Make scores in this way from now on."""
-        if scoring == self._scoring:
-            return
-        self._scoring = scoring
-        self._paged = self._reader()
-        if self._memory != (0, 0):
-            self._bind_kernel()
-
-    def _reader(self) -> PagedAttention | None:
-        own = None if self._angles is None else self._angles.paged(self.block)
-        return self._backend.paged(self.codec, self.layout, *self._scoring, own)
 
     def bind(
         self, pool: Tensor, rings: Tensor, capacity: int, moved: int = 0, slots: int = 0
@@ -160,41 +145,38 @@ class ServedLayer:
         if self._paged is not None:
             self._paged.bind(self._given, self._rings, self.sinks)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, step: Step, out: Tensor) -> None:
+    def attend(self, call: AttentionCall, step: Step, out: Tensor) -> None:
         """Keep the new tokens, and attend; without gradients, as an engine runs.
 
         A sequence reads its own new tokens and those in its ring as they are, older ones from their pages.
         Whole blocks are sealed before anything is read: another sequence of the same step may share them.
 
         Args:
-            query: ``[T, H, D]``.
-            key: ``[T, G, D]``, rotated, as ``value``.
+            call: states of all ``T`` tokens, without a mask and sink logits.
             out: ``[T, H, D]``, written to.
         """
         decoding, chunks = step.readers(self.in_place)
         if step.filled or chunks.each:
-            rows = torch.cat([key.flatten(1), value.flatten(1)], -1).to(self._rings.dtype)
+            rows = torch.cat([t.flatten(1) for t in call[1:3]], -1).to(self._rings.dtype)
             self.seal(rows, step)
         for sequences in decoding:
-            self.attend_in_place(query, key, value, sequences, out)
+            self.attend_in_place(call, sequences, out)
         if chunks.each:
             states = [
                 self.read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
             ]
-            own = chunks.rows
-            found = self._exact(query[own].to(self._rings.dtype), states, chunks, self._scoring)
+            own, scoring = chunks.rows, (call.scaling, call.softcap or 0.0)
+            found = self._exact(call.query[own].to(self._rings.dtype), states, chunks, *scoring)
             out[own] = found.to(out.dtype)
             # Last: a long ring may give the places of tokens that were read to new ones.
             self.hold(rows[chunks.kept], chunks)
 
-    def attend_in_place(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
-    ) -> None:
+    def attend_in_place(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
         """`PagedAttention.attend`, where the layer is `in_place`; rings keep states in their own dtype."""
         assert self._paged is not None
-        key, value = (t.to(self._rings.dtype) for t in (key, value))
-        with as_written(query):
-            self._paged.attend(query, key, value, sequences, out)
+        key, value = (t.to(self._rings.dtype) for t in call[1:3])
+        with as_written(call.query):
+            self._paged.attend(call._replace(key=key, value=value), sequences, out)
 
     def hold(self, rows: Tensor, chunks: Chunks) -> None:
         """Put the rows ``[., W]`` of `Chunks.kept` into rings."""

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.paged import Scoring
 from ..models import AttentionView
 from .exact import States
 from .step import Chunks
@@ -48,9 +47,16 @@ class EngineAttention(ABC):
 
     @abstractmethod
     def attend(
-        self, query: Tensor, cache: Tensor, at: Placed, scoring: Scoring, out: Tensor
+        self,
+        query: Tensor,
+        cache: Tensor,
+        at: Placed,
+        scaling: float,
+        softcap: float,
+        out: Tensor,
     ) -> None:
-        """Causal attention of ``query`` ``[t, H, D]``, the newest tokens, into ``out`` of this shape."""
+        """Causal attention of ``query`` ``[t, H, D]``, the newest tokens, into ``out`` of this shape.
+        ``softcap`` of scores, 0 for none."""
 
 
 class OverPages:
@@ -71,7 +77,8 @@ class OverPages:
         query: Tensor,
         states: Sequence[States],
         chunks: Chunks,
-        scoring: Scoring,
+        scaling: float,
+        softcap: float,
     ) -> Tensor:
         at: Placed | None = chunks.prepared.get(self._kind)
         if at is None:
@@ -81,7 +88,7 @@ class OverPages:
         keys, values = (torch.cat(part) for part in zip(*states, strict=True))
         cache, out = self._cache(at.pages), torch.empty_like(query)
         self._engine.write(keys, values, cache, at.slots)
-        self._engine.attend(query, cache, at, scoring, out)
+        self._engine.attend(query, cache, at, scaling, softcap, out)
         return out
 
     def _place(self, tokens: list[int], chunks: Chunks) -> Placed:

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..kernels.backend import Backend
 from ..kernels.call import AttentionCall
-from ..kernels.paged import Scoring, Sequences
+from ..kernels.paged import Sequences
 from ..methods import LayerCodec, Method
 from ..serve.layer import ServedLayer
 from ..serve.rotary import Angles
@@ -51,11 +51,7 @@ class StaticLayer(CacheLayerMixin):
         packer: Packer,
     ) -> None:
         self.codec, self.room = codec, room
-        # Where attention says another, the reader of pages is made again, which no graph may record.
-        scaling = getattr(codec.view.module, "scaling", None) or codec.view.head_size**-0.5
-        self._served = ServedLayer(
-            codec, method.group, Scoring(scaling), angles, backend, packer, sink=method.sink
-        )
+        self._served = ServedLayer(codec, method.group, angles, backend, packer, sink=method.sink)
         self._pages = self._rings = torch.empty(0, device="cpu", dtype=torch.float32)
         self.places: Places | None = None
         self._replaced: Tensor | None = None
@@ -113,10 +109,10 @@ class StaticLayer(CacheLayerMixin):
         """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
         padding, and each comes before the next."""
         self._check_dtype(call.key, call.value)
-        self._served.score(Scoring(call.scaling, call.softcap or 0.0))
         query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._served.attend_in_place(query, key, value, sequences, out)
+        rows = AttentionCall(query, key, value, None, call.scaling, call.softcap)
+        self._served.attend_in_place(rows, sequences, out)
         return out.unflatten(0, (call.query.shape[0], -1))
 
     def keep(self, key: Tensor, value: Tensor) -> Tensor:

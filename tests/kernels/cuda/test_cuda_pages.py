@@ -35,10 +35,10 @@ def on_the_cpu() -> Iterator[None]:
 
 
 class CudaMemory(Memory):
-    def reader(self, softcap: float = 0.0) -> PagedAttention:
+    def reader(self) -> PagedAttention:
         angles = self.angles.paged(BLOCK)
         assert not BACKEND.unfit(self.codec, BLOCK)
-        found = BACKEND.paged(self.codec, self.layout, self.scaling, softcap, angles)
+        found = BACKEND.paged(self.codec, self.layout, angles)
         assert found is not None
         found.bind(self.memory, self.rings, self.slots)
         return found
@@ -81,7 +81,7 @@ def test_any_sequences_read_their_own(
     rings = memory.rings.clone()
     wanted = [memory.expected(b, one, states, of, softcap) for b, one in enumerate(ones)]
 
-    memory.reader(softcap).attend(*states, of, out)
+    memory.reader().attend(memory.call(states, softcap), of, out)
 
     nobodys = torch.ones(len(out), dtype=torch.bool)
     for b, one in enumerate(ones):
@@ -131,5 +131,5 @@ def test_calls_allocate_no_counters() -> None:
     counters = reader._packed._arrived
     of = memory.sequences([One(40, 3, 0, 0), One(32, 1, 0, 0)], 16, columns=3)
     states = new_states(codec.view, 1 + 2 * 16 * 2)
-    reader.attend(*states, of, torch.empty_like(states[0]))
+    reader.attend(memory.call(states), of, torch.empty_like(states[0]))
     assert reader._packed._arrived is counters and not counters.any()

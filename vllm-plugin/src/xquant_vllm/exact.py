@@ -5,7 +5,6 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
-from xquant.kernels.paged import Scoring
 from xquant.models import AttentionView
 from xquant.serve.exact import ExactAttention, torch_attention
 from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
@@ -30,9 +29,14 @@ class CpuAttention(EngineAttention):
         ops.cpu_attn_reshape_and_cache(keys, values, *cache.chunk(2, dim=2), slots, self._isa)
 
     def attend(
-        self, query: Tensor, cache: Tensor, at: Placed, scoring: Scoring, out: Tensor
+        self,
+        query: Tensor,
+        cache: Tensor,
+        at: Placed,
+        scaling: float,
+        softcap: float,
+        out: Tensor,
     ) -> None:
-        scaling, softcap = scoring
         sequences = at.starts, at.lengths, scaling, True, None, -1, at.table, softcap
         ops.cpu_attention_with_kv_cache(
             query, *cache.chunk(2, dim=2), out, *sequences, at.plan, None

@@ -30,7 +30,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import CircularBufferSpec, FullAttentionSpec, KVCacheLayout
 from vllm.v1.worker.gpu_worker import Worker
 
-from xquant.kernels.paged import Scoring
+from xquant.kernels.call import AttentionCall
 from xquant.models import AttentionView
 from xquant.serve import fit
 from xquant.serve.build import Model
@@ -189,8 +189,7 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
         turned = functools.partial(angles, rotary, codec.view.rotary_size)
-        scoring = Scoring(layer.impl.scale, layer.impl.logits_soft_cap)
-        served = wanted.layer(codec, scoring, turned, exact_of)
+        served = wanted.layer(codec, turned, exact_of)
         ring = Ring(f"{layer.layer_name}.{RING}", served.row, keeping, dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
         layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, turned
@@ -359,7 +358,7 @@ class PagedImpl(AttentionImpl):
         if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
             raise ValueError("xquant: ALiBi and layers that share a cache are not served")
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale, self.logits_soft_cap = float(scale), logits_soft_cap or 0.0
+        self.scale, self.logits_soft_cap = float(scale), logits_soft_cap
         self.served: ServedLayer | None = None
         self.ring: Ring | None = None
         self.angles: Callable[[], Angles] | None = None
@@ -382,5 +381,6 @@ class PagedImpl(AttentionImpl):
         self.served.bind(kv_cache, self.ring.kv_cache, self.ring.keeping.capacity, self.moved)
         found: Any = get_forward_context().attn_metadata
         step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _begun)
-        self.served.attend(query, key, value, step, output)
+        call = AttentionCall(query, key, value, None, self.scale, self.logits_soft_cap)
+        self.served.attend(call, step, output)
         return output

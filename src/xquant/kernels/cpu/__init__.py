@@ -63,19 +63,14 @@ class Native(Backend):
         return GrowingAttention(layer, kernel, shared.rope)
 
     def paged(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
+        self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None
     ) -> PagedAttention | None:
         block = layout.block
         if codec.rematerialized is None:
             angles = None if codec.rotated else angles
         elif not _is_ranked(codec, block) and not rebuild.ValueSum.fits(codec, block):
             return None
-        return NativePages(self._kernel(codec, block), layout, scaling, softcap, angles)
+        return NativePages(self._kernel(codec, block), layout, angles)
 
 
 def _is_ranked(codec: LayerCodec, block: int) -> bool:

@@ -20,7 +20,7 @@ from ...models import AttentionView
 from ...models.rotation import Pair
 from ...quant.operand import Operand
 from ..backend import uncoded
-from ..call import AttentionCall
+from ..call import AttentionCall, mask_strides
 from ..paged import Sequences
 from ..rope import BlockAngles
 from . import library as native
@@ -80,8 +80,7 @@ class Kernel(ABC):
         to.softcap, to.mask, to.sink_logits = call.softcap or 0.0, None, None
         if mask is not None:
             to.mask, to.mask_dtype = mask.data_ptr(), native.DTYPES[mask.dtype]
-            strides = [s if n > 1 else 0 for s, n in zip(mask.stride(), mask.shape, strict=True)]
-            to.mask_batch, _, to.mask_query, to.mask_token = strides
+            to.mask_batch, to.mask_query, to.mask_token = mask_strides(mask)
         if logits is not None:
             logits = logits.float().contiguous()
             to.sink_logits = logits.data_ptr()

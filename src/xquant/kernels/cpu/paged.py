@@ -30,20 +30,12 @@ class NativePages(PagedAttention):
     """Attends over one layer.
 
     Args:
-        scaling, softcap: of scores; softcap 0 for none.
         angles: needed where keys are kept before RoPE.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
-    ) -> None:
+    def __init__(self, kernel: Kernel, layout: PageLayout, angles: PagedAngles | None) -> None:
         self._kernel, self._layout = kernel, layout
-        self._scaling, self._softcap, to = scaling, softcap, kernel.to
+        to = kernel.to
         self._query_heads = to.kv_heads * to.group_heads
         self._held, self._new, self._sinks = to.exact
         for each in to.exact:
@@ -64,9 +56,8 @@ class NativePages(PagedAttention):
             to.batch_stride, to.token_stride, _ = rows.stride()
         self._held.capacity, self._dtype = rings.shape[1], rings.dtype
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
-    ) -> None:
+    def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
+        query, key, value = call[:3]
         if query.stride(2) != 1:
             query = query.contiguous()
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
@@ -91,5 +82,4 @@ class NativePages(PagedAttention):
             sinks.runs, sinks.count = at["sinks"], sequences.sink
             sinks.column, to.exact_count = at["sink_places"], 3
         to.threads = torch.get_num_threads()
-        call = AttentionCall(query, key, value, None, self._scaling, self._softcap)
-        self._kernel.attend(call, out, sequences)
+        self._kernel.attend(call._replace(query=query, key=key, value=value), out, sequences)

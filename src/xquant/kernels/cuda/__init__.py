@@ -32,19 +32,14 @@ class Cuda(Backend):
     def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
         from .attention import CudaAttention
 
-        return CudaAttention(layer, shared.rope, shared.workspace)
+        return CudaAttention(layer, shared)
 
     def paged(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
+        self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None
     ) -> PagedAttention | None:
         from .attention import CudaPages
 
-        return CudaPages(codec, layout, scaling, softcap, angles)
+        return CudaPages(codec, layout, angles)
 
 
 BACKEND = Cuda()

@@ -12,12 +12,11 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...quant.operand import Operand
 from ...store.pages import PageLayout
-from ..backend import MOST_QUERIES, LayerAttention
-from ..block_table import BlockTable, page_addresses
-from ..call import AttentionCall
-from ..packed_call import channels_together, packed_call
+from ..backend import MOST_QUERIES, Shared
+from ..block_table import page_addresses
+from ..call import AttentionCall, mask_strides
+from ..packed_call import GpuAttention, PackedCall, channels_together
 from ..paged import PagedAngles, PagedAttention, Sequences
-from ..rope import RopeTable
 from ..splits import blocks_per_split
 from ..workspace import Unshared, Workspace
 from . import program, support
@@ -94,69 +93,52 @@ class Packed:
         made.launch((splits, of_heads, row_programs), arguments)
 
 
-class CudaAttention(LayerAttention):
+class CudaAttention(GpuAttention):
     """Attends over one layer of a cache."""
 
-    def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
-        self._layer, self._rope, self._workspace = layer, rope, workspace
+    def __init__(self, layer: "CompressedLayer", shared: Shared) -> None:
+        super().__init__(layer, shared, [None, None])
         self._packed = Packed(layer.codec, layer.stream.block)
-        self._table = BlockTable(layer.stream, [None, None], layer.codec.view.device)
         self._arguments = self._packed.arguments()
 
-    def attend(self, call: AttentionCall) -> Tensor | None:
-        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
-        launch = packed_call(self._layer, call, self._rope)
-        if launch is None or (launch.mask is not None and launch.mask.dtype not in MASKS):
-            return None
+    def _answer(self, packed: PackedCall, out: Tensor) -> None:
         table, layer, made = self._table, self._layer, self._arguments
-        table.refresh()
-        out = launch.new_out()
-        made.query, made.key, made.value = map(Heads.of, (launch.query, launch.key, launch.value))
+        made.query, made.key, made.value = map(Heads.of, (packed.query, packed.key, packed.value))
         made.out = Heads.of(out.transpose(1, 2))
-        made.point_to(mask=launch.mask, sink_logits=launch.sink_logits, **table.blocks._asdict())
+        made.point_to(mask=packed.mask, sink_logits=packed.sink_logits, **table.blocks._asdict())
         made.tail.point_to(layer.tail)
-        made.tail.count = launch.before
+        made.tail.count = packed.before
         sinks = layer.sinks
         made.sinks.point_to(None if sinks is None else sinks.rows)
         made.sinks.columns = None if sinks is None else sinks.columns.data_ptr()
         made.sinks.count = 0 if sinks is None else sinks.columns.shape[1]
-        if (angles := launch.angles) is not None:
+        if (angles := packed.angles) is not None:
             made.rotate_blocks((*angles.start, *angles.within))
             made.tail.rotate(angles.tail)
             made.sinks.rotate(angles.sinks)
-        made.mask_batch, made.mask_query, made.mask_token = launch.mask_strides
+        made.mask_batch, made.mask_query, made.mask_token = mask_strides(packed.mask)
         made.count(
-            mask_kind=0 if launch.mask is None else MASKS[launch.mask.dtype],
+            mask_kind=0 if packed.mask is None else MASKS[packed.mask.dtype],
             columns=table.columns,
-            limit=launch.limit,
-            past=launch.past,
+            limit=packed.limit,
+            past=packed.past,
         )
-        made.scale(launch.scaling, launch.softcap)
-        size = launch.query.shape[2], launch.query.shape[1]
-        self._packed.launch(made, launch.batch, table.columns, *size, self._workspace)
-        return out
+        made.scale(packed.scaling, packed.softcap)
+        size = packed.query.shape[2], packed.query.shape[1]
+        self._packed.launch(made, packed.batch, table.columns, *size, self._workspace)
 
 
 class CudaPages(PagedAttention):
     """Attends over one layer in an engine's pages.
 
     Args:
-        scaling, softcap: of scores; softcap 0 for none.
         angles: needed where the codec keeps keys before RoPE.
     """
 
-    def __init__(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
-    ) -> None:
+    def __init__(self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None) -> None:
         self._layout, self._packed = layout, Packed(codec, layout.block)
         self._most_rows = MOST_QUERIES * codec.view.query_heads
         self._arguments = self._packed.arguments()
-        self._arguments.scale(scaling, softcap)
         if not codec.rotated:
             assert angles is not None
             self._angles = angles.of_blocks(codec.view.device)
@@ -170,15 +152,14 @@ class CudaPages(PagedAttention):
         self._arguments.tail.point_to(rings)
         self._arguments.tail.capacity = rings.shape[1]
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
-    ) -> None:
-        query, key, value = channels_together(query, key, value)
+    def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
+        query, key, value = channels_together(*call[:3])
         assert out.stride(-1) == 1
         made, table = self._arguments, sequences.table
         made.query, made.key, made.value, made.out = map(Heads.of_rows, (query, key, value, out))
         made.point_to(table=table, limits=sequences.limits, newest=sequences.new)
         made.table_stride = table.stride(0)
+        made.scale(call.scaling, call.softcap or 0.0)
         made.tail.runs = sequences.held.data_ptr()
         sinks = None if sequences.sinks is None else self._sinks
         made.sinks.point_to(sinks)

@@ -81,21 +81,16 @@ class Triton(Backend):
         kind: type[TritonAttention | TritonRebuilding] = TritonAttention
         if layer.codec.rematerialized is not None:
             kind = TritonRebuilding
-        return kind(layer, shared.rope, shared.workspace)
+        return kind(layer, shared)
 
     def paged(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
+        self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None
     ) -> PagedAttention | None:
         if codec.rematerialized is not None:
             return None
         from .attention import TritonPages
 
-        return TritonPages(codec, layout, scaling, softcap, angles)
+        return TritonPages(codec, layout, angles)
 
     def accumulator(self, layer: "CompressedLayer") -> Accumulator | None:
         from .accumulate import TritonAccumulator

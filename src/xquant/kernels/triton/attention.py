@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...store.pages import PageLayout
-from ..backend import LayerAttention
-from ..block_table import BlockTable, page_addresses
+from ..backend import Shared
+from ..block_table import page_addresses
 from ..call import AttentionCall
-from ..packed_call import channels_together, packed_call
+from ..packed_call import GpuAttention, PackedCall, channels_together
 from ..paged import PagedAngles, PagedAttention, Sequences
-from ..rope import RopeTable
 from ..workspace import Unshared, Workspace
 from .arguments import BlockRope, Call, ExactRows, Heads, Memory, Pages, Runs, Shape, Tables
 from .device import Slots, start
@@ -127,47 +126,30 @@ def combine_splits(
     )
 
 
-class TritonAttention(LayerAttention):
+class TritonAttention(GpuAttention):
     """Attends over one layer of a cache."""
 
-    def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
-        self._layer, self._rope, self._workspace = layer, rope, workspace
+    def __init__(self, layer: "CompressedLayer", shared: Shared) -> None:
         self._packed = PackedHeads(layer.codec, layer.stream.block)
-        self._table = BlockTable(layer.stream, self._packed.offline, layer.codec.view.device)
+        super().__init__(layer, shared, self._packed.offline)
 
-    def attend(self, call: AttentionCall) -> Tensor | None:
-        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
+    def _answer(self, packed: PackedCall, out: Tensor) -> None:
         layer = self._layer
-        packed = packed_call(layer, call, self._rope)
-        if packed is None:
-            return None
-        self._table.refresh()
         assert layer.tail is not None
         sinks = None if layer.sinks is None else (layer.sinks.rows, layer.sinks.columns)
         past = Past.of_cache(packed, self._table, layer.tail, sinks)
-        out = packed.new_out()
         self._packed.attend(Launch.of(packed, out), past, self._workspace)
-        return out
 
 
 class TritonPages(PagedAttention):
     """Attends over one layer in an engine's pages.
 
     Args:
-        scaling, softcap: of scores; softcap 0 for none.
         angles: needed where the codec keeps keys before RoPE.
     """
 
-    def __init__(
-        self,
-        codec: LayerCodec,
-        layout: PageLayout,
-        scaling: float,
-        softcap: float,
-        angles: PagedAngles | None,
-    ) -> None:
+    def __init__(self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None) -> None:
         self._layout, self._packed = layout, PackedHeads(codec, layout.block)
-        self._scaling, self._softcap = scaling, softcap
         self._size, self._kv_heads = codec.view.head_size, codec.view.kv_heads
         self._rope: BlockRope | None = None
         if not codec.rotated:
@@ -179,27 +161,25 @@ class TritonPages(PagedAttention):
         self._rings = ExactRows.of(rings)._replace(capacity=rings.shape[1])
         self._sinks = ExactRows.of(sinks)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, out: Tensor
-    ) -> None:
+    def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
         assert out.stride(-1) == 1
-        query, key, value = channels_together(query, key, value)
+        query, key, value = channels_together(*call[:3])
         table, groups, size = sequences.table, self._kv_heads, self._size
         shape = Shape(sequences.queries, query.shape[1] // groups, groups)
         states = Heads.of_rows(query), Heads.of_rows(key), Heads.of_rows(value)
-        call = Call(*states, None, 0, shape, self._scaling, self._softcap)
+        given = Call(*states, None, 0, shape, call.scaling, call.softcap or 0.0)
         runs = Runs(sequences.limits, sequences.new, sequences.held, sequences.sinks)
         pages = Pages(self._addresses, table, table.stride(0))
         sinks, count = (None, 0) if sequences.sinks is None else (self._sinks, sequences.sink)
         memory = Memory(pages, self._rings, sinks, self._rope, runs)
-        launch = Launch(call, Heads.of_rows(out), len(sequences.limits), size)
+        launch = Launch(given, Heads.of_rows(out), len(sequences.limits), size)
         self._packed.attend(launch, Past(memory, table.shape[1], count), Unshared())
         start(
             append,
             (launch.batch, sequences.queries),
             query.device,
-            call.key,
-            call.value,
+            given.key,
+            given.value,
             self._rings,
             runs,
             W=groups * size,

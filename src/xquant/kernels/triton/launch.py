@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..block_table import BlockTable
+from ..call import mask_strides
 from ..packed_call import PackedCall
 from ..splits import blocks_per_split
 from .arguments import BlockRope, Call, ExactRows, Heads, Memory, Shape
@@ -42,7 +43,7 @@ class Launch(NamedTuple):
     def of(cls, packed: PackedCall, out: Tensor) -> "Launch":
         """``out``: ``[B, t, H, D]``."""
         batch, heads, queries, size = packed.query.shape
-        groups, (*strides, token_stride) = packed.key.shape[1], packed.mask_strides
+        groups, (*strides, token_stride) = packed.key.shape[1], mask_strides(packed.mask)
         query, key, value = map(Heads.of, (packed.query, packed.key, packed.value))
         shape = Shape(queries, heads // groups, groups)
         scores = packed.mask, token_stride, shape, packed.scaling, packed.softcap

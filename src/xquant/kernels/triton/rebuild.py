@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 from ...quant.operand import Operand
-from ..backend import LayerAttention
-from ..block_table import BlockTable
-from ..call import AttentionCall
-from ..packed_call import packed_call
+from ..backend import Shared
+from ..packed_call import GpuAttention, PackedCall
 from ..rebuilding import recalled_rows
-from ..rope import RopeTable
 from ..splits import blocks_per_split
-from ..workspace import Workspace
 from .arguments import Heads, KeyWeights, Matrix, Rows, Shape
 from .attention import combine_splits
 from .device import Slots, start
@@ -44,14 +40,15 @@ COMBINED = 256
 """Channels that a program combines."""
 
 
-class TritonRebuilding(LayerAttention):
+class TritonRebuilding(GpuAttention):
     """Attends over one layer."""
 
-    def __init__(self, layer: "CompressedLayer", rope: RopeTable, workspace: Workspace) -> None:
-        self._layer, self._rope, self._workspace = layer, rope, workspace
+    def __init__(self, layer: "CompressedLayer", shared: Shared) -> None:
         codec, block = layer.codec.rematerialized, layer.stream.block
         assert codec is not None
         view = codec.view
+        operands = [KernelOperand.of(s, block, s.channels, view.device) for s in codec.segments]
+        super().__init__(layer, shared, [operand.offline for operand in operands])
         self._codec, self._device = codec, view.device
         self._nothing = torch.zeros(1, device=view.device, dtype=torch.float32)
         # Of the type of rows that are there: for others a kernel would be another.
@@ -71,9 +68,6 @@ class TritonRebuilding(LayerAttention):
     def _prepare(self) -> None:
         """What depends on how rows are packed."""
         codec, view, block = self._codec, self._codec.view, self._layer.stream.block
-        operands = [KernelOperand.of(s, block, s.channels, view.device) for s in codec.segments]
-        offline = [operand.offline for operand in operands]
-        self._table = BlockTable(self._layer.stream, offline, view.device)
         self._accumulated = codec.sums_deltas
         states = None
         if not self._accumulated:
@@ -115,13 +109,7 @@ class TritonRebuilding(LayerAttention):
             "LAYOUT": KernelOperand.of(segment, block, size, self._device).layout,
         }
 
-    def attend(self, call: AttentionCall) -> Tensor | None:
-        """See `LayerAttention.attend`. Asks the device for nothing while no block is sealed."""
-        packed = packed_call(self._layer, call, self._rope)
-        if packed is None:
-            return None
-        self._table.refresh()
-        out = packed.new_out()
+    def _answer(self, packed: PackedCall, out: Tensor) -> None:
         launch, columns = Launch.of(packed, out), self._table.columns
         past = Past.of_cache(packed, self._table, *self._exact(packed.before))
         rows, size = launch.heads * launch.rows, launch.size
@@ -163,7 +151,6 @@ class TritonRebuilding(LayerAttention):
         combine_splits(sums, maxima, 1 + (columns > 0), launch)
         if self._layer.below is not None:
             self._layer.below.release()
-        return out
 
     def _exact(self, before: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Keys beside values of the ``before`` tokens of the tail, and of sinks with their columns, which are
