@@ -9,13 +9,14 @@ from torch import Tensor
 from support.caches import calibration
 from support.models import prompt, tiny
 from xquant import KVCache, parse_method
-from xquant.kernels.paged import Scoring
+from xquant.kernels.torch import REFERENCE
 from xquant.models import view_model
+from xquant.past.angles import Angles
+from xquant.past.exact import Scoring
+from xquant.past.paged import PagedPast
+from xquant.past.slots import Slots
 from xquant.serve.build import codecs_of
-from xquant.serve.layer import ServedLayer
 from xquant.serve.recode import Blocks, Recoder, Stored
-from xquant.serve.rotary import Angles
-from xquant.serve.sinks import Slots
 
 BLOCK, BLOCKS = 32, 3
 IDS = prompt(1, BLOCK * BLOCKS).view(BLOCKS, BLOCK)
@@ -52,8 +53,13 @@ class Held:
         views = view_model(model).compressed
         self.codecs = codecs_of(method, views, calibration(model, spec))
         self.layers = [
-            ServedLayer(
-                codec, BLOCK, Scoring(0.3), None if codec.rotated else self.angles, sink=method.sink
+            PagedPast(
+                codec,
+                BLOCK,
+                Scoring(0.3),
+                None if codec.rotated else self.angles,
+                REFERENCE,
+                sink=method.sink,
             )
             for codec in self.codecs
         ]

@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 from ..calibration import Calibration
 from ..contents.options import CacheOptions
-from ..kernels.backend import MOST_QUERIES
 from ..kernels.call import AttentionCall
 from ..kernels.choose import Choice
 from ..methods import AttentionInputs, Method
 from ..models import AttentionView
+from ..past import finite
+from ..past.batch_layout import EMPTY, Places, State
+from ..past.built import States
+from ..past.sequences import MOST_QUERIES
+from ..past.static_layer import StaticLayer, common_dtype
+from ..past.step import Keeping
 from ..seam.check import check_not_recorded
+from ..seam.mark import new_mark
 from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, Route
-from ..serve.step import Keeping
-from ..static.build import check_method, layers_of
-from ..static.layer import StaticLayer, common_dtype
-from ..static.mark import new_mark
-from ..static.places import EMPTY, Places, State
-from ..store import finite
-from ..store.built import States
 from .base import CompressedCache
+from .static_layers import check_method, layers_of
 
 
 class StaticKVCache(CompressedCache):

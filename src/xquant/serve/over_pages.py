@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.paged import Scoring
 from ..models import AttentionView
-from .exact import States
-from .step import Chunks
+from ..past.exact import Scoring, States
+from ..past.step import Chunks
 
 SCRATCH = 128
 """Tokens of a page."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..methods import LayerCodec, Method
-from ..store.pages import PageLayout, Pages
-from ..store.tokens import look_up
-from .layer import ServedLayer
-from .rotary import Angles
+from ..past.angles import Angles
+from ..past.paged import PagedPast
+from ..past.pages import PageLayout, Pages
+from ..past.tokens import look_up
 
 Stored = dict[str, Tensor]
 """Of one block: ``packed`` uint8 ``[bytes]``, the fields of all layers after each other, and ``sinks``
@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
     starts: Tensor
     """The positions that they begin at, ``[m]``."""
     slots: Tensor | None
-    """As of `ServedLayer.keep`."""
+    """As of `PagedPast.keep`."""
     ids: Tensor
     """Of their tokens, ``[m, n]``."""
 
@@ -48,7 +48,7 @@ class Recoder:
 
     def __init__(
         self,
-        layers: Sequence[ServedLayer],
+        layers: Sequence[PagedPast],
         method: Method,
         codecs: Sequence[LayerCodec] | None,
         angles: Sequence[Angles | None],
@@ -120,7 +120,7 @@ class Recoder:
 class _Way(ABC):
     """How one layer's blocks are stored."""
 
-    def __init__(self, layer: ServedLayer, method: Method) -> None:
+    def __init__(self, layer: PagedPast, method: Method) -> None:
         self.layer, self.block, self.sink = layer, method.group, method.sink
         self.layout = layer.layout
 
@@ -176,7 +176,7 @@ class _Repacked(_Way):
     """The blocks as attention reads them, packed anew."""
 
     def __init__(
-        self, layer: ServedLayer, method: Method, codec: LayerCodec, angles: Angles | None
+        self, layer: PagedPast, method: Method, codec: LayerCodec, angles: Angles | None
     ) -> None:
         super().__init__(layer, method)
         assert codec.rotated or angles is not None

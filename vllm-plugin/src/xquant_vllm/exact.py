@@ -5,9 +5,8 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
-from xquant.kernels.paged import Scoring
 from xquant.models import AttentionView
-from xquant.serve.exact import ExactAttention, torch_attention
+from xquant.past.exact import ExactAttention, Scoring, torch_attention
 from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
 
 

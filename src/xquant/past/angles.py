@@ -1,13 +1,40 @@
 """The angles of an engine's rotary embedding, by which keys are turned back before they are packed."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import compat
-from ..kernels.paged import PagedAngles
-from ..kernels.rope import Within
 from ..models import AttentionView
 from ..models.rotation import Pair, inverse, rotate
+
+
+@dataclass
+class Within:
+    """``R(r)`` of the places of a block."""
+
+    angles: Pair
+    """cos and sin, fp32 ``[n, D/2]``, without the factor by which some embeddings scale what they rotate."""
+    prepared: dict[str, Any] = field(default_factory=dict)
+    """What backends have made of it."""
+
+
+@dataclass(frozen=True)
+class PagedAngles:
+    """cos and sin of positions, fp32, for keys that are kept before RoPE."""
+
+    within: Within
+    """Of the places of a block."""
+    starts: Pair
+    """``[columns, D / 2]`` of the positions that blocks start at."""
+    every: Pair
+    """``[positions, D / 2]``."""
+
+    def of_blocks(self, device: torch.device) -> list[Tensor]:
+        """cos and sin of the starts of blocks, then of the places within, on ``device``."""
+        return [t.to(device).contiguous() for t in (*self.starts, *self.within.angles)]
 
 
 class Angles:

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.backend import MOST_QUERIES, Backend
-from ..kernels.call import AttentionCall
-from ..kernels.trial import BLOCKS, SEQUENCES, TAIL, Trial, random_states
 from ..methods import LayerCodec, Method
 from ..models.rope import Rope
-from ..serve.rotary import Angles
-from ..serve.step import Keeping
-from ..store.packer import TORCH
-from .layer import StaticLayer
-from .places import Places
+from ..past.angles import Angles
+from ..past.batch_layout import Places
+from ..past.packer import TORCH
+from ..past.sequences import MOST_QUERIES
+from ..past.static_layer import StaticLayer
+from ..past.step import Keeping
+from .backend import Backend
+from .call import AttentionCall
+from .trial import BLOCKS, SEQUENCES, TAIL, Trial, random_states
 
 
 def tried_room(method: Method) -> int:

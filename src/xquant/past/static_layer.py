@@ -4,22 +4,27 @@ Letters: ``B`` sequences, ``t`` new tokens of each, ``H`` query heads, ``G`` key
 ``W = 2 G D``.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..kernels.backend import Backend
-from ..kernels.call import AttentionCall
-from ..kernels.paged import Scoring, Sequences
 from ..methods import LayerCodec, Method
-from ..serve.layer import ServedLayer
-from ..serve.rotary import Angles
-from ..serve.step import Chunk
-from ..store import finite
-from ..store.built import States
-from ..store.packer import Packer
-from ..store.pages import aligned
-from .places import Places
+from . import finite
+from .angles import Angles
+from .batch_layout import Places
+from .built import States
+from .exact import Scoring
+from .packer import Packer
+from .paged import PagedPast
+from .pages import aligned
+from .sequences import Sequences
+from .step import Chunk
+
+if TYPE_CHECKING:
+    from ..kernels.backend import Backend
+    from ..kernels.call import AttentionCall
 
 
 def common_dtype(key: Tensor, value: Tensor) -> torch.dtype:
@@ -47,13 +52,13 @@ class StaticLayer(CacheLayerMixin):
         method: Method,
         room: int,
         angles: Angles | None,
-        backend: Backend,
+        backend: "Backend",
         packer: Packer,
     ) -> None:
         self.codec, self.room = codec, room
         # Where attention says another, the reader of pages is made again, which no graph may record.
         scaling = getattr(codec.view.module, "scaling", None) or codec.view.head_size**-0.5
-        self._served = ServedLayer(
+        self._served = PagedPast(
             codec, method.group, Scoring(scaling), angles, backend, packer, sink=method.sink
         )
         self._pages = self._rings = torch.empty(0, device="cpu", dtype=torch.float32)
@@ -109,7 +114,7 @@ class StaticLayer(CacheLayerMixin):
         self.seen = False
         """Whether this pass has come to the layer."""
 
-    def attend(self, call: AttentionCall, sequences: Sequences) -> Tensor:
+    def attend(self, call: "AttentionCall", sequences: Sequences) -> Tensor:
         """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
         padding, and each comes before the next."""
         self._check_dtype(call.key, call.value)

@@ -1,4 +1,4 @@
-"""Past: what one layer keeps of its tokens, the same for every method.
+"""GrowingPast: what one layer keeps of its tokens, the same for every method.
 
 Tokens live in three places: whole blocks are sealed in the stream, the newest are kept as they are in
 the tail, and sinks, once sealed, are kept as they are beside their block.
@@ -36,7 +36,7 @@ class Accumulator(Protocol):
         ...
 
 
-class Past:
+class GrowingPast:
     """The compressed past of one layer.
 
     Args:
@@ -55,20 +55,20 @@ class Past:
         method: Method,
         index: TokenIndex,
         through_store: bool,
-        below: "Past | None",
+        below: "GrowingPast | None",
         packer: Packer = TORCH,
     ) -> None:
         self.codec, self.method, self.index = codec, method, index
         self.through_store, self.below = through_store, below
         self.stream = Stream(codec.segments, method.group, packer)
-        self.span: Sequence[Past] = (self,)
-        self.source: Past | None = None
+        self.span: Sequence[GrowingPast] = (self,)
+        self.source: GrowingPast | None = None
         self.accumulator: Accumulator | None = None
         self.built, self._rows = BuiltTail(codec), GrowingRows()
         self.reset()
 
     @staticmethod
-    def link(layers: "Sequence[Past]") -> None:
+    def link(layers: "Sequence[GrowingPast]") -> None:
         """Join the layers that are sealed together, and tell those that share codes their source layer."""
         start = 0
         while start < len(layers):
@@ -170,7 +170,7 @@ class Past:
         read = self.through_store or self.codec.reads_below or self.codec.feeds_above
         sealing = self is self.span[-1] and self.due > 0 and (read or not hold)
         if sealing:
-            Past.check_finite(self.span, before)
+            GrowingPast.check_finite(self.span, before)
             seal(self.span)
         self.accumulate(sealing or self.through_store)
 
@@ -193,7 +193,7 @@ class Past:
         return self.through_store or finite.asked_at_once(device)
 
     @staticmethod
-    def check_finite(layers: "Sequence[Past]", before: int) -> None:
+    def check_finite(layers: "Sequence[GrowingPast]", before: int) -> None:
         """Ask about the tails of ``layers`` that were not asked about when rows came; see
         `finite.check_tails`."""
         finite.check_tails(

@@ -1,81 +1,35 @@
-"""ServedLayer: one attention layer of an engine, its past in pages and rings.
+"""PagedPast: one attention layer of an engine, its past in pages and rings.
 
 Letters: ``T`` new tokens of all sequences of a step, after each other; ``t`` those of one; ``n`` tokens of a
 block; ``R`` places of a ring; ``H`` query heads, ``G`` key/value heads of size ``D``; ``W = 2 G D``.
 """
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Backend
-from ..kernels.paged import PagedAttention, Scoring, Sequences
-from ..kernels.torch import REFERENCE
 from ..methods import LayerCodec
-from ..models import AttentionView
 from ..quant.quantizer import as_written
-from ..store import finite
-from ..store.packer import TORCH, Packer
-from ..store.pages import PageLayout, Pages
-from .exact import ExactAttention, torch_attention
-from .rotary import Angles
+from . import finite
+from .angles import Angles
+from .exact import ExactAttention, Scoring, torch_attention
+from .packer import TORCH, Packer
+from .pages import PageLayout, Pages
+from .sequences import Sequences
 from .step import Chunk, Chunks, Step
+
+if TYPE_CHECKING:
+    from ..kernels.backend import Backend
+    from ..kernels.paged import PagedAttention
 
 _LOG = logging.getLogger(__name__)
 _SLOTS = 16
 """Of sinks, beside as many as there are, when they are given more room."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of states."""
 
 
-@dataclass(eq=False)
-class EngineView(AttentionView):
-    """An engine may have packed the weights for its own products, so their dtype says nothing."""
-
-    given_dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        attention: Any,
-        fused: Any,
-        heads: tuple[int, int],
-        size: int,
-        key_norm: Any,
-        rotary_size: int,
-        dtype: torch.dtype,
-    ) -> "EngineView":
-        """Of an ``attention`` layer, or a shard of it, with these ``heads`` (of queries, of keys), whose
-        projection ``fused`` gives queries, keys and values beside each other."""
-        query_heads, kv_heads = heads
-        queries, width = query_heads * size, kv_heads * size
-        return cls(
-            index=index,
-            module=attention,
-            norm=None,
-            hidden=fused.input_size,
-            kv_heads=kv_heads,
-            query_heads=query_heads,
-            head_size=size,
-            key_module=fused,
-            key_channels=slice(queries, queries + width),
-            value_module=fused,
-            value_channels=slice(queries + width, queries + 2 * width),
-            key_norm=key_norm,
-            rotary_size=rotary_size,
-            given_dtype=dtype,
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.given_dtype
-
-
-class ServedLayer:
+class PagedPast:
     """Attends over one layer, and keeps its keys and values.
 
     Args:
@@ -97,8 +51,8 @@ class ServedLayer:
         codec: LayerCodec,
         block: int,
         scoring: Scoring,
-        angles: Angles | None = None,
-        backend: Backend = REFERENCE,
+        angles: Angles | None,
+        backend: "Backend",
         packer: Packer = TORCH,
         exact: ExactAttention = torch_attention,
         sink: int = 0,
@@ -133,7 +87,7 @@ class ServedLayer:
         if self._memory != (0, 0):
             self._bind_kernel()
 
-    def _reader(self) -> PagedAttention | None:
+    def _reader(self) -> "PagedAttention | None":
         own = None if self._angles is None else self._angles.paged(self.block)
         return self._backend.paged(self.codec, self.layout, *self._scoring, own)
 

@@ -1,17 +1,24 @@
 """Attention over keys and values that lie in memory as they are, for chunks of prompts."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.paged import Scoring
 from .step import Chunks
 
 States = tuple[Tensor, Tensor]
 """Keys and values, ``[tokens, G, D]``."""
+
+
+class Scoring(NamedTuple):
+    """How scores are made of queries and keys."""
+
+    scaling: float
+    softcap: float = 0.0
+    """0 for none."""
 
 
 class ExactAttention(Protocol):

@@ -6,10 +6,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..models.rotation import rotate
 from .built import States
-from .past import Past
+from .growing import GrowingPast
 
 
-class CompressedLayer(Past, CacheLayerMixin):
+class CompressedLayer(GrowingPast, CacheLayerMixin):
     """One compressed attention layer of a `KVCache`.
 
     `read` is what the reference attends to, and with it the truth for every backend.
