@@ -78,7 +78,7 @@ class Held:
     def keep(self, rows: list[Tensor], pages: list[int]) -> None:
         where = self.at(pages)
         for layer, own in zip(self.layers, rows, strict=True):
-            layer.keep(own.unflatten(0, (BLOCKS, BLOCK)), *where[:3])
+            layer.write(own.unflatten(0, (BLOCKS, BLOCK)), *where[:3])
 
     def blocks(self, pages: list[int]) -> list[Tensor]:
         where = self.at(pages)

@@ -57,9 +57,9 @@ class PagesTrial(Trial):
             return found.key, found.value
 
         for count in (room - TAIL - 1, TAIL):
-            layer.keep(*states(count))
+            layer.append(*states(count))
             layer.settle()
-            layer.hold()
+            layer.fill_rings()
             places.advance()
         key, value = states(1)
         shape = SEQUENCES, view.query_heads, 1, view.head_size
@@ -70,5 +70,5 @@ class PagesTrial(Trial):
             query.double(), keys, values, scale=scaling, enable_gqa=True
         ).transpose(1, 2)
         call = AttentionCall(query, key, value, None, scaling, None)
-        found = layer.attend(call, places.sequences())
+        found = layer.attend_newest(call, places.sequences())
         return float((found.double() - right).norm() / right.norm())

@@ -14,6 +14,7 @@ from ..methods import AttentionInputs, LayerCodec, Method
 from ..quant import Packed
 from . import finite
 from .built import BuiltTail
+from .layer import other_dtype
 from .packer import TORCH, Packer
 from .rows import GrowingRows
 from .sealing import pack, seal
@@ -182,10 +183,7 @@ class GrowingPast:
         """
         if held == self.codec.view.dtype == torch.promote_types(rows.dtype, held):
             return rows.to(held)
-        raise ValueError(
-            f"layer {self.codec.view.index} gives {rows.dtype} states, and the cache holds"
-            f" {held} ones: the model was cast or autocast changed since; use a new cache"
-        )
+        raise other_dtype(self.codec.view.index, rows.dtype, held, "use a new cache")
 
     def _asks_at_once(self, device: torch.device) -> bool:
         """Whether rows must be finite before they are kept; see `finite`."""
