@@ -26,7 +26,8 @@ CXX ?= g++
 SERVE_BIN := .venv-serve/bin
 SERVE_STAMP := .venv-serve/.installed
 SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
-SERVE_TESTS = vllm-plugin/tests tests/serve tests/store/test_pages.py $(STRESS:%=--ignore=%)
+PAGED := $(addprefix tests/past/test_,paged.py pages.py slots.py step.py)
+SERVE_TESTS = vllm-plugin/tests tests/serve $(PAGED) $(STRESS:%=--ignore=%)
 STRESS := vllm-plugin/tests/test_random_requests.py vllm-plugin/tests/test_server.py
 
 # What is installed on a machine with a GPU, and nothing else; torch brings Triton 3.6.
@@ -124,7 +125,7 @@ gpu-rehearsal: $(GPU_STAMP)
 	XQUANT_NATIVE_LIBRARY=build/none $(GPU_BIN)/python benchmarks/gpu.py --quick --device cpu --minutes 30 \
 		--output build/rehearsal
 	XQUANT_NATIVE_LIBRARY=build/none PYTHONPATH=src:lab/src $(GPU_BIN)/python -m pytest -n 2 -rs \
-		tests/kernels/test_triton_waits.py tests/static/test_recorded.py
+		tests/kernels/test_triton_waits.py tests/cache/test_static_recorded.py
 
 # The site without a warning, tables that are what the results say, and every command and snippet of the pages
 # that takes seconds.

@@ -85,7 +85,7 @@ def main(target: Path | None) -> None:
     steps = {
         "KVCache": by_model(KVCache(model, SPEC), model),
         "StaticKVCache": by_model(StaticKVCache(model, SPEC, 128), model),
-        "ServedLayer": by_engine(whole),
+        "PagedPast": by_engine(whole),
     }
     rows = []
     for form, step in steps.items():

@@ -11,7 +11,7 @@ from support.models import tiny
 from support.paged_sequences import KEPT, KERNEL_SPECS, SPECS, STEPS, Engine, codec_of
 from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
-from xquant.serve.step import Keeping
+from xquant.past.step import Keeping
 
 from .common import Case, Digest, Found
 

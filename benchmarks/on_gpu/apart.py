@@ -17,9 +17,9 @@ FILES = ("cuda/test_*.py", "test_triton*.py")
 LEFT_OUT = {"test_triton_compiles", "test_triton_variants", "test_triton_waits"}
 """Of these, files of tests that need no GPU."""
 STATIC = (
-    "tests/static/test_trial.py",
-    "tests/static/test_recorded.py::test_a_graph_that_was_recorded_holds_for_other_steps_and_caches",
-    "tests/static/test_recorded.py::test_every_step_launches_the_same",
+    "tests/kernels/test_paged_trial.py",
+    "tests/cache/test_static_recorded.py::test_a_graph_that_was_recorded_holds_for_other_steps_and_caches",
+    "tests/cache/test_static_recorded.py::test_every_step_launches_the_same",
 )
 
 Command = Sequence[str]

@@ -16,10 +16,10 @@ from support.method_matrix import LOW, OWN
 from support.models import left_padded, prompt, tiny
 from xquant import KVCache, attach, parse_method
 from xquant.methods import METHODS
+from xquant.past.growing_layer import CompressedLayer
+from xquant.past.rows import ROOM
 from xquant.quant import Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES
-from xquant.store.layer import CompressedLayer
-from xquant.store.rows import ROOM
 
 
 def logits(model: Any, ids: torch.Tensor, cache: Any = None, **kwargs: Any) -> torch.Tensor:

@@ -17,9 +17,9 @@ from xquant import KVCache, StaticKVCache
 from xquant.kernels.call import FLOATS, AttentionCall
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.sealing import NativePacker
+from xquant.past.packer import TORCH
 from xquant.quant import Affine
 from xquant.quant.quantizer import dense
-from xquant.store.packer import TORCH
 
 PATHS = (*native.isas(), "folded")
 SPECS = ["kivi-4bit:group=32,sink=2", "nf4:group=32,rope=post", "quarot-4bit:group=32"]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.ranked_counts import counts_of
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.sealing import NativePacker
+from xquant.past.packer import Packer
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
-from xquant.store.packer import Packer
 
 PATHS = native.isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,10 +15,10 @@ from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.sealing import NativePacker
+from xquant.past.packer import TORCH
 from xquant.quant import Affine, Plain, Quantizer
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
-from xquant.store.packer import TORCH
 
 PATHS = native.isas()
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")

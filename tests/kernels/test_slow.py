@@ -8,8 +8,8 @@ from torch import Tensor
 
 from support.attention_cases import TOLERANCE, Case, error, filled
 from xquant.kernels.cpu import library as native
-from xquant.kernels.rope import Within
 from xquant.kernels.slow import slow_pairs
+from xquant.past.angles import Within
 
 PATHS = native.isas()
 

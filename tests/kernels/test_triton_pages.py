@@ -23,15 +23,16 @@ from support.models import tiny
 from xquant import parse_method
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.choose import choose
-from xquant.kernels.paged import PagedAttention, Sequences
+from xquant.kernels.paged import PagedAttention
 from xquant.kernels.torch import FOLDED, REFERENCE
 from xquant.kernels.triton import BACKEND, attention
 from xquant.kernels.triton.device import Slots
 from xquant.methods import LayerCodec
 from xquant.models import view_model
+from xquant.past.angles import Angles
+from xquant.past.pages import ALIGNMENT, PageLayout, Pages
+from xquant.past.sequences import Sequences
 from xquant.serve.build import codecs_of
-from xquant.serve.rotary import Angles
-from xquant.store.pages import ALIGNMENT, PageLayout, Pages
 from xquant_lab.bench.clocks import capture
 
 triton_interpreter.mend()

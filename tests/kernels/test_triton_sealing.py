@@ -19,11 +19,11 @@ from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.triton import BACKEND, sealing
 from xquant.methods import AttentionInputs
+from xquant.past.sealing import seal
 from xquant.quant import Affine, Codebook, Ragged
 from xquant.quant.codebook import uniform_levels
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
-from xquant.store.sealing import seal
 
 triton_interpreter.mend()
 PACKER = BACKEND.packer

@@ -16,7 +16,7 @@ from support.host_waits import Silent, Unlaunched
 from support.models import left_padded, prompt, tiny
 from xquant import KVCache
 from xquant.kernels.triton import accumulate, attention, rebuild
-from xquant.store import finite
+from xquant.past import finite
 
 triton_interpreter.mend()
 

@@ -10,7 +10,7 @@ from support.caches import calibration, make_cache
 from support.models import left_padded, prompt, tiny
 from support.saved_caches import loaded
 from xquant import KVCache, PrefixStore
-from xquant.store.tokens import UNKNOWN, look_up
+from xquant.past.tokens import UNKNOWN, look_up
 
 SPEC = "tc-cl-2bit:group=16"
 

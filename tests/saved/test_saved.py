@@ -24,8 +24,8 @@ from support.quantized_weights import SIZES, hqq
 from support.saved_caches import SOME, Run, lived, loaded, model_of
 from support.unusual_models import SWITCH, long_rope
 from xquant import KVCache
+from xquant.past.sinks import Sinks
 from xquant.saved import writing
-from xquant.store.sinks import Sinks
 
 
 @pytest.mark.sampled(2)

@@ -157,7 +157,7 @@ class Breaking:
 )
 def test_sealing_that_is_interrupted(spec: str, kind: type[BaseException]) -> None:
     """In the middle of a layer's blocks: what was added to some fields of a segment is taken off."""
-    from xquant.store import stream
+    from xquant.past import stream
 
     model = tiny("llama")
     cache, other = pair(model, spec)

@@ -10,10 +10,10 @@ from support.caches import calibration
 from support.models import tiny
 from xquant import parse_method
 from xquant.models import view_model
+from xquant.past.sealing import pack_rows
+from xquant.past.stream import Stream
 from xquant.serve import fit
 from xquant.serve.build import Model, codecs_of, shard_of
-from xquant.store.sealing import pack_rows
-from xquant.store.stream import Stream
 
 BLOCK = 32
 

@@ -9,12 +9,12 @@ import torch
 from xquant import Calibration, parse_method
 from xquant.analysis.shapes import shape_config
 from xquant.methods import LayerCodec
+from xquant.past.pages import PageLayout
 from xquant.quant import Segment
 from xquant.quant.ranked import Ranked
 from xquant.serve.build import Model, codecs_of
 from xquant.serve.capacity import Room, StockRoom, Windows, room_of, stock_room
 from xquant.serve.fit import wanted
-from xquant.store.pages import PageLayout
 
 MODEL = Model(shape_config("smollm2"), torch.bfloat16)
 WIDTH, TOKENS = 192, 128

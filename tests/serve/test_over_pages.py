@@ -7,9 +7,9 @@ from torch import Tensor
 
 from support.models import tiny
 from xquant.models import view_model
-from xquant.serve.exact import torch_attention
+from xquant.past.exact import torch_attention
+from xquant.past.step import Keeping, Run, Step
 from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
-from xquant.serve.step import Keeping, Run, Step
 
 
 class TorchEngine(EngineAttention):

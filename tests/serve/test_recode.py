@@ -9,12 +9,13 @@ from torch import Tensor
 from support.caches import calibration
 from support.models import prompt, tiny
 from xquant import KVCache, parse_method
+from xquant.kernels.torch import REFERENCE
 from xquant.models import view_model
+from xquant.past.angles import Angles
+from xquant.past.paged import PagedPast
+from xquant.past.slots import Slots
 from xquant.serve.build import codecs_of
-from xquant.serve.layer import ServedLayer
 from xquant.serve.recode import Blocks, Recoder, Stored
-from xquant.serve.rotary import Angles
-from xquant.serve.sinks import Slots
 
 BLOCK, BLOCKS = 32, 3
 IDS = prompt(1, BLOCK * BLOCKS).view(BLOCKS, BLOCK)
@@ -51,7 +52,9 @@ class Held:
         views = view_model(model).compressed
         self.codecs = codecs_of(method, views, calibration(model, spec))
         self.layers = [
-            ServedLayer(codec, BLOCK, None if codec.rotated else self.angles, sink=method.sink)
+            PagedPast(
+                codec, BLOCK, None if codec.rotated else self.angles, REFERENCE, sink=method.sink
+            )
             for codec in self.codecs
         ]
         for layer in self.layers:
@@ -69,7 +72,7 @@ class Held:
     def keep(self, rows: list[Tensor], pages: list[int]) -> None:
         where = self.at(pages)
         for layer, own in zip(self.layers, rows, strict=True):
-            layer.keep(own.unflatten(0, (BLOCKS, BLOCK)), *where[:3])
+            layer.write(own.unflatten(0, (BLOCKS, BLOCK)), *where[:3])
 
     def blocks(self, pages: list[int]) -> list[Tensor]:
         where = self.at(pages)

@@ -1,6 +1,6 @@
 """What blocks must take by the formulas of their quantizers."""
 
-from xquant.store.stream import Stream
+from xquant.past.stream import Stream
 
 
 def block_nbytes(stream: Stream) -> int:

@@ -1,4 +1,4 @@
-"""Sequences whose past an engine keeps in pages and rings, around one `ServedLayer`: no engine is needed."""
+"""Sequences whose past an engine keeps in pages and rings, around one `PagedPast`: no engine is needed."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,13 +13,13 @@ from xquant.kernels.call import AttentionCall
 from xquant.kernels.torch import REFERENCE
 from xquant.methods import LayerCodec
 from xquant.models import view_model
+from xquant.past.angles import Angles
+from xquant.past.paged import PagedPast
+from xquant.past.sealing import pack_rows
+from xquant.past.slots import Slots
+from xquant.past.step import Keeping, Run, Step
+from xquant.past.stream import Stream
 from xquant.serve.build import codecs_of
-from xquant.serve.layer import ServedLayer
-from xquant.serve.rotary import Angles
-from xquant.serve.sinks import Slots
-from xquant.serve.step import Keeping, Run, Step
-from xquant.store.sealing import pack_rows
-from xquant.store.stream import Stream
 
 BLOCK, POSITIONS = 32, 300
 PLAIN = Keeping(BLOCK, capacity=BLOCK)
@@ -49,7 +49,7 @@ class Engine:
         keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
         self.codec, self.view, self.keeping = codec, codec.view, keeping
         self.angles = angles_of(self.view.head_size)
-        self.layer = ServedLayer(codec, BLOCK, self.angles, backend or REFERENCE, sink=self.sink)
+        self.layer = PagedPast(codec, BLOCK, self.angles, backend or REFERENCE, sink=self.sink)
         self.softcap = softcap
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
         self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)

@@ -15,13 +15,13 @@ from .. import compat
 from ..contents.options import CacheOptions
 from ..kernels.choose import Choice
 from ..methods import AttentionInputs, Method
+from ..past.built import States
 from ..seam.check import check_input
 from ..seam.gradients import past_is_constant, without_gradients
 from ..seam.hooks import Attachment, attached
 from ..seam.masks import PassMask
 from ..seam.passes import ObservingCache, Route
 from ..seam.route import described
-from ..store.built import States
 
 
 class CompressedCache(Cache, ObservingCache):

@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import compat
 from ..contents.beside import StatesBesideCache
 from ..contents.stack import LayerStack
-from ..store.layer import CompressedLayer
-from ..store.tokens import TokenIndex
+from ..past.growing_layer import CompressedLayer
+from ..past.tokens import TokenIndex
 from .base import CompressedCache
 
 WINDOW = "_sliding_window_tensor"

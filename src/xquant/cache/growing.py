@@ -14,19 +14,19 @@ from ..contents.options import CacheOptions
 from ..contents.report import Report, report_of
 from ..contents.snapshot import Snapshot
 from ..contents.stack import LayerStack
-from ..kernels.backend import MOST_QUERIES
 from ..kernels.call import AttentionCall
 from ..kernels.choose import Choice
 from ..methods import AttentionInputs, LayerCodec, Method
+from ..past.built import States
+from ..past.growing_layer import CompressedLayer
+from ..past.offload import is_host
+from ..past.sequences import MOST_QUERIES
 from ..saved.resting import RestingCache
 from ..seam.check import check_not_recorded, check_rope, check_states, places
 from ..seam.hooks import Attachment
 from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, Route
 from ..seam.route import route
-from ..store.built import States
-from ..store.layer import CompressedLayer
-from ..store.offload import is_host
 from .changes import ChangingCache
 
 

@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 from ..calibration import Calibration
 from ..contents.options import CacheOptions
-from ..kernels.backend import MOST_QUERIES
 from ..kernels.call import AttentionCall
 from ..kernels.choose import Choice
 from ..methods import AttentionInputs, Method
 from ..models import AttentionView
+from ..past import finite
+from ..past.batch_layout import EMPTY, Places, State
+from ..past.built import States
+from ..past.sequences import MOST_QUERIES
+from ..past.static_layer import StaticLayer, common_dtype
+from ..past.step import Keeping
 from ..seam.check import check_not_recorded
+from ..seam.mark import new_mark
 from ..seam.masks import SHOWN, PassMask
 from ..seam.passes import Given, Route
-from ..serve.step import Keeping
-from ..static.build import check_method, layers_of
-from ..static.layer import StaticLayer, common_dtype
-from ..static.mark import new_mark
-from ..static.places import EMPTY, Places, State
-from ..store import finite
-from ..store.built import States
 from .base import CompressedCache
+from .static_layers import check_method, layers_of
 
 
 class StaticKVCache(CompressedCache):
@@ -216,7 +216,7 @@ class StaticKVCache(CompressedCache):
         for layer in self.layers:
             key, value = states(layer.codec.view)
             self._entered(layer, common_dtype(key, value))
-            layer.keep(key, value)
+            layer.append(key, value)
         self._in_place = False
         self.finish()
 
@@ -226,7 +226,7 @@ class StaticKVCache(CompressedCache):
         assert self._places is not None
         self._sequences = self._places.sequences()
         for layer in self.layers:
-            layer.attend(call, self._sequences)
+            layer.attend_newest(call, self._sequences)
         self._forget_pass()
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
@@ -235,7 +235,7 @@ class StaticKVCache(CompressedCache):
             # What is not finite in a layer is not finite in those above it.
             for states in (call.key, call.value):
                 finite.check_rows(states, index)
-        return layer.attend(call, self._sequences)
+        return layer.attend_newest(call, self._sequences)
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None
@@ -253,7 +253,7 @@ class StaticKVCache(CompressedCache):
             layer.settle()
         try:
             for layer in self.layers:
-                layer.hold()
+                layer.fill_rings()
         except BaseException:  # an interruption
             for layer in self.layers:
                 layer.put_back()

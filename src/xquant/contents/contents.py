@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..methods import LayerCodec, Method
+from ..past.growing_layer import CompressedLayer
+from ..past.tokens import TokenIndex
 from ..seam.hooks import Attachment
-from ..store.layer import CompressedLayer
-from ..store.tokens import TokenIndex
 from .stack import LayerStack
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..methods import LayerCodec
 from ..models.rotation import apply_rope, remove_rope
-from ..store.tokens import TokenIndex
+from ..past.tokens import TokenIndex
 from .contents import Contents
 
 

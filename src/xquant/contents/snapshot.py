@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import compat
-from ..store.layer import CompressedLayer
-from ..store.past import State as LayerState
-from ..store.tokens import State as IndexState
-from ..store.tokens import TokenIndex
+from ..past.growing import State as LayerState
+from ..past.growing_layer import CompressedLayer
+from ..past.tokens import State as IndexState
+from ..past.tokens import TokenIndex
 from .contents import Contents
 
 

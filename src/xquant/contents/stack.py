@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.backend import MOST_QUERIES, LayerAttention, Shared
+from ..kernels.backend import LayerAttention, Shared
 from ..kernels.call import AttentionCall
 from ..kernels.choose import Choice, choose, packer_of
 from ..kernels.rope import RopeTable
@@ -13,12 +13,13 @@ from ..kernels.trial import Trial
 from ..kernels.workspace import Workspace
 from ..methods import LayerCodec
 from ..models.rope import Rope
+from ..past.growing import State as LayerState
+from ..past.growing_layer import CompressedLayer
+from ..past.offload import Carrier
+from ..past.sealing import seal
+from ..past.sequences import MOST_QUERIES
+from ..past.tokens import TokenIndex
 from ..quant.quantizer import as_written
-from ..store.layer import CompressedLayer
-from ..store.offload import Carrier
-from ..store.past import State as LayerState
-from ..store.sealing import seal
-from ..store.tokens import TokenIndex
 from .options import CacheOptions
 
 

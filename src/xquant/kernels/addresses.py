@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..store.stream import Stream
+from ..past.stream import Stream
 
 
 class BlockAddresses:

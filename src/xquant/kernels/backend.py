@@ -7,24 +7,21 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..methods import LayerCodec
+from ..past.angles import PagedAngles
+from ..past.growing import Accumulator
+from ..past.packer import TORCH, Packer
+from ..past.pages import PageLayout
 from ..quant import Plain
-from ..store.packer import TORCH, Packer
-from ..store.pages import PageLayout
-from ..store.past import Accumulator
 from .call import AttentionCall
-from .paged import PagedAngles, PagedAttention
+from .paged import PagedAttention
 from .rope import RopeTable
 from .workspace import Workspace
 
 if TYPE_CHECKING:
-    from ..store.layer import CompressedLayer
+    from ..past.growing_layer import CompressedLayer
 
 NOTHING_PACKED = "nothing is packed"
 """Why no kernel is needed."""
-
-MOST_QUERIES = 16
-"""Queries at a time that every kernel answers; more are a chunk of a prompt, which pays for rebuilding K and
-V once."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..store.pages import PageLayout
-from ..store.stream import Stream
+from ..past.pages import PageLayout
+from ..past.stream import Stream
 from .addresses import BlockAddresses
 
 FIELDS = (

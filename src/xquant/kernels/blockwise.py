@@ -20,7 +20,7 @@ from .backend import LayerAttention
 from .call import AttentionCall
 
 if TYPE_CHECKING:
-    from ..store.layer import CompressedLayer
+    from ..past.growing_layer import CompressedLayer
 
 LOWEST = -1e30
 """Below every score, yet a score minus it is a number."""

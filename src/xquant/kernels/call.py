@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..store.layer import CompressedLayer
+    from ..past.growing_layer import CompressedLayer
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Types that kernels read states in."""

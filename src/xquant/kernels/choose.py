@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from ..methods import LayerCodec
-from ..store.packer import Packer
+from ..past.packer import Packer
 from . import KERNELS, cpu, cuda, triton
 from .backend import NOTHING_PACKED, Backend, unread
 from .torch import FOLDED, REFERENCE

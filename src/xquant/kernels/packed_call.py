@@ -14,7 +14,7 @@ from .call import AttentionCall
 from .rope import RopeTable
 
 if TYPE_CHECKING:
-    from ..store.layer import CompressedLayer
+    from ..past.growing_layer import CompressedLayer
 
 
 class Angles(NamedTuple):

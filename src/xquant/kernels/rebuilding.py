@@ -12,7 +12,7 @@ from torch import Tensor
 from .blockwise import BlockwiseAttention, OnlineSoftmax
 
 if TYPE_CHECKING:
-    from ..store.layer import CompressedLayer
+    from ..past.growing_layer import CompressedLayer
 
 TOKENS = 1024
 """Whose keys are built at a time, over all sequences; at least a block of each."""

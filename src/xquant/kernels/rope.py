@@ -11,17 +11,8 @@ import torch
 from torch import Tensor
 
 from ..models.rotation import Pair
-from ..store.tokens import TokenIndex
-
-
-@dataclass
-class Within:
-    """``R(r)`` of the places of a block."""
-
-    angles: Pair
-    """cos and sin, fp32 ``[n, D/2]``, without the factor by which some embeddings scale what they rotate."""
-    prepared: dict[str, Any] = field(default_factory=dict)
-    """What backends have made of it."""
+from ..past.angles import Within
+from ..past.tokens import TokenIndex
 
 
 class BlockAngles(NamedTuple):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..past.angles import Within
 from ..threads import one_thread
-from .rope import Within
 
 TOLERANCE = 1e-4
 """Of cos and sin, root mean square over the places of a block."""

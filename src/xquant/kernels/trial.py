@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from ..methods import AttentionInputs, LayerCodec, Method
 from ..models import AttentionView
 from ..models.rope import Rope
-from ..store.layer import CompressedLayer
-from ..store.tokens import TokenIndex
+from ..past.growing_layer import CompressedLayer
+from ..past.tokens import TokenIndex
 from .backend import Backend, Shared
 from .call import AttentionCall
 from .rope import RopeTable

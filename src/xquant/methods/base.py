@@ -2,7 +2,7 @@
 
 A *codec* (`codec`) says which features of a token a layer keeps, how they are packed, and how keys and values
 come back. Everything else (appending, sealing, sinks, tail, crop, reorder) is done once for all methods, in
-`xquant.store`. Bytes are what quantizers say of themselves.
+`xquant.past`. Bytes are what quantizers say of themselves.
 """
 
 import dataclasses

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..contents.contents import Contents
+from ..past.growing_layer import CompressedLayer
+from ..past.sinks import Sinks
+from ..past.slabs import Slabs
+from ..past.stream import Pool
 from ..quant import Ragged, Segment
-from ..store.layer import CompressedLayer
-from ..store.sinks import Sinks
-from ..store.slabs import Slabs
-from ..store.stream import Pool
 from . import bases
 from .reading import FLOATS
 

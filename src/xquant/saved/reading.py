@@ -11,13 +11,13 @@ from torch import Tensor
 from .. import compat
 from ..contents.contents import Contents
 from ..models import AttentionView
+from ..past.growing_layer import CompressedLayer
+from ..past.sinks import Sinks
+from ..past.slabs import Slabs
+from ..past.stream import Pool
+from ..past.tokens import UNKNOWN
 from ..quant import Segment, Streams
 from ..seam.hooks import Attachment
-from ..store.layer import CompressedLayer
-from ..store.sinks import Sinks
-from ..store.slabs import Slabs
-from ..store.stream import Pool
-from ..store.tokens import UNKNOWN
 from . import bases, entropy
 from .header import Saved
 from .writing import WINDOWS, checksum, plain_name

@@ -16,9 +16,9 @@ from .. import __version__, compat
 from ..contents.contents import Contents
 from ..contents.report import report_of
 from ..files import replacing
+from ..past.growing_layer import CompressedLayer
+from ..past.slabs import Slabs
 from ..quant import Streams
-from ..store.layer import CompressedLayer
-from ..store.slabs import Slabs
 from . import bases, entropy
 from .header import VERSION, Header, seal, unsealed
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..methods import AttentionInputs, LayerCodec
 from ..models.rotation import Pair, apply_rope
 from ..models.weights import is_plain
-from ..store.tokens import TokenIndex
+from ..past.tokens import TokenIndex
 from .masks import PassMask
 from .passes import Given
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..store import finite
-from ..store.tokens import visible
+from ..past import finite
+from ..past.tokens import visible
 
 NAME = "attention_mask"
 SHOWN = (

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..kernels.backend import MOST_QUERIES
 from ..kernels.choose import Choice
+from ..past.sequences import MOST_QUERIES
 from .layer import LayerHooks
 from .passes import Route
 

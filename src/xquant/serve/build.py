@@ -20,11 +20,57 @@ from ..analysis.shapes import Skeleton
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import LayerCodec, Method
-from ..methods.xquant import LatentCodec
 from ..models import AttentionView
+from ..past.pageable import of_states
 from ..quant import Segment
 from ..quant.grouped import Grouped
-from .latents import LatentsOfStates
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of states."""
+
+
+@dataclass(eq=False)
+class EngineView(AttentionView):
+    """An engine may have packed the weights for its own products, so their dtype says nothing."""
+
+    given_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        attention: Any,
+        fused: Any,
+        heads: tuple[int, int],
+        size: int,
+        key_norm: Any,
+        rotary_size: int,
+        dtype: torch.dtype,
+    ) -> "EngineView":
+        """Of an ``attention`` layer, or a shard of it, with these ``heads`` (of queries, of keys), whose
+        projection ``fused`` gives queries, keys and values beside each other."""
+        query_heads, kv_heads = heads
+        queries, width = query_heads * size, kv_heads * size
+        return cls(
+            index=index,
+            module=attention,
+            norm=None,
+            hidden=fused.input_size,
+            kv_heads=kv_heads,
+            query_heads=query_heads,
+            head_size=size,
+            key_module=fused,
+            key_channels=slice(queries, queries + width),
+            value_module=fused,
+            value_channels=slice(queries + width, queries + 2 * width),
+            key_norm=key_norm,
+            rotary_size=rotary_size,
+            given_dtype=dtype,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.given_dtype
 
 
 @dataclass(frozen=True)
@@ -191,15 +237,6 @@ def codecs_of(
         for codec in found:
             codec.segments = tuple(_cut_at_heads(s, codec.view) for s in codec.segments)
     return found
-
-
-def of_states(codecs: Sequence[LayerCodec]) -> list[LayerCodec]:
-    """The same codecs, with keys and values for features where those are latents of `xquant`.
-
-    Raises:
-        ValueError: latents cannot be had of keys and values.
-    """
-    return [LatentsOfStates(c) if isinstance(c, LatentCodec) else c for c in codecs]
 
 
 def _cut_at_heads(segment: Segment, view: AttentionView) -> Segment:

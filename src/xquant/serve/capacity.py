@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from ..methods import LayerCodec
-from ..store.pages import PageLayout
+from ..past.pages import PageLayout
+from ..past.step import Keeping
 from .build import Model, shard_of
 from .fit import Wanted, codecs_for
-from .step import Keeping
 
 _STOCK = 128
 """Tokens of a block of vLLM's own, on a CPU."""

@@ -7,16 +7,15 @@ from typing import Any
 from ..kernels.choose import choose, packer_of
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
+from ..past.angles import Angles, turns_halves
+from ..past.exact import ExactAttention, torch_attention
+from ..past.pageable import unfit, unfit_options
+from ..past.paged import PagedPast
+from ..past.step import Keeping
 from ..sizes import in_bytes
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
-from .exact import ExactAttention, torch_attention
-from .layer import ServedLayer
-from .rotary import Angles, turns_halves
-from .step import Keeping
 
-PAGE_TOKENS = 32
-"""Tokens of a page are a multiple of this: the engine's own kernels want it too."""
 _PREFIX = "xquant_"
 _CHOICES: dict[str, tuple[str, ...]] = {
     "attend": ("chunk", "store"),
@@ -67,10 +66,10 @@ class Wanted:
         codec: LayerCodec,
         angles: Callable[[], Angles],
         exact: Callable[[AttentionView], ExactAttention],
-    ) -> ServedLayer:
+    ) -> PagedPast:
         """A layer of an engine, which has these ``angles`` and, for kernels, this attention of its own."""
         block = self.method.group
-        return ServedLayer(
+        return PagedPast(
             codec,
             block,
             None if codec.rotated else angles(),
@@ -228,38 +227,6 @@ def codecs_for(
     if why := unfit(codecs, stored):
         raise _refused(method, why)
     return codecs
-
-
-def unfit(codecs: Sequence[LayerCodec], stored: bool = False) -> str:
-    """Why an engine cannot serve these layers, or store their blocks; empty where it can."""
-    if not stored and any(codec.reads_below or codec.feeds_above for codec in codecs):
-        return (
-            "layers that are predicted from those below do not fit a batch of sequences; the method is for"
-            " caches at rest (docs/at-rest.md)"
-        )
-    reasons = (_unfit_layer(codec) for codec in codecs)
-    return next(filter(None, reasons), "")
-
-
-def unfit_options(method: Method) -> str:
-    """Why blocks of a method cannot be pages; empty where they can."""
-    if method.group % PAGE_TOKENS:
-        return f"a page holds a multiple of {PAGE_TOKENS} tokens, not {method.group}"
-    if method.sink > method.group:
-        return f"{method.sink} sinks are more than the {method.group} tokens of a page"
-    return ""
-
-
-def _unfit_layer(codec: LayerCodec) -> str:
-    if getattr(codec.view.module, "sinks", None) is not None:
-        return "its attention has sinks that are learned"
-    if not codec.keeps_states:
-        return "it keeps layer inputs, which an engine does not give to a cache"
-    if codec.mixes:
-        return "its layers are coded together, and a page holds those of one layer"
-    if any(segment.shared for segment in codec.segments):
-        return "layers share codes, and a page holds those of one layer"
-    return ""
 
 
 def _refused(method: Method, why: str) -> ValueError:

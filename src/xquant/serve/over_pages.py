@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..models import AttentionView
-from .exact import States
-from .step import Chunks
+from ..past.exact import States
+from ..past.step import Chunks
 
 SCRATCH = 128
 """Tokens of a page."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..methods import LayerCodec, Method
-from ..store.pages import PageLayout, Pages
-from ..store.tokens import look_up
-from .layer import ServedLayer
-from .rotary import Angles
+from ..past.angles import Angles, RotatedStates
+from ..past.paged import PagedPast
+from ..past.pages import PageLayout, Pages
+from ..past.tokens import look_up
 
 Stored = dict[str, Tensor]
 """Of one block: ``packed`` uint8 ``[bytes]``, the fields of all layers after each other, and ``sinks``
@@ -30,7 +30,7 @@ class Blocks(NamedTuple):
     starts: Tensor
     """The positions that they begin at, ``[m]``."""
     slots: Tensor | None
-    """As of `ServedLayer.keep`."""
+    """As of `PagedPast.write`."""
     ids: Tensor
     """Of their tokens, ``[m, n]``."""
 
@@ -48,7 +48,7 @@ class Recoder:
 
     def __init__(
         self,
-        layers: Sequence[ServedLayer],
+        layers: Sequence[PagedPast],
         method: Method,
         codecs: Sequence[LayerCodec] | None,
         angles: Sequence[Angles | None],
@@ -120,7 +120,7 @@ class Recoder:
 class _Way(ABC):
     """How one layer's blocks are stored."""
 
-    def __init__(self, layer: ServedLayer, method: Method) -> None:
+    def __init__(self, layer: PagedPast, method: Method) -> None:
         self.layer, self.block, self.sink = layer, method.group, method.sink
         self.layout = layer.layout
 
@@ -176,11 +176,10 @@ class _Repacked(_Way):
     """The blocks as attention reads them, packed anew."""
 
     def __init__(
-        self, layer: ServedLayer, method: Method, codec: LayerCodec, angles: Angles | None
+        self, layer: PagedPast, method: Method, codec: LayerCodec, angles: Angles | None
     ) -> None:
         super().__init__(layer, method)
-        assert codec.rotated or angles is not None
-        self.codec, self._angles = codec, angles
+        self.codec, self._rotated = codec, RotatedStates(codec, angles)
         self.layout = PageLayout(codec.segments, method.group)
 
     def pack(
@@ -188,7 +187,7 @@ class _Repacked(_Way):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         starts = blocks.starts
         rows = self.layer.blocks(blocks.pages, starts, blocks.slots)
-        features = self._features(rows, starts)
+        features = self._rotated.features(rows, starts)
         predicted = self._predicted(below, embedded)
         own = None if predicted is None else predicted.unflatten(1, features.shape[:2])
         encoded = self.codec.encode(features[None], own)[0]
@@ -207,23 +206,16 @@ class _Repacked(_Way):
         below: Tensor | None,
         embedded: Tensor | None,
     ) -> Tensor | None:
-        view, starts = self.codec.view, blocks.starts
+        starts = blocks.starts
         exact = torch.nn.functional.pad(sinks, (0, 0, 0, self.block - self.sink))
-        features = self._features(exact, starts)
+        features = self._rotated.features(exact, starts)
         held = self.layout.spread(packed)
         recalled = self._recall(held, sinks.dtype, self._predicted(below, embedded))
-        keys, values = (
-            part[0].unflatten(0, (-1, self.block)) for part in self.codec.rebuild(recalled)
-        )
-        if not self.codec.rotated:
-            assert self._angles is not None
-            positions = (starts[:, None] + torch.arange(self.block, device="cpu")).flatten()
-            heads = keys.flatten(0, 1).unflatten(-1, (view.kv_heads, view.head_size))
-            keys = self._angles.turn(heads, positions).flatten(1).view_as(keys)
-        rows, hidden = torch.cat([keys, values], -1), self._sinks_of(starts)
+        states = (part.flatten(1) for part in self._rotated.states(recalled, starts))
+        rows, hidden = torch.cat([*states], -1).view_as(exact), self._sinks_of(starts)
         if hidden is not None:
             rows = torch.where(hidden[..., None], exact, rows)
-        self.layer.keep(rows, blocks.pages, starts, blocks.slots)
+        self.layer.write(rows, blocks.pages, starts, blocks.slots)
         return self._above(recalled, below, features, starts)
 
     def _predicted(self, below: Tensor | None, embedded: Tensor | None) -> Tensor | None:
@@ -253,16 +245,6 @@ class _Repacked(_Way):
         if hidden is not None:
             own = torch.where(hidden[..., None], exact, own)
         return self.codec.carry(own, below)
-
-    def _features(self, rows: Tensor, starts: Tensor) -> Tensor:
-        """``[m, n, W]`` with keys as the codec keeps them."""
-        if self.codec.rotated:
-            return rows
-        assert self._angles is not None
-        view = self.codec.view
-        key, value = rows.split(view.kv_width, -1)
-        heads = key.unflatten(-1, (view.kv_heads, view.head_size))
-        return torch.cat([self._angles.turn_back(heads, starts).flatten(2), value], -1)
 
     def _sinks_of(self, starts: Tensor) -> Tensor | None:
         """Which tokens are sinks, bool ``[m, n]``; None where none is."""

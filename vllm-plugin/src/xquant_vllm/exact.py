@@ -6,7 +6,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
 from xquant.models import AttentionView
-from xquant.serve.exact import ExactAttention, torch_attention
+from xquant.past.exact import ExactAttention, torch_attention
 from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
 
 

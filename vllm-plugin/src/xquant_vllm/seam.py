@@ -32,12 +32,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from xquant.kernels.call import AttentionCall
 from xquant.models import AttentionView
+from xquant.past.angles import Angles
+from xquant.past.paged import PagedPast
+from xquant.past.step import Batch, Keeping, in_whole_blocks
 from xquant.serve import fit
-from xquant.serve.build import Model
+from xquant.serve.build import DTYPES, EngineView, Model
 from xquant.serve.capacity import Room, room_of
-from xquant.serve.layer import DTYPES, EngineView, ServedLayer
-from xquant.serve.rotary import Angles
-from xquant.serve.step import Batch, Keeping, in_whole_blocks
 
 from .exact import exact_of
 from .guard import asked_for, is_wrapped, refusing, wrap
@@ -339,7 +339,7 @@ class BatchBuilder(AttentionMetadataBuilder):
 
 
 class PagedImpl(AttentionImpl):
-    """Attends over one layer, by a `ServedLayer` that it is given when the model is loaded."""
+    """Attends over one layer, by a `PagedPast` that it is given when the model is loaded."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ class PagedImpl(AttentionImpl):
             raise ValueError("xquant: ALiBi and layers that share a cache are not served")
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.logits_soft_cap = float(scale), logits_soft_cap
-        self.served: ServedLayer | None = None
+        self.served: PagedPast | None = None
         self.ring: Ring | None = None
         self.angles: Callable[[], Angles] | None = None
         self.moved = 0  # bytes: from where vLLM puts its page in a block to where it is

@@ -10,7 +10,7 @@ import torch
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
 from xquant.methods import Method
-from xquant.store.slabs import GROWTH
+from xquant.past.slabs import GROWTH
 
 from ..pyramid.layout import layout_of
 

@@ -16,11 +16,11 @@ from xquant.kernels.call import AttentionCall
 from xquant.linear import packed_bytes
 from xquant.methods import Method
 from xquant.models import AttentionView
+from xquant.past.tokens import TokenIndex, visible
 from xquant.seam.check import check_input, places
 from xquant.seam.hooks import Attachment, attached
 from xquant.seam.masks import PassMask
 from xquant.seam.passes import Given, ObservingCache, Route
-from xquant.store.tokens import TokenIndex, visible
 
 from . import Pyramid
 

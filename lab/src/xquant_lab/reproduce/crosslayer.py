@@ -22,10 +22,10 @@ from transformers import DynamicCache
 from xquant.cache.growing import KVCache
 from xquant.compat import CACHE
 from xquant.methods import CrossLayer
+from xquant.past.growing_layer import CompressedLayer
 from xquant.quant import Affine
 from xquant.quant.quantizer import dense
 from xquant.spec import parse_method
-from xquant.store.layer import CompressedLayer
 
 from ..pyramid.layout import layout_of
 from .experiment import AVERAGE, TASKS, Experiment, scores

@@ -9,12 +9,13 @@ tokens and sinks lie. `sealing` packs and unpacks blocks.
 from typing import TYPE_CHECKING
 
 from ...methods import LayerCodec
+from ...past.angles import PagedAngles
+from ...past.packer import TORCH, Packer
+from ...past.pages import PageLayout
+from ...past.stream import Stream
 from ...quant.operand import RankedOperand
-from ...store.packer import TORCH, Packer
-from ...store.pages import PageLayout
-from ...store.stream import Stream
 from ..backend import Backend, LayerAttention, Shared
-from ..paged import PagedAngles, PagedAttention
+from ..paged import PagedAttention
 from . import attention, library, ranked, rebuild
 from .attention import Kernel
 from .growing import GrowingAttention
@@ -22,7 +23,7 @@ from .paged import NativePages
 from .sealing import NativePacker
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 
 class Native(Backend):

@@ -18,10 +18,10 @@ from torch import Tensor
 from ...methods import LayerCodec
 from ...models import AttentionView
 from ...models.rotation import Pair
+from ...past.sequences import Sequences
 from ...quant.operand import Operand
 from ..backend import uncoded
 from ..call import AttentionCall, mask_strides
-from ..paged import Sequences
 from ..rope import BlockAngles
 from . import library as native
 

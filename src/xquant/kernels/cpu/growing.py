@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...models.rotation import Pair
-from ...store.layer import CompressedLayer
+from ...past.growing_layer import CompressedLayer
 from ..addresses import BlockAddresses
 from ..backend import LayerAttention
 from ..call import FLOATS, AttentionCall

@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from ...store.pages import PageLayout
+from ...past.angles import PagedAngles
+from ...past.pages import PageLayout
+from ...past.sequences import Sequences
 from ..call import FLOATS, AttentionCall
-from ..paged import PagedAngles, PagedAttention, Sequences
+from ..paged import PagedAttention
 from ..rope import BlockAngles
 from . import library as native
 from .attention import Kernel

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...methods.codec import Rematerialized
+from ...past.sequences import Sequences
 from ...quant.operand import RankedOperand
 from ...quant.ranked import level_table, size_table
 from ..call import AttentionCall
-from ..paged import Sequences
 from ..slow import SlowPairs, widened
 from . import library as native
 from .turning import RebuildingKernel, in_pairs

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ...methods import LayerCodec
 from ...methods.codec import Rematerialized
+from ...past.sequences import Sequences
+from ...past.stream import Stream
 from ...quant.operand import Operand
 from ...quant.pack import Tile, channel_order
-from ...store.stream import Stream
 from ..call import AttentionCall
-from ..paged import Sequences
 from ..rebuilding import TOKENS
 from ..slow import SlowPairs, widened
 from . import library as native

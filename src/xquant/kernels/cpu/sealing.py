@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...past.packer import Packer
 from ...quant import Affine, Packed, Quantizer
 from ...quant.quantizer import dense
 from ...quant.ranked import (
@@ -22,7 +23,6 @@ from ...quant.ranked import (
     weight_table,
     whole,
 )
-from ...store.packer import Packer
 from ..call import FLOATS
 from . import library as native
 

@@ -8,13 +8,14 @@ which layers it reads. Blocks are packed by Triton.
 from typing import TYPE_CHECKING
 
 from ...methods import LayerCodec
-from ...store.pages import PageLayout
+from ...past.angles import PagedAngles
+from ...past.pages import PageLayout
 from ..backend import Backend, LayerAttention, Shared
-from ..paged import PagedAngles, PagedAttention
+from ..paged import PagedAttention
 from . import support
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 
 class Cuda(Backend):

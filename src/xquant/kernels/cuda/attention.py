@@ -10,20 +10,22 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
+from ...past.angles import PagedAngles
+from ...past.pages import PageLayout
+from ...past.sequences import MOST_QUERIES, Sequences
 from ...quant.operand import Operand
-from ...store.pages import PageLayout
-from ..backend import MOST_QUERIES, Shared
+from ..backend import Shared
 from ..block_table import page_addresses
 from ..call import AttentionCall, mask_strides
 from ..packed_call import GpuAttention, PackedCall, channels_together
-from ..paged import PagedAngles, PagedAttention, Sequences
+from ..paged import PagedAttention
 from ..splits import blocks_per_split
 from ..workspace import Unshared, Workspace
 from . import program, support
 from .arguments import MASKS, Arguments, Heads
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 ROWS = 4
 """Rows of a tile: query heads times queries of a key/value head."""

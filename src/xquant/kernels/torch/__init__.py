@@ -12,7 +12,7 @@ from .folded import FoldedAttention
 from .rebuild import DecodedAttention
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 LEAST_BLOCK = 32
 """Tokens of a block from which on blockwise attention was measured to be faster than the reference on a

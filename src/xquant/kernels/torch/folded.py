@@ -16,7 +16,7 @@ from ..blockwise import BlockwiseAttention, OnlineSoftmax, Run, split_bias
 from .products import product_of
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 CHUNK = 1 << 20
 """Elements of keys that are unpacked at a time; at least a block of each sequence."""

@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...methods import LayerCodec
+from ...past.angles import PagedAngles
+from ...past.growing import Accumulator
+from ...past.packer import Packer
+from ...past.pages import PageLayout
 from ...quant import Affine, Packed, Quantizer
 from ...quant.quantizer import as_written
-from ...store.packer import Packer
-from ...store.pages import PageLayout
-from ...store.past import Accumulator
 from ..backend import Backend, LayerAttention, Shared
-from ..paged import PagedAngles, PagedAttention
+from ..paged import PagedAttention
 from . import support
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 
 class TritonPacker(Packer):

@@ -18,7 +18,7 @@ from .operand import KernelOperand
 from .support import power
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 MOST_OUT = 128
 """Channels of the sum that a program adds to."""

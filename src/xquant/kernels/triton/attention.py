@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from ...methods import LayerCodec
-from ...store.pages import PageLayout
+from ...past.angles import PagedAngles
+from ...past.pages import PageLayout
+from ...past.sequences import Sequences
 from ..backend import Shared
 from ..block_table import page_addresses
 from ..call import AttentionCall
 from ..packed_call import GpuAttention, PackedCall, channels_together
-from ..paged import PagedAngles, PagedAttention, Sequences
+from ..paged import PagedAttention
 from ..workspace import Unshared, Workspace
 from .arguments import BlockRope, Call, ExactRows, Heads, Memory, Pages, Runs, Shape, Tables
 from .device import Slots, start
@@ -32,7 +34,7 @@ from .operand import KernelOperand
 from .support import power
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 WIDE = 1 << 14
 """Elements of a block and head from which on a program has twice as many warps: its registers would spill."""

@@ -28,7 +28,7 @@ from .operand import KernelOperand
 from .support import power
 
 if TYPE_CHECKING:
-    from ...store.layer import CompressedLayer
+    from ...past.growing_layer import CompressedLayer
 
 MOST_SUMMED = 128
 """Channels that a program sums."""

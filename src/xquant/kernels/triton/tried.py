@@ -5,9 +5,9 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from ...past.packer import TORCH, Packer
 from ...quant import Packed, Quantizer, Ragged
 from ...quant.quantizer import dense
-from ...store.packer import TORCH, Packer
 from ..trial import failure_of, remembered
 from . import TritonPacker, support
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..kernels.paged import Sequences
-from ..serve.step import Chunk, Keeping, Run, Step
+from .sequences import Sequences
+from .step import Chunk, Keeping, Run, Step
 
 State = tuple[Tensor, list[int], list[int]]
 EMPTY: State = torch.ones(0, 0, dtype=torch.bool, device="cpu"), [], []

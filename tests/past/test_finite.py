@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from support.models import prompt, tiny
 from xquant import KVCache
-from xquant.store import finite
+from xquant.past import finite
 
 SPEC = "kivi-4bit:group=32,sink=1"
 LATER = "layer 3: an earlier forward pass left them there, from token {0} on; crop the cache to {0} tokens"

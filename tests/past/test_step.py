@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from xquant.serve.step import Batch, Keeping, Run, in_whole_blocks
+from xquant.past.step import Batch, Keeping, Run, in_whole_blocks
 
 
 def test_chunks_end_with_blocks_but_for_the_last() -> None:

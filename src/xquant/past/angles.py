@@ -1,13 +1,41 @@
 """The angles of an engine's rotary embedding, by which keys are turned back before they are packed."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import compat
-from ..kernels.paged import PagedAngles
-from ..kernels.rope import Within
+from ..methods import LayerCodec
 from ..models import AttentionView
 from ..models.rotation import Pair, apply_rope, inverse
+
+
+@dataclass
+class Within:
+    """``R(r)`` of the places of a block."""
+
+    angles: Pair
+    """cos and sin, fp32 ``[n, D/2]``, without the factor by which some embeddings scale what they rotate."""
+    prepared: dict[str, Any] = field(default_factory=dict)
+    """What backends have made of it."""
+
+
+@dataclass(frozen=True)
+class PagedAngles:
+    """cos and sin of positions, fp32, for keys that are kept before RoPE."""
+
+    within: Within
+    """Of the places of a block."""
+    starts: Pair
+    """``[columns, D / 2]`` of the positions that blocks start at."""
+    every: Pair
+    """``[positions, D / 2]``."""
+
+    def of_blocks(self, device: torch.device) -> list[Tensor]:
+        """cos and sin of the starts of blocks, then of the places within, on ``device``."""
+        return [t.to(device).contiguous() for t in (*self.starts, *self.within.angles)]
 
 
 class Angles:
@@ -49,6 +77,40 @@ class Angles:
     def _at(self, positions: Tensor, like: Tensor) -> Pair:
         cos, sin = (t[positions].to(like.dtype).repeat(1, 2)[None] for t in (self._cos, self._sin))
         return cos, sin
+
+
+class RotatedStates:
+    """Blocks of rotated keys beside values, to features of a codec and back: it may keep keys before RoPE.
+
+    Args:
+        angles: of the layer's rotary embedding; needed where the codec keeps keys before it.
+    """
+
+    def __init__(self, codec: LayerCodec, angles: Angles | None) -> None:
+        assert codec.rotated or angles is not None
+        self._codec, self._angles = codec, None if codec.rotated else angles
+
+    def features(self, rows: Tensor, starts: Tensor) -> Tensor:
+        """What the codec keeps of ``rows`` ``[m, n, W]`` of blocks that begin at positions ``starts``
+        ``[m]``, in the same shape."""
+        if self._angles is None:
+            return rows
+        view = self._codec.view
+        key, value = rows.split(view.kv_width, -1)
+        heads = key.unflatten(-1, (view.kv_heads, view.head_size))
+        return torch.cat([self._angles.turn_back(heads, starts).flatten(2), value], -1)
+
+    def states(self, recalled: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys, and values, ``[m n, G, D]``, of what the codec recalls of blocks, ``[1, m n, .]``."""
+        view = self._codec.view
+        keys, values = (
+            part.reshape(-1, view.kv_heads, view.head_size)
+            for part in self._codec.rebuild(recalled)
+        )
+        if self._angles is not None:
+            within = torch.arange(len(keys) // len(starts), device=starts.device)
+            keys = self._angles.turn(keys, (starts[:, None] + within).flatten())
+        return keys, values
 
 
 def turns_halves(view: AttentionView) -> bool:

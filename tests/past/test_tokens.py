@@ -2,7 +2,7 @@ from typing import Any
 
 import torch
 
-from xquant.store.tokens import TokenIndex
+from xquant.past.tokens import TokenIndex
 
 
 class Still:

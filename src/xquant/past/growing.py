@@ -1,4 +1,4 @@
-"""Past: what one layer keeps of its tokens, the same for every method.
+"""GrowingPast: what one layer keeps of its tokens, the same for every method.
 
 Tokens live in three places: whole blocks are sealed in the stream, the newest are kept as they are in
 the tail, and sinks, once sealed, are kept as they are beside their block.
@@ -14,6 +14,7 @@ from ..methods import AttentionInputs, LayerCodec, Method
 from ..quant import Packed
 from . import finite
 from .built import BuiltTail
+from .layer import other_dtype
 from .packer import TORCH, Packer
 from .rows import GrowingRows
 from .sealing import pack, seal
@@ -36,7 +37,7 @@ class Accumulator(Protocol):
         ...
 
 
-class Past:
+class GrowingPast:
     """The compressed past of one layer.
 
     Args:
@@ -55,20 +56,20 @@ class Past:
         method: Method,
         index: TokenIndex,
         through_store: bool,
-        below: "Past | None",
+        below: "GrowingPast | None",
         packer: Packer = TORCH,
     ) -> None:
         self.codec, self.method, self.index = codec, method, index
         self.through_store, self.below = through_store, below
         self.stream = Stream(codec.segments, method.group, packer)
-        self.span: Sequence[Past] = (self,)
-        self.source: Past | None = None
+        self.span: Sequence[GrowingPast] = (self,)
+        self.source: GrowingPast | None = None
         self.accumulator: Accumulator | None = None
         self.built, self._rows = BuiltTail(codec), GrowingRows()
         self.reset()
 
     @staticmethod
-    def link(layers: "Sequence[Past]") -> None:
+    def link(layers: "Sequence[GrowingPast]") -> None:
         """Join the layers that are sealed together, and tell those that share codes their source layer."""
         start = 0
         while start < len(layers):
@@ -170,7 +171,7 @@ class Past:
         read = self.through_store or self.codec.reads_below or self.codec.feeds_above
         sealing = self is self.span[-1] and self.due > 0 and (read or not hold)
         if sealing:
-            Past.check_finite(self.span, before)
+            GrowingPast.check_finite(self.span, before)
             seal(self.span)
         self.accumulate(sealing or self.through_store)
 
@@ -182,10 +183,7 @@ class Past:
         """
         if held == self.codec.view.dtype == torch.promote_types(rows.dtype, held):
             return rows.to(held)
-        raise ValueError(
-            f"layer {self.codec.view.index} gives {rows.dtype} states, and the cache holds"
-            f" {held} ones: the model was cast or autocast changed since; use a new cache"
-        )
+        raise other_dtype(self.codec.view.index, rows.dtype, held, "use a new cache")
 
     def _asks_at_once(self, device: torch.device) -> bool:
         """Whether rows must be finite before they are kept; see `finite`."""
@@ -193,7 +191,7 @@ class Past:
         return self.through_store or finite.asked_at_once(device)
 
     @staticmethod
-    def check_finite(layers: "Sequence[Past]", before: int) -> None:
+    def check_finite(layers: "Sequence[GrowingPast]", before: int) -> None:
         """Ask about the tails of ``layers`` that were not asked about when rows came; see
         `finite.check_tails`."""
         finite.check_tails(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from xquant.past.pages import ALIGNMENT, PageLayout, Pages
+from xquant.past.sealing import pack_rows
+from xquant.past.stream import Stream
 from xquant.quant import Affine, Codebook, Packed, Plain, Segment
 from xquant.quant.quantizer import dense
-from xquant.store.pages import ALIGNMENT, PageLayout, Pages
-from xquant.store.sealing import pack_rows
-from xquant.store.stream import Stream
 
 BLOCK, HEAD = 32, 32
 LAYOUTS = {

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.backend import MOST_QUERIES
-from ..kernels.paged import Sequences
 from ..methods import Method
-from .sinks import Slots
+from .sequences import MOST_QUERIES, Sequences
+from .slots import Slots
 
 
 class Run(NamedTuple):

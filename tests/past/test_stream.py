@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from support.block_sizes import block_nbytes
 from xquant.kernels.cpu import best
+from xquant.past.packer import TORCH, Packer
+from xquant.past.sealing import pack_rows
+from xquant.past.slabs import Slabs
+from xquant.past.stream import Stream
 from xquant.quant import Affine, Codebook, Plain, Ragged, Segment
 from xquant.quant.quantizer import OUTLIER_NBYTES, dense
-from xquant.store.packer import TORCH, Packer
-from xquant.store.sealing import pack_rows
-from xquant.store.slabs import Slabs
-from xquant.store.stream import Stream
 
 BLOCK, CHANNELS = 6, 9
 LAYOUT = (

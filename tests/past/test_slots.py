@@ -2,7 +2,7 @@
 
 import pytest
 
-from xquant.serve.sinks import Slots
+from xquant.past.slots import Slots
 
 
 def test_a_first_page_keeps_its_slot() -> None:

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from xquant.store.rows import ROOM, GrowingRows
+from xquant.past.rows import ROOM, GrowingRows
 
 
 @settings(max_examples=100, deadline=None)

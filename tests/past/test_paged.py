@@ -1,4 +1,4 @@
-"""ServedLayer, without an engine: steps of many sequences against attention over each by itself."""
+"""PagedPast, without an engine: steps of many sequences against attention over each by itself."""
 
 import math
 from functools import partial
@@ -16,8 +16,8 @@ from support.paged_sequences import BLOCK, KEPT, KERNEL_SPECS, PLAIN, SPECS, STE
 from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
 from xquant.kernels.call import AttentionCall
-from xquant.serve.sinks import Slots
-from xquant.serve.step import Keeping, Run, Step
+from xquant.past.slots import Slots
+from xquant.past.step import Keeping, Run, Step
 
 needs_native = pytest.mark.skipif(not cpu.library.isas(), reason="no native kernels here")
 NATIVE = [cpu.BACKENDS[isa] for isa in cpu.library.isas()]

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..kernels.backend import MOST_QUERIES, Backend
-from ..kernels.call import AttentionCall
-from ..kernels.trial import BLOCKS, SEQUENCES, TAIL, Trial, random_states
 from ..methods import LayerCodec, Method
 from ..models.rope import Rope
-from ..serve.rotary import Angles
-from ..serve.step import Keeping
-from ..store.packer import TORCH
-from .layer import StaticLayer
-from .places import Places
+from ..past.angles import Angles
+from ..past.batch_layout import Places
+from ..past.packer import TORCH
+from ..past.sequences import MOST_QUERIES
+from ..past.static_layer import StaticLayer
+from ..past.step import Keeping
+from .backend import Backend
+from .call import AttentionCall
+from .trial import BLOCKS, SEQUENCES, TAIL, Trial, random_states
 
 
 def tried_room(method: Method) -> int:
@@ -56,9 +57,9 @@ class PagesTrial(Trial):
             return found.key, found.value
 
         for count in (room - TAIL - 1, TAIL):
-            layer.keep(*states(count))
+            layer.append(*states(count))
             layer.settle()
-            layer.hold()
+            layer.fill_rings()
             places.advance()
         key, value = states(1)
         shape = SEQUENCES, view.query_heads, 1, view.head_size
@@ -69,5 +70,5 @@ class PagesTrial(Trial):
             query.double(), keys, values, scale=scaling, enable_gqa=True
         ).transpose(1, 2)
         call = AttentionCall(query, key, value, None, scaling, None)
-        found = layer.attend(call, places.sequences())
+        found = layer.attend_newest(call, places.sequences())
         return float((found.double() - right).norm() / right.norm())

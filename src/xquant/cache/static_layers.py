@@ -6,13 +6,12 @@ import torch
 
 from .. import compat
 from ..kernels.choose import Choice, choose, packer_of, warn_of_torch
+from ..kernels.paged_trial import PagesTrial, tried_room
 from ..methods import LayerCodec, Method
 from ..models import ModelView
-from ..serve.build import of_states
-from ..serve.fit import unfit, unfit_options
-from ..serve.rotary import Angles
-from .layer import StaticLayer
-from .trial import PagesTrial, tried_room
+from ..past.angles import Angles
+from ..past.pageable import of_states, unfit, unfit_options
+from ..past.static_layer import StaticLayer
 
 
 def check_method(method: Method) -> None:

@@ -1,82 +1,35 @@
-"""ServedLayer: one attention layer of an engine, its past in pages and rings.
+"""PagedPast: one attention layer of an engine, its past in pages and rings.
 
 Letters: ``T`` new tokens of all sequences of a step, after each other; ``t`` those of one; ``n`` tokens of a
 block; ``R`` places of a ring; ``H`` query heads, ``G`` key/value heads of size ``D``; ``W = 2 G D``.
 """
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels.backend import Backend
-from ..kernels.call import AttentionCall
-from ..kernels.paged import Sequences
-from ..kernels.torch import REFERENCE
 from ..methods import LayerCodec
-from ..models import AttentionView
 from ..quant.quantizer import as_written
-from ..store import finite
-from ..store.packer import TORCH, Packer
-from ..store.pages import PageLayout, Pages
+from . import finite
+from .angles import Angles, RotatedStates
 from .exact import ExactAttention, torch_attention
-from .rotary import Angles
+from .packer import TORCH, Packer
+from .pages import PageLayout, Pages
+from .sequences import Sequences
 from .step import Chunk, Chunks, Step
+
+if TYPE_CHECKING:
+    from ..kernels.backend import Backend
+    from ..kernels.call import AttentionCall
 
 _LOG = logging.getLogger(__name__)
 _SLOTS = 16
 """Of sinks, beside as many as there are, when they are given more room."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of states."""
 
 
-@dataclass(eq=False)
-class EngineView(AttentionView):
-    """An engine may have packed the weights for its own products, so their dtype says nothing."""
-
-    given_dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        attention: Any,
-        fused: Any,
-        heads: tuple[int, int],
-        size: int,
-        key_norm: Any,
-        rotary_size: int,
-        dtype: torch.dtype,
-    ) -> "EngineView":
-        """Of an ``attention`` layer, or a shard of it, with these ``heads`` (of queries, of keys), whose
-        projection ``fused`` gives queries, keys and values beside each other."""
-        query_heads, kv_heads = heads
-        queries, width = query_heads * size, kv_heads * size
-        return cls(
-            index=index,
-            module=attention,
-            norm=None,
-            hidden=fused.input_size,
-            kv_heads=kv_heads,
-            query_heads=query_heads,
-            head_size=size,
-            key_module=fused,
-            key_channels=slice(queries, queries + width),
-            value_module=fused,
-            value_channels=slice(queries + width, queries + 2 * width),
-            key_norm=key_norm,
-            rotary_size=rotary_size,
-            given_dtype=dtype,
-        )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.given_dtype
-
-
-class ServedLayer:
+class PagedPast:
     """Attends over one layer, and keeps its keys and values.
 
     Args:
@@ -96,18 +49,19 @@ class ServedLayer:
         self,
         codec: LayerCodec,
         block: int,
-        angles: Angles | None = None,
-        backend: Backend = REFERENCE,
+        angles: Angles | None,
+        backend: "Backend",
         packer: Packer = TORCH,
         exact: ExactAttention = torch_attention,
         sink: int = 0,
     ) -> None:
-        assert codec.rotated or angles is not None
         self.codec, self.block = codec, block
         self.layout = PageLayout(codec.segments, block)
         self._angles, self._packer, self._exact = angles, packer, exact
-        self._sink, self._memory = sink, (0, 0)
-        self.sinks = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._rotated = RotatedStates(codec, angles)
+        self._sink, self._bound = sink, (0, 0)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._pool, self._rings, self.sinks = nothing, nothing, nothing
         """``[slots, S, W]``, as in rings."""
         own = None if angles is None else angles.paged(block)
         self._paged = backend.paged(codec, self.layout, own)
@@ -130,22 +84,21 @@ class ServedLayer:
         with ``capacity`` rows, ``R``. There is room for the sinks of ``slots`` sequences; more is made where
         more come. Does nothing where it is bound to it already."""
         memory = pool.data_ptr() + moved, rings.data_ptr()
-        if memory == self._memory:
+        if memory == self._bound:
             return
         shape, strides = (len(pool), self.layout.nbytes), (pool.stride(0), 1)
-        pages = pool.as_strided(shape, strides, pool.storage_offset() + moved)
-        self._pages = Pages(self.layout, pages, self._packer)
+        self._pool = pool.as_strided(shape, strides, pool.storage_offset() + moved)
+        self._pages = Pages(self.layout, self._pool, self._packer)
         rows = rings.view(len(rings), -1)[:, : capacity * self.row]
-        self._rings, self._memory = rows.unflatten(1, (capacity, self.row)), memory
+        self._rings, self._bound = rows.unflatten(1, (capacity, self.row)), memory
         self.sinks = rings.new_zeros(slots, self._sink, self.row)
-        self._given = pages
         self._bind_kernel()
 
     def _bind_kernel(self) -> None:
         if self._paged is not None:
-            self._paged.bind(self._given, self._rings, self.sinks)
+            self._paged.bind(self._pool, self._rings, self.sinks)
 
-    def attend(self, call: AttentionCall, step: Step, out: Tensor) -> None:
+    def attend(self, call: "AttentionCall", step: Step, out: Tensor) -> None:
         """Keep the new tokens, and attend; without gradients, as an engine runs.
 
         A sequence reads its own new tokens and those in its ring as they are, older ones from their pages.
@@ -169,16 +122,16 @@ class ServedLayer:
             found = self._exact(call.query[own].to(self._rings.dtype), states, chunks, *scoring)
             out[own] = found.to(out.dtype)
             # Last: a long ring may give the places of tokens that were read to new ones.
-            self.hold(rows[chunks.kept], chunks)
+            self.write_rings(rows[chunks.kept], chunks)
 
-    def attend_in_place(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
+    def attend_in_place(self, call: "AttentionCall", sequences: Sequences, out: Tensor) -> None:
         """`PagedAttention.attend`, where the layer is `in_place`; rings keep states in their own dtype."""
         assert self._paged is not None
         key, value = (t.to(self._rings.dtype) for t in call[1:3])
         with as_written(call.query):
             self._paged.attend(call._replace(key=key, value=value), sequences, out)
 
-    def hold(self, rows: Tensor, chunks: Chunks) -> None:
+    def write_rings(self, rows: Tensor, chunks: Chunks) -> None:
         """Put the rows ``[., W]`` of `Chunks.kept` into rings."""
         self._rings[chunks.places] = rows
 
@@ -192,7 +145,7 @@ class ServedLayer:
             new = rows[run.start : run.start + count * self.block - len(held)]
             whole = torch.cat([held, new]) if len(held) else new
             blocks.append(whole.unflatten(0, (count, self.block)))
-        self.keep(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
+        self.write(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
 
     def seal_held(self, step: Step) -> None:
         """The same where rings have all rows of these blocks, the new ones too.
@@ -210,9 +163,9 @@ class ServedLayer:
             rows = self._rings[ring, tokens % self._rings.shape[1]]
             finite.check_rows(rows, self.codec.view.index)
             blocks.append(rows.unflatten(0, (filled.blocks, self.block)))
-        self.keep(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
+        self.write(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
 
-    def keep(self, rows: Tensor, pages: Tensor, starts: Tensor, slots: Tensor | None) -> None:
+    def write(self, rows: Tensor, pages: Tensor, starts: Tensor, slots: Tensor | None) -> None:
         """Pack blocks ``[m, n, W]`` of rotated keys and values.
 
         Args:
@@ -222,7 +175,8 @@ class ServedLayer:
         """
         excluded = None if slots is None else self._keep_sinks(rows, starts == 0, slots)
         before = self._pages.dropped
-        self._pages.write(pages, self._packed(rows, starts), excluded)
+        features = self._rotated.features(rows, starts)
+        self._pages.write(pages, self.codec.encode(features[None], None)[0], excluded)
         if self._pages.dropped.bit_length() > before.bit_length():  # twice as many as were told of
             _LOG.warning(
                 "xquant: layer %d: %d outliers had no room in pages, and are read as their codes",
@@ -231,7 +185,7 @@ class ServedLayer:
             )
 
     def blocks(self, pages: Tensor, starts: Tensor, slots: Tensor | None) -> Tensor:
-        """The inverse of `keep`: what attention reads of these pages, ``[m, n, W]`` in the dtype of rings."""
+        """The inverse of `write`: what attention reads of pages, ``[m, n, W]`` in the dtype of rings."""
         states = (part.flatten(1) for part in self._decoded(pages, starts))
         rows = torch.cat([*states], -1).unflatten(0, (len(pages), self.block))
         if slots is not None:
@@ -240,11 +194,11 @@ class ServedLayer:
 
     def packed(self, pages: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
         """What these pages hold, as bytes ``[m, .]``, and the sinks in these slots, ``[., S, W]``."""
-        return self.layout.compact(self._given[pages]), self.sinks[[] if slots is None else slots]
+        return self.layout.compact(self._pool[pages]), self.sinks[[] if slots is None else slots]
 
     def put(self, packed: Tensor, pages: Tensor, sinks: Tensor, slots: Tensor | None) -> None:
         """The inverse of `packed`."""
-        self._given[pages] = self.layout.spread(packed)
+        self._pool[pages] = self.layout.spread(packed)
         if slots is not None:
             self._keep_sinks(sinks, torch.ones(len(sinks), dtype=torch.bool, device="cpu"), slots)
 
@@ -252,12 +206,7 @@ class ServedLayer:
         """Rotated keys, and values, of these pages, ``[m n, G, D]``; sinks as their codes."""
         rows = self._pages.read(pages, self._rings.dtype)
         recalled = self.codec.recall(rows.flatten(0, 1)[None], None, sealing=False)
-        keys, values = (self._heads(part[0]) for part in self.codec.rebuild(recalled))
-        if not self.codec.rotated:
-            assert self._angles is not None
-            positions = (starts[:, None] + torch.arange(self.block, device=starts.device)).flatten()
-            keys = self._angles.turn(keys, positions)
-        return keys, values
+        return self._rotated.states(recalled, starts)
 
     def _keep_sinks(self, blocks: Tensor, first: Tensor, slots: Tensor) -> Tensor | None:
         """Keep those of blocks ``[m, n, W]``, of which some are the ``first`` of their sequence, in these
@@ -271,17 +220,6 @@ class ServedLayer:
         self.sinks[slots] = blocks[first, : self._sink]
         sinks = first[:, None] & (torch.arange(self.block, device=first.device) < self._sink)
         return sinks.to(blocks.device)
-
-    def _packed(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """What is packed of blocks ``[m, n, W]`` that begin at positions ``starts`` ``[m]``."""
-        if not self.codec.rotated:
-            assert self._angles is not None
-            view = self.codec.view
-            key, value = blocks.split(view.kv_width, -1)
-            heads = key.unflatten(-1, (view.kv_heads, view.head_size))
-            turned = self._angles.turn_back(heads, starts)
-            blocks = torch.cat([turned.flatten(2), value], -1)
-        return self.codec.encode(blocks[None], None)[0]
 
     def read(self, chunk: Chunk, new: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, ``[tokens, G, D]``, that the ``new`` rows of a sequence read."""

@@ -14,12 +14,12 @@ from support.method_matrix import LOW
 from support.models import tiny
 from xquant import attach, parse_method
 from xquant.methods import AttentionInputs
+from xquant.past.growing_layer import CompressedLayer
+from xquant.past.sealing import seal
+from xquant.past.tokens import TokenIndex
 from xquant.quant import Ragged
 from xquant.quant.pack import packed_rows
 from xquant.quant.quantizer import OUTLIER_NBYTES
-from xquant.store.layer import CompressedLayer
-from xquant.store.sealing import seal
-from xquant.store.tokens import TokenIndex
 
 TOKENS, BATCH = 43, 2
 

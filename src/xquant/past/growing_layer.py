@@ -2,23 +2,18 @@
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from ..models.rotation import apply_rope
 from .built import States
-from .past import Past
+from .growing import GrowingPast
+from .layer import PastLayer
 
 
-class CompressedLayer(Past, CacheLayerMixin):
+class CompressedLayer(GrowingPast, PastLayer):
     """One compressed attention layer of a `KVCache`.
 
     `read` is what the reference attends to, and with it the truth for every backend.
     """
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -131,39 +126,17 @@ class CompressedLayer(Past, CacheLayerMixin):
     def get_seq_length(self) -> int:
         return self.tokens
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
-
     def get_max_length(self) -> int:
         return -1
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.13
 
     @property
     def is_initialized(self) -> bool:
         return self.tail is not None
 
     @property
-    def device(self) -> torch.device:
-        return self.codec.view.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what `keys` gives."""
-        return self.codec.view.dtype if self.tail is None else self.tail.dtype
-
-    @property
-    @torch.no_grad()
-    def keys(self) -> Tensor | None:
-        """Keys of all tokens as attention reads them, decoded, ``[B, G, T, D]``; for tools that look into a
-        cache. None where there are no tokens."""
-        return None if self.tail is None else self.codec.view.as_in_model(self.states()[0])
-
-    @property
-    @torch.no_grad()
-    def values(self) -> Tensor | None:
-        """The same of values."""
-        return None if self.tail is None else self.states()[1]
+    def held_dtype(self) -> torch.dtype:
+        assert self.tail is not None
+        return self.tail.dtype
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.select(indices)
@@ -173,21 +146,6 @@ class CompressedLayer(Past, CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.tail is not None:
             self.select(torch.arange(self.tail.shape[0], device="cpu").repeat_interleave(repeats))
-
-    # -- parts of it that do not apply ---------------------------------------------------------
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise ValueError("a compressed layer is filled by forward passes only")
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> States:
-        raise ValueError("use the cache's own update(): a layer alone does not see the layer input")
-
-    def offload(self) -> None:
-        raise ValueError("offloading is not supported by compressed layers")
-
-    prefetch = offload
 
 
 def _join(parts: list[States]) -> States:

@@ -17,7 +17,7 @@ from support.models import left_padded, prompt, tiny
 from support.saved_caches import SOME
 from xquant import KVCache
 from xquant.cache import growing
-from xquant.store import offload
+from xquant.past import offload
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from ..quant.quantizer import dense
 from .stream import Stream
 
 if TYPE_CHECKING:
-    from .past import Past
+    from .growing import GrowingPast
 
 
-def seal(layers: "Sequence[Past]") -> None:
+def seal(layers: "Sequence[GrowingPast]") -> None:
     """Seal what is due in ``layers``, which are whole spans.
 
     Raises:
@@ -25,7 +25,7 @@ def seal(layers: "Sequence[Past]") -> None:
     together = defaultdict(list)
     for layer in layers:
         together[layer.stream.tokens, layer.due].append(layer)
-    packed: dict[Past, list[Packed]] = {}
+    packed: dict[GrowingPast, list[Packed]] = {}
     for (start, blocks), some in together.items():
         rows = [layer.oldest(blocks) for layer in some]
         packed.update(zip(some, pack(some, rows, start), strict=True))
@@ -36,7 +36,7 @@ def seal(layers: "Sequence[Past]") -> None:
                 one.settle(fields)
 
 
-def pack(layers: "Sequence[Past]", rows: Sequence[Tensor], start: int) -> list[list[Packed]]:
+def pack(layers: "Sequence[GrowingPast]", rows: Sequence[Tensor], start: int) -> list[list[Packed]]:
     """Blocks from token ``start`` on as the segments of each layer store them, not sealed yet.
 
     Args:
@@ -52,7 +52,9 @@ def pack(layers: "Sequence[Past]", rows: Sequence[Tensor], start: int) -> list[l
     return pack_rows([layer.stream for layer in layers], _encoded(layers, rows, start), excluded)
 
 
-def _encoded(layers: "Sequence[Past]", rows: Sequence[Tensor], start: int) -> Iterator[Tensor]:
+def _encoded(
+    layers: "Sequence[GrowingPast]", rows: Sequence[Tensor], start: int
+) -> Iterator[Tensor]:
     """What each layer packs, ``[N, n, C]``, of its features ``[B, m, n, W]``."""
     of_span: list[Tensor] = []
     for layer, own in zip(layers, rows, strict=True):

@@ -4,22 +4,25 @@ Letters: ``B`` sequences, ``t`` new tokens of each, ``H`` query heads, ``G`` key
 ``W = 2 G D``.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from ..kernels.backend import Backend
-from ..kernels.call import AttentionCall
-from ..kernels.paged import Sequences
 from ..methods import LayerCodec, Method
-from ..serve.layer import ServedLayer
-from ..serve.rotary import Angles
-from ..serve.step import Chunk
-from ..store import finite
-from ..store.built import States
-from ..store.packer import Packer
-from ..store.pages import aligned
-from .places import Places
+from . import finite
+from .angles import Angles
+from .batch_layout import Places
+from .built import States
+from .layer import PastLayer, other_dtype
+from .packer import Packer
+from .paged import PagedPast
+from .sequences import Sequences
+from .step import Chunk
+
+if TYPE_CHECKING:
+    from ..kernels.backend import Backend
+    from ..kernels.call import AttentionCall
 
 
 def common_dtype(key: Tensor, value: Tensor) -> torch.dtype:
@@ -27,8 +30,8 @@ def common_dtype(key: Tensor, value: Tensor) -> torch.dtype:
     return torch.promote_types(key.dtype, value.dtype)
 
 
-class StaticLayer(CacheLayerMixin):
-    """Keeps keys and values of one layer.
+class StaticLayer(PagedPast, PastLayer):
+    """One layer of a `StaticKVCache`, whose sequences have pages and a ring of their own.
 
     Args:
         room: tokens of a sequence.
@@ -36,31 +39,20 @@ class StaticLayer(CacheLayerMixin):
         backend: what reads pages in place and packs blocks.
     """
 
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-    supports_early_init = False
-
     def __init__(
         self,
         codec: LayerCodec,
         method: Method,
         room: int,
         angles: Angles | None,
-        backend: Backend,
+        backend: "Backend",
         packer: Packer,
     ) -> None:
-        self.codec, self.room = codec, room
-        self._served = ServedLayer(codec, method.group, angles, backend, packer, sink=method.sink)
-        self._pages = self._rings = torch.empty(0, device="cpu", dtype=torch.float32)
+        self.room = room
+        super().__init__(codec, method.group, angles, backend, packer, sink=method.sink)
         self.places: Places | None = None
         self._replaced: Tensor | None = None
         self.forget_pass()
-
-    @property
-    def in_place(self) -> bool:
-        """Whether a kernel reads its pages."""
-        return self._served.in_place
 
     @property
     def nbytes(self) -> int:
@@ -74,28 +66,28 @@ class StaticLayer(CacheLayerMixin):
 
     @property
     def _memory(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self._pages, self._rings, self._served.sinks
+        return self._pool, self._rings, self.sinks
 
     @torch.inference_mode(False)  # what is made within it could not be written to outside
     def reserve(self, places: Places, dtype: torch.dtype) -> None:
         """Take the memory for a batch."""
         device, batch = self.codec.view.device, places.batch
-        stride = aligned(self._served.layout.nbytes)
-        pages = torch.empty(batch * places.columns, stride, dtype=torch.uint8, device=device)
-        shape = batch, places.keeping.capacity, self._served.row
+        size = batch * places.columns, self.layout.nbytes
+        pages = torch.empty(size, dtype=torch.uint8, device=device)
         # Rows that were never written are multiplied by weights of 0.
+        shape = batch, places.keeping.capacity, self.row
         self._use(places, pages, torch.zeros(shape, dtype=dtype, device=device))
 
     def _use(self, places: Places, pages: Tensor, rings: Tensor) -> None:
-        self.places, self._pages, self._rings = places, pages, rings
-        self._served.bind(pages, rings, rings.shape[1], slots=places.batch)
+        self.places = places
+        self.bind(pages, rings, rings.shape[1], slots=places.batch)
 
     @torch.inference_mode(False)
     def take(self, other: "StaticLayer", places: Places) -> None:
         """Have a copy of what another layer holds, whose batch has these ``places`` here."""
         if other.places is not None:
-            self._use(places, other._pages.clone(), other._rings.clone())
-            self._served.sinks.copy_(other._served.sinks)
+            self._use(places, other._pool.clone(), other._rings.clone())
+            self.sinks.copy_(other.sinks)
 
     # -- a forward pass ----------------------------------------------------------------------------
 
@@ -105,18 +97,19 @@ class StaticLayer(CacheLayerMixin):
         self.seen = False
         """Whether this pass has come to the layer."""
 
-    def attend(self, call: AttentionCall, sequences: Sequences) -> Tensor:
+    def attend_newest(self, call: "AttentionCall", sequences: Sequences) -> Tensor:
         """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
         padding, and each comes before the next."""
         self._check_dtype(call.key, call.value)
-        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
+        states = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
+        query, key, value = states
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        rows = AttentionCall(query, key, value, None, call.scaling, call.softcap)
-        self._served.attend_in_place(rows, sequences, out)
+        rows = call._replace(query=query, key=key, value=value, mask=None, sink_logits=None)
+        self.attend_in_place(rows, sequences, out)
         return out.unflatten(0, (call.query.shape[0], -1))
 
-    def keep(self, key: Tensor, value: Tensor) -> Tensor:
-        """Keep the newest tokens: pack whole blocks, and give the others to rings in `hold`.
+    def append(self, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the newest tokens: pack whole blocks, and give the others to rings in `fill_rings`.
 
         Args:
             key: ``[B, G, t, D]``, rotated, as ``value``.
@@ -134,14 +127,14 @@ class StaticLayer(CacheLayerMixin):
         states = [t.detach().transpose(1, 2)[real] for t in (key, value)]
         rows = torch.cat([t.flatten(1) for t in states], -1)
         finite.check_rows(rows, self.codec.view.index)
-        self._served.seal(rows, places.step)
+        self.seal(rows, places.step)
         self._pending = rows[places.step.readers(native=False)[1].kept]
         return rows
 
     def whole(self, key: Tensor, value: Tensor) -> States:
         """The same, and keys and values of all tokens, ``[B, G, ., D]``; zeros of padding, and of a sequence
         that has no new token."""
-        rows, places = self.keep(key, value), self.places
+        rows, places = self.append(key, value), self.places
         assert places is not None
         if not places.length:
             return key, value
@@ -156,19 +149,16 @@ class StaticLayer(CacheLayerMixin):
         shape = len(real), view.kv_heads, real.shape[1], view.head_size
         found = rows.new_zeros(shape), rows.new_zeros(shape)
         for sequence, chunk in each:
-            own = self._served.read(chunk, rows[chunk.run.start : chunk.run.stop])
+            own = self.read(chunk, rows[chunk.run.start : chunk.run.stop])
             for to, read in zip(found, own, strict=True):
                 to[sequence, :, real[sequence]] = read.transpose(0, 1).to(rows.dtype)
         return found
 
     @torch.no_grad()
-    def states(self) -> States | None:
-        """Keys and values of all tokens as attention reads them, two ``[B, G, T, D]``; None where there are
-        none."""
-        places = self.places
-        if places is None or not places.length:
-            return None
-        return self._read(places.held(), self._rings[0, :0], places.real)
+    def states(self) -> States:
+        """Keys and values of all tokens as attention reads them, two ``[B, G, T, D]``; zeros of padding."""
+        assert self.places is not None
+        return self._read(self.places.held(), self._rings[0, :0], self.places.real)
 
     def settle(self) -> None:
         """The pass has succeeded: seal whole blocks of what was read in place.
@@ -178,15 +168,15 @@ class StaticLayer(CacheLayerMixin):
         """
         if self._pending is None:
             assert self.places is not None
-            self._served.seal_held(self.places.step)
+            self.seal_held(self.places.step)
 
-    def hold(self) -> None:
+    def fill_rings(self) -> None:
         """Put what was read as a whole into rings. Comes after all layers have settled."""
         self._replaced = None
         if self._pending is not None:
             assert self.places is not None
             self._replaced = self._rings.clone() if self.places.length else None
-            self._served.hold(self._pending, self.places.step.readers(native=False)[1])
+            self.write_rings(self._pending, self.places.step.readers(native=False)[1])
         self.forget_pass()
 
     def put_back(self) -> bool:
@@ -199,40 +189,19 @@ class StaticLayer(CacheLayerMixin):
     def _check_dtype(self, key: Tensor, value: Tensor) -> None:
         dtype = common_dtype(key, value)
         if dtype != self._rings.dtype:
-            raise ValueError(
-                f"layer {self.codec.view.index} gives {dtype} states, and the cache holds"
-                f" {self._rings.dtype} ones: the model was cast or autocast changed since; reset() the cache"
-            )
+            raise other_dtype(self.codec.view.index, dtype, self.held_dtype, "reset() the cache")
 
     # -- transformers' contract of a layer ---------------------------------------------------------
 
     def get_seq_length(self) -> int:
         return 0 if self.places is None else self.places.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
     def get_max_length(self) -> int:
         return self.room
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.13
 
     @property
     def is_initialized(self) -> bool:
         return self.places is not None
-
-    @property
-    def keys(self) -> Tensor | None:
-        """Keys of all tokens as attention reads them, decoded, ``[B, G, T, D]``, zeros of padding; for tools
-        that look into a cache. None where there are no tokens."""
-        states = self.states()
-        return None if states is None else self.codec.view.as_in_model(states[0])
-
-    @property
-    def values(self) -> Tensor | None:
-        """The same of values."""
-        states = self.states()
-        return None if states is None else states[1]
 
     @property
     def max_cache_len(self) -> int:
@@ -247,13 +216,8 @@ class StaticLayer(CacheLayerMixin):
     max_batch_size = batch_size  # its name before transformers 5.13
 
     @property
-    def device(self) -> torch.device:
-        return self.codec.view.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what `keys` gives."""
-        return self.codec.view.dtype if self.places is None else self._rings.dtype
+    def held_dtype(self) -> torch.dtype:
+        return self._rings.dtype
 
     # -- parts of it that are the cache's alone ----------------------------------------------------
 
@@ -263,12 +227,3 @@ class StaticLayer(CacheLayerMixin):
         )
 
     reset = crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
-    offload = prefetch = _refuse
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise ValueError("the layers of a StaticKVCache are filled by its own update()")
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> States:
-        raise ValueError("use the cache's own update()")
