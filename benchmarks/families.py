@@ -36,9 +36,10 @@ from transformers.utils import logging
 from xquant import KVCache, load_model, own_calibration, parse_method
 from xquant.calibrations import Calibrations
 from xquant.files import CACHE
-from xquant.results import read_results, stamp, write_json
+from xquant.results import stamp, write_json
 from xquant.text import read_text, text_name
 from xquant_lab.evals.perplexity import perplexity
+from xquant_lab.results.read import read_results
 
 SPECS = (
     *("full", "kivi-2bit", "kivi-4bit", "xquant-2bit", "xquant-4bit", "xquant-cl-2bit"),

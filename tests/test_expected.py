@@ -53,20 +53,6 @@ def test_a_tensor_that_is_something_else_is_named(tensor: torch.Tensor, fault: s
         check({"a": tensor}, {"a": HALVES})
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        HALVES,
-        Expected((7,), torch.int16, -3, 3),
-        Expected((40, 9), torch.float32, least=0, most=0.125),
-    ],
-)
-def test_random_numbers_fit(wanted: Expected) -> None:
-    found = wanted.random()
-    assert wanted.fault(found) == "" and not found.is_meta
-    assert bool(found.any()) == (len(wanted.shape) > 1)
-
-
 def test_a_tensor_too_few_or_too_many_is_named() -> None:
     fine = torch.zeros(2, 3).half()
     check({"a": fine}, {"a": HALVES})

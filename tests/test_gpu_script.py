@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from support.result_rows import benched
-from xquant.results import read_results
+from xquant_lab.results.read import read_results
 
 pytest.importorskip("triton", minversion="3.5")
 

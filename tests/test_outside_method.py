@@ -18,12 +18,13 @@ from xquant import KVCache, attach, parse_method
 from xquant.analysis.gpus import GPUS
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.plan import plan
-from xquant.analysis.roofline import attention_step, layout_load
+from xquant.analysis.roofline import layout_load
 from xquant.analysis.shapes import Skeleton
 from xquant.calibrators.run import calibrate_on
 from xquant.methods import METHODS, LayerCodec, Method
 from xquant.quant import Quantizer
 from xquant_lab.bench.contenders import Models
+from xquant_lab.bench.roofline import attention_step
 from xquant_lab.bench.run import bench
 from xquant_lab.bench.shaped import random_calibration
 from xquant_lab.bench.trials import Settings

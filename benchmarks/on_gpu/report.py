@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from xquant.cli.common import print_table
-from xquant.results import read_results, write_json
+from xquant.results import write_json
+from xquant_lab.results.read import read_results
 from xquant_lab.verbs.bench_tables import print_largest, print_rows
 
 from .plan import STAGES

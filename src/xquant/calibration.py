@@ -162,16 +162,6 @@ class Expected:
         make = torch.zeros if vector else torch.empty
         return make(self.shape, dtype=self.dtype, device="cpu" if vector else "meta")
 
-    def random(self) -> Tensor:
-        """A random tensor that fits, for benchmarks: a vector of zeros, or a larger tensor of normal
-        numbers that as a matrix keep the size of the rows they are multiplied with."""
-        if len(self.shape) == 1:
-            return self.blank()
-        numbers = (
-            torch.randn(self.shape, dtype=torch.float32, device="cpu") * self.shape[-1] ** -0.5
-        ).clamp(self.least, self.most)
-        return (numbers.sort(0).values if self.rising else numbers).to(self.dtype)
-
     def fault(self, found: Tensor) -> str:
         """What is wrong with a tensor; empty where it fits. A tensor on the meta device has no numbers to
         check."""

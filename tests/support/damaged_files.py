@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from xquant.saved.header import KIND, seal
+from xquant.saved.header import KIND, write_digest
 from xquant.saved.writing import checksum
 
 Facts = dict[str, Any]
@@ -29,7 +29,7 @@ def write(file: Path, facts: Any, tensors: Tensors) -> None:
         facts = {**facts, "checksums": {n: checksum(t) for n, t in tensors.items()}}
     text = facts if isinstance(facts, str) else json.dumps(facts)
     save_file(tensors, file, {"format": KIND, "header": text, "sha256": "0" * 64})
-    seal(file)
+    write_digest(file)
 
 
 STRANGE: list[Any] = [

@@ -12,7 +12,6 @@ from transformers import DynamicCache
 from support.attention_cases import exact, needs_flash
 from support.models import tiny
 from xquant import KVCache, parse_method
-from xquant.analysis.roofline import attention_step
 from xquant.methods.transform import Transform
 from xquant_lab.bench import capacity, clocks, flash, trials
 from xquant_lab.bench import run as evaluation
@@ -20,6 +19,7 @@ from xquant_lab.bench.ceilings import Ceilings, copy_bandwidth, matrix_rate, rea
 from xquant_lab.bench.clocks import HostClock
 from xquant_lab.bench.contenders import Compressed, Full, Models, fill
 from xquant_lab.bench.parts import with_dense
+from xquant_lab.bench.roofline import attention_step
 from xquant_lab.bench.run import bench
 from xquant_lab.bench.shaped import fitting_layers, random_calibration, shaped_model
 from xquant_lab.bench.trials import Settings

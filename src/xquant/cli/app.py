@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import click
 
 from .. import __version__
+from ..catalogue import LABORATORY
 from . import calibrate, generate, inspect, methods, plan, prompt
 from .common import IN_FILE, how_to_go_on
 
@@ -20,17 +21,15 @@ OWN = (
     calibrate.calibrate,
     plan.plan,
 )
-LABORATORYS = "bench", "compare", "eval", "lm-eval", "perplexity", "reproduce"
 VERBS = "xquant.verbs"
 """The group of entry points by which other distributions add verbs."""
 
 
 def _load(context: click.Context, option: click.Parameter, files: Sequence[str]) -> None:
-    if files:
-        from ..methods import load_file
+    for file in files:
+        from ..methods import load_file  # not at once: it imports torch
 
-        for file in files:
-            load_file(file)
+        load_file(file)
 
 
 def _plugin_option() -> click.Option:
@@ -68,11 +67,9 @@ class Verbs(click.Group):
             verb.short_help = " ".join((verb.help or "").partition("\n\n")[0].split()).rstrip(".")
             if verb.add_help_option and all(each.name != "plugin" for each in verb.params):
                 verb.params.append(_plugin_option())
-        elif name in LABORATORYS:
-            from ..catalogue import LABORATORY
-
+        elif not _added():
             raise ValueError(
-                f"'{name}' is a verb of the laboratory, xquant-lab: in a clone, {LABORATORY}"
+                f"No such command '{name}'. The laboratory, xquant-lab, has more: in a clone, {LABORATORY}"
             )
         return verb
 

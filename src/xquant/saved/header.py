@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
-from .seal import UNSEALED, is_intact, sealed
+from .digest import is_intact, with_digest
 
 KIND = "xquant cache"
 VERSION = (4, 0)
@@ -32,6 +32,10 @@ Check = Callable[[Any], bool]
 
 def _text(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= _LONGEST
+
+
+def _bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _digest(value: Any) -> bool:
@@ -56,61 +60,63 @@ def _number(value: Any) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def _digests(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_digest, value.values()))
+def _dict(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
-def _coded(value: Any) -> bool:
-    shapes = _pair(_text, _list(_count))
-    return isinstance(value, dict) and all(map(shapes, value.values()))
+Text = Annotated[str, _text]
+Digest = Annotated[str, _digest]
+Count = Annotated[int, _count]
+Numbers = Annotated[list[int], _list(_count)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a saved cache is, and what it was saved from."""
+    """What a saved cache is, and what it was saved from. A field is annotated with the check of what a file
+    may have there."""
 
-    version: str
+    version: Text
     """Of the format: ``"major.minor"``."""
-    xquant: str
-    transformers: str
-    family: str
+    xquant: Text
+    transformers: Text
+    family: Text
     """The class of the model."""
-    configuration: str
-    weights: str
+    configuration: Digest
+    weights: Digest
     """`identity.Told` of the model."""
-    dtype: str
+    dtype: Text
     """Of the keys and values of the model."""
-    method: str
-    attend: str
-    calibration: str
+    method: Text
+    attend: Annotated[str, lambda value: value in ("chunk", "store")]
+    calibration: Annotated[str, lambda value: value == "" or _digest(value)]
     """The digest of the calibration; empty where the method has none."""
-    bases: list[list[float]]
+    bases: Annotated[list[list[float]], _list(_list(_number))]
     """Of each compressed layer: `bases.probe` of its codec."""
-    attention: str
+    attention: Text
     """The attention implementation to which all layers were seen to hand over what a cache returns; empty
     where that is not known."""
-    layers: list[int]
+    layers: Numbers
     """The numbers of the compressed layers."""
-    recording: list[int]
+    recording: Numbers
     """Those of sliding windows that keep tokens past their window until the next crop."""
-    batch: int
-    tokens: int
+    batch: Count
+    tokens: Count
     """Of each sequence."""
-    blocks: int
+    blocks: Count
     """That each compressed layer holds; one that several sequences share counts once."""
-    lengths: list[list[int]]
+    lengths: Annotated[list[list[int]], _list(_pair(_count, _count))]
     """Tokens of the blocks of a sequence, from the first on: how many tokens, and how many blocks of so many
     follow each other."""
-    runs: list[list[Any]]
+    runs: Annotated[list[list[Any]], _list(_pair(_count, _bool))]
     """Of a model with two sets of rotary frequencies: where each run of tokens ends, and whether it has those
     of long inputs."""
-    cache_bytes: int
+    cache_bytes: Count
     """Resident in the cache when it was saved."""
-    full_cache_bytes: int
+    full_cache_bytes: Count
     """Of the fp16 cache of the same tokens."""
-    checksums: dict[str, str]
+    checksums: Annotated[dict[str, str], _dict(_digest)]
     """SHA-256 of each tensor's bytes, as they are in the file."""
-    coded: dict[str, list[Any]]
+    coded: Annotated[dict[str, list[Any]], _dict(_pair(_text, _list(_count)))]
     """Of each tensor that is entropy-coded its type and shape, see `entropy`."""
 
     def to_json(self) -> str:
@@ -118,29 +124,7 @@ class Header:
 
 
 _CHECKS: dict[str, Check] = {
-    "version": _text,
-    "xquant": _text,
-    "transformers": _text,
-    "family": _text,
-    "configuration": _digest,
-    "weights": _digest,
-    "dtype": _text,
-    "method": _text,
-    "attend": lambda value: value in ("chunk", "store"),
-    "calibration": lambda value: value == "" or _digest(value),
-    "bases": _list(_list(_number)),
-    "attention": _text,
-    "layers": _list(_count),
-    "recording": _list(_count),
-    "batch": _count,
-    "tokens": _count,
-    "blocks": _count,
-    "lengths": _list(_pair(_count, _count)),
-    "runs": _list(_pair(_count, lambda value: isinstance(value, bool))),
-    "cache_bytes": _count,
-    "full_cache_bytes": _count,
-    "checksums": _digests,
-    "coded": _coded,
+    name: hint.__metadata__[0] for name, hint in Header.__annotations__.items()
 }
 """What each field of a `Header` must be."""
 
@@ -216,9 +200,8 @@ def _read(path: Path, file: BinaryIO) -> Saved:
     known = {name: told[name] for name in _CHECKS}
     entries = json.loads(head[8:])
     entries.pop("__metadata__")
-    sizes = {
-        name: at[1] - at[0] for name, at in ((n, e["data_offsets"]) for n, e in entries.items())
-    }
+    ends = {name: entry["data_offsets"] for name, entry in entries.items()}
+    sizes = {name: stop - start for name, (start, stop) in ends.items()}
     return Saved(path, Header(**known), sizes, os.fstat(file.fileno()).st_size, source)
 
 
@@ -253,18 +236,13 @@ def _head(file: BinaryIO) -> bytes:
     return size + file.read(int.from_bytes(size, "little"))
 
 
-def unsealed(header: Header) -> dict[str, str]:
-    """The metadata of a file that is yet to be sealed."""
-    return {"format": KIND, "header": header.to_json(), "sha256": UNSEALED}
-
-
-def seal(path: Path) -> None:
-    """Put the digest of all that lies before the tensors in its place, and metadata in order: safetensors
-    writes them in any, and the same cache is to be the same file."""
+def write_digest(path: Path) -> None:
+    """Put the digest of all that lies before the tensors in its place. Sort the metadata first: safetensors
+    writes them in any order, and the same cache is to be the same file."""
     with path.open("r+b") as file:
         head = _head(file)
         told = json.loads(head[8:])
         told["__metadata__"] = dict(sorted(told["__metadata__"].items()))
         text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
         file.seek(0)
-        file.write(sealed(head[:8] + text.ljust(len(head) - 8)))
+        file.write(with_digest(head[:8] + text.ljust(len(head) - 8)))

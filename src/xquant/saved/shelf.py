@@ -14,7 +14,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from ..files import remove_unfinished, replacing
-from .seal import UNSEALED, is_intact, sealed
+from .digest import BLANK, is_intact, with_digest
 
 Tensors = dict[str, Tensor]
 
@@ -123,7 +123,7 @@ class Shelf:
             for place, name in enumerate(names):
                 if name in files:
                     continue
-                content = sealed(save(make(place), {"sha256": UNSEALED}))
+                content = with_digest(save(make(place), {"sha256": BLANK}))
                 if not self._make_room(len(content), files, own) or not self._is_clear(name):
                     names = names[:place]
                     break

@@ -20,7 +20,8 @@ from ..past.growing_layer import CompressedLayer
 from ..past.slabs import Slabs
 from ..quant import Streams
 from . import bases, entropy
-from .header import VERSION, Header, seal, unsealed
+from .digest import BLANK
+from .header import KIND, VERSION, Header, write_digest
 
 WINDOWS = "DynamicSlidingWindowLayer"
 PLAIN = "DynamicLayer"
@@ -47,10 +48,10 @@ def write(contents: Contents, target: Path, tokens: Tensor | None, pack: str | N
     header = _header(contents, {name: checksum(t) for name, t in tensors.items()}, coded)
     with replacing(target) as file:
         try:
-            save_file(tensors, file, metadata=unsealed(header))
+            save_file(tensors, file, {"format": KIND, "header": header.to_json(), "sha256": BLANK})
         except SafetensorError as error:
             raise OSError(f"cannot save to '{target}' ({str(error)[:160]})") from None
-        seal(file)
+        write_digest(file)
 
 
 def checksum(tensor: Tensor) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from xquant import compat
-from xquant.analysis.roofline import attention_step
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
 from xquant.methods import Method
@@ -21,6 +20,7 @@ from .ceilings import Ceilings, ceilings
 from .clocks import Clock, GraphClock, HostClock, Job
 from .contenders import STATIC, Compressed, Contender, Models, Peer, attentions
 from .parts import dense, parts_of
+from .roofline import attention_step
 from .trials import Settings, Trial
 
 HOPELESS = 2.0

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from xquant import __version__
 from xquant.analysis.shapes import SHAPES, shape_config
-from xquant.calibration import Calibration
+from xquant.calibration import Calibration, Expected
 from xquant.codecs import fingerprint
 from xquant.methods import Method
 from xquant.seam.hooks import attach
@@ -83,13 +83,23 @@ def _build(config: Any, device: str | torch.device, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
+def random_tensor(expected: Expected) -> torch.Tensor:
+    """A vector of zeros, or a larger tensor of normal numbers that as a matrix keep the size of the rows they
+    are multiplied with."""
+    if len(expected.shape) == 1:
+        return expected.blank()
+    numbers = torch.randn(expected.shape, dtype=torch.float32, device="cpu")
+    numbers = (numbers * expected.shape[-1] ** -0.5).clamp(expected.least, expected.most)
+    return (numbers.sort(0).values if expected.rising else numbers).to(expected.dtype)
+
+
 def random_calibration(model: Any, method: Method) -> Calibration:
-    """A calibration of random numbers (`Expected.random`), for a model without a tokenizer.
+    """A calibration of random numbers, for a model without a tokenizer.
 
     Of transform coding, no channel is worth more than another, so all have codes: the slowest that a budget
     can be.
     """
     views = attach(model).view.compressed
-    tensors = {name: wanted.random() for name, wanted in method.expected(views).items()}
+    tensors = {name: random_tensor(wanted) for name, wanted in method.expected(views).items()}
     made_for = method.calibrated_as, fingerprint(views)
     return Calibration(tensors, *made_for, text="random numbers", version=__version__)

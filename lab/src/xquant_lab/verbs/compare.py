@@ -20,9 +20,10 @@ from xquant.cli.common import (
     text_options,
 )
 from xquant.files import write_atomically
-from xquant.results import STDOUT, read_results, write_json
+from xquant.results import STDOUT, write_json
 from xquant.text import HELP_TOPICS
 
+from ..results.read import read_results
 from .asked import Asked
 from .perplexity import print_rows, run
 
