@@ -3,6 +3,9 @@
 Lloyd's iteration: normal numbers get their best codes, then every level moves to the mean of the numbers
 whose codes select it. It begins with the levels in any order, so that those which may follow each other lie
 apart. It takes a quarter of an hour on two cores.
+
+The levels of codes without a trellis are written too: finding them takes seconds, in which every process that
+asks for one would wait.
 """
 
 import argparse
@@ -11,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from xquant.quant.levels import NORMAL, TAILED, Mixture
-from xquant.quant.trellis import TRELLIS, WINDOW, Width, name_of, search, unit_of
+from xquant.quant.levels import NORMAL, TAILED, Mixture, best_levels
+from xquant.quant.trellis import TRELLIS, WIDTHS, WINDOW, Width, name_of, search, unit_of
 
 TO = Path(__file__).parents[1] / "src/xquant/quant/trellis.safetensors"
 ROW = 128
@@ -69,7 +72,11 @@ def main() -> None:
     given = parser.parse_args()
     from safetensors.torch import save_file
 
-    tensors: dict[str, Tensor] = {}
+    tensors = {
+        name_of(width): best_levels(width.code, TAILED)[:, None].contiguous()
+        for width in WIDTHS
+        if not width.trellis
+    }
     errors = []
     for width in TRELLIS:
         levels, error = found(width, given.rows, given.rounds)

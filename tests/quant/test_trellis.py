@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from xquant.quant.levels import normal_error, normal_levels
+from xquant.quant.levels import TAILED, best_levels, normal_error, normal_levels
 from xquant.quant.trellis import MOST_WEIGHT, TRELLIS, WIDTHS, Width, search
 
 
@@ -30,6 +30,12 @@ def test_a_trellis_is_worth_a_sixth_of_a_bit_or_more() -> None:
         if width.tokens == 1:
             assert width.error * 2**0.3 < normal_error(normal_levels(width.code))
         assert 2 ** (-2 * width.bits) < width.error  # Shannon: none is better
+
+
+def test_levels_without_a_trellis_are_the_best() -> None:
+    for width in (width for width in WIDTHS if not width.trellis):
+        best = best_levels(width.code, TAILED)
+        torch.testing.assert_close(width.levels[:, 0], best, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("width", WIDTHS, ids=lambda w: f"{w.bits:g}")

@@ -11,12 +11,15 @@ from xquant.kernels import choose, trial, triton
 from xquant.kernels.torch import FOLDED, REFERENCE
 
 _PATCH = interpreter._patch_lang_tensor
+_PATCH_ALL = interpreter._patch_lang
+_PATCHED = "_patched_by_tests"
 _DOT = interpreter.InterpreterBuilder.create_dot
 
 
 def mend() -> None:
     """Have the interpreter of Triton 3.6 do what it does not."""
     interpreter._patch_lang_tensor = _allow_bounds
+    interpreter._patch_lang = _patch_once
     interpreter.InterpreterBuilder.create_dot = _multiply
 
 
@@ -26,6 +29,17 @@ def take_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FOLDED, "gains", lambda codec, block: False)  # as on a GPU
     monkeypatch.setattr(trial, "_failures", {})
     monkeypatch.setattr(trial, "_warned", set())
+
+
+def _patch_once(fn: Any) -> Any:
+    """It patches the language anew for every function that a kernel calls, which takes most of the time."""
+    modules = {value for value in fn.__globals__.values() if value is tl or value is tl.core}
+    if all(hasattr(module, _PATCHED) for module in modules):
+        return interpreter._LangPatchScope()
+    scope = _PATCH_ALL(fn)
+    for module in modules:
+        scope.set_attr(module, _PATCHED, True)
+    return scope
 
 
 def _allow_bounds(tensor: Any, scope: Any) -> None:

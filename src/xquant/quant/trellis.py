@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from .codebook import nearest
-from .levels import TAILED, best_levels, normal_error
+from .levels import normal_error
 from .pack import packed_rows
 
 WINDOW = 8
@@ -68,15 +68,13 @@ class Width:
     @property
     def levels(self) -> Tensor:
         """The levels of every window, fp32 ``[2**window, tokens]``."""
-        if self.trellis:
-            return _trained()[name_of(self)]
-        return best_levels(self.code, TAILED)[:, None]
+        return _found()[name_of(self)]
 
     @property
     def error(self) -> float:
         """The mean squared error for standard normal numbers."""
         if self.trellis:
-            return float(_trained()["error"][WIDTHS.index(self)])
+            return float(_found()["error"][WIDTHS.index(self)])
         return normal_error(self.levels[:, 0])
 
     @property
@@ -142,7 +140,7 @@ def end_of(levels: Tensor, unit: float) -> float:
 
 
 @cache
-def _trained() -> dict[str, Tensor]:
+def _found() -> dict[str, Tensor]:
     """What `tools/trellis_levels.py` found."""
     return load_file(Path(__file__).with_name("trellis.safetensors"))
 
