@@ -10,7 +10,6 @@ from .forms import FORMS, Form
 from .promise import Promise
 from .refusals import PROMISES, REFUSED
 
-
 COMPILED_FOR_LONG = {"images", "hybrids", "dtypes", "windows"}
 """Promises kept on several models: compiling each for `KVCache` takes longer than all forms that are not
 compiled. `make matrix` does."""
