@@ -147,6 +147,21 @@ class CompressedLayer(GrowingPast, PastLayer):
         if self.tail is not None:
             self.select(torch.arange(self.tail.shape[0], device="cpu").repeat_interleave(repeats))
 
+    # -- parts of it that do not apply ---------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise ValueError("a compressed layer is filled by forward passes only")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> States:
+        raise ValueError("use the cache's own update(): a layer alone does not see the layer input")
+
+    def offload(self) -> None:
+        raise ValueError("offloading is not supported by compressed layers")
+
+    prefetch = offload
+
 
 def _join(parts: list[States]) -> States:
     """Parts of a context, ``[B, t, G, D]`` each, as the attention function takes them, ``[B, G, T, D]``."""

@@ -21,7 +21,7 @@ def other_dtype(layer: int, given: torch.dtype, held: torch.dtype, instead: str)
 class PastLayer(CacheLayerMixin):
     """The past of one layer of attention, as a layer of a cache.
 
-    A cache stores new states by its own `update`, and a layer alone refuses them.
+    A cache stores new states by its own `update`, and a layer alone refuses them in its own words.
     """
 
     codec: LayerCodec
@@ -66,16 +66,3 @@ class PastLayer(CacheLayerMixin):
     def values(self) -> Tensor | None:
         """The same of values."""
         return self.states()[1] if self.get_seq_length() else None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise ValueError("a compressed layer is filled by forward passes only")
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> States:
-        raise ValueError("use the cache's own update(): a layer alone does not see the layer input")
-
-    def offload(self) -> None:
-        raise ValueError("offloading is not supported by compressed layers")
-
-    prefetch = offload

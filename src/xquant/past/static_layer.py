@@ -227,3 +227,4 @@ class StaticLayer(PagedPast, PastLayer):
         )
 
     reset = crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
+    update = lazy_initialization = offload = prefetch = _refuse
