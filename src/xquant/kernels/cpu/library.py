@@ -219,7 +219,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
         measure = getattr(found, name, None)
         if measure is None or measure() != number:
             raise ImportError(f"{file} is of another version of xquant: install again")
-    for isa in ISAS:
+    for isa in (isa for isa in ISAS if hasattr(found, f"xq_read_{isa}")):
         for name, structure in CALLS.items():
             getattr(found, f"xq_{name}_{isa}").argtypes = [POINTER(structure)]
         getattr(found, f"xq_read_{isa}").argtypes = [c_void_p, c_int64, c_int32]

@@ -9,15 +9,17 @@
 extern "C" {
 #pragma GCC visibility push(default)
 
-// Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 F, BW, VL and VNNI.
+// Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 F, BW, VL and VNNI, where the library has its kernels.
 int xq_isas() {
     __builtin_cpu_init();
     int isas = 0;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         isas |= 1;
+#ifndef XQ_AVX2_ONLY
     if (isas && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
         isas |= 2;
+#endif
     return isas;
 }
 
