@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..models.rotation import Pair
+from .addresses import BlockTable, Offline
 from .backend import LayerAttention, Shared
-from .block_table import BlockTable, Offline
 from .call import AttentionCall
 from .rope import RopeTable
 
