@@ -33,7 +33,7 @@ class TokenAngles:
     prepared: dict[str, Any] = field(default_factory=dict)
 
 
-class GrowingAttention(LayerAttention):
+class NativeAttention(LayerAttention):
     """Attends over one layer."""
 
     def __init__(self, layer: CompressedLayer, kernel: Kernel, rope: RopeTable) -> None:
