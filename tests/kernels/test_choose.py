@@ -34,7 +34,7 @@ def test_the_best_that_fits_is_chosen() -> None:
         ("kivi-4bit:group=8", {}, "blocks of 8"),
         ("full:group=32", {}, "nothing is packed"),
         ("kivi-16bit:group=32", {}, "nothing is packed"),
-        ("quarot-4bit:group=32,rope=pre", {}, "keys are turned before RoPE"),
+        ("quarot-4bit:group=32,rope=pre", {}, "keys are rotated by a matrix before RoPE"),
         ("xquant-4bit:group=24", {}, "blocks of 24"),
         ("kivi-4bit:group=32", {"attend": "store"}, "every token reads the store"),
         ("kivi-4bit:group=32", {"kernel": "reference"}, "asked for"),

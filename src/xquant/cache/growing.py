@@ -162,12 +162,11 @@ class KVCache(ChangingCache, RestingCache):
     def _take(self, layer: CompressedLayer, inputs: AttentionInputs) -> Route:
         check_not_recorded(inputs.key)
         self.stack.enter(layer)
-        if layer.get_seq_length() == 0:
+        past, queries = layer.tokens > 0, inputs.x.shape[1]
+        if not past:
             check_states(self._family, layer.codec, inputs, self.index)
-        queries = inputs.x.shape[1]
         layer.append(inputs, hold=queries <= MOST_QUERIES)
         banded = self.options.through_store and self.method.tail > 0
-        past = layer.get_seq_length() > queries
         found = route(self.attachment.hooks[layer.codec.view.index], queries, past, alone=banded)
         if banded and found is Route.WHOLE:
             raise ValueError(

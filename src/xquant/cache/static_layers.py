@@ -6,7 +6,7 @@ import torch
 
 from .. import compat
 from ..kernels.choose import Choice, choose, packer_of, warn_of_torch
-from ..kernels.paged_trial import PagesTrial, tried_room
+from ..kernels.trial import PagesTrial, tried_room
 from ..methods import LayerCodec, Method
 from ..models import ModelView
 from ..past.angles import Angles

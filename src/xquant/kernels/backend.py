@@ -104,7 +104,7 @@ def unread(codec: LayerCodec) -> str:
     if not codec.packs_states:
         return "keys and values are rebuilt from other states"
     if codec.turns[0] is not None and not codec.rotated:
-        return "keys are turned before RoPE"
+        return "keys are rotated by a matrix before RoPE"
     return ""
 
 

@@ -1,5 +1,6 @@
 """AttentionCall: what one call of a layer's attention is given, whatever answers it."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -47,23 +48,23 @@ class AttentionCall(NamedTuple):
         Raises:
             ValueError: states of another shape than the layer's, or on another device.
         """
-        query, key, value, mask = self.query, self.key, self.value, self.mask
+        query, key, value, mask, _, _, logits = self
         tail, view, count = layer.tail, layer.codec.view, query.shape[-2]
         assert tail is not None
         batch, home = tail.shape[0], tail.device
-        if not self.is_plain or query.dtype not in FLOATS:
+        if query.dtype not in FLOATS or not self.is_plain:
             return None
+        states = batch, view.kv_heads, count, view.head_size
+        _check("query", query, (batch, view.query_heads, count, view.head_size), home)
+        _check("key", key, states, home)
+        _check("value", value, states, home)
         if mask is not None:
             every = (batch, 1, count, layer.tokens)
             if any(n not in (1, size) for n, size in zip(mask.shape, every, strict=True)):
                 return None
-        states = batch, view.kv_heads, count, view.head_size
-        _check("query", query, (batch, view.query_heads, *states[2:]), home)
-        _check("key", key, states, home)
-        _check("value", value, states, home)
-        for name, given in (("mask", mask), ("sink_logits", self.sink_logits)):
-            if given is not None:
-                _check(name, given, tuple(given.shape), home)
+            _check("mask", mask, mask.shape, home)
+        if logits is not None:
+            _check("sink_logits", logits, logits.shape, home)
         if key.dtype == value.dtype == query.dtype:
             return self
         return self._replace(key=key.to(query.dtype), value=value.to(query.dtype))
@@ -78,7 +79,7 @@ def mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
     return batch, query, token
 
 
-def _check(name: str, given: Tensor, shape: tuple[int, ...], home: torch.device) -> None:
+def _check(name: str, given: Tensor, shape: Sequence[int], home: torch.device) -> None:
     """Raise ValueError unless what is ``given`` is of this shape and on this device."""
     if given.shape != shape or given.device != home:
         raise ValueError(

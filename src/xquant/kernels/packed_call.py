@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..models.rotation import Pair
+from .addresses import BlockTable, Offline
 from .backend import LayerAttention, Shared
-from .block_table import BlockTable, Offline
 from .call import AttentionCall
 from .rope import RopeTable
 
@@ -100,8 +100,7 @@ def packed_call(
     before = past - limit
     angles = None
     if not layer.codec.rotated:
-        columns = None if layer.sinks is None else layer.sinks.columns
-        found = rope.of(stream.lengths, stream.block, before, columns)
+        found = rope.of(layer, before)
         if found is None:
             return None
         rotations = found.start, found.within.angles, found.tail, found.sinks

@@ -5,14 +5,18 @@ A key at position ``p + r`` of a block that starts at ``p`` is rotated by ``R(p)
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..models.rotation import Pair
 from ..past.angles import Within
+from ..past.stream import Stream
 from ..past.tokens import TokenIndex
+
+if TYPE_CHECKING:
+    from ..past.growing_layer import CompressedLayer
 
 
 class BlockAngles(NamedTuple):
@@ -66,41 +70,33 @@ class RopeTable:
         """Forget what holds for one forward pass only."""
         self._found: dict[tuple[int, int], RopeAngles | None] = {}
 
-    def of(
-        self, lengths: list[int], block: int, tail: int, sinks: Tensor | None
-    ) -> RopeAngles | None:
-        """Of a layer with blocks of these ``lengths``, ``tail`` more tokens and sinks in these columns
-        ``[B, S]``; None where a block's positions do not follow each other, or tokens have frequencies of
-        two sets (LongRoPE)."""
-        sealed = sum(lengths)
-        key = sealed, tail
+    def of(self, layer: "CompressedLayer", tail: int) -> RopeAngles | None:
+        """Of the blocks of a layer, of ``tail`` more tokens and of its sinks. None where a block's positions
+        do not follow each other, or tokens have frequencies of two sets (LongRoPE)."""
+        key = layer.stream.tokens, tail
         if key not in self._found:
-            tokens = slice(sealed, sealed + tail)
-            uniform = self._index.uniform
-            found = self._compute(lengths, block, tokens, sinks) if uniform else None
-            self._found[key] = found
+            self._found[key] = self._compute(layer, tail) if self._index.uniform else None
         return self._found[key]
 
-    def _compute(
-        self, lengths: list[int], block: int, tail: slice, sinks: Tensor | None
-    ) -> RopeAngles | None:
-        blocks = self._of_blocks(lengths, block)
+    def _compute(self, layer: "CompressedLayer", tail: int) -> RopeAngles | None:
+        blocks, sealed = self._of_blocks(layer.stream), layer.stream.tokens
         if blocks is None:
             return None
         positions = self._index.positions
         kept = positions[:, :0]
-        if sinks is not None:
-            kept = positions.gather(1, sinks.to(positions.device).long().clamp(min=0))
-        newest, exact = self._pairs([positions[:, tail], kept])
+        if layer.sinks is not None:
+            columns = layer.sinks.columns.to(positions.device)
+            kept = positions.gather(1, columns.long().clamp(min=0))
+        newest, exact = self._pairs([positions[:, sealed : sealed + tail], kept])
         return RopeAngles(*blocks, newest, exact)
 
-    def _of_blocks(self, lengths: list[int], block: int) -> tuple[Within, Pair] | None:
-        key = self._index.epoch, sum(lengths), len(lengths)
+    def _of_blocks(self, stream: Stream) -> tuple[Within, Pair] | None:
+        key = self._index.epoch, stream.tokens, len(stream.lengths)
         if key not in self._blocks:
             if len(self._blocks) > 1:  # layers of one cache may differ by one block
                 self._blocks.pop(next(iter(self._blocks)))
-            begin = starts(self._index, lengths)
-            self._blocks[key] = None if begin is None else self._compute_blocks(begin, block)
+            begin = starts(self._index, stream.lengths)
+            self._blocks[key] = None if begin is None else self._compute_blocks(begin, stream.block)
         return self._blocks[key]
 
     def _compute_blocks(self, begin: Tensor, block: int) -> tuple[Within, Pair]:

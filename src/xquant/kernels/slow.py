@@ -1,6 +1,6 @@
-"""Which pairs of a head RoPE turns so little within a block that few functions of the place describe it.
+"""Which pairs of a head RoPE rotates so little within a block that few functions of the place describe it.
 
-A query that attends to a block needs its keys turned by ``R(r)``, ``r`` the place in the block. Of
+A query that attends to a block needs its keys rotated by ``R(r)``, ``r`` the place in the block. Of
 pairs of low frequency, ``cos(r w_j)`` and ``sin(r w_j)`` are nearly sums of a few waves ``u_k(r)``. For every
 query row and wave there is one row ``v_k`` of the channels that keys come from, so that ``sum_k u_k(r) (v_k
 x_r)`` is their part of the score. Where these rows are fewer than the channels of the pairs, they are what is
@@ -52,13 +52,13 @@ def slow_pairs(within: Within, size: int, rows: int) -> SlowPairs | None:
 @lru_cache(maxsize=16)  # the tables of a cache are made anew with every block
 @one_thread()
 def _found(cos: bytes, sin: bytes, pairs: int, size: int, rows: int) -> SlowPairs | None:
-    turned, least = [], (1 - LEAST_GAIN) * size
+    rotated, least = [], (1 - LEAST_GAIN) * size
     for table, still in ((cos, 1.0), (sin, 0.0)):
         angles = torch.frombuffer(bytearray(table), dtype=torch.float32).view(-1, pairs).double()
-        turned.append(torch.nn.functional.pad(angles, (0, size // 2 - pairs), value=still))
-    places, best = len(turned[0]), None
+        rotated.append(torch.nn.functional.pad(angles, (0, size // 2 - pairs), value=still))
+    places, best = len(rotated[0]), None
     for built in range(0, size, MULTIPLE):
-        both = torch.cat([t[:, built // 2 :] for t in turned], 1)
+        both = torch.cat([t[:, built // 2 :] for t in rotated], 1)
         waves = int((torch.linalg.svdvals(both) > TOLERANCE * places**0.5).sum())
         count = rows * waves
         # The rows of a block cost as many multiplications as this part of its tokens.

@@ -17,7 +17,13 @@ from torch.nn import functional as F
 from ..methods import AttentionInputs, LayerCodec, Method
 from ..models import AttentionView
 from ..models.rope import Rope
+from ..past.angles import Angles
+from ..past.batch_layout import Places
 from ..past.growing_layer import CompressedLayer
+from ..past.packer import TORCH
+from ..past.sequences import MOST_QUERIES
+from ..past.static_layer import StaticLayer
+from ..past.step import Keeping
 from ..past.tokens import TokenIndex
 from .backend import Backend, Shared
 from .call import AttentionCall
@@ -146,7 +152,7 @@ class Trial:
         mask[..., -1] = True
         scaling = view.head_size**-0.5
         calls = [AttentionCall(query, key, value, each, scaling, None) for each in (None, mask)]
-        expected = [_reference(layer, call) for call in calls]
+        expected = [_reference(call, *layer.read(key, value, call.mask)) for call in calls]
         shared = Shared(RopeTable(layer.index), Workspace())
         for one in layers:
             one.release()
@@ -182,9 +188,59 @@ class Trial:
         return layers
 
 
-def _reference(layer: CompressedLayer, call: AttentionCall) -> Tensor:
+def tried_room(method: Method) -> int:
+    """Tokens of a sequence in a trial."""
+    return method.tail + BLOCKS * method.group + TAIL + 1
+
+
+class PagesTrial(Trial):
+    """Compares what reads the pages of a layer with torch.
+
+    Args:
+        angles: of the rotary embedding, for codecs that keep keys before it.
+    """
+
+    form = "pages are read"
+
+    def __init__(
+        self, codecs: Sequence[LayerCodec], method: Method, rope: Rope, angles: Angles | None
+    ) -> None:
+        super().__init__(codecs, method, rope)
+        self._angles = angles
+
+    @torch.no_grad()
+    def error(self, backend: Backend, codec: LayerCodec) -> float:
+        """Of attention in a decode step, relative (2-norm); 0 where the backend reads no such pages."""
+        view, room = codec.view, tried_room(self.method)
+        angles = None if codec.rotated else self._angles
+        layer = StaticLayer(codec, self.method, room, angles, backend, TORCH)
+        if not layer.in_place:
+            return 0.0
+        random = torch.Generator(view.device).manual_seed(0)
+        places = Places(SEQUENCES, room, Keeping.of(self.method, MOST_QUERIES), view.device)
+        layer.reserve(places, view.dtype)
+
+        def states(count: int) -> tuple[Tensor, Tensor]:
+            places.begin(torch.ones(SEQUENCES, count, dtype=torch.bool, device="cpu"))
+            found = random_states(view, SEQUENCES, count, random)
+            return found.key, found.value
+
+        for count in (room - TAIL - 1, TAIL):
+            layer.append(*states(count))
+            layer.settle()
+            layer.fill_rings()
+            places.advance()
+        key, value = states(1)
+        shape = SEQUENCES, view.query_heads, 1, view.head_size
+        query = torch.randn(shape, generator=random, dtype=view.dtype, device=view.device)
+        call = AttentionCall(query, key, value, None, view.head_size**-0.5, None)
+        right = _reference(call, *layer.whole(key, value), None)
+        found = layer.attend_newest(call, places.sequences())
+        return float((found.double() - right).norm() / right.norm())
+
+
+def _reference(call: AttentionCall, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Attention over what is read, fp64 ``[B, t, H, D]``."""
-    keys, values, mask = layer.read(call.key, call.value, call.mask)
     query, keys, values = (each.double() for each in (call.query, keys, values))
     out = F.scaled_dot_product_attention(
         query, keys, values, attn_mask=mask, scale=call.scaling, enable_gqa=True

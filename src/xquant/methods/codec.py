@@ -32,6 +32,8 @@ class AttentionInputs:
 
     def last(self, count: int) -> "AttentionInputs":
         """The newest ``count`` tokens of it."""
+        if count == self.x.shape[1]:
+            return self
         x, residual, raw_key = (t[:, -count:] for t in (self.x, self.residual, self.raw_key))
         return AttentionInputs(
             x, residual, raw_key, self.key[:, :, -count:], self.value[:, :, -count:]

@@ -159,7 +159,6 @@ class GrowingPast:
 
     def append_rows(self, rows: Tensor, hold: bool = False) -> None:
         """The same, given the features ``[B, t, W]`` of the tokens."""
-        before = self.tokens
         if self.tail is not None and rows.dtype != self.tail.dtype:
             rows = self._widened(rows, self.tail.dtype)
         if self._asks_at_once(rows.device):
@@ -169,9 +168,9 @@ class GrowingPast:
         if self.through_store and self.method.tail:
             self.fresh = self.tail
         read = self.through_store or self.codec.reads_below or self.codec.feeds_above
-        sealing = self is self.span[-1] and self.due > 0 and (read or not hold)
+        sealing = (read or not hold) and self is self.span[-1] and self.due > 0
         if sealing:
-            GrowingPast.check_finite(self.span, before)
+            GrowingPast.check_finite(self.span, self.tokens - rows.shape[1])
             seal(self.span)
         self.accumulate(sealing or self.through_store)
 

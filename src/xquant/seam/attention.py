@@ -61,14 +61,14 @@ def _attention(like: str) -> Callable[..., Any]:
             hooks.see_expanded(handed, key, value)
             return own(module, query, key, value, attention_mask, **kwargs)
 
-        query, key = (hooks.view.as_in_cache(heads) for heads in (query, key))
+        query, key = hooks.view.as_in_cache(query), hooks.view.as_in_cache(key)
         cache, index, exact = current.cache, hooks.index, (query, key, value)
         out = None
         with without_gradients():
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            # transformers' sdpa knows neither.
-            names = ("softcap", "s_aux")
-            softcap, logits = (kwargs.get(n) if like == "eager" else None for n in names)
+            softcap = logits = None
+            if like == "eager":  # transformers' sdpa knows neither
+                softcap, logits = kwargs.get("softcap"), kwargs.get("s_aux")
             call = AttentionCall(*exact, attention_mask, scaling, softcap, logits)
             cache.see(index, call)
             if not unusual(kwargs):

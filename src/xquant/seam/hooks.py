@@ -351,14 +351,15 @@ class Attachment(Attached):
     def hand(self, index: int, key: Tensor, value: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index``, to be seen again by the attention function. States are
         watched on their way until it is known whether they reach it; a warning says where they do not."""
-        assert self.current is not None
-        hooks = self.hooks[index]
-        if route is Route.WHOLE and hooks.hands_over is False:
-            hooks.warn_of_whole(self.current.cache.layers[index].codec)
+        current, hooks = self.current, self.hooks[index]
+        assert current is not None
+        hands_over = hooks.hands_over
+        if route is Route.WHOLE and hands_over is False:
+            hooks.warn_of_whole(current.cache.layers[index].codec)
             return key, value
-        if hooks.hands_over is None:
+        if hands_over is None:
             key, value = watch(key), watch(value)
-        self.current.handed[index] = Handed(key, value, route)
+        current.handed[index] = Handed(key, value, route)
         return key, value
 
     # -- the forward pass ends -----------------------------------------------------------------

@@ -126,7 +126,9 @@ class LayerHooks:
     def see_key(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         seen = self._seen()
         if seen is not None:
-            seen.raw_key = output[..., self.view.key_channels]
+            channels = self.view.key_channels
+            alone = isinstance(channels, slice) and output.shape[-1] == self.view.kv_width
+            seen.raw_key = output if alone else output[..., channels]
 
     def see_attention(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,6 +170,6 @@ def _pair(rope: Any) -> Pair | None:
 
 def unusual(options: dict[str, Any]) -> bool:
     """Whether the attention function is asked for more than scores, a mask and a softmax."""
-    return bool(options.get("dropout") or options.get("output_attentions")) or any(
-        options.get(name) is not None for name in ("position_bias", "head_mask")
-    )
+    asked = options.get
+    biased = asked("position_bias") is not None or asked("head_mask") is not None
+    return biased or bool(asked("dropout") or asked("output_attentions"))

@@ -168,8 +168,11 @@ class Handed:
 
     def reached(self, key: Tensor, value: Tensor) -> bool:
         """Whether these are the same tensors, and nothing was done with them."""
-        touched = (isinstance(t, Watched) and t.touched for t in (self.key, self.value))
-        return key is self.key and value is self.value and not any(touched)
+        if key is not self.key or value is not self.value:
+            return False
+        if isinstance(key, Watched) and isinstance(value, Watched):
+            return not (key.touched or value.touched)
+        return True
 
 
 class Before:

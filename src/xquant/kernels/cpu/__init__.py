@@ -18,7 +18,7 @@ from ..backend import Backend, LayerAttention, Shared
 from ..paged import PagedAttention
 from . import attention, library, ranked, rebuild
 from .attention import Kernel
-from .growing import GrowingAttention
+from .growing import NativeAttention
 from .paged import NativePages
 from .sealing import NativePacker
 
@@ -61,7 +61,7 @@ class Native(Backend):
 
     def attention(self, layer: "CompressedLayer", shared: Shared) -> LayerAttention:
         kernel = self._kernel(layer.codec, layer.stream.block, layer.stream)
-        return GrowingAttention(layer, kernel, shared.rope)
+        return NativeAttention(layer, kernel, shared.rope)
 
     def paged(
         self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None

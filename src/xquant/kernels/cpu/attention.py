@@ -106,7 +106,7 @@ class PackedKernel(Kernel):
     def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
         to = native.Attend()
         super().__init__(to, {0: to.key, 1: to.value}, codec.view, block)
-        self._function, self._key_turn = native.function("attend", isa), codec.turns[0]
+        self._function, self._key_matrix = native.function("attend", isa), codec.turns[0]
         self._constant: list[Tensor] = []
         for number, operand in self.sources.items():
             packed = codec.segments[number].operand(block)
@@ -116,12 +116,12 @@ class PackedKernel(Kernel):
             offset = codec.offset.float().contiguous()
             self._constant.append(offset)
             to.key.offset = native.address(offset, torch.float32, codec.view.kv_width)
-        turn = codec.turns[1]
-        if turn is not None:
-            turn = turn.contiguous()
-            self._constant.append(turn)
-            to.value_turn = native.address(turn, torch.float32, *turn.shape)
-            to.value_turn_head = 0 if turn.dim() == 2 else turn.stride(0)
+        matrix = codec.turns[1]
+        if matrix is not None:
+            matrix = matrix.contiguous()
+            self._constant.append(matrix)
+            to.value_turn = native.address(matrix, torch.float32, *matrix.shape)
+            to.value_turn_head = 0 if matrix.dim() == 2 else matrix.stride(0)
 
     def set_angles(self, angles: Angles) -> None:
         assert isinstance(angles, BlockAngles)
@@ -136,9 +136,9 @@ class PackedKernel(Kernel):
 
     def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:
         query, kept = call.query, self._point_to_scores(call)
-        if self._key_turn is not None:
-            query, turned_query = torch.stack([query, turned(query, self._key_turn)])
-            self.to.turned_query = turned_query.data_ptr()
+        if self._key_matrix is not None:
+            query, rotated = torch.stack([query, rotate(query, self._key_matrix)])
+            self.to.turned_query = rotated.data_ptr()
         self._point_to_states(query, out, call.scaling)
         self._function(self.to)
         del kept  # the library has read it
@@ -149,12 +149,12 @@ def batch_stride(of: Tensor) -> int:
     return of.stride(0) if len(of) > 1 else 0
 
 
-def turned(query: Tensor, turn: Tensor) -> Tensor:
+def rotate(query: Tensor, matrix: Tensor) -> Tensor:
     """Queries ``[B, H, t, D]`` or ``[T, H, D]`` times the matrix ``[D, D]`` of keys, or ``[G, D, D]``."""
-    groups = 1 if turn.dim() == 2 else len(turn)
+    groups = 1 if matrix.dim() == 2 else len(matrix)
     split = (groups, -1) if query.dim() == 4 else (groups, -1, 1)
     heads = query.float().unflatten(1, split)
-    own = turn if turn.dim() == 2 else turn[:, None]
+    own = matrix if matrix.dim() == 2 else matrix[:, None]
     return (heads @ own.mT).flatten(1, len(split)).to(query.dtype)
 
 
@@ -168,7 +168,7 @@ def unfit(codec: LayerCodec, block: int) -> str:
     if view.head_size % 8 or block % 32:
         return f"heads of {view.head_size} in blocks of {block}: multiples of 8 and of 32 are read"
     if not codec.rotated and view.rotary_size != view.head_size:
-        return "the rotary embedding turns a part of a head"
+        return "the rotary embedding rotates a part of a head"
     if why := uncoded(codec, block):
         return why
     keys, values = (segment.operand(block) for segment in codec.segments)

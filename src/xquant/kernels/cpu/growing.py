@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from ...models.rotation import Pair
+from ...past.built import States
 from ...past.growing_layer import CompressedLayer
+from ...past.sinks import Sinks
 from ..addresses import BlockAddresses
 from ..backend import LayerAttention
 from ..call import FLOATS, AttentionCall
@@ -31,13 +33,15 @@ class TokenAngles:
     prepared: dict[str, Any] = field(default_factory=dict)
 
 
-class GrowingAttention(LayerAttention):
+class NativeAttention(LayerAttention):
     """Attends over one layer."""
 
     def __init__(self, layer: CompressedLayer, kernel: Kernel, rope: RopeTable) -> None:
         self._layer, self._kernel, self._rope = layer, kernel, rope
         self._addresses = BlockAddresses(layer.stream)
-        self._limits, self._limit = torch.empty(0, dtype=torch.int32, device="cpu"), -1
+        self._limited = -1, 0
+        """Tokens in blocks that each sequence reads, and how many sequences there were."""
+        self._sinks: Sinks | None = None
         self._start: Pair | None = None
         self._width, self._exact = layer.codec.view.kv_width, tuple(kernel.to.exact)
         for rows in self._exact[:2]:  # of the tail and the sinks
@@ -51,14 +55,13 @@ class GrowingAttention(LayerAttention):
         fitted = call.fitted(layer)
         if fitted is None:
             return None
-        call, stream = fitted, layer.stream
-        batch, heads, queries, size = call.query.shape
+        call, stream, query = fitted, layer.stream, fitted.query
+        batch, heads, queries, size = query.shape
         past = layer.tokens - queries
         limit = min(stream.tokens, past)
         angles: RopeAngles | TokenAngles | None = None
         if not layer.codec.rotated:
-            columns = None if layer.sinks is None else layer.sinks.columns
-            angles = self._rope.of(stream.lengths, stream.block, past - limit, columns)
+            angles = self._rope.of(layer, past - limit)
             if angles is None:
                 if not self._kernel.angles_by_token:
                     return None
@@ -66,15 +69,15 @@ class GrowingAttention(LayerAttention):
         self._refresh()
         if stream.tokens:
             self._set_angles(angles)
-        if limit != self._limit or len(self._limits) != batch:
+        if (limit, batch) != self._limited:
             self._limits = torch.full((batch,), limit, dtype=torch.int32, device="cpu")
-            self._limit = limit
-        to.batch, to.queries, to.limits = batch, queries, self._limits.data_ptr()
+            self._limited, to.limits = (limit, batch), self._limits.data_ptr()
+        to.batch, to.queries = batch, queries
         to.threads = torch.get_num_threads()
         kept = self._point_to_exact(call, past, limit, angles)
-        if call.query.stride(3) != 1:
-            call = call._replace(query=call.query.contiguous())
-        out = call.query.new_empty(batch, queries, heads, size)
+        if query.stride(3) != 1:
+            call = call._replace(query=query.contiguous())
+        out = query.new_empty(batch, queries, heads, size)
         self._kernel.attend(call, out)
         del kept, angles  # the library has read them
         layer.release_below()
@@ -115,32 +118,40 @@ class GrowingAttention(LayerAttention):
         past: int,
         limit: int,
         angles: RopeAngles | TokenAngles | None,
-    ) -> tuple[Tensor | None, ...]:
-        """Point to the tail, the sinks and the newest tokens. Returns what is pointed to."""
+    ) -> States:
+        """Point to the tail, the sinks and the newest tokens. Returns these, as they are pointed to."""
         layer, codec, before = self._layer, self._layer.codec, past - limit
         tail, sinks, newest = self._exact
         (tail.cos, tail.sin, tail.pairs), (sinks.cos, sinks.sin, sinks.pairs) = _where(angles)
-        tail.start, tail.count, sinks.count = limit, before, 0
-        rows = first = None
+        tail.start, tail.count = limit, before
         if before:
             assert layer.tail is not None
             rows = layer.tail if codec.keeps_states else layer.built.rows(layer.tail, before)
             self._point(tail, rows)
-        if layer.sinks is not None:
-            first, columns = layer.sinks.rows, layer.sinks.columns
-            if not codec.keeps_states:
-                first = torch.cat(codec.exact(first.to(codec.view.dtype)), -1)
-            self._point(sinks, first)
-            sinks.count = columns.shape[1]
-            sinks.column = native.address(columns, torch.int32, *columns.shape)
-        key, value = call.key, call.value
-        if key.stride() != value.stride() or key.stride(3) != 1:
+        if layer.sinks is not self._sinks:
+            self._point_to_sinks(layer.sinks)
+        key, value, strides = call.key, call.value, call.key.stride()
+        if strides[3] != 1 or value.stride() != strides:
             key, value = key.contiguous(), value.contiguous()
+            strides = key.stride()
         newest.key, newest.value = key.data_ptr(), value.data_ptr()
-        newest.batch_stride, newest.head_stride, newest.token_stride, _ = key.stride()
+        newest.batch_stride, newest.head_stride, newest.token_stride, _ = strides
         newest.dtype, newest.count = native.DTYPES[key.dtype], key.shape[2]
         newest.start = past
-        return rows, first, key, value
+        return key, value
+
+    def _point_to_sinks(self, sinks: Sinks | None) -> None:
+        """To the keys and values of ``sinks``, which are built once: other sinks are another object."""
+        self._sinks, to, codec = sinks, self._exact[1], self._layer.codec
+        to.count = 0
+        if sinks is None:
+            return
+        self._sink_rows = sinks.rows
+        if not codec.keeps_states:
+            self._sink_rows = torch.cat(codec.exact(sinks.rows.to(codec.view.dtype)), -1)
+        self._point(to, self._sink_rows)
+        to.count = sinks.columns.shape[1]
+        to.column = native.address(sinks.columns, torch.int32, *sinks.columns.shape)
 
     def _point(self, to: native.Exact, rows: Tensor) -> None:
         """To ``rows`` ``[B, t, 2 G D]``, keys beside values."""

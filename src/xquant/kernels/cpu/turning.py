@@ -1,4 +1,4 @@
-"""How the library turns the keys that it rebuilds, in the order of the pairs of RoPE: csrc/turning.h."""
+"""How the library applies RoPE to keys that it rebuilds, in the order of its pairs: csrc/turning.h."""
 
 from abc import abstractmethod
 from typing import Any
@@ -26,8 +26,8 @@ def filled(size: int) -> int:
 def in_pairs(view: AttentionView, rows: Tensor) -> Tensor:
     """Rows ``[G * D, ...]`` as fp32 ``[G, D, ...]``, those of a head in the order of their pairs."""
     channels = torch.arange(view.head_size, device=rows.device)
-    turned, rest = channels[: view.rotary_size], channels[view.rotary_size :]
-    order = torch.cat([turned.view(2, -1).T.flatten(), rest])
+    rotated, rest = channels[: view.rotary_size], channels[view.rotary_size :]
+    order = torch.cat([rotated.view(2, -1).T.flatten(), rest])
     return rows.float().unflatten(0, (view.kv_heads, -1))[:, order]
 
 
@@ -35,7 +35,7 @@ class RebuildingKernel(Kernel):
     """What kernels share that rebuild keys.
 
     Args:
-        turning: the field that says how they are turned.
+        turning: the field that says how RoPE rotates them.
     """
 
     angles_by_token = True

@@ -64,7 +64,7 @@ class Arguments(Structure):
         ("table", c_void_p),
         ("table_stride", c_int64),
         *((name, c_void_p) for name in ("begins", "lengths")),
-        *((f"{what}_{turn}", c_void_p) for what in ("start", "within") for turn in ("cos", "sin")),
+        *((f"{what}_{part}", c_void_p) for what in ("start", "within") for part in ("cos", "sin")),
         *((name, c_void_p) for name in ("key_offset", "sink_logits")),
         *((name, c_void_p) for name in ("sums", "maxima", "arrived")),
         *((name, c_void_p) for name in ("limits", "newest")),

@@ -14,8 +14,8 @@ from ...past.angles import PagedAngles
 from ...past.pages import PageLayout
 from ...past.sequences import MOST_QUERIES, Sequences
 from ...quant.operand import Operand
+from ..addresses import page_addresses
 from ..backend import Shared
-from ..block_table import page_addresses
 from ..call import AttentionCall, mask_strides
 from ..packed_call import GpuAttention, PackedCall, channels_together
 from ..paged import PagedAttention
@@ -33,7 +33,7 @@ MOST_TILES = 2
 """Of a program."""
 
 
-class Packed:
+class PackedKernel:
     """How a layer's keys and values are packed, and the programs that read them."""
 
     def __init__(self, codec: LayerCodec, block: int) -> None:
@@ -100,7 +100,7 @@ class CudaAttention(GpuAttention):
 
     def __init__(self, layer: "CompressedLayer", shared: Shared) -> None:
         super().__init__(layer, shared, [None, None])
-        self._packed = Packed(layer.codec, layer.stream.block)
+        self._packed = PackedKernel(layer.codec, layer.stream.block)
         self._arguments = self._packed.arguments()
 
     def _answer(self, packed: PackedCall, out: Tensor) -> None:
@@ -138,7 +138,7 @@ class CudaPages(PagedAttention):
     """
 
     def __init__(self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None) -> None:
-        self._layout, self._packed = layout, Packed(codec, layout.block)
+        self._layout, self._packed = layout, PackedKernel(codec, layout.block)
         self._most_rows = MOST_QUERIES * codec.view.query_heads
         self._arguments = self._packed.arguments()
         if not codec.rotated:

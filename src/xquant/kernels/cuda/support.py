@@ -41,8 +41,8 @@ def unfit(codec: LayerCodec, block: int) -> str:
     if codec.rematerialized is not None:
         return "keys are rebuilt from other states"
     if not codec.rotated and view.rotary_size != view.head_size:
-        return "the rotary embedding turns a part of a head"
-    if any(turn is not None for turn in codec.turns):
+        return "the rotary embedding rotates a part of a head"
+    if any(matrix is not None for matrix in codec.turns):
         return "heads are packed times a matrix"
     if why := uncoded(codec, block):
         return why

@@ -34,9 +34,9 @@ class FoldedAttention(BlockwiseAttention):
 
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
         layer, stream = self._layer, self._layer.stream
-        batch, turn = len(key), layer.codec.turns[0]
-        if turn is not None:
-            left = left @ turn.mT
+        batch, matrix = len(key), layer.codec.turns[0]
+        if matrix is not None:
+            left = left @ matrix.mT
         step = max(CHUNK // (batch * stream.block * layer.codec.view.kv_width), 1)
         for table, columns, part in self._blocks(left, bias, limit, step):
             keys, values = stream.gather(table.flatten())
@@ -49,8 +49,8 @@ class FoldedAttention(BlockwiseAttention):
             yield scores, split_bias(part, table.shape[1]), weigh
 
     def _project(self, coded: OnlineSoftmax) -> Tensor:
-        turn = self._layer.codec.turns[1]
-        return coded.sums if turn is None else coded.sums @ turn
+        matrix = self._layer.codec.turns[1]
+        return coded.sums if matrix is None else coded.sums @ matrix
 
     def _rotated(self, keys: Tensor, like: Tensor, columns: Tensor) -> Tensor:
         """Keys ``[B, c, G, n, D]`` as they are after RoPE in these columns ``[c * n]``."""

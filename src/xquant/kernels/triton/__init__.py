@@ -1,7 +1,7 @@
 """The Triton backend: kernels for GPUs in ``jit/``, and beside them the Python that launches each.
 
 In a decode step `attention` (keys and values) or `rebuild` (the rows that they are rebuilt from) launches the
-kernels of one layer, with arguments that `launch` makes of the call and `block_table` of the packed blocks.
+kernels of one layer, with arguments that `launch` makes of the call and `addresses` of the packed blocks.
 `attention` does so over a cache's slabs and over an engine's pages.
 `accumulate` adds up sums over layers, `sealing` packs blocks.
 

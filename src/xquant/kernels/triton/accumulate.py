@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..block_table import BlockTable
+from ..addresses import BlockTable
 from .arguments import Matrix, Rows
 from .device import start
 from .jit.accumulate import accumulate

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...models.rotation import Pair
-from ..block_table import Blocks as Blocks
+from ..addresses import Blocks as Blocks
 
 
 class Heads(NamedTuple):

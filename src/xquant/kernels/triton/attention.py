@@ -18,8 +18,8 @@ from ...methods import LayerCodec
 from ...past.angles import PagedAngles
 from ...past.pages import PageLayout
 from ...past.sequences import Sequences
+from ..addresses import page_addresses
 from ..backend import Shared
-from ..block_table import page_addresses
 from ..call import AttentionCall
 from ..packed_call import GpuAttention, PackedCall, channels_together
 from ..paged import PagedAttention
@@ -40,7 +40,7 @@ WIDE = 1 << 14
 """Elements of a block and head from which on a program has twice as many warps: its registers would spill."""
 
 
-class PackedHeads:
+class PackedKernel:
     """The packed keys and values of a layer, and the launches that attend to them wherever they lie.
 
     Args:
@@ -132,7 +132,7 @@ class TritonAttention(GpuAttention):
     """Attends over one layer of a cache."""
 
     def __init__(self, layer: "CompressedLayer", shared: Shared) -> None:
-        self._packed = PackedHeads(layer.codec, layer.stream.block)
+        self._packed = PackedKernel(layer.codec, layer.stream.block)
         super().__init__(layer, shared, self._packed.offline)
 
     def _answer(self, packed: PackedCall, out: Tensor) -> None:
@@ -151,7 +151,7 @@ class TritonPages(PagedAttention):
     """
 
     def __init__(self, codec: LayerCodec, layout: PageLayout, angles: PagedAngles | None) -> None:
-        self._layout, self._packed = layout, PackedHeads(codec, layout.block)
+        self._layout, self._packed = layout, PackedKernel(codec, layout.block)
         self._size, self._kv_heads = codec.view.head_size, codec.view.kv_heads
         self._rope: BlockRope | None = None
         if not codec.rotated:

@@ -11,7 +11,7 @@ from ...quant.operand import RankedOperand
 from ...quant.quantizer import dense
 from ...quant.ranked import Ranked, level_table, size_table, whole
 from ...quant.trellis import WIDTHS
-from ..block_table import FIELDS
+from ..addresses import FIELDS
 from .device import start
 from .jit.ranked import decode, rank
 from .support import power

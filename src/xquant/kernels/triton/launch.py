@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..block_table import BlockTable
+from ..addresses import BlockTable
 from ..call import mask_strides
 from ..packed_call import PackedCall
 from ..splits import blocks_per_split

@@ -64,8 +64,8 @@ def unfit(codec: LayerCodec, block: int) -> str:
     if power(view.head_size) * power(block) > MOST_ELEMENTS:
         return f"heads of {view.head_size} in blocks of {block} are more than a program holds"
     if not codec.rotated and view.rotary_size != view.head_size:
-        return "the rotary embedding turns a part of a head"
-    if any(turn is not None for turn in codec.turns):
+        return "the rotary embedding rotates a part of a head"
+    if any(matrix is not None for matrix in codec.turns):
         return "heads are packed times a matrix"
     rebuilt = codec.rematerialized
     if rebuilt is not None:

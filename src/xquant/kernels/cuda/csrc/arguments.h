@@ -45,7 +45,7 @@ struct Arguments {
     float scaling, softcap, softcap_inverse;
 };
 
-constexpr int FIELDS = 8, SCALE = 1, ZERO = 2;  // see kernels/block_table.py
+constexpr int FIELDS = 8, SCALE = 1, ZERO = 2;  // see kernels/addresses.py
 constexpr int BOOLS = 1, FLOATS = 2, BFLOATS = 3, HALVES = 4;  // kinds of masks
 constexpr float LOWEST = -1e30f;                               // below every score, yet a number
 #define NOTHING as_float(0xff800000u)                          // the score of what is not seen: -infinity

@@ -21,7 +21,7 @@ QUARTER = tl.constexpr(
     0.25
 )  # of a state: a rotation of the largest that is stored stays within fp16
 
-FIELDS = tl.constexpr(8)  # of a segment: see `block_table.FIELDS`
+FIELDS = tl.constexpr(8)  # of a segment: see `addresses.FIELDS`
 
 
 class Block(NamedTuple):
