@@ -122,7 +122,7 @@ class PrefixStore:
         cache.snapshot()  # undoes a forward pass that was interrupted
         ids = ids_of(cache.contents, tokens)
         _check_usual(cache)
-        long = any(long for _, long in cache.index.runs)
+        long = any(long for _, long in cache.index.rope_spans)
         sequences = [ids[i][cache.index.real[i].cpu()] for i in range(len(ids))]
         names = self._names(sequences, long)
         as_it_is = self._packs_alike(cache)

@@ -17,7 +17,7 @@ from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
 from xquant.kernels.call import AttentionCall
 from xquant.past.slots import Slots
-from xquant.past.step import Keeping, Run, Step
+from xquant.past.step import Keeping, NewTokens, Step
 
 needs_native = pytest.mark.skipif(not cpu.library.isas(), reason="no native kernels here")
 NATIVE = [cpu.BACKENDS[isa] for isa in cpu.library.isas()]
@@ -121,9 +121,9 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     tables = torch.tensor([engine.tables[0], engine.tables[0]])
     tables = torch.cat([tables, torch.tensor([[0], [engine.free.pop()]])], 1)
     out = torch.empty_like(query)
-    runs = [Run(0, 12, 20), Run(12, 15, 32)]
+    new_tokens = [NewTokens(0, 12, 20), NewTokens(12, 15, 32)]
     for order in ([0, 1], [1, 0]):  # whichever comes first
-        step = Step([runs[i] for i in order], tables[order], torch.tensor(order), PLAIN)
+        step = Step([new_tokens[i] for i in order], tables[order], torch.tensor(order), PLAIN)
         engine.layer.attend(AttentionCall(query, key, value, None, 0.3, None), step, out)
         assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
         assert torch.equal(engine.rings[1, :3], rows[12:])
@@ -150,12 +150,16 @@ def test_sinks_are_shared_with_their_page(wide: Any, backend: Backend | None) ->
 
 def test_a_prompt_is_read_by_one_function_from_the_store() -> None:
     """However many of its tokens are left; the tokens that follow it are read by the kernel."""
-    runs = [Run(0, 1, 64, until=65), Run(1, 2, 65, until=65), Run(2, 42, 0, until=40)]
+    new_tokens = [
+        NewTokens(0, 1, 64, until=65),
+        NewTokens(1, 2, 65, until=65),
+        NewTokens(2, 42, 0, until=40),
+    ]
     tables, rings = torch.arange(9).view(3, 3), torch.arange(3)
     for store, wanted in ((True, [0, 2]), (False, [2])):
-        step = Step(runs, tables, rings, Keeping(BLOCK, BLOCK, 0, store))
+        step = Step(new_tokens, tables, rings, Keeping(BLOCK, BLOCK, 0, store))
         _, chunks = step.readers(native=True)
-        assert [runs.index(chunk.run) for chunk in chunks.each] == wanted
+        assert [new_tokens.index(chunk.new) for chunk in chunks.each] == wanted
 
 
 def test_scores_are_capped(model: Any) -> None:

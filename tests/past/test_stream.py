@@ -85,8 +85,8 @@ def test_growing_does_not_touch_the_outliers_that_are_there() -> None:
     seal(stream, torch.randn(1, 2, BLOCK, CHANNELS))
     after = stream.pool[3]["outlier_excess"]
     assert isinstance(after, Ragged) and len(after) == 5
-    assert all(old is new for old, new in zip(before.runs, after.runs, strict=False))
-    assert all(run.untyped_storage().nbytes() == run.nbytes for run in after.runs)
+    assert all(old is new for old, new in zip(before.blocks, after.blocks, strict=False))
+    assert all(run.untyped_storage().nbytes() == run.nbytes for run in after.blocks)
 
 
 def test_shared_codes_follow_their_source_layer_through_every_change() -> None:

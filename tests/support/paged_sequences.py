@@ -17,7 +17,7 @@ from xquant.past.angles import Angles
 from xquant.past.paged import PagedPast
 from xquant.past.sealing import pack_rows
 from xquant.past.slots import Slots
-from xquant.past.step import Keeping, Run, Step
+from xquant.past.step import Keeping, NewTokens, Step
 from xquant.past.stream import Stream
 from xquant.serve.build import codecs_of
 
@@ -59,18 +59,18 @@ class Engine:
 
     def step(self, new: dict[int, int], softcap: float = 0.0) -> float:
         """Run the layer on so many new tokens of these sequences; the largest error, relative."""
-        query, out, runs = self.run(new)
+        query, out, new_tokens = self.run(new)
         worst = 0.0
-        for number, run in zip(new, runs, strict=True):
-            own = slice(run.start, run.stop)
+        for number, tokens in zip(new, new_tokens, strict=True):
+            own = slice(tokens.start, tokens.stop)
             wanted = self.expected(number, query[own], softcap)
             worst = max(worst, float((out[own] - wanted).norm() / wanted.norm()))
         return worst
 
-    def run(self, new: dict[int, int]) -> tuple[Tensor, Tensor, list[Run]]:
+    def run(self, new: dict[int, int]) -> tuple[Tensor, Tensor, list[NewTokens]]:
         """The queries and outputs ``[T, H, D]`` of so many new tokens of these sequences."""
         view, start = self.view, 0
-        runs, tables = [], []
+        new_tokens, tables = [], []
         count = sum(new.values())
         query = torch.randn(count, view.query_heads, view.head_size)
         # As parts of one projection, of which the key may have been normalized since.
@@ -83,7 +83,7 @@ class Engine:
             before = sum(map(len, past))
             while len(table) * BLOCK < before + tokens:
                 table.append(self.free.pop())
-            runs.append(Run(start, start + tokens, before))
+            new_tokens.append(NewTokens(start, start + tokens, before))
             tables.append(table + [0] * (20 - len(table)))
             own = slice(start, start + tokens)
             past.append(torch.cat([key[own].flatten(1), value[own].flatten(1)], -1))
@@ -91,9 +91,9 @@ class Engine:
         out = torch.full_like(query, torch.nan)
         self.layer.bind(self.memory, self.rings, self.rings.shape[1])
         rings = torch.tensor([number % 8 for number in new])
-        step = Step(runs, torch.tensor(tables), rings, self.keeping)
+        step = Step(new_tokens, torch.tensor(tables), rings, self.keeping)
         self.layer.attend(AttentionCall(query, key, value, None, 0.3, self.softcap), step, out)
-        return query, out, runs
+        return query, out, new_tokens
 
     def refuse(self, number: int, drafts: int) -> None:
         """Forget the newest tokens of a sequence, as an engine does with drafts that were wrong."""
@@ -103,7 +103,7 @@ class Engine:
         view = self.view
         rows = torch.cat(self.past[number])
         before = len(rows) - len(query)
-        sealed = self.keeping.sealed(Run(0, len(query), before))
+        sealed = self.keeping.sealed(NewTokens(0, len(query), before))
         keys, values = (
             part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
             for part in rows.split(view.kv_width, -1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .sequences import Sequences
-from .step import Chunk, Keeping, Run, Step
+from .step import Chunk, Keeping, NewTokens, Step
 
 State = tuple[Tensor, list[int], list[int]]
 EMPTY: State = torch.ones(0, 0, dtype=torch.bool, device="cpu"), [], []
@@ -70,16 +70,19 @@ class Places:
         starts = [0, *accumulate(self._counts)]
         self.members = [b for b, count in enumerate(self._counts) if count]
         """The sequences with new tokens that are no padding, in the order of `step`."""
-        runs = [Run(starts[b], starts[b] + self._counts[b], self._lengths[b]) for b in self.members]
-        everyone = len(runs) == len(new)
+        new_tokens = [
+            NewTokens(starts[b], starts[b] + self._counts[b], self._lengths[b])
+            for b in self.members
+        ]
+        everyone = len(new_tokens) == len(new)
         members: slice | list[int] = slice(None) if everyone else self.members
-        self.step = Step(runs, self._table[members], self._rings[members], self.keeping)
+        self.step = Step(new_tokens, self._table[members], self._rings[members], self.keeping)
 
     def held(self) -> list[tuple[int, Chunk]]:
         """The sequences that have tokens, and where all of those lie."""
         members = [b for b, length in enumerate(self._lengths) if length]
-        runs = [Run(0, 0, self._lengths[b]) for b in members]
-        step = Step(runs, self._table[members], self._rings[members], self.keeping)
+        new_tokens = [NewTokens(0, 0, self._lengths[b]) for b in members]
+        step = Step(new_tokens, self._table[members], self._rings[members], self.keeping)
         return list(zip(members, step.readers(native=False)[1].each, strict=True))
 
     def _write(self) -> None:
@@ -144,6 +147,6 @@ class Places:
         lengths: Sequence[int] = real.sum(1).tolist()
         capacity = self.keeping.capacity
         for length, written in zip(lengths, self._written, strict=True):
-            if self.keeping.sealed(Run(0, 0, length)) < written - capacity:
+            if self.keeping.sealed(NewTokens(0, 0, length)) < written - capacity:
                 return None
         return real, list(lengths), self._written

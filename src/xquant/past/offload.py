@@ -116,4 +116,4 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def _tensors(pools: list[Pool]) -> list[Tensor]:
     held = [blocks for fields in pools for blocks in fields.values()]
-    return [t for each in held for t in (each.parts() if isinstance(each, Slabs) else each.runs)]
+    return [t for each in held for t in (each.parts() if isinstance(each, Slabs) else each.blocks)]

@@ -149,7 +149,7 @@ class StaticLayer(PagedPast, PastLayer):
         shape = len(real), view.kv_heads, real.shape[1], view.head_size
         found = rows.new_zeros(shape), rows.new_zeros(shape)
         for sequence, chunk in each:
-            own = self.read(chunk, rows[chunk.run.start : chunk.run.stop])
+            own = self.read(chunk, rows[chunk.new.start : chunk.new.stop])
             for to, read in zip(found, own, strict=True):
                 to[sequence, :, real[sequence]] = read.transpose(0, 1).to(rows.dtype)
         return found

@@ -68,7 +68,7 @@ class Stream:
     def outliers(self) -> int:
         """Elements that are stored apart from their codes."""
         values = (packed.get("outlier_excess") for packed in self.pool)
-        return sum(len(run) for v in values if isinstance(v, Ragged) for run in v.runs)
+        return sum(len(b) for v in values if isinstance(v, Ragged) for b in v.blocks)
 
     @property
     def shared_nbytes(self) -> int:

@@ -179,12 +179,12 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
     positions = reader.take("positions", (torch.int32,), (batch, tokens))
     real = reader.take("real", (torch.bool,), (batch, tokens))
     _check_runs(contents, reader)
-    runs = tuple((stop, long) for stop, long in header.runs)
+    spans = tuple((stop, long) for stop, long in header.runs)
     ids = None
     if contents.codecs[0].embedding is not None:
         ids = reader.take("ids", (torch.int32,), (batch, tokens)).to(home, copy=True)
         reader.check(int(ids.min()) >= UNKNOWN, "an id that no token has")
-    contents.index.give(positions.to(home, copy=True), real.to(home, copy=True), runs, ids)
+    contents.index.give(positions.to(home, copy=True), real.to(home, copy=True), spans, ids)
     if "axes" in reader:
         reader.check(
             contents.index.takes_axes, "positions of several axes, of which the model has one"
@@ -208,16 +208,16 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
 
 
 def _check_runs(contents: Contents, reader: _Reader) -> None:
-    """Runs of tokens end one after the other, the last with the last token, and neighbours differ."""
-    runs, before = reader.header.runs, 0
+    """Spans of tokens end one after the other, the last with the last token, and neighbours differ."""
+    spans, before = reader.header.runs, 0
     if not contents.attachment.view.rope.switches:
-        return reader.check(not runs, "runs of frequencies, of which the model has one set")
-    kinds = [long for _, long in runs]
-    reader.check(all(a != b for a, b in pairwise(kinds)), "runs that are one")
-    for stop, _ in runs:
-        reader.check(stop > before, "runs that do not follow each other")
+        return reader.check(not spans, "spans of frequencies, of which the model has one set")
+    kinds = [long for _, long in spans]
+    reader.check(all(a != b for a, b in pairwise(kinds)), "spans that are one")
+    for stop, _ in spans:
+        reader.check(stop > before, "spans that do not follow each other")
         before = stop
-    reader.check(before == reader.header.tokens, "runs of more or fewer tokens than there are")
+    reader.check(before == reader.header.tokens, "spans of more or fewer tokens than there are")
 
 
 def _table(reader: _Reader, block: int) -> tuple[list[int], Tensor | None]:

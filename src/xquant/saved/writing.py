@@ -87,7 +87,7 @@ def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded)
         tokens=contents.index.length,
         blocks=first.stream.blocks,
         lengths=[[length, len(list(alike))] for length, alike in groupby(first.stream.lengths)],
-        runs=[[stop, long] for stop, long in contents.index.runs],
+        runs=[[stop, long] for stop, long in contents.index.rope_spans],
         cache_bytes=report.cache_bytes,
         full_cache_bytes=report.full_cache_bytes,
         checksums=checksums,

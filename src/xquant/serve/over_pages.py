@@ -93,7 +93,7 @@ class OverPages:
 
     def _place(self, tokens: list[int], chunks: Chunks) -> Placed:
         lengths = torch.tensor(tokens, dtype=torch.int32, device="cpu")
-        counts = [chunk.run.stop - chunk.run.start for chunk in chunks.each]
+        counts = [chunk.new.stop - chunk.new.start for chunk in chunks.each]
         starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
         pages = (lengths + SCRATCH - 1) // SCRATCH
         first = pages.cumsum(0) - pages
