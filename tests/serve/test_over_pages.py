@@ -8,8 +8,8 @@ from torch import Tensor
 from support.models import tiny
 from xquant.models import view_model
 from xquant.past.exact import torch_attention
-from xquant.past.step import Keeping, NewTokens, Step
-from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
+from xquant.past.step import NewTokens, Retention, Step
+from xquant.serve.over_pages import SCRATCH, ChunkLayout, EngineAttention, OverPages
 
 
 class TorchEngine(EngineAttention):
@@ -28,7 +28,7 @@ class TorchEngine(EngineAttention):
         self,
         query: Tensor,
         cache: Tensor,
-        at: Placed,
+        at: ChunkLayout,
         scaling: float,
         softcap: float,
         out: Tensor,
@@ -61,7 +61,7 @@ def test_chunks_of_any_length_are_laid_out() -> None:
         NewTokens(170, 172, 127),
     ]
     tables = torch.arange(16).view(4, 4)
-    step = Step(new_tokens, tables, torch.arange(4), Keeping(SCRATCH, SCRATCH))
+    step = Step(new_tokens, tables, torch.arange(4), Retention(SCRATCH, SCRATCH))
     _, chunks = step.readers(native=False)
     query = torch.randn(172, view.query_heads, size)
     for _ in range(2):  # layers take the same memory, and the same plan

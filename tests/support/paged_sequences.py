@@ -17,12 +17,12 @@ from xquant.past.angles import Angles
 from xquant.past.paged import PagedPast
 from xquant.past.sealing import pack_rows
 from xquant.past.slots import Slots
-from xquant.past.step import Keeping, NewTokens, Step
+from xquant.past.step import NewTokens, Retention, Step
 from xquant.past.stream import Stream
 from xquant.serve.build import codecs_of
 
 BLOCK, POSITIONS = 32, 300
-PLAIN = Keeping(BLOCK, capacity=BLOCK)
+PLAIN = Retention(BLOCK, capacity=BLOCK)
 
 
 def codec_of(model: Any, spec: str) -> LayerCodec:
@@ -43,16 +43,16 @@ class Engine:
         codec: LayerCodec,
         softcap: float = 0.0,
         backend: Backend | None = None,
-        keeping: Keeping = PLAIN,
+        retention: Retention = PLAIN,
     ) -> None:
-        self.sink = 0 if keeping.slots is None else keeping.slots.sink
-        keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
-        self.codec, self.view, self.keeping = codec, codec.view, keeping
+        self.sink = 0 if retention.slots is None else retention.slots.sink
+        retention = replace(retention, slots=Slots(self.sink) if self.sink else None)
+        self.codec, self.view, self.retention = codec, codec.view, retention
         self.angles = angles_of(self.view.head_size)
         self.layer = PagedPast(codec, BLOCK, self.angles, backend or REFERENCE, sink=self.sink)
         self.softcap = softcap
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
-        self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
+        self.rings = torch.full((8, retention.capacity, self.layer.row), torch.nan)
         self.free = torch.randperm(64).tolist()
         self.tables: dict[int, list[int]] = {}
         self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
@@ -91,7 +91,7 @@ class Engine:
         out = torch.full_like(query, torch.nan)
         self.layer.bind(self.memory, self.rings, self.rings.shape[1])
         rings = torch.tensor([number % 8 for number in new])
-        step = Step(new_tokens, torch.tensor(tables), rings, self.keeping)
+        step = Step(new_tokens, torch.tensor(tables), rings, self.retention)
         self.layer.attend(AttentionCall(query, key, value, None, 0.3, self.softcap), step, out)
         return query, out, new_tokens
 
@@ -103,7 +103,7 @@ class Engine:
         view = self.view
         rows = torch.cat(self.past[number])
         before = len(rows) - len(query)
-        sealed = self.keeping.sealed(NewTokens(0, len(query), before))
+        sealed = self.retention.sealed(NewTokens(0, len(query), before))
         keys, values = (
             part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
             for part in rows.split(view.kv_width, -1)
@@ -176,8 +176,8 @@ STEPS = [
 ]
 KEPT = [
     PLAIN,
-    Keeping(BLOCK, capacity=2 * BLOCK, tail=20),
-    Keeping(BLOCK, BLOCK, 0, True),
-    Keeping(BLOCK, BLOCK, slots=Slots(3)),
-    Keeping(BLOCK, BLOCK, 0, True, Slots(1)),
+    Retention(BLOCK, capacity=2 * BLOCK, tail=20),
+    Retention(BLOCK, BLOCK, 0, True),
+    Retention(BLOCK, BLOCK, slots=Slots(3)),
+    Retention(BLOCK, BLOCK, 0, True, Slots(1)),
 ]

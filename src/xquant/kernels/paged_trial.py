@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from ..methods import LayerCodec, Method
 from ..models.rope import Rope
 from ..past.angles import Angles
-from ..past.batch_layout import Places
+from ..past.batch_layout import BatchLayout
 from ..past.packer import TORCH
 from ..past.sequences import MOST_QUERIES
 from ..past.static_layer import StaticLayer
-from ..past.step import Keeping
+from ..past.step import Retention
 from .backend import Backend
 from .call import AttentionCall
 from .trial import BLOCKS, SEQUENCES, TAIL, Trial, random_states
@@ -48,11 +48,11 @@ class PagesTrial(Trial):
         if not layer.in_place:
             return 0.0
         random = torch.Generator(view.device).manual_seed(0)
-        places = Places(SEQUENCES, room, Keeping.of(self.method, MOST_QUERIES), view.device)
-        layer.reserve(places, view.dtype)
+        layout = BatchLayout(SEQUENCES, room, Retention.of(self.method, MOST_QUERIES), view.device)
+        layer.reserve(layout, view.dtype)
 
         def states(count: int) -> tuple[Tensor, Tensor]:
-            places.begin(torch.ones(SEQUENCES, count, dtype=torch.bool, device="cpu"))
+            layout.begin(torch.ones(SEQUENCES, count, dtype=torch.bool, device="cpu"))
             found = random_states(view, SEQUENCES, count, random)
             return found.key, found.value
 
@@ -60,7 +60,7 @@ class PagesTrial(Trial):
             layer.append(*states(count))
             layer.settle()
             layer.fill_rings()
-            places.advance()
+            layout.advance()
         key, value = states(1)
         shape = SEQUENCES, view.query_heads, 1, view.head_size
         query = torch.randn(shape, generator=random, dtype=view.dtype, device=view.device)
@@ -70,5 +70,5 @@ class PagesTrial(Trial):
             query.double(), keys, values, scale=scaling, enable_gqa=True
         ).transpose(1, 2)
         call = AttentionCall(query, key, value, None, scaling, None)
-        found = layer.attend_newest(call, places.sequences())
+        found = layer.attend_newest(call, layout.sequences())
         return float((found.double() - right).norm() / right.norm())

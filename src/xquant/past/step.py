@@ -35,8 +35,9 @@ class NewTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """What of a past is kept where; the same for all layers."""
+class Retention:
+    """Which tokens of a past lie in pages, which in a ring and which in slots of sinks. It is the same for
+    all layers."""
 
     block: int
     """Tokens of a page, ``n``."""
@@ -50,8 +51,8 @@ class Keeping:
     """Of sinks; None where the method has none."""
 
     @classmethod
-    def of(cls, method: Method, ahead: int, through_store: bool = False) -> "Keeping":
-        """What a method keeps where. A ring has room for a block that is not whole, for recent tokens, and
+    def of(cls, method: Method, ahead: int, through_store: bool = False) -> "Retention":
+        """That of a method. A ring has room for a block that is not whole, for recent tokens, and
         for as many as come ``ahead`` of what is known to stay: drafts, and tokens of a step that may fail."""
         slots = Slots(method.sink) if method.sink else None
         capacity = method.group + method.tail + ahead
@@ -127,25 +128,25 @@ class Step:
         new_tokens: of the sequences that have new tokens.
         pages: int ``[B, columns]``: the page of every block of each.
         rings: int ``[B]``: the ring of each.
-        keeping: what is kept where.
+        retention: which tokens lie where.
     """
 
     def __init__(
-        self, new_tokens: Sequence[NewTokens], pages: Tensor, rings: Tensor, keeping: Keeping
+        self, new_tokens: Sequence[NewTokens], pages: Tensor, rings: Tensor, retention: Retention
     ) -> None:
-        self._keeping, self._table, self._rings = keeping, pages.int(), rings.tolist()
+        self._retention, self._table, self._rings = retention, pages.int(), rings.tolist()
         self.new_tokens = new_tokens
         self._find_filled()
         self._grouped: dict[bool, tuple[list[Sequences], Chunks]] = {}
 
     def readers(self, native: bool) -> tuple[list[Sequences], Chunks]:
         """The sequences for a kernel that reads pages, by their number of new tokens, and the others. All are
-        others without a ``native`` kernel. With `Keeping.through_store` so are prompts, even where a single
+        others without a ``native`` kernel. With `Retention.through_store` so are prompts, even where a single
         token of one is left: then what a token reads, and by what function, does not depend on chunks."""
         if native not in self._grouped:
             few: dict[int, list[int]] = {}
             rest = []
-            store = self._keeping.through_store
+            store = self._retention.through_store
             most = 1 if store else MOST_QUERIES
             for number, tokens in enumerate(self.new_tokens):
                 count = tokens.stop - tokens.start
@@ -158,7 +159,7 @@ class Step:
         return self._grouped[native]
 
     def _find_filled(self) -> None:
-        block = self._keeping.block
+        block = self._retention.block
         self.filled: list[Filled] = []
         pages, starts = [], []
         for number, tokens in enumerate(self.new_tokens):
@@ -175,13 +176,15 @@ class Step:
             """the positions that they start at."""
             self.filled_slots: Tensor | None = None
             """int64: the slots of sinks of those that start a sequence; None without sinks."""
-            if self._keeping.slots is not None:
+            if self._retention.slots is not None:
                 written = self.filled_pages.tolist(), self.filled_starts.tolist()
-                self.filled_slots = _int64(self._keeping.slots.write(*written))
+                self.filled_slots = _int64(self._retention.slots.write(*written))
 
     def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
         """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
-        return self._rings[number], torch.arange(start, stop, device="cpu") % self._keeping.capacity
+        return self._rings[number], torch.arange(
+            start, stop, device="cpu"
+        ) % self._retention.capacity
 
     def _chunks(self, numbers: list[int]) -> Chunks:
         """These sequences. A ring is given as many of their new rows as it holds, the newest."""
@@ -191,32 +194,32 @@ class Step:
         places: list[int] = []
         for number in numbers:
             tokens = self.new_tokens[number]
-            count = min(tokens.stop - tokens.start, self._keeping.capacity)
+            count = min(tokens.stop - tokens.start, self._retention.capacity)
             rows += range(tokens.start, tokens.stop)
             kept += range(tokens.stop - count, tokens.stop)
             rings += [self._rings[number]] * count
             places += range(tokens.after - count, tokens.after)
-        where = _int64(rings), _int64(places) % self._keeping.capacity
+        where = _int64(rings), _int64(places) % self._retention.capacity
         return Chunks([self._chunk(n) for n in numbers], _int64(rows), _int64(kept), where)
 
     def _chunk(self, number: int) -> Chunk:
         tokens = self.new_tokens[number]
-        sealed = self._keeping.sealed(tokens)
-        pages = self._table[number, : sealed // self._keeping.block].long()
+        sealed = self._retention.sealed(tokens)
+        pages = self._table[number, : sealed // self._retention.block].long()
         places = self._places(number, min(sealed, tokens.before), tokens.before)
         return Chunk(tokens, pages, places, sealed, self._slot(number, sealed))
 
     def _slot(self, number: int, sealed: int) -> int | None:
         """Of the sinks of a sequence, once their page is read."""
-        slots = self._keeping.slots
+        slots = self._retention.slots
         return slots.of(int(self._table[number, 0])) if slots is not None and sealed else None
 
     def _sequences(self, numbers: list[int], queries: int) -> Sequences:
-        capacity, slots = self._keeping.capacity, self._keeping.slots
+        capacity, slots = self._retention.capacity, self._retention.slots
         new_tokens = [self.new_tokens[number] for number in numbers]
         limits, held, new, sinks = [], [], [], []
         for number, tokens in zip(numbers, new_tokens, strict=True):
-            limit = self._keeping.sealed(tokens)
+            limit = self._retention.sealed(tokens)
             start = min(limit, tokens.before)
             limits.append(limit)
             held += [self._rings[number], start % capacity, tokens.before - start, start]
@@ -236,7 +239,7 @@ class Step:
         everyone = count == len(self.new_tokens)
         return Sequences(
             queries=queries,
-            block=self._keeping.block,
+            block=self._retention.block,
             first=numbers_of[:count],
             table=self._table if everyone else self._table[numbers],
             limits=numbers_of[count : 2 * count],
@@ -278,7 +281,7 @@ class Batch:
         )
 
     def step_of(
-        self, pages: "Batch", keeping: Keeping, begun: Mapping[int, tuple[int, int]]
+        self, pages: "Batch", retention: Retention, begun: Mapping[int, tuple[int, int]]
     ) -> Step:
         """The step of layers whose rings are in this table and whose pages are in the other; made once.
         ``begun``: of each ring, `NewTokens.since` and `NewTokens.until`."""
@@ -288,5 +291,5 @@ class Batch:
             for tokens, ring in zip(pages.new_tokens, rings.tolist(), strict=True):
                 since, until = begun.get(ring, (0, 0))
                 new_tokens.append(tokens._replace(since=since, until=until))
-            self._made = pages, Step(new_tokens, pages.table, rings, keeping)
+            self._made = pages, Step(new_tokens, pages.table, rings, retention)
         return self._made[1]

@@ -11,7 +11,7 @@ from ..past.angles import Angles, turns_halves
 from ..past.exact import ExactAttention, torch_attention
 from ..past.pageable import unfit, unfit_options
 from ..past.paged import PagedPast
-from ..past.step import Keeping
+from ..past.step import Retention
 from ..sizes import in_bytes
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
@@ -79,9 +79,9 @@ class Wanted:
             self.method.sink,
         )
 
-    def keeping(self, drafts: int = 0) -> Keeping:
-        """What of a past is kept where; ``drafts``: tokens that are guessed at a time."""
-        return Keeping.of(self.method, drafts, self.through_store)
+    def retention(self, drafts: int = 0) -> Retention:
+        """Which tokens of a past lie where; ``drafts``: tokens that are guessed at a time."""
+        return Retention.of(self.method, drafts, self.through_store)
 
 
 @dataclass(frozen=True)

@@ -285,13 +285,13 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         for module in held:
             ring = module.impl.ring
             module.impl.served.bind(
-                module.kv_cache, ring.kv_cache, ring.keeping.capacity, module.impl.moved
+                module.kv_cache, ring.kv_cache, ring.retention.capacity, module.impl.moved
             )
         return sorted((m.impl for m in held), key=lambda impl: impl.served.codec.view.index)
 
     @property
     def _slots(self) -> Any:
-        return self._impls[0].ring.keeping.slots
+        return self._impls[0].ring.retention.slots
 
     @property
     def _worker(self) -> Recoder:
