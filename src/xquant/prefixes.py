@@ -227,9 +227,9 @@ class PrefixStore:
         Args:
             long: whether the model turns keys by the frequencies that it has for long inputs.
         """
-        first, told = self._codecs[0], attach(self._model).identity.now()
+        first, digests = self._codecs[0], attach(self._model).identity.now()
         dtype = plain_name(first.view.dtype)
-        stored = [_FORMAT, *told, dtype, self.method.spec, first.calibrated, long]
+        stored = [_FORMAT, *digests, dtype, self.method.spec, first.calibrated, long]
         root, names = json.dumps(stored).encode(), list[list[str]]()
         for tokens in sequences:
             digest, own = root, list[str]()

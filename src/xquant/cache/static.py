@@ -22,7 +22,7 @@ from ..past.step import Retention
 from ..seam.check import check_not_recorded
 from ..seam.mark import new_mark
 from ..seam.masks import SHOWN, PassMask
-from ..seam.passes import Given, Route
+from ..seam.passes import LayerInputs, Route
 from .base import CompressedCache
 from .static_layers import check_method, layers_of
 
@@ -146,8 +146,8 @@ class StaticKVCache(CompressedCache):
         if mask.asks(length, self._device):
             if mask.shows_padding(layout.real):
                 raise ValueError(SHOWN)
-            told = mask.real(held, batch, length)
-            new = new if told is None else told.cpu()
+            real = mask.real(held, batch, length)
+            new = new if real is None else real.cpu()
             plain = plain and bool(new.all()) and not mask.hides(layout.real)
         layout.begin(new)
         self._in_place = (
@@ -155,7 +155,7 @@ class StaticKVCache(CompressedCache):
             and length <= MOST_QUERIES
             and plain
             and all(layer.in_place for layer in self.layers)
-            and all(hooks.hands_over for hooks in self.attachment.hooks.values())
+            and all(hooks.passes_on for hooks in self.attachment.hooks.values())
         )
         if self._in_place:
             self._sequences = layout.sequences()
@@ -190,7 +190,7 @@ class StaticKVCache(CompressedCache):
         )
         return fixed | {"position_ids": self._positions[count]}
 
-    def observe(self, given: Given) -> None:
+    def observe(self, given: LayerInputs) -> None:
         """What is kept is given to `update`."""
 
     @property

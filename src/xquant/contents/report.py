@@ -146,5 +146,5 @@ def report_of(
         model_bytes=packed_bytes(view.model) + sum(p.nbytes for p in view.model.parameters()),
         codec_bytes=sum(layer.codec.nbytes for layer in contents.compressed),
         note=note,
-        host_bytes=sealed.total() if contents.stack.carrier is not None else 0,
+        host_bytes=sealed.total() if contents.stack.offloader is not None else 0,
     )

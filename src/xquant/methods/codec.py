@@ -70,9 +70,9 @@ class LayerCodec(ABC):
     """What decoded rows are multiplied with, ``[W, C]``."""
     span: int = 1
     """Layers, this one the lowest, that are sealed together, see `merge`."""
-    mixes: bool = False
-    """Whether what a layer of the span packs is made of the rows of all its layers, see `mix`. Their past can
-    be read once a forward pass has come to the last of them, and by none that attends to itself as stored."""
+    coded_together: bool = False
+    """Whether what a layer of the span packs is made of the rows of all its layers, see `combine`. Their past
+    can be read once a forward pass has come to the last of them, and never with ``attend="store"``."""
     source: int = 0
     """The layer of the span whose codes the segments of the others share."""
     sink_dtype: torch.dtype | None = None
@@ -97,7 +97,7 @@ class LayerCodec(ABC):
         return None
 
     @property
-    def carried(self) -> int:
+    def above_width(self) -> int:
         """Channels of a token that go from this layer to the one above."""
         return self.width if self.feeds_above else 0
 
@@ -138,7 +138,7 @@ class LayerCodec(ABC):
         to be something, of the same shape."""
         return features
 
-    def mix(self, encoded: list[Tensor]) -> list[Tensor]:
+    def combine(self, encoded: list[Tensor]) -> list[Tensor]:
         """What the layers of the span pack, ``[N, n, C]`` each, from what each of them has encoded."""
         return encoded
 
@@ -147,19 +147,19 @@ class LayerCodec(ABC):
         return packed
 
     def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
-        """What `rebuild` works on, from decoded rows ``[B, T, C]`` (where the codec `mixes`, of all layers of
-        the span, side by side) and what was `predicted`; when ``sealing``, codes of the layer above are made
-        from it, and it must not depend on which blocks come together."""
+        """What `rebuild` works on, from decoded rows ``[B, T, C]`` and what was `predicted`. Rows of layers
+        that are `coded_together` are those of all layers of the span, side by side. When ``sealing``, codes
+        of the layer above are made from it, and it must not depend on which blocks come together."""
         return rows
 
     def accumulate(self, recalled: Tensor) -> Tensor:
         """What the layer itself accumulates, ``[B, T, W]``, in the space of the features."""
         return recalled
 
-    def carry(self, own: Tensor, below: Tensor | None) -> Tensor:
-        """What the layer above gets as ``below``, ``[B, T, carried]``: what this layer has accumulated, its
-        ``own``, beside the nearest of what it got itself."""
-        further = self.carried - own.shape[-1]
+    def accumulated_above(self, own: Tensor, below: Tensor | None) -> Tensor:
+        """What the layer above predicts from, ``[B, T, above_width]``: its ``own``, what this layer
+        accumulated, then as much of what it got from ``below`` as there is room for, nearest layers first."""
+        further = self.above_width - own.shape[-1]
         return own if below is None or further <= 0 else torch.cat([own, below[..., :further]], -1)
 
     @abstractmethod

@@ -77,7 +77,7 @@ class GrowingPast:
             span = layers[start : start + codec.span]
             for layer in span:
                 layer.span = span
-                if codec.mixes:
+                if codec.coded_together:
                     layer.below = span[0].below
                 if any(segment.shared for segment in layer.codec.segments):
                     layer.source = span[codec.source]
@@ -255,9 +255,9 @@ class GrowingPast:
         return self.codec.recall(rows, self._predicted(rows.shape[1]), sealing)
 
     def _read(self, dtype: torch.dtype, tokens: int) -> Tensor:
-        """The decoded rows ``[B, T, C]`` of the first ``tokens`` sealed tokens; of a span that mixes, those
-        of all its layers side by side, which are kept until all have asked for them."""
-        if not self.codec.mixes:
+        """The decoded rows ``[B, T, C]`` of the first ``tokens`` sealed tokens; where layers are coded
+        together, those of all layers of the span side by side, kept until all have asked for them."""
+        if not self.codec.coded_together:
             return self.stream.read(dtype, tokens)
         first, home = self.span[0], self.codec.view.device
         if first.decoded is None or first.decoded.shape[1] < tokens:
@@ -305,8 +305,8 @@ class GrowingPast:
             own = self.sinks.placed(own, self._sinks_of(own.shape[-1]))
         if self.through_store and self.tail is not None:
             own = self._with_tail_sinks(own, self.tail)
-        further = self.codec.carried > own.shape[-1]
-        return self.codec.carry(own, self._below(0, own.shape[1]) if further else None)
+        further = self.codec.above_width > own.shape[-1]
+        return self.codec.accumulated_above(own, self._below(0, own.shape[1]) if further else None)
 
     def _sinks_of(self, width: int) -> Tensor:
         """The features of sinks ``[B, S, width]``, of this layer and of those before it in its span."""

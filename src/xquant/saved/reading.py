@@ -39,8 +39,8 @@ def check_model(saved: Saved, attachment: Attachment) -> None:
             f"'{saved.path}' was saved from a model in {header.dtype[:20]}, and this one is in {dtype}: load"
             " it in the same"
         )
-    told = attachment.identity.now()
-    same = header.configuration == told.configuration, header.weights == told.weights
+    digests = attachment.identity.now()
+    same = header.configuration == digests.configuration, header.weights == digests.weights
     if not all(same):
         names = ("configuration", "weights, buffers or adapters")
         others = " and ".join(n for n, alike in zip(names, same, strict=True) if not alike)
@@ -348,11 +348,11 @@ def _fill_states(number: int, layer: Any, home: torch.device, reader: _Reader) -
 
 def _expect_attention(attachment: Attachment, saved: Saved) -> None:
     """Spare the first forward pass finding out what the file knows: with which attention implementation of
-    this version of transformers the layers hand over what a cache returns. Until a layer is seen to, it is
+    this version of transformers the layers pass on what a cache returns. Until a layer is seen to, it is
     given keys and values decoded, which its own implementation rounds otherwise than a kernel."""
     attachment.see_implementation()
     for hooks in attachment.hooks.values():
         known = saved.header.attention == hooks.implementation
         same = saved.header.transformers == transformers.__version__
-        if known and same and hooks.hands_over is None and hooks.view.latents is None:
+        if known and same and hooks.passes_on is None and hooks.view.latents is None:
             hooks.learn(True)

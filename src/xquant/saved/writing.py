@@ -62,23 +62,23 @@ def checksum(tensor: Tensor) -> str:
 def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded) -> Header:
     attachment, report = contents.attachment, report_of(contents)
     view, first = attachment.view, contents.compressed[0]
-    told = attachment.identity.now()
+    digests = attachment.identity.now()
     attachment.see_implementation()
-    handing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.hands_over}
-    seen = all(hooks.hands_over for hooks in attachment.hooks.values())
+    passing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.passes_on}
+    seen = all(hooks.passes_on for hooks in attachment.hooks.values())
     return Header(
         version=".".join(map(str, VERSION)),
         xquant=__version__,
         transformers=transformers.__version__,
         family=type(view.model).__name__,
-        configuration=told.configuration,
-        weights=told.weights,
+        configuration=digests.configuration,
+        weights=digests.weights,
         dtype=plain_name(first.codec.view.dtype),
         method=contents.method.spec,
         attend="store" if first.through_store else "chunk",
         calibration=first.codec.calibrated,
         bases=bases.probe(contents.method, contents.codecs),
-        attention=handing.pop() if seen and len(handing) == 1 else "",
+        attention=passing.pop() if seen and len(passing) == 1 else "",
         layers=[layer.codec.view.index for layer in contents.compressed],
         recording=[
             i for i, own in enumerate(contents.layers) if getattr(own, "record_past", False)
