@@ -113,7 +113,7 @@ class KVCache(ChangingCache, RestingCache):
     @property
     def contents(self) -> Contents:
         """What the cache holds, for what saves, converts and reports it."""
-        return Contents(self.attachment, self.method, self.stack, self.layers, self.beside)
+        return Contents(self.attachment, self.method, self.stack, self.layers, self.linear_states)
 
     @property
     def compressed(self) -> list[CompressedLayer]:

@@ -117,7 +117,7 @@ def report_of(
         if lowest.codec.embedding is None
         else contents.index.ids[:, : lowest.stream.tokens].nbytes
     )
-    others = [*contents.others.values(), *contents.beside.values()]
+    others = [*contents.others.values(), *contents.linear_states.values()]
     held = [tensor for layer in others for tensor in compat.held_by(layer)]
     skipped = sum(tensor.nbytes for tensor in held)
     resident = sealed.total() + codebooks + sinks + tail + index

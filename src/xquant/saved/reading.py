@@ -201,7 +201,7 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
     for view in contents.attachment.view.layers:
         if view.index in contents.attachment.view.skipped:
             _fill_other(contents.layers[view.index], view, reader)
-    for number, layer in {**dict(enumerate(contents.layers)), **contents.beside}.items():
+    for number, layer in {**dict(enumerate(contents.layers)), **contents.linear_states}.items():
         if compat.states_of(layer) is not None:
             _fill_states(number, layer, home, reader)
     return saved

@@ -157,7 +157,7 @@ def _streams(contents: Contents, names: Iterable[str]) -> dict[str, Streams]:
 def _others(contents: Contents) -> dict[str, Tensor]:
     """What transformers keeps itself: keys and values, or states of linear attention."""
     held: dict[str, Tensor] = {}
-    for number, layer in {**contents.others, **contents.beside}.items():
+    for number, layer in {**contents.others, **contents.linear_states}.items():
         if not contents.index.length or compat.is_empty(layer):
             continue
         states = compat.states_of(layer)

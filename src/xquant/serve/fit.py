@@ -34,7 +34,7 @@ class Wanted:
     attend: str = "chunk"
     kernel: str = "auto"
     calibration: str | None = None
-    """A file; None for the one that is kept, of a method that calibrates itself."""
+    """A file; None for the stored one, of a method that calibrates itself."""
     ranges: str = "method"
     """Where ranges of a token end: as the method says, or at ``heads``, as tensor parallelism has it."""
 
@@ -85,7 +85,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ConnectorOptions:
     """Where an engine's connector keeps blocks, and how: its ``kv_connector_extra_config``."""
 
     path: str
@@ -107,10 +107,10 @@ class Kept:
         return "" if found is None else found.digest
 
 
-_KEPT = ("path", "method", "limit", "calibration")
+_CONNECTOR_OPTIONS = ("path", "method", "limit", "calibration")
 
 
-def kept(options: Mapping[str, Any], engine: Wanted) -> Kept:
+def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOptions:
     """What a connector's options ask for: ``path``, ``method`` (by default the engine's), ``limit`` and
     ``calibration``.
 
@@ -118,9 +118,9 @@ def kept(options: Mapping[str, Any], engine: Wanted) -> Kept:
         ValueError: one of them is unknown or none, or blocks have another size than the engine's pages.
     """
     for name in options:
-        if name not in _KEPT:
+        if name not in _CONNECTOR_OPTIONS:
             raise ValueError(
-                f"xquant: a connector has no option '{name}': one of {', '.join(_KEPT)}"
+                f"xquant: a connector has no option '{name}': one of {', '.join(_CONNECTOR_OPTIONS)}"
             )
     path, given = options.get("path"), options.get("calibration")
     if not isinstance(path, str) or not path:
@@ -139,7 +139,7 @@ def kept(options: Mapping[str, Any], engine: Wanted) -> Kept:
         raise ValueError(f"xquant: {error}") from None
     stored = Wanted(method, calibration=given, ranges=engine.ranges)
     same = method == engine.method and given == engine.calibration
-    return Kept(path, stored, limit, same)
+    return ConnectorOptions(path, stored, limit, same)
 
 
 def wanted(options: Mapping[str, Any]) -> Wanted:

@@ -97,20 +97,20 @@ def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any
     config = original(*more, **options)
     known = model_of(config)
     codecs = fit.check_model(wanted, known)
-    if kept := kept_of(config):
-        codecs = [*codecs, *fit.check_model(kept.wanted, known, stored=True)]
+    if connector := connector_options_of(config):
+        codecs = [*codecs, *fit.check_model(connector.wanted, known, stored=True)]
     if why := _unfit(config, wanted, known):
         raise ValueError(f"xquant: {why} is not served yet")
     _check_angles(config, known, [codec.view for codec in codecs if not codec.rotated])
     return config
 
 
-def kept_of(config: VllmConfig) -> fit.Kept | None:
+def connector_options_of(config: VllmConfig) -> fit.ConnectorOptions | None:
     """What this engine's connector is to keep; None where it has none, or another."""
     transfer, wanted = config.kv_transfer_config, _wanted(config)
     if transfer is None or transfer.kv_connector != CONNECTOR or wanted is None:
         return None
-    return fit.kept(transfer.kv_connector_extra_config, wanted)
+    return fit.connector_options(transfer.kv_connector_extra_config, wanted)
 
 
 def model_of(config: VllmConfig) -> Model:
@@ -132,7 +132,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
         "a sliding window with disable_hybrid_kv_cache_manager": bool(known.windows)
         and scheduler.disable_hybrid_kv_cache_manager,
         f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None
-        and kept_of(config) is None,
+        and connector_options_of(config) is None,
         f"{CONNECTOR} with sliding windows": bool(known.windows)
         and config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
