@@ -225,7 +225,7 @@ class PrefixStore:
         it is stored.
 
         Args:
-            long: whether the model turns keys by the frequencies that it has for long inputs.
+            long: whether the model applies RoPE with the frequencies that it has for long inputs.
         """
         first, digests = self._codecs[0], attach(self._model).identity.now()
         dtype = plain_name(first.view.dtype)

@@ -125,7 +125,7 @@ class Engine:
         """What a stream of the library reads of these tokens."""
         places = torch.arange(len(keys))
         if not self.codec.rotated:
-            keys = self.angles.turn_back(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(
+            keys = self.angles.remove_rope(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(
                 0, 1
             )
         rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
@@ -135,7 +135,7 @@ class Engine:
         stream.seal(packed, 1)
         read = self.codec.recall(stream.read(torch.float32, len(keys)), None)
         keys, values = (t[0].view(keys.shape) for t in self.codec.rebuild(read))
-        return keys if self.codec.rotated else self.angles.turn(keys, places), values
+        return keys if self.codec.rotated else self.angles.apply_rope(keys, places), values
 
 
 KERNEL_SPECS = [

@@ -34,7 +34,7 @@ class StaticKVCache(CompressedCache):
     ring of recent tokens for each sequence. A decode step asks the host for nothing but the number of tokens,
     so it costs less in Python than one of `KVCache`, and a compiled one can be recorded in a CUDA graph
     (``torch.compile(model, mode="reduce-overhead")``). What tokens read is what they read in a `KVCache`, up
-    to rounding: blocks are packed of keys that are turned back from RoPE.
+    to rounding: blocks are packed of keys that RoPE is removed from.
 
     The sequences of a batch stay, so there is no beam search, and `crop` goes back 16 tokens at most.
 

@@ -14,7 +14,7 @@ from ..models.base import linear
 from ..quant import Packed, Segment
 from .cost import RebuildCost
 
-Turns = tuple[Tensor | None, Tensor | None]
+Rotations = tuple[Tensor | None, Tensor | None]
 """Orthogonal matrices of key heads and of value heads: fp32 ``[D, D]``, or ``[G, D, D]`` with one for each
 head; None where heads stay as they are. A query that is rotated by the matrix of the keys has the
 same scores with rotated keys, and a sum of rotated values is rotated back once."""
@@ -57,7 +57,7 @@ class LayerCodec(ABC):
     """Whether features are keys (before RoPE unless `rotated`) and values as they are, side by side: other
     caches can then be converted to it."""
     packs_states: bool = False
-    """Whether the segments are keys, less `offset`, and values, of each head times `turns`."""
+    """Whether the segments are keys, less `offset`, and values, of each head times `rotations`."""
     offset: Tensor | None = None
     """What is taken off every key before it is packed, ``[G*D]``."""
     embedding: Tensor | None = None
@@ -87,7 +87,7 @@ class LayerCodec(ABC):
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
 
     @property
-    def turns(self) -> Turns:
+    def rotations(self) -> Rotations:
         """What heads are multiplied with before they are packed."""
         return None, None
 

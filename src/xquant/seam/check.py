@@ -130,7 +130,7 @@ def check_states(
 
 
 def check_rope(family: str, rope: Pair, index: TokenIndex) -> None:
-    """Refuse tokens that are turned by other angles than those of their positions.
+    """Refuse tokens whose RoPE has other angles than those of their positions.
 
     Args:
         rope: cos and sin that the model gives to a layer, ``[B, t, R]``.

@@ -7,7 +7,7 @@ from typing import Any
 from ..kernels.choose import choose, packer_of
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
-from ..past.angles import Angles, turns_halves
+from ..past.angles import Angles, rotates_halves
 from ..past.exact import ExactAttention, torch_attention
 from ..past.pageable import unfit, unfit_options
 from ..past.paged import PagedPast
@@ -186,9 +186,9 @@ def check_model(wanted: Wanted, model: Model, stored: bool = False) -> list[Laye
         ValueError: the model or the method for it cannot be served; the message says why.
     """
     codecs = codecs_for(wanted, model, None, 0, weighted=False, stored=stored)
-    if not all(codec.rotated or turns_halves(codec.view) for codec in codecs):
+    if not all(codec.rotated or rotates_halves(codec.view) for codec in codecs):
         raise _refused(
-            wanted.method, "it keeps keys before RoPE, and the model's does not turn halves"
+            wanted.method, "it keeps keys before RoPE, and the model's does not rotate halves"
         )
     return codecs
 

@@ -143,7 +143,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
 
 
 def _check_angles(config: VllmConfig, known: Model, views: list[AttentionView]) -> None:
-    """Ask for the angles by which heads of these layers are turned."""
+    """Ask for the angles of these layers' RoPE."""
     angles, most = functools.cache(_angles), known.config.max_position_embeddings
     with set_current_vllm_config(config):
         for view in views:
@@ -188,11 +188,11 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
     for place, (parent, codec) in enumerate(zip(found, codecs, strict=True)):
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
-        turned = functools.partial(angles, rotary, codec.view.rotary_size)
-        served = wanted.layer(codec, turned, exact_of)
+        angles_of = functools.partial(angles, rotary, codec.view.rotary_size)
+        served = wanted.layer(codec, angles_of, exact_of)
         ring = Ring(f"{layer.layer_name}.{RING}", served.row, retention, dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
-        layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, turned
+        layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, angles_of
         layer.impl.moved = room.starts[place] - place * room.page
         layer.get_kv_cache_spec = functools.partial(_page_spec, layer, room)
     return original()
@@ -210,8 +210,8 @@ def _view(parent: Any, dtype: torch.dtype) -> AttentionView:
         raise ValueError(f"xquant: {type(parent).__name__} is no attention layer that is known")
     index, heads = extract_layer_index(layer.layer_name), (layer.num_heads, layer.num_kv_heads)
     norm, rotary = getattr(parent, "k_norm", None), getattr(parent, "rotary_emb", None)
-    turned = getattr(rotary, "rotary_dim", 0)
-    return EngineView.of(index, parent, fused, heads, layer.head_size, norm, turned, dtype)
+    rotary_size = getattr(rotary, "rotary_dim", 0)
+    return EngineView.of(index, parent, fused, heads, layer.head_size, norm, rotary_size, dtype)
 
 
 def _angles(rotary: Any, size: int) -> Angles:
