@@ -256,7 +256,9 @@ def _check_whole(cache: KVCache) -> None:
         raise ValueError(
             f"prefixes of {family} cannot be stored: it turns keys by other angles for every length"
         )
-    if cache.beside or not all(compat.is_empty(cache.layers[index]) for index in view.skipped):
+    if cache.linear_states or not all(
+        compat.is_empty(cache.layers[index]) for index in view.skipped
+    ):
         raise ValueError(
             f"prefixes of {family} cannot be stored: some of its layers are not compressed, and their state"
             " at the end of a prefix is not known"
