@@ -288,7 +288,7 @@ class Clock:
             start = time.thread_time()
             found = build(builder, *args, **more)
             if not self._steps or self._steps[-1].tokens:  # the first of a step
-                self._steps.append(Step(len(found.runs)))
+                self._steps.append(Step(len(found.new_tokens)))
             self._steps[-1].seconds += time.thread_time() - start
             return found
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from support.models import FAMILIES, OTHERS, pickled, prompt, tiny
 from support.unusual_models import dynamic_rope, long_rope
 from xquant import KVCache, PrefixStore, digests, identity, pack_weights
-from xquant.identity import Told
+from xquant.identity import ModelDigests
 from xquant.seam.hooks import attach
 
 SPEC = "kivi-4bit:group=32,sink=1"
@@ -23,7 +23,7 @@ CONFIGURATION, WEIGHTS = "other configuration$", "other weights, buffers or adap
 BOTH = "other configuration and weights, buffers or adapters$"
 
 
-def told(model: Any) -> Told:
+def digests_of(model: Any) -> ModelDigests:
     return attach(model).identity.now()
 
 
@@ -162,7 +162,7 @@ def test_another_dtype_is_refused(stored: Path) -> None:
         KVCache.load(model, stored / "c")
     mixed = tiny("llama")
     layer_of(mixed).mlp.double()
-    assert told(mixed).weights != told(tiny("llama")).weights
+    assert digests_of(mixed).weights != digests_of(tiny("llama")).weights
 
 
 def reloaded(model: Any, folder: Path) -> Any:
@@ -212,19 +212,19 @@ def test_the_same_model_is_accepted(way: str, stored: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_use_changes_no_identity(family: str) -> None:
     model = tiny(family)
-    before = told(model)
+    before = digests_of(model)
     with torch.no_grad():
         model(prompt(), past_key_values=DynamicCache(config=model.config))
-    assert told(copy.deepcopy(model)) == before == told(tiny(family))
+    assert digests_of(copy.deepcopy(model)) == before == digests_of(tiny(family))
 
 
 @pytest.mark.parametrize("make", [long_rope, dynamic_rope])
 def test_frequencies_that_follow_the_input_change_no_identity(make: Callable[[], Any]) -> None:
     model = make()
-    before = told(model)
+    before = digests_of(model)
     with torch.no_grad():
         model(prompt(1, 600))
-    assert told(model) == before == told(make())
+    assert digests_of(model) == before == digests_of(make())
 
 
 def test_what_lies_above_the_last_layer_does_not_matter(stored: Path) -> None:
@@ -241,25 +241,25 @@ def test_layers_that_are_not_compressed_count() -> None:
     kinds = ["full_attention", "sliding_attention"]
     models = [tiny("gemma3", layer_types=kinds, num_hidden_layers=2) for _ in range(2)]
     layer_of(models[0]).mlp.up_proj.weight.data[0, 0] += 1
-    assert told(models[0]) != told(models[1])
+    assert digests_of(models[0]) != digests_of(models[1])
 
 
 def test_adapters_that_are_used_count() -> None:
     model = adapted(tiny("llama"))
     layer = layer_of(model).mlp.down_proj
-    both, seen = told(model), set[str]()
+    both, seen = digests_of(model), set[str]()
     for change in ({"active_adapters": ["first"]}, {"disable_adapters": True}):
         vars(layer).update(change)
-        seen.add(told(model).weights)
+        seen.add(digests_of(model).weights)
     assert len({both.weights, *seen}) == 3
     vars(layer).update(active_adapters=["second"], disable_adapters=False)
-    assert told(model) == both
+    assert digests_of(model) == both
     layer.up["first"].weight.data += 1
     layer.down["first"].weight.data += 1
     layer.scaling["first"] = 9.0
-    assert told(model) == both
+    assert digests_of(model) == both
     layer.scaling["second"] = 9.0
-    assert told(model) != both
+    assert digests_of(model) != both
 
 
 @pytest.mark.parametrize(
@@ -270,9 +270,9 @@ def test_weights_that_are_written_to_are_noticed(
     write: Callable[[Tensor], Any], stored: Path
 ) -> None:
     model = tiny("llama", intermediate_size=3000)  # more than is read to look for changes
-    before = told(model)
+    before = digests_of(model)
     write(layer_of(model).mlp.down_proj.weight)
-    assert told(model) != before == told(tiny("llama", intermediate_size=3000))
+    assert digests_of(model) != before == digests_of(tiny("llama", intermediate_size=3000))
 
 
 def test_weights_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_what_codes_are_read_with_counts() -> None:
     for scale in (1.0, 2.0, 2.0):
         model = tiny("llama")
         layer_of(model).mlp.register_parameter("codes", Codes(scale))
-        seen.add(told(model).weights)
+        seen.add(digests_of(model).weights)
     assert len(seen) == 2
 
 
@@ -324,7 +324,7 @@ def offloaded(model: Any) -> Any:
 def test_weights_that_are_offloaded_are_read_where_they_are() -> None:
     model = tiny("llama")
     view = attach(model).view
-    before = told(model)
+    before = digests_of(model)
     offloaded(model)
     assert next(model.parameters()).device.type == "meta"
     assert identity.Identity(view).now() == before
@@ -343,7 +343,7 @@ def test_weights_without_numbers_are_refused_in_one_line() -> None:
 
 def test_an_identity_survives_no_copy() -> None:
     """A model that is copied may be changed before it is asked."""
-    told(model := tiny("llama"))
+    digests_of(model := tiny("llama"))
     other = pickle.loads(pickle.dumps(attach(model).identity))
     other._view.model.model.layers[1].mlp.up_proj.weight.data += 1
-    assert other.now() != told(model)
+    assert other.now() != digests_of(model)

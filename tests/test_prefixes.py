@@ -138,7 +138,7 @@ def test_a_prefix_keeps_the_frequencies_that_it_had(tmp_path: Path) -> None:
     store, cache = store_of(tmp_path, model, spec), filled(model, spec, ids)
     assert store.put(cache, ids) == [128]
     found = store.get(ids)
-    assert found is not None and found.index.runs == ((128, True),)
+    assert found is not None and found.index.rope_spans == ((128, True),)
     cache.crop(128 - SWITCH - 200)
     assert torch.equal(go_on(found, prompt(1, 172, seed=5)), go_on(cache, prompt(1, 172, seed=5)))
     both = filled(model, spec, ids[:, : SWITCH - 2])

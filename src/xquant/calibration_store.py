@@ -24,7 +24,7 @@ def _file(name: str, model: str) -> Path:
 def find(
     method: str, model: str, expected: Mapping[str, Expected] | None = None
 ) -> Calibration | None:
-    """The kept artifact for a method and a model; None where there is none that this version can read.
+    """The stored calibration for a method and a model; None where there is none that this version can read.
 
     Args:
         method: the method's ``calibrated_as``.

@@ -20,7 +20,7 @@ class Calibrations:
 
     def of(self, method: Method) -> Calibration | None:
         """The artifact for ``method``. None where there is none, and it either needs none or calibrates
-        itself: a `KVCache` then finds the one that is kept (`calibration_store`).
+        itself: a `KVCache` then finds the stored one (`calibration_store`).
 
         Raises:
             ValueError: there is none where one is needed.

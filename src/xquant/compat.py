@@ -196,7 +196,7 @@ def rotary_form(rotary: nn.Module) -> RotaryForm:
 
 
 def rotation(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """The function by which an attention layer turns queries and keys ``[B, H, T, D]`` by cos and sin; None
+    """The function by which an attention layer applies RoPE to queries and keys ``[B, H, T, D]``; None
     where its module has none of the usual name."""
     return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
 

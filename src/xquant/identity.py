@@ -19,7 +19,7 @@ from .digests import digest, sample
 from .linear import PackedLinear
 from .models import ModelView
 from .models.names import FINAL_NORMS, ROTARY, layers_of, module_of
-from .models.weights import PLAIN, REFUSALS, InFile, at_hand, told, version
+from .models.weights import PLAIN, REFUSALS, InFile, at_hand, message_of, version
 
 NAMES = {
     "architectures",
@@ -56,7 +56,7 @@ STATES = NAMES | {"training", "gradient_checkpointing", "device", "hf_device_map
 """Attributes of modules that keys and values do not depend on. Private ones do not count either."""
 
 
-class Told(NamedTuple):
+class ModelDigests(NamedTuple):
     """Two digests, each of 64 hexadecimal digits."""
 
     configuration: str
@@ -86,7 +86,7 @@ class Identity:
         self._forget()
 
     @torch.no_grad()
-    def now(self) -> Told:
+    def now(self) -> ModelDigests:
         """The digests of the model as it is now. All weights are read at the first call, and when a look at
         some numbers of each tells that they changed.
 
@@ -98,7 +98,7 @@ class Identity:
             state = _state(parts)
             if state != self._state:
                 self._weights, self._state = _digest(parts), state
-            return Told(of_configuration(self._view.model.config), self._weights)
+            return ModelDigests(of_configuration(self._view.model.config), self._weights)
 
 
 def of_configuration(config: Any) -> str:
@@ -277,7 +277,7 @@ def _digest(parts: list[Part]) -> str:
             except REFUSALS as error:
                 kind = type(part).__name__
                 raise ValueError(
-                    f"the bits of a {kind} cannot be read: {told(error)[:160]}"
+                    f"the bits of a {kind} cannot be read: {message_of(error)[:160]}"
                 ) from None
     return _sha256(json.dumps([p if isinstance(p, str) else known[id(p)] for p in parts]))
 

@@ -122,7 +122,7 @@ class PrefixStore:
         cache.snapshot()  # undoes a forward pass that was interrupted
         ids = ids_of(cache.contents, tokens)
         _check_usual(cache)
-        long = any(long for _, long in cache.index.runs)
+        long = any(long for _, long in cache.index.rope_spans)
         sequences = [ids[i][cache.index.real[i].cpu()] for i in range(len(ids))]
         names = self._names(sequences, long)
         as_it_is = self._packs_alike(cache)
@@ -225,11 +225,11 @@ class PrefixStore:
         it is stored.
 
         Args:
-            long: whether the model turns keys by the frequencies that it has for long inputs.
+            long: whether the model applies RoPE with the frequencies that it has for long inputs.
         """
-        first, told = self._codecs[0], attach(self._model).identity.now()
+        first, digests = self._codecs[0], attach(self._model).identity.now()
         dtype = plain_name(first.view.dtype)
-        stored = [_FORMAT, *told, dtype, self.method.spec, first.calibrated, long]
+        stored = [_FORMAT, *digests, dtype, self.method.spec, first.calibrated, long]
         root, names = json.dumps(stored).encode(), list[list[str]]()
         for tokens in sequences:
             digest, own = root, list[str]()
@@ -256,7 +256,9 @@ def _check_whole(cache: KVCache) -> None:
         raise ValueError(
             f"prefixes of {family} cannot be stored: it turns keys by other angles for every length"
         )
-    if cache.beside or not all(compat.is_empty(cache.layers[index]) for index in view.skipped):
+    if cache.linear_states or not all(
+        compat.is_empty(cache.layers[index]) for index in view.skipped
+    ):
         raise ValueError(
             f"prefixes of {family} cannot be stored: some of its layers are not compressed, and their state"
             " at the end of a prefix is not known"

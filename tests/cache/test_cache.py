@@ -230,7 +230,7 @@ def test_padding_does_not_change_what_is_stored() -> None:
 
 def flat(packed: Any) -> Iterator[torch.Tensor]:
     for field in packed.values():
-        yield from field.runs if isinstance(field, Ragged) else field.slabs
+        yield from field.blocks if isinstance(field, Ragged) else field.slabs
 
 
 def tables(segment: Segment) -> list[torch.Tensor]:

@@ -150,7 +150,10 @@ def test_the_source_is_left_as_it_was(family: str, target: str) -> None:
     going_on(model, got)
     assert same(states(source), before)
     assert source.report() == report
-    assert all(layer.recalled is None and layer.accumulated is None for layer in source.compressed)
+    assert all(
+        layer.of_pass.recalled is None and layer.of_pass.accumulated is None
+        for layer in source.compressed
+    )
     assert torch.equal(going_on(model, source), going_on(model, kept))
 
 

@@ -137,7 +137,7 @@ class Memory:
         states = self.codec.rebuild(self.codec.recall(rows, None, sealing=False))
         keys, values = (t[0].unflatten(-1, (view.kv_heads, -1)) for t in states)
         if not self.codec.rotated:
-            keys = self.angles.turn(keys, torch.arange(len(keys), device=DEVICE))
+            keys = self.angles.apply_rope(keys, torch.arange(len(keys), device=DEVICE))
         return keys[:limit], values[:limit]
 
     def expected(

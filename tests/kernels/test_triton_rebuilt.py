@@ -162,16 +162,16 @@ def test_sums_go_from_layer_to_layer_in_one_memory(form: str) -> None:
     cache.finish()
     base, *above = cache.compressed[2:]
     base.accumulate()
-    assert base.accumulated is not None
-    memory, expected = base.accumulated.data_ptr(), base.accumulated.clone()
+    assert base.of_pass.accumulated is not None
+    memory, expected = base.of_pass.accumulated.data_ptr(), base.of_pass.accumulated.clone()
     for layer in above:
         rows = layer.stream.read(expected.dtype, layer.stream.tokens)
         expected = layer.sinks.placed(layer.codec.recall(rows, expected), layer.sinks.rows)
         layer.accumulate()
-        recalled = layer.accumulated if layer.codec.feeds_above else layer.recall()
+        recalled = layer.of_pass.accumulated if layer.codec.feeds_above else layer.recall()
         assert recalled is not None and recalled.data_ptr() == memory
         assert float((recalled - expected).norm() / expected.norm()) < TOLERANCE
-    assert base.accumulated is None
+    assert base.of_pass.accumulated is None
 
 
 @pytest.mark.long

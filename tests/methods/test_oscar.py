@@ -1,4 +1,4 @@
-"""OSCAR: what is clipped, and the matrix that heads are turned by."""
+"""OSCAR: what is clipped, and the matrix that heads are rotated by."""
 
 import pytest
 import torch

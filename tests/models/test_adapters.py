@@ -80,17 +80,17 @@ def test_the_adapter_in_use_is_a_part_of_the_model(kind: str, tmp_path: Path) ->
     cache = KVCache(model, SPECS[0])
     tokens(model, past_key_values=cache)
     cache.save(tmp_path / "first")
-    told = attach(model).identity.now()
+    digests = attach(model).identity.now()
     model.add_adapter("second", INSIDE[kind]())
-    assert attach(model).identity.now() == told
+    assert attach(model).identity.now() == digests
     model.set_adapter("second")
-    assert attach(model).identity.now() != told
+    assert attach(model).identity.now() != digests
     with pytest.raises(ValueError, match="other weights, buffers or adapters"):
         KVCache.load(model, tmp_path / "first")
     model.set_adapter("default")
     assert KVCache.load(model, tmp_path / "first").get_seq_length() == cache.get_seq_length()
     with model.disable_adapter():
-        assert attach(model).identity.now() != told
+        assert attach(model).identity.now() != digests
 
 
 @contextmanager

@@ -140,25 +140,25 @@ def test_weights_in_files_are_read_once(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(weights.InFile, "read", counted)
     spec = "xquant-4bit:group=32"
-    told = attach(model).identity.now()
+    digests = attach(model).identity.now()
     first = KVCache(model, spec)
     count = read
     assert count
     assert KVCache(model, spec).stack.codecs is first.stack.codecs
-    assert attach(model).identity.now() == told and read == count
+    assert attach(model).identity.now() == digests and read == count
 
 
 def test_weights_that_change_where_they_are_kept_are_noticed(tmp_path: Path) -> None:
     in_file, kept = in_files(tiny("llama"), tmp_path), in_memory(tiny("llama"), tmp_path)
     projection = kept.model.layers[1].self_attn.v_proj
     for model in (in_file, kept):
-        told, cache = attach(model).identity.now(), KVCache(model, "xquant-16bit:group=32")
+        digests, cache = attach(model).identity.now(), KVCache(model, "xquant-16bit:group=32")
         if model is kept:
             weights.at_hand(projection, "weight", projection.weight).mul_(2)
         else:
             file = tmp_path / "offloaded" / "model.layers.1.self_attn.v_proj.weight.dat"
             file.write_bytes(bytes(file.stat().st_size))
-        assert attach(model).identity.now() != told
+        assert attach(model).identity.now() != digests
         with torch.no_grad():
             want = greedy(model, lambda model=model: DynamicCache(config=model.config))
         assert torch.equal(greedy(model, lambda cache=cache: cache), want)

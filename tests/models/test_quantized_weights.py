@@ -124,12 +124,12 @@ def test_every_kind_of_layer_works(family: str) -> None:
 
 def test_how_weights_are_quantized_makes_another_model() -> None:
     """Also where the numbers are the same, and inputs alone are treated in another way."""
-    told = set()
+    digests = set()
     for library, bits in 2 * KINDS:
         model = tiny("llama", **SIZES)
         library(model, bits)
-        told.add(attach(model).identity.now())
-    assert len(told) == len(KINDS)
+        digests.add(attach(model).identity.now())
+    assert len(digests) == len(KINDS)
 
 
 def test_gradients_that_do_not_reach_the_states_are_told_of() -> None:

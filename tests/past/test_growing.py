@@ -89,8 +89,8 @@ def contents(layer: CompressedLayer) -> Iterator[tuple[str, bytes]]:
         for i, packed in enumerate(layer.stream.pool):
             for name, tensor in packed.items():
                 if isinstance(tensor, Ragged):
-                    runs = tensor[table.flatten()].runs
-                    yield f"ragged {name} {i}", b"|".join(run.numpy().tobytes() for run in runs)
+                    blocks = tensor[table.flatten()].blocks
+                    yield f"ragged {name} {i}", b"|".join(b.numpy().tobytes() for b in blocks)
                 else:
                     yield f"{name} {i}", tensor[table].numpy().tobytes()
     sinks = layer.sinks
@@ -139,9 +139,9 @@ def test_a_sealed_block_holds_still(spec: str) -> None:
         for i, layer in enumerate(layers):
             for j, packed in enumerate(layer.stream.pool):
                 for name, tensor in packed.items():
-                    runs = tensor.runs if isinstance(tensor, Ragged) else tensor
-                    for block, run in enumerate(runs):
-                        digest = hashlib.sha256(run.numpy().tobytes()).hexdigest()
+                    blocks = tensor.blocks if isinstance(tensor, Ragged) else tensor
+                    for block, held in enumerate(blocks):
+                        digest = hashlib.sha256(held.numpy().tobytes()).hexdigest()
                         key = (i, j * 1000 + block, name)
                         assert kept.setdefault(key, digest) == digest
     assert kept

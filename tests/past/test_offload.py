@@ -48,8 +48,8 @@ def go_on(cache: KVCache, seed: int = 0) -> Tensor:
 
 
 def copies(cache: KVCache) -> int:
-    assert cache.stack.carrier is not None
-    return cache.stack.carrier.copied
+    assert cache.stack.offloader is not None
+    return cache.stack.offloader.copied
 
 
 @pytest.mark.parametrize("spec", [*SOME, "full:group=8", "xquant-16bit:group=8,form=mha"])
@@ -93,19 +93,19 @@ def test_a_layer_is_sent_for_while_the_one_before_computes(
         model(prompt(2, 1), past_key_values=far)  # what was sealed last is sent for anew
     places = {layer.stream: at for at, layer in enumerate(far.compressed)}
     seen: list[str] = []
-    fetch, enter = offload.Carrier._fetch, offload.Carrier.enter
+    fetch, enter = offload.Offloader._fetch, offload.Offloader.enter
 
-    def noted_fetch(self: offload.Carrier, stream: Any) -> None:
+    def noted_fetch(self: offload.Offloader, stream: Any) -> None:
         seen.append(f"fetch {places[stream]}")
         fetch(self, stream)
         assert self.copied <= 2
 
-    def noted_enter(self: offload.Carrier, place: int) -> None:
+    def noted_enter(self: offload.Offloader, place: int) -> None:
         seen.append(f"layer {place}")
         enter(self, place)
 
-    monkeypatch.setattr(offload.Carrier, "_fetch", noted_fetch)
-    monkeypatch.setattr(offload.Carrier, "enter", noted_enter)
+    monkeypatch.setattr(offload.Offloader, "_fetch", noted_fetch)
+    monkeypatch.setattr(offload.Offloader, "enter", noted_enter)
     with torch.inference_mode():
         model(prompt(2, 1), past_key_values=far)
     # The last layer of a step sends for the first of the next.
@@ -117,11 +117,11 @@ def test_copies_saves_and_conversions(device: None, model: Any, tmp_path: Path) 
     plain, far = caches(model, "kivi-4bit:group=8,sink=2")
     go_on(plain), go_on(far)
     twin = copy.deepcopy(far)
-    assert twin.stack.carrier is not None and twin.stack.carrier is not far.stack.carrier
+    assert twin.stack.offloader is not None and twin.stack.offloader is not far.stack.offloader
     far.save(tmp_path / "c")
     loaded = KVCache.load(model, tmp_path / "c", offload="cpu")
     converted = far.converted("int8:group=8")
-    assert converted.stack.carrier is not None
+    assert converted.stack.offloader is not None
     want = go_on(plain, 9)
     assert all(torch.equal(go_on(cache, 9), want) for cache in (twin, loaded, far))
     other = caches(model, "kivi-4bit:group=8,sink=2")[0]

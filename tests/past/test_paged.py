@@ -17,7 +17,7 @@ from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
 from xquant.kernels.call import AttentionCall
 from xquant.past.slots import Slots
-from xquant.past.step import Keeping, Run, Step
+from xquant.past.step import NewTokens, Retention, Step
 
 needs_native = pytest.mark.skipif(not cpu.library.isas(), reason="no native kernels here")
 NATIVE = [cpu.BACKENDS[isa] for isa in cpu.library.isas()]
@@ -37,21 +37,21 @@ def wide() -> Any:
 def _kept(specs: list[str]) -> Any:
     """Every method in every way to keep tokens. Trellis codes take long to seal: `make matrix` has all."""
     return pytest.mark.parametrize(
-        ("spec", "keeping"),
+        ("spec", "retention"),
         [
-            pytest.param(spec, keeping, marks=pytest.mark.long if slow else ())
+            pytest.param(spec, retention, marks=pytest.mark.long if slow else ())
             for spec in specs
-            for keeping in KEPT
-            for slow in [spec.startswith("tc-") and keeping not in (PLAIN, KEPT[-1])]
+            for retention in KEPT
+            for slow in [spec.startswith("tc-") and retention not in (PLAIN, KEPT[-1])]
         ],
     )
 
 
 @pytest.mark.sampled(4)
 @_kept(SPECS)
-def test_each_sequence_reads_its_own_past(model: Any, spec: str, keeping: Keeping) -> None:
+def test_each_sequence_reads_its_own_past(model: Any, spec: str, retention: Retention) -> None:
     torch.manual_seed(2)
-    engine = Engine(codec_of(model, spec), keeping=keeping)
+    engine = Engine(codec_of(model, spec), retention=retention)
     for step in STEPS:
         assert engine.step(step) < 2e-5
 
@@ -60,10 +60,10 @@ def test_each_sequence_reads_its_own_past(model: Any, spec: str, keeping: Keepin
 @pytest.mark.parametrize("backend", NATIVE)
 @_kept(KERNEL_SPECS)
 def test_kernels_read_unequal_sequences(
-    wide: Any, spec: str, keeping: Keeping, backend: Backend
+    wide: Any, spec: str, retention: Retention, backend: Backend
 ) -> None:
     torch.manual_seed(2)
-    engine = Engine(codec_of(wide, spec), softcap=4.0, keeping=keeping, backend=backend)
+    engine = Engine(codec_of(wide, spec), softcap=4.0, retention=retention, backend=backend)
     assert engine.layer.in_place
     # Latents of random states differ more in size than those that a model makes.
     tolerance = 5e-3 if spec.startswith("xquant") else 5e-2 if spec.startswith("tc-") else 1e-3
@@ -73,16 +73,16 @@ def test_kernels_read_unequal_sequences(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("keeping", KEPT[3:4])
+@pytest.mark.parametrize("retention", KEPT[3:4])
 @pytest.mark.parametrize("spec", KERNEL_SPECS[:6:2])
-def test_triton_reads_unequal_sequences(wide: Any, spec: str, keeping: Keeping) -> None:
+def test_triton_reads_unequal_sequences(wide: Any, spec: str, retention: Retention) -> None:
     """In Triton's interpreter."""
     pytest.importorskip("triton", minversion="3.5")
     from support import triton_interpreter
 
     triton_interpreter.mend()
     torch.manual_seed(2)
-    engine = Engine(codec_of(wide, spec), softcap=4.0, keeping=keeping, backend=triton.BACKEND)
+    engine = Engine(codec_of(wide, spec), softcap=4.0, retention=retention, backend=triton.BACKEND)
     assert engine.layer.in_place
     for step in [*STEPS[:3], {0: 3, 1: 2, 2: 1}, *STEPS[3:7]]:
         assert engine.step(step, softcap=4.0) < 1e-3
@@ -93,8 +93,8 @@ def test_drafts_that_are_refused_leave_nothing_behind(wide: Any, backend: Backen
     """Blocks that they completed are sealed anew, and what they overwrote in the ring was no longer read."""
     torch.manual_seed(5)
     drafts = 3
-    keeping = Keeping(BLOCK, capacity=BLOCK + drafts)
-    engine = Engine(codec_of(wide, "kivi-4bit:group=32"), backend=backend, keeping=keeping)
+    retention = Retention(BLOCK, capacity=BLOCK + drafts)
+    engine = Engine(codec_of(wide, "kivi-4bit:group=32"), backend=backend, retention=retention)
     tolerance = 2e-5 if backend is None else 1e-3
     assert engine.step({0: 20, 1: 45}) < tolerance
     for step in range(40):
@@ -121,9 +121,9 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     tables = torch.tensor([engine.tables[0], engine.tables[0]])
     tables = torch.cat([tables, torch.tensor([[0], [engine.free.pop()]])], 1)
     out = torch.empty_like(query)
-    runs = [Run(0, 12, 20), Run(12, 15, 32)]
+    new_tokens = [NewTokens(0, 12, 20), NewTokens(12, 15, 32)]
     for order in ([0, 1], [1, 0]):  # whichever comes first
-        step = Step([runs[i] for i in order], tables[order], torch.tensor(order), PLAIN)
+        step = Step([new_tokens[i] for i in order], tables[order], torch.tensor(order), PLAIN)
         engine.layer.attend(AttentionCall(query, key, value, None, 0.3, None), step, out)
         assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
         assert torch.equal(engine.rings[1, :3], rows[12:])
@@ -134,8 +134,8 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
 def test_sinks_are_shared_with_their_page(wide: Any, backend: Backend | None) -> None:
     """Of a prefix that another sequence computed, and that keeps its sinks while memory for more is made."""
     torch.manual_seed(6)
-    keeping = Keeping(BLOCK, BLOCK, slots=Slots(2))
-    engine = Engine(codec_of(wide, "kivi-2bit:group=32"), backend=backend, keeping=keeping)
+    retention = Retention(BLOCK, BLOCK, slots=Slots(2))
+    engine = Engine(codec_of(wide, "kivi-2bit:group=32"), backend=backend, retention=retention)
     tolerance = 2e-5 if backend is None else 1e-3
     engine.step({0: 40})
     begun = torch.cat(engine.past[0])[:BLOCK]
@@ -150,12 +150,16 @@ def test_sinks_are_shared_with_their_page(wide: Any, backend: Backend | None) ->
 
 def test_a_prompt_is_read_by_one_function_from_the_store() -> None:
     """However many of its tokens are left; the tokens that follow it are read by the kernel."""
-    runs = [Run(0, 1, 64, until=65), Run(1, 2, 65, until=65), Run(2, 42, 0, until=40)]
+    new_tokens = [
+        NewTokens(0, 1, 64, until=65),
+        NewTokens(1, 2, 65, until=65),
+        NewTokens(2, 42, 0, until=40),
+    ]
     tables, rings = torch.arange(9).view(3, 3), torch.arange(3)
     for store, wanted in ((True, [0, 2]), (False, [2])):
-        step = Step(runs, tables, rings, Keeping(BLOCK, BLOCK, 0, store))
+        step = Step(new_tokens, tables, rings, Retention(BLOCK, BLOCK, 0, store))
         _, chunks = step.readers(native=True)
-        assert [runs.index(chunk.run) for chunk in chunks.each] == wanted
+        assert [new_tokens.index(chunk.new) for chunk in chunks.each] == wanted
 
 
 def test_scores_are_capped(model: Any) -> None:

@@ -85,8 +85,8 @@ def test_growing_does_not_touch_the_outliers_that_are_there() -> None:
     seal(stream, torch.randn(1, 2, BLOCK, CHANNELS))
     after = stream.pool[3]["outlier_excess"]
     assert isinstance(after, Ragged) and len(after) == 5
-    assert all(old is new for old, new in zip(before.runs, after.runs, strict=False))
-    assert all(run.untyped_storage().nbytes() == run.nbytes for run in after.runs)
+    assert all(old is new for old, new in zip(before.blocks, after.blocks, strict=False))
+    assert all(run.untyped_storage().nbytes() == run.nbytes for run in after.blocks)
 
 
 def test_shared_codes_follow_their_source_layer_through_every_change() -> None:
@@ -149,15 +149,20 @@ def test_blocks_are_read_across_slabs_and_copied_only_where_they_must_be() -> No
 def test_what_a_segment_tells_of_the_next_is_taken_from_it_as_it_is_read(packer: Packer) -> None:
     """So errors of the first do not add up with those of the second."""
     generator = torch.Generator().manual_seed(0)
-    told = torch.randn(5, 4, generator=generator)
+    predictor = torch.randn(5, 4, generator=generator)
     known = torch.randn(3, 16, 4, generator=generator)
-    rows = torch.cat([known, known @ told.T + 0.1 * torch.randn(3, 16, 5, generator=generator)], -1)
-    segments = Segment(4, Affine(2, "channel", 16)), Segment(5, Affine(4, "channel", 16), told=told)
+    rows = torch.cat(
+        [known, known @ predictor.T + 0.1 * torch.randn(3, 16, 5, generator=generator)], -1
+    )
+    segments = (
+        Segment(4, Affine(2, "channel", 16)),
+        Segment(5, Affine(4, "channel", 16), predictor=predictor),
+    )
     stream = Stream(segments, 16, packer)
     packed = packer.pack_segments(segments, rows, None)
     first, rest = stream.unpack(packed, 16, torch.float32).split([4, 5], -1)
-    error = (rest + first @ told.T - rows[..., 4:]).norm()
-    assert error < 0.2 * ((first - known) @ told.T).norm()
+    error = (rest + first @ predictor.T - rows[..., 4:]).norm()
+    assert error < 0.2 * ((first - known) @ predictor.T).norm()
     for number in range(3):
         alone = packer.pack_segments(segments, rows[number : number + 1], None)
         for own, together in zip(alone, packed, strict=True):

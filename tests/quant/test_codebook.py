@@ -138,9 +138,9 @@ def test_outliers_are_stored_as_these_bytes() -> None:
     assert isinstance(values, Ragged) and isinstance(channels, Ragged)
     assert counts.tolist() == [[1, 0], [1, 2]]
     # What is no outlier spans 0 to 1, and 0 to 0 for the last token.
-    assert [run.tolist() for run in values.runs] == [[-9.0], [7.0, 7.0, -7.0]]
-    assert [run.tolist() for run in channels.runs] == [[2], [0, 0, 2]]
-    assert values.runs[0].dtype == torch.float16 and channels.runs[0].dtype == torch.int16
+    assert [run.tolist() for run in values.blocks] == [[-9.0], [7.0, 7.0, -7.0]]
+    assert [run.tolist() for run in channels.blocks] == [[2], [0, 0, 2]]
+    assert values.blocks[0].dtype == torch.float16 and channels.blocks[0].dtype == torch.int16
 
 
 def test_many_channels_are_numbered_in_sixteen_bits() -> None:

@@ -27,7 +27,7 @@ def test_entropy_coding_loses_nothing(
             every = torch.arange(mine.stream.blocks)
             for name, fields in ours.items():
                 pairs = (
-                    zip(fields.runs, held[name].runs, strict=True)
+                    zip(fields.blocks, held[name].blocks, strict=True)
                     if name in ("outlier_excess", "outlier_channel")
                     else [(fields[every], held[name][every])]
                 )

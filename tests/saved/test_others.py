@@ -94,23 +94,23 @@ class _Pictured:
     "spec", ["kivi-2bit:group=8,sink=2", "int8:group=8", "xquant-4bit:group=8"]
 )
 def test_positions_of_several_axes(spec: str, tmp_path: Path) -> None:
-    told = _Pictured(with_images("Qwen2_5_VL"))
-    cache = KVCache(told.model, spec)
-    told.read(cache, 0, 30)
+    pictured = _Pictured(with_images("Qwen2_5_VL"))
+    cache = KVCache(pictured.model, spec)
+    pictured.read(cache, 0, 30)
     assert cache.index.axes is not None
     other = loaded(cache, tmp_path / "c")
     assert other.index.axes is not None and torch.equal(other.index.axes, cache.index.axes)
     for start, stop in ((30, 31), (31, 50), (50, 51)):
-        assert torch.equal(told.read(other, start, stop), told.read(cache, start, stop))
+        assert torch.equal(pictured.read(other, start, stop), pictured.read(cache, start, stop))
 
 
 def test_axes_of_another_kind_are_refused(tmp_path: Path) -> None:
-    told = _Pictured(with_images("Qwen2_5_VL"))
-    cache = KVCache(told.model, "int8:group=8")
-    told.read(cache, 0, 30)
+    pictured = _Pictured(with_images("Qwen2_5_VL"))
+    cache = KVCache(pictured.model, "int8:group=8")
+    pictured.read(cache, 0, 30)
     cache.save(tmp_path / "c")
     facts, tensors = read(tmp_path / "c")
     for axes in (tensors["axes"][:2], tensors["axes"].long(), tensors["axes"][:, :, 1:]):
         write(tmp_path / "c", facts, {**tensors, "axes": axes.contiguous()})
         with pytest.raises(ValueError, match="'axes' is of another type or shape"):
-            KVCache.load(told.model, tmp_path / "c")
+            KVCache.load(pictured.model, tmp_path / "c")

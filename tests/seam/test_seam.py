@@ -54,7 +54,7 @@ def test_such_a_model_is_refused_where_its_states_cannot_be_given(family: str) -
 
 
 def test_a_model_that_begins_to_change_the_states_is_found_out() -> None:
-    """It was seen to hand them over; from then on it is given the newest alone."""
+    """It was seen to pass them on; from then on it is given the newest alone."""
     from transformers.models.llama import modeling_llama
 
     model = tiny("llama")

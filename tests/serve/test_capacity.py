@@ -34,7 +34,7 @@ def _codecs(spec: str) -> list[LayerCodec]:
 
 
 def _room(spec: str) -> Room:
-    return room_of(_codecs(spec), wanted({"xquant": spec}).keeping(), MODEL.dtype, {})
+    return room_of(_codecs(spec), wanted({"xquant": spec}).retention(), MODEL.dtype, {})
 
 
 def _rows(bits: int, channels: int) -> int:

@@ -82,7 +82,7 @@ def test_keys_that_are_turned_in_pairs_are_served_after_rope() -> None:
     own = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     pairs, halves = CohereConfig(**sizes, **own), StableLmConfig(**sizes, **own)
     for method in (fit.parse("kivi-4bit"), fit.parse("xquant-4bit:form=gqa")):
-        _one_line("does not turn halves", _check, method, pairs)
+        _one_line("does not rotate halves", _check, method, pairs)
     _check(fit.parse("kivi-4bit:rope=post"), pairs)
     _check(fit.parse("kivi-4bit"), halves)  # of a part of a head
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from support.models import tiny
 from xquant.models import view_model
 from xquant.past.exact import torch_attention
-from xquant.past.step import Keeping, Run, Step
-from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
+from xquant.past.step import NewTokens, Retention, Step
+from xquant.serve.over_pages import SCRATCH, ChunkLayout, EngineAttention, OverPages
 
 
 class TorchEngine(EngineAttention):
@@ -28,7 +28,7 @@ class TorchEngine(EngineAttention):
         self,
         query: Tensor,
         cache: Tensor,
-        at: Placed,
+        at: ChunkLayout,
         scaling: float,
         softcap: float,
         out: Tensor,
@@ -54,15 +54,20 @@ def test_chunks_of_any_length_are_laid_out() -> None:
     heads, size = view.kv_heads, view.head_size
     engine = TorchEngine()
     attention = OverPages(view, engine)
-    runs = [Run(0, 40, 0), Run(40, 41, 300), Run(41, 170, 128), Run(170, 172, 127)]
+    new_tokens = [
+        NewTokens(0, 40, 0),
+        NewTokens(40, 41, 300),
+        NewTokens(41, 170, 128),
+        NewTokens(170, 172, 127),
+    ]
     tables = torch.arange(16).view(4, 4)
-    step = Step(runs, tables, torch.arange(4), Keeping(SCRATCH, SCRATCH))
+    step = Step(new_tokens, tables, torch.arange(4), Retention(SCRATCH, SCRATCH))
     _, chunks = step.readers(native=False)
     query = torch.randn(172, view.query_heads, size)
     for _ in range(2):  # layers take the same memory, and the same plan
         states: list[tuple[Tensor, Tensor]] = []
-        for run in runs:
-            keys, values = torch.randn(2, run.after, heads, size)
+        for tokens in new_tokens:
+            keys, values = torch.randn(2, tokens.after, heads, size)
             states.append((keys, values))
         found = attention(query, states, chunks, 0.2, 0.0)
         assert (found - torch_attention(query, states, chunks, 0.2, 0.0)).abs().max() < 1e-5

@@ -17,12 +17,12 @@ from xquant.past.angles import Angles
 from xquant.past.paged import PagedPast
 from xquant.past.sealing import pack_rows
 from xquant.past.slots import Slots
-from xquant.past.step import Keeping, Run, Step
+from xquant.past.step import NewTokens, Retention, Step
 from xquant.past.stream import Stream
 from xquant.serve.build import codecs_of
 
 BLOCK, POSITIONS = 32, 300
-PLAIN = Keeping(BLOCK, capacity=BLOCK)
+PLAIN = Retention(BLOCK, capacity=BLOCK)
 
 
 def codec_of(model: Any, spec: str) -> LayerCodec:
@@ -43,34 +43,34 @@ class Engine:
         codec: LayerCodec,
         softcap: float = 0.0,
         backend: Backend | None = None,
-        keeping: Keeping = PLAIN,
+        retention: Retention = PLAIN,
     ) -> None:
-        self.sink = 0 if keeping.slots is None else keeping.slots.sink
-        keeping = replace(keeping, slots=Slots(self.sink) if self.sink else None)
-        self.codec, self.view, self.keeping = codec, codec.view, keeping
+        self.sink = 0 if retention.slots is None else retention.slots.sink
+        retention = replace(retention, slots=Slots(self.sink) if self.sink else None)
+        self.codec, self.view, self.retention = codec, codec.view, retention
         self.angles = angles_of(self.view.head_size)
         self.layer = PagedPast(codec, BLOCK, self.angles, backend or REFERENCE, sink=self.sink)
         self.softcap = softcap
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
-        self.rings = torch.full((8, keeping.capacity, self.layer.row), torch.nan)
+        self.rings = torch.full((8, retention.capacity, self.layer.row), torch.nan)
         self.free = torch.randperm(64).tolist()
         self.tables: dict[int, list[int]] = {}
         self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
 
     def step(self, new: dict[int, int], softcap: float = 0.0) -> float:
         """Run the layer on so many new tokens of these sequences; the largest error, relative."""
-        query, out, runs = self.run(new)
+        query, out, new_tokens = self.run(new)
         worst = 0.0
-        for number, run in zip(new, runs, strict=True):
-            own = slice(run.start, run.stop)
+        for number, tokens in zip(new, new_tokens, strict=True):
+            own = slice(tokens.start, tokens.stop)
             wanted = self.expected(number, query[own], softcap)
             worst = max(worst, float((out[own] - wanted).norm() / wanted.norm()))
         return worst
 
-    def run(self, new: dict[int, int]) -> tuple[Tensor, Tensor, list[Run]]:
+    def run(self, new: dict[int, int]) -> tuple[Tensor, Tensor, list[NewTokens]]:
         """The queries and outputs ``[T, H, D]`` of so many new tokens of these sequences."""
         view, start = self.view, 0
-        runs, tables = [], []
+        new_tokens, tables = [], []
         count = sum(new.values())
         query = torch.randn(count, view.query_heads, view.head_size)
         # As parts of one projection, of which the key may have been normalized since.
@@ -83,7 +83,7 @@ class Engine:
             before = sum(map(len, past))
             while len(table) * BLOCK < before + tokens:
                 table.append(self.free.pop())
-            runs.append(Run(start, start + tokens, before))
+            new_tokens.append(NewTokens(start, start + tokens, before))
             tables.append(table + [0] * (20 - len(table)))
             own = slice(start, start + tokens)
             past.append(torch.cat([key[own].flatten(1), value[own].flatten(1)], -1))
@@ -91,9 +91,9 @@ class Engine:
         out = torch.full_like(query, torch.nan)
         self.layer.bind(self.memory, self.rings, self.rings.shape[1])
         rings = torch.tensor([number % 8 for number in new])
-        step = Step(runs, torch.tensor(tables), rings, self.keeping)
+        step = Step(new_tokens, torch.tensor(tables), rings, self.retention)
         self.layer.attend(AttentionCall(query, key, value, None, 0.3, self.softcap), step, out)
-        return query, out, runs
+        return query, out, new_tokens
 
     def refuse(self, number: int, drafts: int) -> None:
         """Forget the newest tokens of a sequence, as an engine does with drafts that were wrong."""
@@ -103,7 +103,7 @@ class Engine:
         view = self.view
         rows = torch.cat(self.past[number])
         before = len(rows) - len(query)
-        sealed = self.keeping.sealed(Run(0, len(query), before))
+        sealed = self.retention.sealed(NewTokens(0, len(query), before))
         keys, values = (
             part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
             for part in rows.split(view.kv_width, -1)
@@ -125,7 +125,7 @@ class Engine:
         """What a stream of the library reads of these tokens."""
         places = torch.arange(len(keys))
         if not self.codec.rotated:
-            keys = self.angles.turn_back(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(
+            keys = self.angles.remove_rope(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(
                 0, 1
             )
         rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
@@ -135,7 +135,7 @@ class Engine:
         stream.seal(packed, 1)
         read = self.codec.recall(stream.read(torch.float32, len(keys)), None)
         keys, values = (t[0].view(keys.shape) for t in self.codec.rebuild(read))
-        return keys if self.codec.rotated else self.angles.turn(keys, places), values
+        return keys if self.codec.rotated else self.angles.apply_rope(keys, places), values
 
 
 KERNEL_SPECS = [
@@ -176,8 +176,8 @@ STEPS = [
 ]
 KEPT = [
     PLAIN,
-    Keeping(BLOCK, capacity=2 * BLOCK, tail=20),
-    Keeping(BLOCK, BLOCK, 0, True),
-    Keeping(BLOCK, BLOCK, slots=Slots(3)),
-    Keeping(BLOCK, BLOCK, 0, True, Slots(1)),
+    Retention(BLOCK, capacity=2 * BLOCK, tail=20),
+    Retention(BLOCK, BLOCK, 0, True),
+    Retention(BLOCK, BLOCK, slots=Slots(3)),
+    Retention(BLOCK, BLOCK, 0, True, Slots(1)),
 ]

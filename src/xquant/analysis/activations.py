@@ -9,7 +9,7 @@ of three places, beside ``4 c d`` for the residual stream, its norm, and what th
   they are read back, a step of which holds up to ``5 T G D``, and a mask, ``c T`` as truth values and as
   numbers. sdpa then has keys and values, ``2 T G D``, and copies of them for every query head, ``2 T H D``,
   where heads are grouped and there is a mask. Layers that are predicted from those below also hold ``3 T``
-  times what they carry from layer to layer;
+  times what they pass from layer to layer;
 - the logits of the last position, twice: in the dtype of the model and in fp32.
 
 Keys and values are read back as the reference does, since a prefill does so with any kernel. A decode step
@@ -39,7 +39,7 @@ class Activations:
         wide = getattr(config, "intermediate_size", None) or 4 * self._hidden
         self._mlp: int = max(wide) if isinstance(wide, list | tuple) else wide
         self._vocabulary: int = config.vocab_size
-        self._carried = max(codec.carried for codec in layout.codecs)
+        self._accumulated_width = max(codec.above_width for codec in layout.codecs)
 
     def prefill(self, context: int, batch: int, chunk: int) -> int:
         """Of the last chunk of a prompt that ends at ``context`` tokens."""
@@ -55,7 +55,7 @@ class Activations:
         mask = new * context * (item + 1) if masked else 0
         copies = 2 * self._queries if masked and self._queries > self._keys else 0
         read = READ * self._keys if new < context else 0
-        states = context * (max(read, 2 * self._keys + copies) + CARRIED * self._carried)
+        states = context * (max(read, 2 * self._keys + copies) + CARRIED * self._accumulated_width)
         kept = KEPT * new * self._hidden * item
         attention = kept + item * (QUERIES * new * self._queries + states) + mask
         mlp = kept + MLP * new * self._mlp * item

@@ -9,7 +9,7 @@ import torch
 from .. import compat
 from ..hub import PACKAGED, check_model, hub_answers
 from ..models import layers_of, view_model
-from ..models.weights import told
+from ..models.weights import message_of
 from ..positions import positions_of
 
 _SMOLLM2: dict[str, Any] = {
@@ -109,7 +109,7 @@ def load_config(name: str) -> Any:
         return AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=kept)
     except (OSError, ValueError, KeyError) as error:
         if folder.exists():
-            reason = told(error)[:160]
+            reason = message_of(error)[:160]
             raise ValueError(f"cannot read '{folder / 'config.json'}': {reason}") from error
         raise ValueError(
             f"no configuration of '{name}': not a folder, not one of {', '.join(PACKAGED)}, and not to"
@@ -205,7 +205,7 @@ class Skeleton:
             try:
                 self.view.decoder(token, **{compat.CACHE: cache}, use_cache=True)
             except Exception as error:  # whatever a layer does that needs numbers
-                family, reason = type(self.model).__name__, told(error)[:160]
+                family, reason = type(self.model).__name__, message_of(error)[:160]
                 raise ValueError(
                     f"the states that layers of {family} keep cannot be counted without its weights:"
                     f" {reason}"

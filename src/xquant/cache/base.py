@@ -77,8 +77,8 @@ class CompressedCache(Cache, ObservingCache):
         """What attends over the compressed layers, and why nothing faster does."""
         self.attachment.see_implementation()  # another implementation may have been set since
         hooks = self.attachment.hooks
-        told = (described(hooks[index], choice) for index, choice in self.choices.items())
-        return ", ".join(dict.fromkeys(told))
+        descriptions = (described(hooks[index], choice) for index, choice in self.choices.items())
+        return ", ".join(dict.fromkeys(descriptions))
 
     # -- what a form says of itself ----------------------------------------------------------------
 
@@ -175,13 +175,13 @@ class CompressedCache(Cache, ObservingCache):
         with without_gradients():
             taken = self._take(layer, inputs)
         if taken is not Route.WHOLE:
-            return self.attachment.hand(layer_idx, key_states, value_states, taken)
+            return self.attachment.return_states(layer_idx, key_states, value_states, taken)
         with torch.no_grad():
             key, value, _ = self.answer(layer_idx, inputs.key, inputs.value, None)
             key = layer.codec.view.as_in_model(key)
         if self.get_seq_length(layer_idx) or self.options.through_store:
             key, value = past_is_constant(key, key_states), past_is_constant(value, value_states)
-        return self.attachment.hand(layer_idx, key, value, taken)
+        return self.attachment.return_states(layer_idx, key, value, taken)
 
     @property
     def _traced_mark(self) -> Tensor | None:

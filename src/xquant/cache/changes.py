@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..contents.beside import StatesBesideCache
+from ..contents.linear_states import LinearStatesCache
 from ..contents.stack import LayerStack
 from ..past.growing_layer import CompressedLayer
 from ..past.tokens import TokenIndex
@@ -17,7 +17,7 @@ from .base import CompressedCache
 WINDOW = "_sliding_window_tensor"
 
 
-class ChangingCache(StatesBesideCache, CompressedCache):
+class ChangingCache(LinearStatesCache, CompressedCache):
     """What transformers asks of a cache between forward passes: to be emptied, cut short, and to have its
     sequences chosen, repeated and reordered."""
 
@@ -72,7 +72,7 @@ class ChangingCache(StatesBesideCache, CompressedCache):
         with self._changing():
             length, keep = self.index.length, self._length_after(tokens_to_remove)
             self.stack.unseal(keep)
-            for layer in (*self.layers, *self.beside.values()):
+            for layer in (*self.layers, *self.linear_states.values()):
                 own = isinstance(layer, CompressedLayer)
                 layer.crop(keep - length if own else tokens_to_remove)
             self.index.crop(keep) if keep else self.index.reset()
@@ -114,7 +114,7 @@ class ChangingCache(StatesBesideCache, CompressedCache):
     def _select(self, indices: Tensor) -> None:
         with self._changing():
             self.stack.forget_unsealed()
-            for layer in (*self.layers, *self.beside.values()):
+            for layer in (*self.layers, *self.linear_states.values()):
                 getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)
             self.index.select(indices)
 

@@ -25,7 +25,7 @@ from ..saved.resting import RestingCache
 from ..seam.check import check_not_recorded, check_rope, check_states, places
 from ..seam.hooks import Attachment
 from ..seam.masks import SHOWN, PassMask
-from ..seam.passes import Given, Route
+from ..seam.passes import LayerInputs, Route
 from ..seam.route import route
 from .changes import ChangingCache
 
@@ -99,7 +99,7 @@ class KVCache(ChangingCache, RestingCache):
             self.layers[layer.codec.view.index] = layer
 
     def _check_offload(self, codecs: list[LayerCodec]) -> None:
-        if any(codec.mixes for codec in codecs):
+        if any(codec.coded_together for codec in codecs):
             raise ValueError(
                 f"blocks of {self.method.spec} cannot be offloaded: it codes layers together"
             )
@@ -113,7 +113,7 @@ class KVCache(ChangingCache, RestingCache):
     @property
     def contents(self) -> Contents:
         """What the cache holds, for what saves, converts and reports it."""
-        return Contents(self.attachment, self.method, self.stack, self.layers, self.beside)
+        return Contents(self.attachment, self.method, self.stack, self.layers, self.linear_states)
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -152,7 +152,7 @@ class KVCache(ChangingCache, RestingCache):
             warnings.warn(SHOWN, stacklevel=2)
         self.note = ""
 
-    def observe(self, given: Given) -> None:
+    def observe(self, given: LayerInputs) -> None:
         self.index.append(*places(self._family, given, self._mask, self.index), given.ids)
         # A decode step on a GPU asks the device nothing.
         asked = given.x.shape[1] > 1 or given.x.device.type == "cpu"

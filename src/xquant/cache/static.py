@@ -14,15 +14,15 @@ from ..kernels.choose import Choice
 from ..methods import AttentionInputs, Method
 from ..models import AttentionView
 from ..past import finite
-from ..past.batch_layout import EMPTY, Places, State
+from ..past.batch_layout import EMPTY, BatchLayout, State
 from ..past.built import States
 from ..past.sequences import MOST_QUERIES
 from ..past.static_layer import StaticLayer, common_dtype
-from ..past.step import Keeping
+from ..past.step import Retention
 from ..seam.check import check_not_recorded
 from ..seam.mark import new_mark
 from ..seam.masks import SHOWN, PassMask
-from ..seam.passes import Given, Route
+from ..seam.passes import LayerInputs, Route
 from .base import CompressedCache
 from .static_layers import check_method, layers_of
 
@@ -34,7 +34,7 @@ class StaticKVCache(CompressedCache):
     ring of recent tokens for each sequence. A decode step asks the host for nothing but the number of tokens,
     so it costs less in Python than one of `KVCache`, and a compiled one can be recorded in a CUDA graph
     (``torch.compile(model, mode="reduce-overhead")``). What tokens read is what they read in a `KVCache`, up
-    to rounding: blocks are packed of keys that are turned back from RoPE.
+    to rounding: blocks are packed of keys that RoPE is removed from.
 
     The sequences of a batch stay, so there is no beam search, and `crop` goes back 16 tokens at most.
 
@@ -73,7 +73,7 @@ class StaticKVCache(CompressedCache):
             raise ValueError(f"room for {room} tokens: it is 1 at least")
         check_method(options.method)
         self.room = room
-        self._places: Places | None = None
+        self._layout: BatchLayout | None = None
         self._positions: dict[int, Tensor] = {}
         self._in_place = False
         super().__init__(model, options)
@@ -85,7 +85,7 @@ class StaticKVCache(CompressedCache):
         self._choices = {
             codec.view.index: each for codec, each in zip(self.codecs, choices, strict=True)
         }
-        self._places = None
+        self._layout = None
 
     @property
     def choices(self) -> dict[int, Choice]:
@@ -102,7 +102,7 @@ class StaticKVCache(CompressedCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens held, padding included. Those of a forward pass count once it has succeeded."""
-        return 0 if self._places is None else self._places.length
+        return 0 if self._layout is None else self._layout.length
 
     @property
     def is_initialized(self) -> bool:
@@ -125,7 +125,7 @@ class StaticKVCache(CompressedCache):
     @property
     def _held(self) -> tuple[int, int]:
         length = self.get_seq_length()
-        return (self._places.batch, length) if self._places is not None and length else (0, 0)
+        return (self._layout.batch, length) if self._layout is not None and length else (0, 0)
 
     def begin(self, batch: int, length: int, mask: PassMask) -> State:
         check_not_recorded(self._no_mask)
@@ -139,36 +139,38 @@ class StaticKVCache(CompressedCache):
             )
         if not held:
             self._reserve(batch)
-        places = self._places
-        assert places is not None
+        layout = self._layout
+        assert layout is not None
         new = torch.ones(batch, length, dtype=torch.bool, device="cpu")
         plain = mask.is_plain
         if mask.asks(length, self._device):
-            if mask.shows_padding(places.real):
+            if mask.shows_padding(layout.real):
                 raise ValueError(SHOWN)
-            told = mask.real(held, batch, length)
-            new = new if told is None else told.cpu()
-            plain = plain and bool(new.all()) and not mask.hides(places.real)
-        places.begin(new)
+            real = mask.real(held, batch, length)
+            new = new if real is None else real.cpu()
+            plain = plain and bool(new.all()) and not mask.hides(layout.real)
+        layout.begin(new)
         self._in_place = (
             held > 0
             and length <= MOST_QUERIES
             and plain
             and all(layer.in_place for layer in self.layers)
-            and all(hooks.hands_over for hooks in self.attachment.hooks.values())
+            and all(hooks.passes_on for hooks in self.attachment.hooks.values())
         )
         if self._in_place:
-            self._sequences = places.sequences()
+            self._sequences = layout.sequences()
 
     def _reserve(self, batch: int) -> None:
         """Be ready for the first tokens of a batch."""
-        if self._places is not None and self._places.batch == batch:
-            self._places.clear()
+        if self._layout is not None and self._layout.batch == batch:
+            self._layout.clear()
             return
-        self._places = Places(batch, self.room, Keeping.of(self.method, MOST_QUERIES), self._device)
+        self._layout = BatchLayout(
+            batch, self.room, Retention.of(self.method, MOST_QUERIES), self._device
+        )
         self._mark = new_mark(self._device)
         for layer in self.layers:
-            layer.places = None
+            layer.batch_layout = None
 
     @torch.inference_mode(False)  # what is made within it could not be written to outside
     def fixed_inputs(self, positions: bool) -> dict[str, Tensor]:
@@ -179,8 +181,8 @@ class StaticKVCache(CompressedCache):
         fixed = {"attention_mask": self._no_mask}
         if not positions:
             return fixed
-        assert self._places is not None
-        held, count = self._places.length, self._places.new.shape[1]
+        assert self._layout is not None
+        held, count = self._layout.length, self._layout.new.shape[1]
         if count not in self._positions:
             self._positions[count] = torch.zeros(1, count, dtype=torch.int64, device=self._device)
         self._positions[count].copy_(
@@ -188,7 +190,7 @@ class StaticKVCache(CompressedCache):
         )
         return fixed | {"position_ids": self._positions[count]}
 
-    def observe(self, given: Given) -> None:
+    def observe(self, given: LayerInputs) -> None:
         """What is kept is given to `update`."""
 
     @property
@@ -202,9 +204,9 @@ class StaticKVCache(CompressedCache):
     def _entered(self, layer: StaticLayer, dtype: torch.dtype) -> None:
         """The forward pass has come to a layer, which takes its memory for states of this dtype."""
         layer.seen = True
-        if layer.places is None:
-            assert self._places is not None
-            layer.reserve(self._places, dtype)
+        if layer.batch_layout is None:
+            assert self._layout is not None
+            layer.reserve(self._layout, dtype)
 
     def fill(self, states: Callable[[AttentionView], States], batch: int, count: int) -> None:
         """Hold ``count`` more tokens of each sequence that no model computed, for benchmarks.
@@ -223,8 +225,8 @@ class StaticKVCache(CompressedCache):
     def attend_alone(self, call: AttentionCall) -> None:
         """Compute the attention of one token in every layer, and keep nothing, for benchmarks."""
         self.begin(len(call.query), 1, PassMask())
-        assert self._places is not None
-        self._sequences = self._places.sequences()
+        assert self._layout is not None
+        self._sequences = self._layout.sequences()
         for layer in self.layers:
             layer.attend_newest(call, self._sequences)
         self._forget_pass()
@@ -248,7 +250,7 @@ class StaticKVCache(CompressedCache):
         # Where the pass is compiled, none was seen.
         if any(seen) and not all(seen):
             return False
-        assert self._places is not None
+        assert self._layout is not None
         for layer in self.layers:
             layer.settle()
         try:
@@ -258,7 +260,7 @@ class StaticKVCache(CompressedCache):
             for layer in self.layers:
                 layer.put_back()
             raise
-        self._places.advance()
+        self._layout.advance()
         self._forget_pass()
         return True
 
@@ -268,23 +270,23 @@ class StaticKVCache(CompressedCache):
             layer.forget_pass()
 
     def _state(self) -> State:
-        return EMPTY if self._places is None else self._places.snapshot()
+        return EMPTY if self._layout is None else self._layout.snapshot()
 
     def restore(self, state: State) -> None:
         self._forget_pass()
         length = state[0].shape[1]
-        if self._places is None or not length:
+        if self._layout is None or not length:
             self.reset()
             return
-        back = [length < self._places.length and layer.put_back() for layer in self.layers]
-        self._places.restore(state, rings=all(back))
+        back = [length < self._layout.length and layer.put_back() for layer in self.layers]
+        self._layout.restore(state, rings=all(back))
 
     # -- changes -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Empty the cache for another batch. The memory stays until a batch of another size comes."""
-        if self._places is not None:
-            self._places.clear()
+        if self._layout is not None:
+            self._layout.clear()
         self._forget_pass()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -299,14 +301,14 @@ class StaticKVCache(CompressedCache):
         if not keep:
             self.reset()
         elif keep < length:
-            assert self._places is not None
-            state = self._places.without(length - keep)
+            assert self._layout is not None
+            state = self._layout.without(length - keep)
             if state is None:
                 raise ValueError(
                     f"a static cache goes back {MOST_QUERIES} tokens at most, here from the"
-                    f" {self._places.most} that it was given, not to {keep}: use KVCache"
+                    f" {self._layout.most} that it was given, not to {keep}: use KVCache"
                 )
-            self._places.restore(state, rings=False)
+            self._layout.restore(state, rings=False)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise ValueError("the sequences of a static cache stay as they are: use KVCache")
@@ -325,8 +327,8 @@ class StaticKVCache(CompressedCache):
         other = type(self)(model, own.method, self.room, own.calibration, own.kernel)
         memo[id(self)] = other
         self._undo()
-        if self._places is not None:
-            other._places, other._mark = self._places.copied(), new_mark(self._device)
+        if self._layout is not None:
+            other._layout, other._mark = self._layout.copied(), new_mark(self._device)
             for to, layer in zip(other.layers, self.layers, strict=True):
-                to.take(layer, other._places)
+                to.take(layer, other._layout)
         return other

@@ -21,7 +21,7 @@ from ..methods.key_value import flat_heads
 from ..models.rotation import apply_rope
 from ..models.weights import home
 from ..seam.hooks import Attachment, attach
-from ..seam.passes import Given, ObservingCache, Route
+from ..seam.passes import LayerInputs, ObservingCache, Route
 from .calibrator import Rows, Stage
 
 
@@ -39,7 +39,7 @@ class _Recorder(DynamicCache, ObservingCache):
     def begin(self, batch: int, length: int, mask: Any) -> None:
         self.seen.clear()
 
-    def observe(self, given: Given) -> None:
+    def observe(self, given: LayerInputs) -> None:
         pass
 
     def update(
@@ -60,13 +60,13 @@ class _Recorder(DynamicCache, ObservingCache):
         key = hooks.view.as_in_model(inputs.key)
         if not self.asks_queries:
             return key, value_states
-        if hooks.hands_over is False or hooks.view.latents is not None:
+        if hooks.passes_on is False or hooks.view.latents is not None:
             family = type(self.attachment.view.model).__name__
             raise ValueError(
                 f"the queries of {family} cannot be seen: layer {layer_idx} does not leave attention over"
                 " the keys of its cache to transformers' attention function (eager or sdpa)"
             )
-        return self.attachment.hand(layer_idx, key, value_states, Route.NEWEST)
+        return self.attachment.return_states(layer_idx, key, value_states, Route.NEWEST)
 
     def see(self, index: int, call: AttentionCall) -> None:
         self.queries[index] = call.query.detach()

@@ -20,7 +20,7 @@ class Contents:
     stack: LayerStack
     layers: list[Any]
     """All layers, by number: compressed ones, and those that transformers keeps itself."""
-    beside: dict[int, Any]
+    linear_states: dict[int, Any]
     """States of linear attention beside compressed keys and values, by layer."""
 
     @property

@@ -22,7 +22,7 @@ def fill(target: Contents, source: Contents) -> None:
     _check(target)
     for number, layer in source.others.items():
         target.layers[number] = copy.deepcopy(layer)
-    target.beside.update(copy.deepcopy(source.beside))
+    target.linear_states.update(copy.deepcopy(source.linear_states))
     if source.index.length:
         target.index.take(source.index)
         _pour(source, [target], lambda rows, _: rows)

@@ -117,7 +117,7 @@ def report_of(
         if lowest.codec.embedding is None
         else contents.index.ids[:, : lowest.stream.tokens].nbytes
     )
-    others = [*contents.others.values(), *contents.beside.values()]
+    others = [*contents.others.values(), *contents.linear_states.values()]
     held = [tensor for layer in others for tensor in compat.held_by(layer)]
     skipped = sum(tensor.nbytes for tensor in held)
     resident = sealed.total() + codebooks + sinks + tail + index
@@ -146,5 +146,5 @@ def report_of(
         model_bytes=packed_bytes(view.model) + sum(p.nbytes for p in view.model.parameters()),
         codec_bytes=sum(layer.codec.nbytes for layer in contents.compressed),
         note=note,
-        host_bytes=sealed.total() if contents.stack.carrier is not None else 0,
+        host_bytes=sealed.total() if contents.stack.offloader is not None else 0,
     )

@@ -21,15 +21,15 @@ class Snapshot:
     layers: list[tuple[CompressedLayer, LayerState]]
     others: dict[int, Any]
     """Layers that are not ours, by number: they cannot be cropped past their window, so they are put back."""
-    beside: dict[int, Any]
+    linear_states: dict[int, Any]
     """States beside ours."""
 
     @classmethod
     def of(cls, contents: Contents) -> "Snapshot":
         layers = [(layer, layer.snapshot()) for layer in contents.compressed]
         others = {number: _copied(layer) for number, layer in contents.others.items()}
-        beside = {number: _copied(state) for number, state in contents.beside.items()}
-        return cls(contents.index, contents.index.snapshot(), layers, others, beside)
+        linear_states = {number: _copied(state) for number, state in contents.linear_states.items()}
+        return cls(contents.index, contents.index.snapshot(), layers, others, linear_states)
 
     @property
     def tokens(self) -> int:
@@ -52,8 +52,8 @@ class Snapshot:
             contents.stack.reset()
         for number, other in self.others.items():
             contents.layers[number] = _copied(other)
-        for number, state in self.beside.items():
-            contents.beside[number] = _copied(state)
+        for number, state in self.linear_states.items():
+            contents.linear_states[number] = _copied(state)
 
 
 def _copied(layer: Any) -> Any:

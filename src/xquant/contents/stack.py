@@ -15,7 +15,7 @@ from ..methods import LayerCodec
 from ..models.rope import Rope
 from ..past.growing import State as LayerState
 from ..past.growing_layer import CompressedLayer
-from ..past.offload import Carrier
+from ..past.offload import Offloader
 from ..past.sealing import seal
 from ..past.sequences import MOST_QUERIES
 from ..past.tokens import TokenIndex
@@ -59,12 +59,12 @@ class LayerStack:
             below = CompressedLayer(codec, method, self.index, through_store, below, packer)
             self.layers.append(below)
         CompressedLayer.link(self.layers)
-        self.carrier = self._carrier() if options.offload else None
+        self.offloader = self._offloader() if options.offload else None
         self._unsealed: list[LayerState] | None = None
         self._attach_backends()
 
-    def _carrier(self) -> Carrier:
-        return Carrier(
+    def _offloader(self) -> Offloader:
+        return Offloader(
             [layer.stream for layer in self.layers], [codec.view.device for codec in self.codecs]
         )
 
@@ -83,17 +83,17 @@ class LayerStack:
         other = memo[id(self)] = object.__new__(type(self))
         other.codecs, other.choices = self.codecs, self.choices
         other.index = copy.deepcopy(self.index, memo)
-        memo[id(self.carrier)] = None
+        memo[id(self.offloader)] = None
         other.layers = copy.deepcopy(self.layers, memo)
-        other.carrier = None if self.carrier is None else other._carrier()
+        other.offloader = None if self.offloader is None else other._offloader()
         other._unsealed = None  # see `forget_unsealed`
         other._attach_backends()
         return other
 
     def enter(self, layer: CompressedLayer) -> None:
         """A forward pass has come to this layer."""
-        if self.carrier is not None:
-            self.carrier.enter(self.layers.index(layer))
+        if self.offloader is not None:
+            self.offloader.enter(self.layers.index(layer))
 
     @property
     def keeps_rotated(self) -> bool:

@@ -103,7 +103,7 @@ def unread(codec: LayerCodec) -> str:
         return NOTHING_PACKED
     if not codec.packs_states:
         return "keys and values are rebuilt from other states"
-    if codec.turns[0] is not None and not codec.rotated:
+    if codec.rotations[0] is not None and not codec.rotated:
         return "keys are rotated by a matrix before RoPE"
     return ""
 

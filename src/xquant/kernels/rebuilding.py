@@ -55,6 +55,6 @@ def recalled_rows(layer: "CompressedLayer") -> Tensor | None:
     every block tells its own."""
     if not layer.codec.sums_deltas:
         return None
-    recalled = layer.recalled if layer.recalled is not None else layer.recall()
+    recalled = layer.of_pass.recalled if layer.of_pass.recalled is not None else layer.recall()
     assert recalled is not None
     return recalled

@@ -18,12 +18,12 @@ from ..methods import AttentionInputs, LayerCodec, Method
 from ..models import AttentionView
 from ..models.rope import Rope
 from ..past.angles import Angles
-from ..past.batch_layout import Places
+from ..past.batch_layout import BatchLayout
 from ..past.growing_layer import CompressedLayer
 from ..past.packer import TORCH
 from ..past.sequences import MOST_QUERIES
 from ..past.static_layer import StaticLayer
-from ..past.step import Keeping
+from ..past.step import Retention
 from ..past.tokens import TokenIndex
 from .backend import Backend, Shared
 from .call import AttentionCall
@@ -217,11 +217,11 @@ class PagesTrial(Trial):
         if not layer.in_place:
             return 0.0
         random = torch.Generator(view.device).manual_seed(0)
-        places = Places(SEQUENCES, room, Keeping.of(self.method, MOST_QUERIES), view.device)
-        layer.reserve(places, view.dtype)
+        layout = BatchLayout(SEQUENCES, room, Retention.of(self.method, MOST_QUERIES), view.device)
+        layer.reserve(layout, view.dtype)
 
         def states(count: int) -> tuple[Tensor, Tensor]:
-            places.begin(torch.ones(SEQUENCES, count, dtype=torch.bool, device="cpu"))
+            layout.begin(torch.ones(SEQUENCES, count, dtype=torch.bool, device="cpu"))
             found = random_states(view, SEQUENCES, count, random)
             return found.key, found.value
 
@@ -229,13 +229,13 @@ class PagesTrial(Trial):
             layer.append(*states(count))
             layer.settle()
             layer.fill_rings()
-            places.advance()
+            layout.advance()
         key, value = states(1)
         shape = SEQUENCES, view.query_heads, 1, view.head_size
         query = torch.randn(shape, generator=random, dtype=view.dtype, device=view.device)
         call = AttentionCall(query, key, value, None, view.head_size**-0.5, None)
         right = _reference(call, *layer.whole(key, value), None)
-        found = layer.attend_newest(call, places.sequences())
+        found = layer.attend_newest(call, layout.sequences())
         return float((found.double() - right).norm() / right.norm())
 
 

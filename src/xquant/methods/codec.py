@@ -14,7 +14,7 @@ from ..models.base import linear
 from ..quant import Packed, Segment
 from .cost import RebuildCost
 
-Turns = tuple[Tensor | None, Tensor | None]
+Rotations = tuple[Tensor | None, Tensor | None]
 """Orthogonal matrices of key heads and of value heads: fp32 ``[D, D]``, or ``[G, D, D]`` with one for each
 head; None where heads stay as they are. A query that is rotated by the matrix of the keys has the
 same scores with rotated keys, and a sum of rotated values is rotated back once."""
@@ -59,7 +59,7 @@ class LayerCodec(ABC):
     """Whether features are keys (before RoPE unless `rotated`) and values as they are, side by side: other
     caches can then be converted to it."""
     packs_states: bool = False
-    """Whether the segments are keys, less `offset`, and values, of each head times `turns`."""
+    """Whether the segments are keys, less `offset`, and values, of each head times `rotations`."""
     offset: Tensor | None = None
     """What is taken off every key before it is packed, ``[G*D]``."""
     embedding: Tensor | None = None
@@ -72,9 +72,9 @@ class LayerCodec(ABC):
     """What decoded rows are multiplied with, ``[W, C]``."""
     span: int = 1
     """Layers, this one the lowest, that are sealed together, see `merge`."""
-    mixes: bool = False
-    """Whether what a layer of the span packs is made of the rows of all its layers, see `mix`. Their past can
-    be read once a forward pass has come to the last of them, and by none that attends to itself as stored."""
+    coded_together: bool = False
+    """Whether what a layer of the span packs is made of the rows of all its layers, see `combine`. Their past
+    can be read once a forward pass has come to the last of them, and never with ``attend="store"``."""
     source: int = 0
     """The layer of the span whose codes the segments of the others share."""
     sink_dtype: torch.dtype | None = None
@@ -89,7 +89,7 @@ class LayerCodec(ABC):
         self.prepared: dict[str, list[Tensor]] = {}  # by kernels, for all caches
 
     @property
-    def turns(self) -> Turns:
+    def rotations(self) -> Rotations:
         """What heads are multiplied with before they are packed."""
         return None, None
 
@@ -99,7 +99,7 @@ class LayerCodec(ABC):
         return None
 
     @property
-    def carried(self) -> int:
+    def above_width(self) -> int:
         """Channels of a token that go from this layer to the one above."""
         return self.width if self.feeds_above else 0
 
@@ -140,7 +140,7 @@ class LayerCodec(ABC):
         to be something, of the same shape."""
         return features
 
-    def mix(self, encoded: list[Tensor]) -> list[Tensor]:
+    def combine(self, encoded: list[Tensor]) -> list[Tensor]:
         """What the layers of the span pack, ``[N, n, C]`` each, from what each of them has encoded."""
         return encoded
 
@@ -149,19 +149,19 @@ class LayerCodec(ABC):
         return packed
 
     def recall(self, rows: Tensor, predicted: Tensor | None, sealing: bool = True) -> Tensor:
-        """What `rebuild` works on, from decoded rows ``[B, T, C]`` (where the codec `mixes`, of all layers of
-        the span, side by side) and what was `predicted`; when ``sealing``, codes of the layer above are made
-        from it, and it must not depend on which blocks come together."""
+        """What `rebuild` works on, from decoded rows ``[B, T, C]`` and what was `predicted`. Rows of layers
+        that are `coded_together` are those of all layers of the span, side by side. When ``sealing``, codes
+        of the layer above are made from it, and it must not depend on which blocks come together."""
         return rows
 
     def accumulate(self, recalled: Tensor) -> Tensor:
         """What the layer itself accumulates, ``[B, T, W]``, in the space of the features."""
         return recalled
 
-    def carry(self, own: Tensor, below: Tensor | None) -> Tensor:
-        """What the layer above gets as ``below``, ``[B, T, carried]``: what this layer has accumulated, its
-        ``own``, beside the nearest of what it got itself."""
-        further = self.carried - own.shape[-1]
+    def accumulated_above(self, own: Tensor, below: Tensor | None) -> Tensor:
+        """What the layer above predicts from, ``[B, T, above_width]``: its ``own``, what this layer
+        accumulated, then as much of what it got from ``below`` as there is room for, nearest layers first."""
+        further = self.above_width - own.shape[-1]
         return own if below is None or further <= 0 else torch.cat([own, below[..., :further]], -1)
 
     @abstractmethod

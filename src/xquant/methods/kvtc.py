@@ -202,7 +202,7 @@ class KVTCCodec(StateCodec):
         groups: of each kind of components (`KVTC.kinds`), the same for all layers of the span.
     """
 
-    mixes = True
+    coded_together = True
 
     def __init__(
         self, view: AttentionView, found: Tensors, block: int, groups: Mapping[str, Sequence[Group]]
@@ -233,7 +233,7 @@ class KVTCCodec(StateCodec):
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         return features.float() - self.mean
 
-    def mix(self, encoded: list[Tensor]) -> list[Tensor]:
+    def combine(self, encoded: list[Tensor]) -> list[Tensor]:
         home = self._layers[0].view.device
         found = [
             torch.cat([part.to(home) for part in codec._components(rows)], -1)

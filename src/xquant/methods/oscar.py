@@ -82,7 +82,7 @@ class OscarCodec(RotatedCodec):
     """Rotates heads, and clips what is far out of each.
 
     Args:
-        turns: of key heads and of value heads, see `spread`.
+        rotations: of key heads and of value heads, see `spread`.
         shares: of the magnitudes of a rotated head that are not clipped, of keys and of values.
     """
 
@@ -91,11 +91,11 @@ class OscarCodec(RotatedCodec):
         view: AttentionView,
         keys: Quantizer,
         values: Quantizer,
-        turns: tuple[Tensor, Tensor],
+        rotations: tuple[Tensor, Tensor],
         shares: tuple[float, float],
         block: int,
     ) -> None:
-        super().__init__(view, keys, values, "post", turns, block)
+        super().__init__(view, keys, values, "post", rotations, block)
         self._shares = shares
 
     def rotate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

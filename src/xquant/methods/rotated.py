@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..models import AttentionView
 from ..quant import Quantizer, hadamard
-from .codec import Turns, by_block
+from .codec import Rotations, by_block
 from .key_value import KeyValueCodec
 
 SEED = 20260101
@@ -38,7 +38,7 @@ class RotatedCodec(KeyValueCodec):
 
     Args:
         keys, values: the quantizers of rotated heads.
-        turns: see `Turns`.
+        rotations: see `Rotations`.
         block: tokens whose heads are rotated in one product.
     """
 
@@ -48,19 +48,20 @@ class RotatedCodec(KeyValueCodec):
         keys: Quantizer,
         values: Quantizer,
         rope: str,
-        turns: Turns,
+        rotations: Rotations,
         block: int,
     ) -> None:
         super().__init__(view, keys, values, rope)
-        if turns[0] is not None:
+        if rotations[0] is not None:
             self.offset = None
         self.key_rotation, self.value_rotation = (
-            None if matrix is None else matrix.to(view.device, torch.float32) for matrix in turns
+            None if matrix is None else matrix.to(view.device, torch.float32)
+            for matrix in rotations
         )
         self._block = block
 
     @property
-    def turns(self) -> Turns:
+    def rotations(self) -> Rotations:
         return self.key_rotation, self.value_rotation
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
@@ -73,7 +74,7 @@ class RotatedCodec(KeyValueCodec):
         return self._product(key, self.key_rotation), self._product(value, self.value_rotation)
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
-        key_back, value_back = (None if matrix is None else matrix.mT for matrix in self.turns)
+        key_back, value_back = (None if matrix is None else matrix.mT for matrix in self.rotations)
         key, value = super().rebuild(recalled)  # there is no offset where keys are rotated
         return self._product(key, key_back), self._product(value, value_back)
 

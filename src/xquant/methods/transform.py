@@ -187,7 +187,7 @@ class ChannelCodec(StateCodec):
         quantizers = [Ranked(*each) for each in zip(usual, counts, strict=True)]
         from_before = [None, self.from_keys]
         self.segments = tuple(
-            Segment(each.channels, each, told=weight)
+            Segment(each.channels, each, predictor=weight)
             for each, weight in zip(quantizers, from_before, strict=False)
         )
 

@@ -61,8 +61,8 @@ class PredictedTransform(Transform):
         codecs = super().codecs(views, calibration)
         predicted = [codec for codec in codecs if isinstance(codec, PredictedCodec)]
         for i, codec in enumerate(predicted):
-            carried = predicted[max(i + 1 - self.reach, 0) : i + 1]
-            codec.accumulated_width = sum(each.width for each in carried)
+            passed = predicted[max(i + 1 - self.reach, 0) : i + 1]
+            codec.accumulated_width = sum(each.width for each in passed)
         if self.span > 1:
             for span in spans(predicted, self.span):
                 for codec in span:
@@ -93,29 +93,29 @@ class PredictedCodec(ChannelCodec):
         self.reads_below = self.from_below is not None
 
     @property
-    def carried(self) -> int:
+    def above_width(self) -> int:
         return self.accumulated_width if self.feeds_above else 0
 
-    def join(self, span: "Sequence[PredictedCodec]", carried: int) -> None:
-        """Belong to a ``span`` of layers, bottom up, whose rows are coded together. The last of them carries
-        the rows of ``carried`` of its layers: it predicts and recalls these too, itself first."""
-        self.span, self.mixes = len(span), True
+    def join(self, span: "Sequence[PredictedCodec]", passed: int) -> None:
+        """Belong to a ``span`` of layers, bottom up, whose rows are coded together. The last of them passes
+        the rows of ``passed`` of its layers on: it predicts and recalls these too, its own first."""
+        self.span, self.coded_together = len(span), True
         self._analyses = [codec.analysis for codec in span]
         self.feeds_above = self is span[-1]
         if self.feeds_above:
-            down = span[::-1][:carried]
+            down = span[::-1][:passed]
             self.mean = torch.cat([codec.mean for codec in down])
             self.synthesis = torch.cat([codec.synthesis for codec in down])
             self.from_below = _stacked([codec.from_below for codec in down])
             self.from_token = _stacked([codec.from_token for codec in down])
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
-        if not self.mixes:
+        if not self.coded_together:
             return super().encode(features, predicted)
         expected = self.mean if predicted is None else predicted
         return (features - expected[..., : self.width]).float()
 
-    def mix(self, encoded: list[Tensor]) -> list[Tensor]:
+    def combine(self, encoded: list[Tensor]) -> list[Tensor]:
         rows = torch.cat([each.to(self.view.device) for each in encoded], -1)
         return [
             by_block(rows.to(analysis.device), analysis, self.block) for analysis in self._analyses

@@ -51,10 +51,12 @@ def dense(tensor: Tensor) -> Tensor:
         eye = torch.eye(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
         return F.linear(eye, tensor).T.contiguous()
     except REFUSALS as error:
-        raise ValueError(f"a {type(tensor).__name__} cannot be decoded ({told(error)})") from error
+        raise ValueError(
+            f"a {type(tensor).__name__} cannot be decoded ({message_of(error)})"
+        ) from error
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The first line of what an error says; its name, where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
@@ -211,7 +213,7 @@ def decoded_weight(module: nn.Module, probe: Tensor) -> Tensor:
             return (ask(module, eye) - (0 if bias is None else bias)).T.contiguous()
     except (*REFUSALS, ValueError) as error:
         raise ValueError(
-            f"the weights of {type(module).__name__} cannot be decoded ({told(error)}): {KEEP_STATES}"
+            f"the weights of {type(module).__name__} cannot be decoded ({message_of(error)}): {KEEP_STATES}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The angles of an engine's rotary embedding, by which keys are turned back before they are packed."""
+"""The angles of an engine's rotary embedding, by which RoPE is removed from keys before they are packed."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,7 +42,7 @@ class Angles:
     """cos and sin of every position that a model allows.
 
     Args:
-        cos, sin: fp32 ``[positions, R / 2]``; keys are turned by them in the dtype of the model.
+        cos, sin: fp32 ``[positions, R / 2]``; they are applied to keys in the dtype of the model.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -50,13 +50,14 @@ class Angles:
         self._blocks: dict[int, PagedAngles] = {}
         self._back: tuple[Tensor, Pair] | None = None
 
-    def turn(self, keys: Tensor, positions: Tensor) -> Tensor:
+    def apply_rope(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys ``[T, G, D]`` at ``positions`` ``[T]``, rotated."""
         return apply_rope(keys[None], *self._at(positions, keys))[0]
 
-    def turn_back(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """The inverse of `turn`, in fp32: keys ``[m, n, G, D]`` of blocks beginning at ``starts`` ``[m]``."""
-        if self._back is None or self._back[0] is not starts:  # all layers turn the same blocks
+    def remove_rope(self, blocks: Tensor, starts: Tensor) -> Tensor:
+        """The inverse of `apply_rope`, in fp32: keys ``[m, n, G, D]`` of blocks that begin at ``starts``
+        ``[m]``."""
+        if self._back is None or self._back[0] is not starts:  # all layers have these blocks
             positions = (
                 starts[:, None] + torch.arange(blocks.shape[1], device=starts.device)
             ).flatten()
@@ -98,7 +99,7 @@ class RotatedStates:
         view = self._codec.view
         key, value = rows.split(view.kv_width, -1)
         heads = key.unflatten(-1, (view.kv_heads, view.head_size))
-        return torch.cat([self._angles.turn_back(heads, starts).flatten(2), value], -1)
+        return torch.cat([self._angles.remove_rope(heads, starts).flatten(2), value], -1)
 
     def states(self, recalled: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, ``[m n, G, D]``, of what the codec recalls of blocks, ``[1, m n, .]``."""
@@ -109,15 +110,15 @@ class RotatedStates:
         )
         if self._angles is not None:
             within = torch.arange(len(keys) // len(starts), device=starts.device)
-            keys = self._angles.turn(keys, (starts[:, None] + within).flatten())
+            keys = self._angles.apply_rope(keys, (starts[:, None] + within).flatten())
         return keys, values
 
 
-def turns_halves(view: AttentionView) -> bool:
-    """Whether the attention of this layer, a module of transformers, turns keys as `Angles` does; True where
-    it cannot be asked."""
-    turn = compat.rotation(view.module)
-    if turn is None:
+def rotates_halves(view: AttentionView) -> bool:
+    """Whether the attention of this layer, a module of transformers, applies RoPE as `Angles` does;
+    True where it cannot be asked."""
+    apply = compat.rotation(view.module)
+    if apply is None:
         return True
     size = view.rotary_size  # some layers give the function these channels of a head alone
     key = torch.arange(1.0, 1 + size, dtype=torch.float32, device="cpu").view(
@@ -126,4 +127,4 @@ def turns_halves(view: AttentionView) -> bool:
     angles = torch.arange(size // 2, device="cpu").repeat(2)[None, None].float()
     pair = angles.cos(), angles.sin()
     ours = apply_rope(key.transpose(1, 2), *pair).transpose(1, 2)
-    return torch.allclose(turn(key, key, *pair)[1], ours, rtol=1e-4)
+    return torch.allclose(apply(key, key, *pair)[1], ours, rtol=1e-4)

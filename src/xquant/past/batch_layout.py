@@ -1,4 +1,4 @@
-"""Places: where the tokens of a batch lie in pages and rings, and how many there are."""
+"""BatchLayout: where the tokens of a batch lie in pages and rings, and how many there are."""
 
 import copy
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .sequences import Sequences
-from .step import Chunk, Keeping, Run, Step
+from .step import Chunk, NewTokens, Retention, Step
 
 State = tuple[Tensor, list[int], list[int]]
 EMPTY: State = torch.ones(0, 0, dtype=torch.bool, device="cpu"), [], []
@@ -17,7 +17,7 @@ _MOVING = "limits", "held", "new", "sinks"
 """What of `Sequences` changes from step to step, beside what only the host asks."""
 
 
-class Places:
+class BatchLayout:
     """The tokens of ``B`` sequences, each with pages and a ring of its own.
 
     Padding has no place: a sequence's tokens are those that are not.
@@ -25,13 +25,13 @@ class Places:
     Args:
         batch: ``B``.
         room: tokens that a sequence may have, padding included.
-        keeping: what is kept where.
+        retention: which tokens lie where.
         device: where kernels read `Sequences`.
     """
 
-    def __init__(self, batch: int, room: int, keeping: Keeping, device: torch.device) -> None:
-        self.keeping, self._device = keeping, device
-        self.columns = -(-room // keeping.block)
+    def __init__(self, batch: int, room: int, retention: Retention, device: torch.device) -> None:
+        self.retention, self._device = retention, device
+        self.columns = -(-room // retention.block)
         """Pages of a sequence."""
         self._table = torch.arange(batch * self.columns, dtype=torch.int32, device="cpu").view(
             batch, -1
@@ -70,16 +70,19 @@ class Places:
         starts = [0, *accumulate(self._counts)]
         self.members = [b for b, count in enumerate(self._counts) if count]
         """The sequences with new tokens that are no padding, in the order of `step`."""
-        runs = [Run(starts[b], starts[b] + self._counts[b], self._lengths[b]) for b in self.members]
-        everyone = len(runs) == len(new)
+        new_tokens = [
+            NewTokens(starts[b], starts[b] + self._counts[b], self._lengths[b])
+            for b in self.members
+        ]
+        everyone = len(new_tokens) == len(new)
         members: slice | list[int] = slice(None) if everyone else self.members
-        self.step = Step(runs, self._table[members], self._rings[members], self.keeping)
+        self.step = Step(new_tokens, self._table[members], self._rings[members], self.retention)
 
     def held(self) -> list[tuple[int, Chunk]]:
         """The sequences that have tokens, and where all of those lie."""
         members = [b for b, length in enumerate(self._lengths) if length]
-        runs = [Run(0, 0, self._lengths[b]) for b in members]
-        step = Step(runs, self._table[members], self._rings[members], self.keeping)
+        new_tokens = [NewTokens(0, 0, self._lengths[b]) for b in members]
+        step = Step(new_tokens, self._table[members], self._rings[members], self.retention)
         return list(zip(members, step.readers(native=False)[1].each, strict=True))
 
     def _write(self) -> None:
@@ -120,9 +123,9 @@ class Places:
         self.real = torch.cat([self.real, self.new], 1)
         self._lengths = [a + b for a, b in zip(self._lengths, self._counts, strict=True)]
 
-    def copied(self) -> "Places":
+    def copied(self) -> "BatchLayout":
         """The same tokens, for a cache of its own."""
-        other: Places = copy.deepcopy(self)
+        other: BatchLayout = copy.deepcopy(self)
         other._fixed = {}
         return other
 
@@ -142,8 +145,8 @@ class Places:
         of them then."""
         real = self.real[:, : self.length - tokens].clone()
         lengths: Sequence[int] = real.sum(1).tolist()
-        capacity = self.keeping.capacity
+        capacity = self.retention.capacity
         for length, written in zip(lengths, self._written, strict=True):
-            if self.keeping.sealed(Run(0, 0, length)) < written - capacity:
+            if self.retention.sealed(NewTokens(0, 0, length)) < written - capacity:
                 return None
         return real, list(lengths), self._written

@@ -32,7 +32,7 @@ def torch_attention(
     query: Tensor, states: Sequence[States], chunks: Chunks, scaling: float, softcap: float
 ) -> Tensor:
     """`ExactAttention` in torch, a sequence at a time."""
-    counts = [chunk.run.stop - chunk.run.start for chunk in chunks.each]
+    counts = [chunk.new.stop - chunk.new.start for chunk in chunks.each]
     found = [
         _attention(part, *each, scaling, softcap)
         for part, each in zip(query.split(counts), states, strict=True)

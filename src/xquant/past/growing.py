@@ -16,6 +16,7 @@ from . import finite
 from .built import BuiltTail
 from .layer import other_dtype
 from .packer import TORCH, Packer
+from .pass_state import PassState
 from .rows import GrowingRows
 from .sealing import pack, seal
 from .sinks import Sinks
@@ -77,7 +78,7 @@ class GrowingPast:
             span = layers[start : start + codec.span]
             for layer in span:
                 layer.span = span
-                if codec.mixes:
+                if codec.coded_together:
                     layer.below = span[0].below
                 if any(segment.shared for segment in layer.codec.segments):
                     layer.source = span[codec.source]
@@ -116,11 +117,7 @@ class GrowingPast:
 
     def release(self) -> None:
         """Forget what is only needed within a forward pass."""
-        self.predicted: list[tuple[int, Tensor]] = []  # of what was encoded, from which token on
-        self.recalled: Tensor | None = None  # kept only where the layer above needs it
-        self.accumulated: Tensor | None = None
-        self.fresh: Tensor | None = None
-        self.decoded: Tensor | None = None
+        self.of_pass = PassState()
 
     # -- sizes ---------------------------------------------------------------------------------
 
@@ -166,7 +163,7 @@ class GrowingPast:
         self.release()
         self.tail = self._rows.extended(self.tail, rows)
         if self.through_store and self.method.tail:
-            self.fresh = self.tail
+            self.of_pass.fresh = self.tail
         read = self.through_store or self.codec.reads_below or self.codec.feeds_above
         sealing = (read or not hold) and self is self.span[-1] and self.due > 0
         if sealing:
@@ -215,7 +212,7 @@ class GrowingPast:
         predicted = self._predict(start, start + shape.numel())
         if predicted is not None:
             if self.accumulator is None:  # what recalls these tokens next asks for it again
-                self.predicted.append((start, predicted))
+                self.of_pass.predicted.append((start, predicted))
             predicted = predicted.unflatten(1, shape)
         return self.codec.encode(rows, predicted).flatten(0, 1)
 
@@ -229,7 +226,7 @@ class GrowingPast:
             sinks = self.sinks or Sinks.none_yet(*own)
             self.sinks = sinks.kept(rows, start, self.index.sink)
         self.stream.seal(packed, self.tail.shape[0])
-        self.span[0].decoded = None
+        self.span[0].of_pass.decoded = None
         self._hold(self.tail[:, count:].clone())  # a view would keep the sealed rows alive
         self.built.drop(count)
 
@@ -254,17 +251,17 @@ class GrowingPast:
         return self.codec.recall(rows, self._predicted(rows.shape[1]), sealing)
 
     def _read(self, dtype: torch.dtype, tokens: int) -> Tensor:
-        """The decoded rows ``[B, T, C]`` of the first ``tokens`` sealed tokens; of a span that mixes, those
-        of all its layers side by side, which are kept until all have asked for them."""
-        if not self.codec.mixes:
+        """The decoded rows ``[B, T, C]`` of the first ``tokens`` sealed tokens; where layers are coded
+        together, those of all layers of the span side by side, kept until all have asked for them."""
+        if not self.codec.coded_together:
             return self.stream.read(dtype, tokens)
         first, home = self.span[0], self.codec.view.device
-        if first.decoded is None or first.decoded.shape[1] < tokens:
+        if first.of_pass.decoded is None or first.of_pass.decoded.shape[1] < tokens:
             parts = [one.stream.read(dtype, tokens).to(home) for one in self.span]
-            first.decoded = torch.cat(parts, -1)
-        decoded = first.decoded.to(home)
+            first.of_pass.decoded = torch.cat(parts, -1)
+        decoded = first.of_pass.decoded.to(home)
         if self is self.span[-1]:
-            first.decoded = None
+            first.of_pass.decoded = None
         return decoded[:, :tokens]
 
     def _predict(self, start: int, stop: int) -> Tensor | None:
@@ -276,7 +273,7 @@ class GrowingPast:
 
     def _predicted(self, tokens: int) -> Tensor | None:
         """What the first ``tokens`` tokens are predicted to be."""
-        held, self.predicted = self.predicted, []
+        held, self.of_pass.predicted = self.of_pass.predicted, []
         # What was encoded in this pass are the newest tokens, one part after the other.
         start = min((start for start, _ in held), default=tokens)
         parts = [part for _, part in held]
@@ -290,8 +287,8 @@ class GrowingPast:
     def accumulate(self, sealing: bool = False) -> None:
         """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""
         if self.codec.feeds_above:
-            self.recalled = self.recall(sealing=sealing)
-            self.accumulated = self._accumulated(self.recalled)
+            self.of_pass.recalled = self.recall(sealing=sealing)
+            self.of_pass.accumulated = self._accumulated(self.of_pass.recalled)
 
     def _accumulated(self, recalled: Tensor | None) -> Tensor | None:
         """What the layer above predicts from: sinks are exact there too."""
@@ -304,8 +301,8 @@ class GrowingPast:
             own = self.sinks.placed(own, self._sinks_of(own.shape[-1]))
         if self.through_store and self.tail is not None:
             own = self._with_tail_sinks(own, self.tail)
-        further = self.codec.carried > own.shape[-1]
-        return self.codec.carry(own, self._below(0, own.shape[1]) if further else None)
+        further = self.codec.above_width > own.shape[-1]
+        return self.codec.accumulated_above(own, self._below(0, own.shape[1]) if further else None)
 
     def _sinks_of(self, width: int) -> Tensor:
         """The features of sinks ``[B, S, width]``, of this layer and of those before it in its span."""
@@ -321,11 +318,11 @@ class GrowingPast:
         if not self.codec.reads_below:
             return None
         assert self.below is not None
-        if self.below.accumulated is None:  # asked for outside a forward pass
+        if self.below.of_pass.accumulated is None:  # asked for outside a forward pass
             self.below.accumulate(sealing=True)
             if self.below.below is not None:
                 self.below.below.release()
-        accumulated = self.below.accumulated
+        accumulated = self.below.of_pass.accumulated
         assert accumulated is not None
         return accumulated[:, start:stop].to(self.codec.view.device)
 

@@ -34,9 +34,9 @@ class CompressedLayer(GrowingPast, PastLayer):
         past = self.tokens - key.shape[2]
         if self.through_store:
             parts = self._rotated_parts(past + key.shape[2])
-            if self.fresh is not None:
-                exact = self.codec.exact(self.fresh)
-                start = past + key.shape[2] - self.fresh.shape[1]
+            if self.of_pass.fresh is not None:
+                exact = self.codec.exact(self.of_pass.fresh)
+                start = past + key.shape[2] - self.of_pass.fresh.shape[1]
                 parts.append(self.heads(exact, start))
                 mask = self._band(mask, key.shape[2], start)
             states = _join(parts)
@@ -84,7 +84,9 @@ class CompressedLayer(GrowingPast, PastLayer):
         if not tokens:
             return [exact_tail]
         exact_sinks = self.codec.exact(sinks)
-        recalled = self.recalled if self.recalled is not None else self.recall(tokens)
+        recalled = (
+            self.of_pass.recalled if self.of_pass.recalled is not None else self.recall(tokens)
+        )
         assert recalled is not None
         coded = []
         each = self.codec.rebuild(recalled[:, :tokens]), exact_sinks, exact_tail

@@ -1,4 +1,4 @@
-"""Carrier: packed blocks that are kept in host memory, and brought to their device a layer ahead of use."""
+"""Offloader: packed blocks that are kept in host memory, and brought to their device a layer ahead of use."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class _Copy:
     """An event after which they are there; None where they are there at once."""
 
 
-class Carrier:
+class Offloader:
     """Keeps copies of what streams hold in host memory, for the layer that is read and the one after it.
 
     On a GPU a layer's blocks travel on a CUDA stream of their own, while the layer before computes.
@@ -43,7 +43,7 @@ class Carrier:
         self._copies: dict[Stream, _Copy] = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         for stream in self._streams:
-            stream.carrier = self
+            stream.offloader = self
 
     def enter(self, place: int) -> None:
         """A forward pass has come to the layer at this place: drop what was read, send for what is next."""
@@ -116,4 +116,4 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def _tensors(pools: list[Pool]) -> list[Tensor]:
     held = [blocks for fields in pools for blocks in fields.values()]
-    return [t for each in held for t in (each.parts() if isinstance(each, Slabs) else each.runs)]
+    return [t for each in held for t in (each.parts() if isinstance(each, Slabs) else each.blocks)]

@@ -43,12 +43,14 @@ class Packer:
         parts = rows.split([segment.channels for segment in segments], -1)
         found: list[Packed] = []
         for i, (segment, own) in enumerate(zip(segments, parts, strict=True)):
-            if segment.told is not None:
+            if segment.predictor is not None:
                 before = torch.empty(parts[i - 1].shape, dtype=torch.float32, device=rows.device)
                 self.unpack(segments[i - 1].quantizer, found[-1], before)
                 with as_written(rows):
-                    told = by_block(before.flatten(0, 1)[None], segment.told, before.shape[1])
-                own = own - told.view_as(own)
+                    predicted = by_block(
+                        before.flatten(0, 1)[None], segment.predictor, before.shape[1]
+                    )
+                own = own - predicted.view_as(own)
             found.append(self.pack(segment.quantizer, own, excluded))
         return found
 

@@ -44,7 +44,7 @@ def _unfit_layer(codec: LayerCodec) -> str:
         return "its attention has sinks that are learned"
     if not codec.keeps_states:
         return "it keeps layer inputs, which an engine does not give to a cache"
-    if codec.mixes:
+    if codec.coded_together:
         return "its layers are coded together, and a page holds those of one layer"
     if any(segment.shared for segment in codec.segments):
         return "layers share codes, and a page holds those of one layer"

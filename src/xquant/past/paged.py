@@ -116,7 +116,7 @@ class PagedPast:
             self.attend_in_place(call, sequences, out)
         if chunks.each:
             states = [
-                self.read(chunk, rows[chunk.run.start : chunk.run.stop]) for chunk in chunks.each
+                self.read(chunk, rows[chunk.new.start : chunk.new.stop]) for chunk in chunks.each
             ]
             own, scoring = chunks.rows, (call.scaling, call.softcap or 0.0)
             found = self._exact(call.query[own].to(self._rings.dtype), states, chunks, *scoring)
@@ -140,9 +140,9 @@ class PagedPast:
         if not step.filled:
             return
         blocks = []
-        for run, places, count in step.filled:
+        for tokens, places, count in step.filled:
             held = self._rings[places]
-            new = rows[run.start : run.start + count * self.block - len(held)]
+            new = rows[tokens.start : tokens.start + count * self.block - len(held)]
             whole = torch.cat([held, new]) if len(held) else new
             blocks.append(whole.unflatten(0, (count, self.block)))
         self.write(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
@@ -157,7 +157,7 @@ class PagedPast:
             return
         blocks = []
         for filled in step.filled:
-            ring, first = filled.places[0], filled.run.before // self.block
+            ring, first = filled.places[0], filled.new.before // self.block
             last = first + filled.blocks
             tokens = torch.arange(first * self.block, last * self.block, device="cpu")
             rows = self._rings[ring, tokens % self._rings.shape[1]]
@@ -224,7 +224,7 @@ class PagedPast:
     def read(self, chunk: Chunk, new: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys, and values, ``[tokens, G, D]``, that the ``new`` rows of a sequence read."""
         width = self.codec.view.kv_width
-        new = new[max(chunk.sealed - chunk.run.before, 0) :]
+        new = new[max(chunk.sealed - chunk.new.before, 0) :]
         exact = torch.cat([self._rings[chunk.places], new])
         keys, values = (self._heads(part) for part in exact.split(width, -1))
         if not len(chunk.pages):

@@ -83,23 +83,23 @@ class PageLayout:
         lie at any stride that is a multiple of `ALIGNMENT`."""
         found: list[Packed] = [{} for _ in self.segments]
         for place in self.places:
-            run = pages[:, place.start : place.start + place.field.nbytes]
-            found[place.segment][place.name] = run.view(place.field.dtype).unflatten(
+            part = pages[:, place.start : place.start + place.field.nbytes]
+            found[place.segment][place.name] = part.view(place.field.dtype).unflatten(
                 1, place.field.shape
             )
         return found
 
     def compact(self, pages: Tensor) -> Tensor:
         """The fields of pages alone, beside each other, ``[N, packed_nbytes]``; ``pages`` as in `fields`."""
-        runs = [pages[:, place.start : place.start + place.field.nbytes] for place in self.places]
-        return torch.cat(runs, 1)
+        parts = [pages[:, place.start : place.start + place.field.nbytes] for place in self.places]
+        return torch.cat(parts, 1)
 
     def spread(self, packed: Tensor) -> Tensor:
         """The inverse of `compact`: pages ``[N, nbytes]``."""
         pages = packed.new_zeros(len(packed), self.nbytes)
-        runs = packed.split([place.field.nbytes for place in self.places], 1)
-        for place, run in zip(self.places, runs, strict=True):
-            pages[:, place.start : place.start + place.field.nbytes] = run
+        parts = packed.split([place.field.nbytes for place in self.places], 1)
+        for place, part in zip(self.places, parts, strict=True):
+            pages[:, place.start : place.start + place.field.nbytes] = part
         return pages
 
     def addresses(self, pages: Tensor) -> list[dict[str, Tensor]]:

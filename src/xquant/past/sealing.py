@@ -59,12 +59,12 @@ def _encoded(
     of_span: list[Tensor] = []
     for layer, own in zip(layers, rows, strict=True):
         encoded = layer.encode(own, start)
-        if not layer.codec.mixes:
+        if not layer.codec.coded_together:
             yield encoded
             continue
         of_span.append(encoded)
         if layer is layer.span[-1]:
-            yield from layer.codec.mix(of_span)
+            yield from layer.codec.combine(of_span)
             of_span = []
 
 
@@ -88,7 +88,7 @@ def pack_rows(
     alike = defaultdict(list)
     for stream, own, fields in zip(streams, rows, packed, strict=True):
         hidden = None if excluded is None else excluded.to(own.device)
-        if any(segment.told is not None for segment in stream.segments):
+        if any(segment.predictor is not None for segment in stream.segments):
             in_turn = stream.packer.pack_segments(stream.segments, own, hidden)
             for to, found in zip(fields, in_turn, strict=True):
                 to.update(found)

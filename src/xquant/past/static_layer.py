@@ -12,7 +12,7 @@ from torch import Tensor
 from ..methods import LayerCodec, Method
 from . import finite
 from .angles import Angles
-from .batch_layout import Places
+from .batch_layout import BatchLayout
 from .built import States
 from .layer import PastLayer, other_dtype
 from .packer import Packer
@@ -50,7 +50,7 @@ class StaticLayer(PagedPast, PastLayer):
     ) -> None:
         self.room = room
         super().__init__(codec, method.group, angles, backend, packer, sink=method.sink)
-        self.places: Places | None = None
+        self.batch_layout: BatchLayout | None = None
         self._replaced: Tensor | None = None
         self.forget_pass()
 
@@ -69,24 +69,24 @@ class StaticLayer(PagedPast, PastLayer):
         return self._pool, self._rings, self.sinks
 
     @torch.inference_mode(False)  # what is made within it could not be written to outside
-    def reserve(self, places: Places, dtype: torch.dtype) -> None:
+    def reserve(self, layout: BatchLayout, dtype: torch.dtype) -> None:
         """Take the memory for a batch."""
-        device, batch = self.codec.view.device, places.batch
-        size = batch * places.columns, self.layout.nbytes
+        device, batch = self.codec.view.device, layout.batch
+        size = batch * layout.columns, self.layout.nbytes
         pages = torch.empty(size, dtype=torch.uint8, device=device)
         # Rows that were never written are multiplied by weights of 0.
-        shape = batch, places.keeping.capacity, self.row
-        self._use(places, pages, torch.zeros(shape, dtype=dtype, device=device))
+        shape = batch, layout.retention.capacity, self.row
+        self._use(layout, pages, torch.zeros(shape, dtype=dtype, device=device))
 
-    def _use(self, places: Places, pages: Tensor, rings: Tensor) -> None:
-        self.places = places
-        self.bind(pages, rings, rings.shape[1], slots=places.batch)
+    def _use(self, layout: BatchLayout, pages: Tensor, rings: Tensor) -> None:
+        self.batch_layout = layout
+        self.bind(pages, rings, rings.shape[1], slots=layout.batch)
 
     @torch.inference_mode(False)
-    def take(self, other: "StaticLayer", places: Places) -> None:
-        """Have a copy of what another layer holds, whose batch has these ``places`` here."""
-        if other.places is not None:
-            self._use(places, other._pool.clone(), other._rings.clone())
+    def take(self, other: "StaticLayer", layout: BatchLayout) -> None:
+        """Have a copy of what another layer holds, whose batch has this ``layout`` here."""
+        if other.batch_layout is not None:
+            self._use(layout, other._pool.clone(), other._rings.clone())
             self.sinks.copy_(other.sinks)
 
     # -- a forward pass ----------------------------------------------------------------------------
@@ -120,27 +120,27 @@ class StaticLayer(PagedPast, PastLayer):
         Raises:
             ValueError: they are not finite.
         """
-        places = self.places
-        assert places is not None
+        layout = self.batch_layout
+        assert layout is not None
         self._check_dtype(key, value)
-        real = places.new.to(key.device)
+        real = layout.new.to(key.device)
         states = [t.detach().transpose(1, 2)[real] for t in (key, value)]
         rows = torch.cat([t.flatten(1) for t in states], -1)
         finite.check_rows(rows, self.codec.view.index)
-        self.seal(rows, places.step)
-        self._pending = rows[places.step.readers(native=False)[1].kept]
+        self.seal(rows, layout.step)
+        self._pending = rows[layout.step.readers(native=False)[1].kept]
         return rows
 
     def whole(self, key: Tensor, value: Tensor) -> States:
         """The same, and keys and values of all tokens, ``[B, G, ., D]``; zeros of padding, and of a sequence
         that has no new token."""
-        rows, places = self.append(key, value), self.places
-        assert places is not None
-        if not places.length:
+        rows, layout = self.append(key, value), self.batch_layout
+        assert layout is not None
+        if not layout.length:
             return key, value
-        _, chunks = places.step.readers(native=False)
-        each = list(zip(places.members, chunks.each, strict=True))
-        return self._read(each, rows, torch.cat([places.real, places.new], 1))
+        _, chunks = layout.step.readers(native=False)
+        each = list(zip(layout.members, chunks.each, strict=True))
+        return self._read(each, rows, torch.cat([layout.real, layout.new], 1))
 
     def _read(self, each: list[tuple[int, Chunk]], rows: Tensor, real: Tensor) -> States:
         """Keys and values ``[B, G, T, D]`` of these sequences, with the new ``rows``; zeros of all others,
@@ -149,7 +149,7 @@ class StaticLayer(PagedPast, PastLayer):
         shape = len(real), view.kv_heads, real.shape[1], view.head_size
         found = rows.new_zeros(shape), rows.new_zeros(shape)
         for sequence, chunk in each:
-            own = self.read(chunk, rows[chunk.run.start : chunk.run.stop])
+            own = self.read(chunk, rows[chunk.new.start : chunk.new.stop])
             for to, read in zip(found, own, strict=True):
                 to[sequence, :, real[sequence]] = read.transpose(0, 1).to(rows.dtype)
         return found
@@ -157,8 +157,8 @@ class StaticLayer(PagedPast, PastLayer):
     @torch.no_grad()
     def states(self) -> States:
         """Keys and values of all tokens as attention reads them, two ``[B, G, T, D]``; zeros of padding."""
-        assert self.places is not None
-        return self._read(self.places.held(), self._rings[0, :0], self.places.real)
+        assert self.batch_layout is not None
+        return self._read(self.batch_layout.held(), self._rings[0, :0], self.batch_layout.real)
 
     def settle(self) -> None:
         """The pass has succeeded: seal whole blocks of what was read in place.
@@ -167,16 +167,16 @@ class StaticLayer(PagedPast, PastLayer):
             ValueError: NaN or infinity in one of them.
         """
         if self._pending is None:
-            assert self.places is not None
-            self.seal_held(self.places.step)
+            assert self.batch_layout is not None
+            self.seal_held(self.batch_layout.step)
 
     def fill_rings(self) -> None:
         """Put what was read as a whole into rings. Comes after all layers have settled."""
         self._replaced = None
         if self._pending is not None:
-            assert self.places is not None
-            self._replaced = self._rings.clone() if self.places.length else None
-            self.write_rings(self._pending, self.places.step.readers(native=False)[1])
+            assert self.batch_layout is not None
+            self._replaced = self._rings.clone() if self.batch_layout.length else None
+            self.write_rings(self._pending, self.batch_layout.step.readers(native=False)[1])
         self.forget_pass()
 
     def put_back(self) -> bool:
@@ -194,14 +194,14 @@ class StaticLayer(PagedPast, PastLayer):
     # -- transformers' contract of a layer ---------------------------------------------------------
 
     def get_seq_length(self) -> int:
-        return 0 if self.places is None else self.places.length
+        return 0 if self.batch_layout is None else self.batch_layout.length
 
     def get_max_length(self) -> int:
         return self.room
 
     @property
     def is_initialized(self) -> bool:
-        return self.places is not None
+        return self.batch_layout is not None
 
     @property
     def max_cache_len(self) -> int:
@@ -209,9 +209,9 @@ class StaticLayer(PagedPast, PastLayer):
 
     @property
     def batch_size(self) -> int:
-        if self.places is None:
+        if self.batch_layout is None:
             raise AttributeError("a layer has no batch before its first tokens come")
-        return self.places.batch
+        return self.batch_layout.batch
 
     max_batch_size = batch_size  # its name before transformers 5.13
 

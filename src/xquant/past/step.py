@@ -16,7 +16,7 @@ from .sequences import MOST_QUERIES, Sequences
 from .slots import Slots
 
 
-class Run(NamedTuple):
+class NewTokens(NamedTuple):
     """The new tokens of one sequence in a step."""
 
     start: int
@@ -35,8 +35,9 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """What of a past is kept where; the same for all layers."""
+class Retention:
+    """Which tokens of a past lie in pages, which in a ring and which in slots of sinks. It is the same for
+    all layers."""
 
     block: int
     """Tokens of a page, ``n``."""
@@ -50,8 +51,8 @@ class Keeping:
     """Of sinks; None where the method has none."""
 
     @classmethod
-    def of(cls, method: Method, ahead: int, through_store: bool = False) -> "Keeping":
-        """What a method keeps where. A ring has room for a block that is not whole, for recent tokens, and
+    def of(cls, method: Method, ahead: int, through_store: bool = False) -> "Retention":
+        """That of a method. A ring has room for a block that is not whole, for recent tokens, and
         for as many as come ``ahead`` of what is known to stay: drafts, and tokens of a step that may fail."""
         slots = Slots(method.sink) if method.sink else None
         capacity = method.group + method.tail + ahead
@@ -62,11 +63,11 @@ class Keeping:
         ``row`` numbers fit. Were rings longer than pages, prefixes would be found only where both end."""
         return -(-self.capacity * row // self.block)
 
-    def sealed(self, run: Run) -> int:
+    def sealed(self, tokens: NewTokens) -> int:
         """How many tokens the new ones read from pages."""
         if self.through_store:
-            return run.after // self.block * self.block
-        return max(run.since, (run.before - self.tail) // self.block * self.block, 0)
+            return tokens.after // self.block * self.block
+        return max(tokens.since, (tokens.before - self.tail) // self.block * self.block, 0)
 
 
 def in_whole_blocks(block: int, request: Any, new: int, *found: int) -> int:
@@ -81,7 +82,7 @@ def in_whole_blocks(block: int, request: Any, new: int, *found: int) -> int:
 class Chunk(NamedTuple):
     """A sequence with too many new tokens for a kernel that reads pages, or without such a kernel."""
 
-    run: Run
+    new: NewTokens
     pages: Tensor
     """int64 ``[c]``: those that are read."""
     places: tuple[Tensor | int, Tensor]
@@ -114,7 +115,7 @@ NO_CHUNKS = Chunks([], _NONE, _NONE, (_NONE, _NONE))
 class Filled(NamedTuple):
     """The blocks that a sequence completes."""
 
-    run: Run
+    new: NewTokens
     places: tuple[Tensor | int, Tensor]
     """Its ring, and where the tokens of the first block lie there that were begun before."""
     blocks: int
@@ -124,30 +125,32 @@ class Step:
     """Where new tokens go and what they read.
 
     Args:
-        runs: of the sequences that have new tokens.
+        new_tokens: of the sequences that have new tokens.
         pages: int ``[B, columns]``: the page of every block of each.
         rings: int ``[B]``: the ring of each.
-        keeping: what is kept where.
+        retention: which tokens lie where.
     """
 
-    def __init__(self, runs: Sequence[Run], pages: Tensor, rings: Tensor, keeping: Keeping) -> None:
-        self._keeping, self._table, self._rings = keeping, pages.int(), rings.tolist()
-        self.runs = runs
+    def __init__(
+        self, new_tokens: Sequence[NewTokens], pages: Tensor, rings: Tensor, retention: Retention
+    ) -> None:
+        self._retention, self._table, self._rings = retention, pages.int(), rings.tolist()
+        self.new_tokens = new_tokens
         self._find_filled()
         self._grouped: dict[bool, tuple[list[Sequences], Chunks]] = {}
 
     def readers(self, native: bool) -> tuple[list[Sequences], Chunks]:
         """The sequences for a kernel that reads pages, by their number of new tokens, and the others. All are
-        others without a ``native`` kernel. With `Keeping.through_store` so are prompts, even where a single
+        others without a ``native`` kernel. With `Retention.through_store` so are prompts, even where a single
         token of one is left: then what a token reads, and by what function, does not depend on chunks."""
         if native not in self._grouped:
             few: dict[int, list[int]] = {}
             rest = []
-            store = self._keeping.through_store
+            store = self._retention.through_store
             most = 1 if store else MOST_QUERIES
-            for number, run in enumerate(self.runs):
-                count = run.stop - run.start
-                if native and count <= most and not (store and run.before < run.until):
+            for number, tokens in enumerate(self.new_tokens):
+                count = tokens.stop - tokens.start
+                if native and count <= most and not (store and tokens.before < tokens.until):
                     few.setdefault(count, []).append(number)
                 else:
                     rest.append(number)
@@ -156,14 +159,14 @@ class Step:
         return self._grouped[native]
 
     def _find_filled(self) -> None:
-        block = self._keeping.block
+        block = self._retention.block
         self.filled: list[Filled] = []
         pages, starts = [], []
-        for number, run in enumerate(self.runs):
-            first, last = run.before // block, run.after // block
+        for number, tokens in enumerate(self.new_tokens):
+            first, last = tokens.before // block, tokens.after // block
             if first < last:
-                held = self._places(number, first * block, run.before)
-                self.filled.append(Filled(run, held, last - first))
+                held = self._places(number, first * block, tokens.before)
+                self.filled.append(Filled(tokens, held, last - first))
                 pages.append(self._table[number, first:last])
                 starts.append(torch.arange(first, last, device="cpu") * block)
         if pages:
@@ -173,13 +176,15 @@ class Step:
             """the positions that they start at."""
             self.filled_slots: Tensor | None = None
             """int64: the slots of sinks of those that start a sequence; None without sinks."""
-            if self._keeping.slots is not None:
+            if self._retention.slots is not None:
                 written = self.filled_pages.tolist(), self.filled_starts.tolist()
-                self.filled_slots = _int64(self._keeping.slots.write(*written))
+                self.filled_slots = _int64(self._retention.slots.write(*written))
 
     def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
         """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
-        return self._rings[number], torch.arange(start, stop, device="cpu") % self._keeping.capacity
+        return self._rings[number], torch.arange(
+            start, stop, device="cpu"
+        ) % self._retention.capacity
 
     def _chunks(self, numbers: list[int]) -> Chunks:
         """These sequences. A ring is given as many of their new rows as it holds, the newest."""
@@ -188,53 +193,53 @@ class Step:
         rings: list[int] = []
         places: list[int] = []
         for number in numbers:
-            run = self.runs[number]
-            count = min(run.stop - run.start, self._keeping.capacity)
-            rows += range(run.start, run.stop)
-            kept += range(run.stop - count, run.stop)
+            tokens = self.new_tokens[number]
+            count = min(tokens.stop - tokens.start, self._retention.capacity)
+            rows += range(tokens.start, tokens.stop)
+            kept += range(tokens.stop - count, tokens.stop)
             rings += [self._rings[number]] * count
-            places += range(run.after - count, run.after)
-        where = _int64(rings), _int64(places) % self._keeping.capacity
+            places += range(tokens.after - count, tokens.after)
+        where = _int64(rings), _int64(places) % self._retention.capacity
         return Chunks([self._chunk(n) for n in numbers], _int64(rows), _int64(kept), where)
 
     def _chunk(self, number: int) -> Chunk:
-        run = self.runs[number]
-        sealed = self._keeping.sealed(run)
-        pages = self._table[number, : sealed // self._keeping.block].long()
-        places = self._places(number, min(sealed, run.before), run.before)
-        return Chunk(run, pages, places, sealed, self._slot(number, sealed))
+        tokens = self.new_tokens[number]
+        sealed = self._retention.sealed(tokens)
+        pages = self._table[number, : sealed // self._retention.block].long()
+        places = self._places(number, min(sealed, tokens.before), tokens.before)
+        return Chunk(tokens, pages, places, sealed, self._slot(number, sealed))
 
     def _slot(self, number: int, sealed: int) -> int | None:
         """Of the sinks of a sequence, once their page is read."""
-        slots = self._keeping.slots
+        slots = self._retention.slots
         return slots.of(int(self._table[number, 0])) if slots is not None and sealed else None
 
     def _sequences(self, numbers: list[int], queries: int) -> Sequences:
-        capacity, slots = self._keeping.capacity, self._keeping.slots
-        runs = [self.runs[number] for number in numbers]
+        capacity, slots = self._retention.capacity, self._retention.slots
+        new_tokens = [self.new_tokens[number] for number in numbers]
         limits, held, new, sinks = [], [], [], []
-        for number, run in zip(numbers, runs, strict=True):
-            limit = self._keeping.sealed(run)
-            start = min(limit, run.before)
+        for number, tokens in zip(numbers, new_tokens, strict=True):
+            limit = self._retention.sealed(tokens)
+            start = min(limit, tokens.before)
             limits.append(limit)
-            held += [self._rings[number], start % capacity, run.before - start, start]
+            held += [self._rings[number], start % capacity, tokens.before - start, start]
             # A single token may be in a block that it has completed: the ring has it no more than the batch.
-            new += [run.start, 0, min(run.after - limit, queries), run.before]
+            new += [tokens.start, 0, min(tokens.after - limit, queries), tokens.before]
             if slots is not None:
                 slot = self._slot(number, limit)
                 sinks += [0] * 4 if slot is None else [slot, 0, slots.sink, 0]
         # One tensor is made of all numbers: six would take five times as long.
-        count = len(runs)
+        count = len(new_tokens)
         numbers_of = torch.tensor(
-            [run.start for run in runs] + limits + held + new + sinks,
+            [tokens.start for tokens in new_tokens] + limits + held + new + sinks,
             dtype=torch.int32,
             device="cpu",
         )
         by_sequence = numbers_of[2 * count :].view(-1, count, 4)
-        everyone = count == len(self.runs)
+        everyone = count == len(self.new_tokens)
         return Sequences(
             queries=queries,
-            block=self._keeping.block,
+            block=self._retention.block,
             first=numbers_of[:count],
             table=self._table if everyone else self._table[numbers],
             limits=numbers_of[count : 2 * count],
@@ -254,7 +259,7 @@ def _int64(numbers: list[int]) -> Tensor:
 class Batch:
     """The sequences of a forward pass, as an engine says them to all layers that share a table of blocks."""
 
-    runs: list[Run]
+    new_tokens: list[NewTokens]
     table: Tensor
     """int ``[B, columns]``; of rings ``[B, 1]``."""
     _made: "tuple[Batch, Step] | None" = None
@@ -263,26 +268,28 @@ class Batch:
     def of(cls, starts: list[int], lengths: list[int], table: Tensor) -> "Batch":
         """Of sequences whose new tokens begin at ``starts``, one number more than there are sequences, and
         that have ``lengths`` tokens with them. A batch may be filled up with sequences of no new tokens."""
-        runs = [
-            (number, Run(start, stop, length - (stop - start)))
+        numbered = [
+            (number, NewTokens(start, stop, length - (stop - start)))
             for number, (start, stop, length) in enumerate(
                 zip(starts, starts[1:], lengths, strict=False)
             )
             if stop > start
         ]
-        own = [run for _, run in runs]
-        return cls(own, table if len(own) == len(table) else table[[number for number, _ in runs]])
+        own = [tokens for _, tokens in numbered]
+        return cls(
+            own, table if len(own) == len(table) else table[[number for number, _ in numbered]]
+        )
 
     def step_of(
-        self, pages: "Batch", keeping: Keeping, begun: Mapping[int, tuple[int, int]]
+        self, pages: "Batch", retention: Retention, begun: Mapping[int, tuple[int, int]]
     ) -> Step:
         """The step of layers whose rings are in this table and whose pages are in the other; made once.
-        ``begun``: of each ring, `Run.since` and `Run.until`."""
+        ``begun``: of each ring, `NewTokens.since` and `NewTokens.until`."""
         if self._made is None or self._made[0] is not pages:
             rings = self.table[:, 0]
-            runs = []
-            for run, ring in zip(pages.runs, rings.tolist(), strict=True):
+            new_tokens = []
+            for tokens, ring in zip(pages.new_tokens, rings.tolist(), strict=True):
                 since, until = begun.get(ring, (0, 0))
-                runs.append(run._replace(since=since, until=until))
-            self._made = pages, Step(runs, pages.table, rings, keeping)
+                new_tokens.append(tokens._replace(since=since, until=until))
+            self._made = pages, Step(new_tokens, pages.table, rings, retention)
         return self._made[1]

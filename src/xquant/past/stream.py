@@ -22,7 +22,7 @@ Pool = dict[str, Slabs | Ragged]
 State = tuple[list[Pool], Tensor | None, list[int], int, int]
 
 
-class Carrier(Protocol):
+class Offloader(Protocol):
     """Has the packed blocks of streams in host memory, see `offload`."""
 
     def bring(self, stream: "Stream") -> list[Pool]: ...
@@ -43,7 +43,7 @@ class Stream:
         self.segments = tuple(segments)
         self.block, self.packer = block, packer
         self.source: Stream | None = None  # whose codes the shared segments use
-        self.carrier: Carrier | None = None  # where blocks are kept in host memory
+        self.offloader: Offloader | None = None  # where blocks are kept in host memory
         self.version = 0  # changes whenever blocks do
         self.reset()
 
@@ -68,7 +68,7 @@ class Stream:
     def outliers(self) -> int:
         """Elements that are stored apart from their codes."""
         values = (packed.get("outlier_excess") for packed in self.pool)
-        return sum(len(run) for v in values if isinstance(v, Ragged) for run in v.runs)
+        return sum(len(b) for v in values if isinstance(v, Ragged) for b in v.blocks)
 
     @property
     def shared_nbytes(self) -> int:
@@ -78,7 +78,7 @@ class Stream:
     @property
     def here(self) -> list[Pool]:
         """The packed fields where they are read: the pool, or a copy of one in host memory."""
-        return self.pool if self.carrier is None else self.carrier.bring(self)
+        return self.pool if self.offloader is None else self.offloader.bring(self)
 
     def unpack(self, pool: list[Packed], tokens: int, dtype: torch.dtype) -> Tensor:
         """Rows ``[N, tokens, C]`` of packed blocks with all their codes."""
@@ -97,8 +97,8 @@ class Stream:
         count = len(next(iter(packed[0].values())))
         device = next(t for t in packed[0].values() if isinstance(t, Tensor)).device
         ids = self.blocks + torch.arange(count, device=device).view(batch, -1)
-        if self.carrier is not None:
-            packed = self.carrier.to_host(packed)
+        if self.offloader is not None:
+            packed = self.offloader.to_host(packed)
         if not self.pool:
             self.pool = [{name: _held(t) for name, t in new.items()} for new in packed]
         else:
@@ -176,7 +176,7 @@ class Stream:
         self.version += 1
         used, renumbered = table.unique(return_inverse=True)
         if used.numel() < self.blocks:
-            kept = used if self.carrier is None else used.cpu()
+            kept = used if self.offloader is None else used.cpu()
             self.pool = [
                 {name: _held(t[kept]) for name, t in fields.items()} for fields in self.pool
             ]

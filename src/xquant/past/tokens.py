@@ -8,9 +8,9 @@ from torch import Tensor
 from ..models.rope import Rope
 from ..models.rotation import Pair
 
-Runs = tuple[tuple[int, bool], ...]
+RopeSpans = tuple[tuple[int, bool], ...]
 """Of tokens with the frequencies of one set: where each ends, and whether they are those of long inputs."""
-State = tuple[Tensor, Tensor, Tensor, Runs, Tensor | None, Tensor]
+State = tuple[Tensor, Tensor, Tensor, RopeSpans, Tensor | None, Tensor]
 
 UNKNOWN = -1
 """The id of a token that was given as an embedding."""
@@ -68,7 +68,7 @@ class TokenIndex:
         self.ids = torch.empty(0, 0, dtype=torch.int32, device="cpu")
         self.axes: Tensor | None = None
         """Where some tokens have positions of several axes (images): those of all, int32 ``[N, B, T]``."""
-        self.runs: Runs = ()
+        self.rope_spans: RopeSpans = ()
         """Of a model with two sets of frequencies, see `Rope`; none of any other."""
 
     def forget(self) -> None:
@@ -119,20 +119,24 @@ class TokenIndex:
             ids = torch.full_like(positions, UNKNOWN)
         self.ids = torch.cat([self.ids, ids.to(self.ids.device, torch.int32)], 1)
         if self._rope.switches:
-            run = self.length, self._rope.is_long(positions)
-            before = self.runs[:-1] if self.runs and self.runs[-1][1] == run[1] else self.runs
-            self.runs = (*before, run)
+            span = self.length, self._rope.is_long(positions)
+            before = self.rope_spans
+            if before and before[-1][1] == span[1]:
+                before = before[:-1]
+            self.rope_spans = (*before, span)
         self.forget()
 
     def take(self, other: "TokenIndex") -> None:
         """Have the tokens of another index of the same model, with sinks of its own."""
-        self.give(other.positions, other.real, other.runs, other.ids)
+        self.give(other.positions, other.real, other.rope_spans, other.ids)
         self.axes = other.axes
 
-    def give(self, positions: Tensor, real: Tensor, runs: Runs, ids: Tensor | None = None) -> None:
-        """`append` tokens to none, where the `runs` of their frequencies are known."""
+    def give(
+        self, positions: Tensor, real: Tensor, spans: RopeSpans, ids: Tensor | None = None
+    ) -> None:
+        """`append` tokens to none, where the `rope_spans` of their frequencies are known."""
         self.append(positions, real, ids=ids)
-        self.runs = runs
+        self.rope_spans = spans
 
     def embedded(self, start: int, stop: int, like: torch.dtype) -> Tensor | None:
         """What methods know of these tokens by their ids, ``[B, stop - start, E]``; zeros of tokens without
@@ -160,11 +164,11 @@ class TokenIndex:
     def uniform(self) -> bool:
         """Whether angles follow from positions alone: all tokens have the frequencies of one set, see `Rope`,
         and positions of one axis."""
-        return self.axes is None and len({long for _, long in self.runs}) < 2
+        return self.axes is None and len({long for _, long in self.rope_spans}) < 2
 
     @property
     def _long(self) -> bool:
-        return bool(self.runs) and self.runs[-1][1]
+        return bool(self.rope_spans) and self.rope_spans[-1][1]
 
     def rope(self, like: Tensor) -> Pair:
         """cos and sin of all tokens, ``[B, T, R]`` in the dtype and on the device of ``like``: those that the
@@ -177,10 +181,10 @@ class TokenIndex:
                 at = self.positions if self.axes is None else self.axes
                 self._angles = self._rope(like, at, self._long)
             else:
-                starts = (0, *(stop for stop, _ in self.runs))
+                starts = (0, *(stop for stop, _ in self.rope_spans))
                 parts = [
                     self._rope(like, self.positions[:, start:stop], long)
-                    for start, (stop, long) in zip(starts, self.runs, strict=False)
+                    for start, (stop, long) in zip(starts, self.rope_spans, strict=False)
                 ]
                 cos, sin = (torch.cat(part, 1) for part in zip(*parts, strict=True))
                 self._angles = cos, sin
@@ -212,17 +216,19 @@ class TokenIndex:
 
     def crop(self, length: int) -> None:
         self._each(lambda t: t[..., :length].clone())
-        kept = [(min(stop, length), long) for stop, long in self.runs]
+        kept = [(min(stop, length), long) for stop, long in self.rope_spans]
         starts = (0, *(stop for stop, _ in kept))
-        self.runs = tuple(run for start, run in zip(starts, kept, strict=False) if run[0] > start)
+        self.rope_spans = tuple(
+            span for start, span in zip(starts, kept, strict=False) if span[0] > start
+        )
 
     def snapshot(self) -> State:
         """What `restore` needs to bring back what is known now."""
-        return self.positions, self.real, self.sink, self.runs, self.axes, self.ids
+        return self.positions, self.real, self.sink, self.rope_spans, self.axes, self.ids
 
     def restore(self, state: State) -> None:
         self.epoch += 1
-        self.positions, self.real, self.sink, self.runs, self.axes, self.ids = state
+        self.positions, self.real, self.sink, self.rope_spans, self.axes, self.ids = state
         self.forget()
 
     def select(self, indices: Tensor) -> None:

@@ -67,21 +67,21 @@ def into_room(packed: Packed, room: int) -> tuple[Packed, int]:
     """The same fields with `RAGGED` ones ``[N, room]``, and how many outliers found no place. Those that
     their codes miss by least are left out."""
     counts = dense(packed, "outlier_count").long()
-    runs = {name: list(_ragged(packed, name).runs) for name in RAGGED}
+    ragged = {name: list(_ragged(packed, name).blocks) for name in RAGGED}
     dropped = 0
     for block in (counts.sum(-1) > room).nonzero().flatten().tolist():
-        run = runs["outlier_excess"][block]
-        kept = run.float().abs().topk(room).indices.sort().values
+        excess = ragged["outlier_excess"][block]
+        kept = excess.float().abs().topk(room).indices.sort().values
         tokens = torch.arange(counts.shape[1], device=counts.device).repeat_interleave(
             counts[block]
         )
         counts[block] = tokens[kept].bincount(minlength=counts.shape[1])
-        for each in runs.values():
+        for each in ragged.values():
             each[block] = each[block][kept]
-        dropped += len(run) - room
+        dropped += len(excess) - room
     places = _places(counts, room)
     found: Packed = {**packed, "outlier_count": counts.to(dense(packed, "outlier_count").dtype)}
-    for name, each in runs.items():
+    for name, each in ragged.items():
         held = counts.new_zeros(len(counts), room, dtype=RAGGED[name])
         held[places] = torch.cat(each)
         found[name] = held

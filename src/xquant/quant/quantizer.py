@@ -174,9 +174,9 @@ class Segment:
     Args:
         shared: it has no codes of its own, but reads those of the same segment in another layer's stream with
             its own ranges.
-        told: fp32 ``[C, C']``: a prediction of this segment's channels from the ``C'`` decoded channels of
-            the segment before it. It is subtracted before packing, and not added again when rows are read:
-            the codec's synthesis does that.
+        predictor: fp32 ``[C, C']``: predicts this segment's channels from the ``C'`` decoded channels of the
+            segment before it. Its prediction is taken off before packing. The codec's synthesis adds it when
+            rows are read.
 
     Raises:
         ValueError: the quantizer has tables for another number of channels.
@@ -185,7 +185,7 @@ class Segment:
     channels: int
     quantizer: Quantizer
     shared: bool = False
-    told: Tensor | None = field(default=None, compare=False)
+    predictor: Tensor | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         made_for = self.quantizer.channels

@@ -7,42 +7,44 @@ from torch import Tensor
 
 
 class Ragged:
-    """One run ``[K_i]`` a block, each in memory of its own: growing copies nothing that is there."""
+    """A tensor ``[K_i]`` for each block, in memory of its own: growing copies nothing that is there."""
 
-    def __init__(self, runs: Iterable[Tensor]) -> None:
-        self.runs = tuple(runs)
+    def __init__(self, blocks: Iterable[Tensor]) -> None:
+        self.blocks = tuple(blocks)
 
     @classmethod
     def split(cls, flat: Tensor, lengths: Tensor) -> "Ragged":
-        """Cut ``flat`` ``[sum K_i]`` into runs of ``lengths`` ``[N]``."""
-        return cls(run.clone() for run in flat.split(lengths.tolist()))
+        """Cut ``flat`` ``[sum K_i]`` into blocks of ``lengths`` ``[N]``."""
+        return cls(block.clone() for block in flat.split(lengths.tolist()))
 
     @property
     def nbytes(self) -> int:
-        return sum(run.nbytes for run in self.runs)
+        return sum(block.nbytes for block in self.blocks)
 
     def __len__(self) -> int:
-        return len(self.runs)
+        return len(self.blocks)
 
     def __getitem__(self, blocks: Tensor) -> "Ragged":
-        return Ragged(self.runs[i] for i in blocks.tolist())
+        return Ragged(self.blocks[i] for i in blocks.tolist())
 
     def __add__(self, other: "Ragged") -> "Ragged":
-        return Ragged(self.runs + other.runs)
+        return Ragged(self.blocks + other.blocks)
 
     def first(self, count: int) -> "Ragged":
         """The first ``count`` blocks."""
-        return Ragged(self.runs[:count])
+        return Ragged(self.blocks[:count])
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "Ragged":
         """The same blocks where ``move`` puts them."""
-        return Ragged(map(move, self.runs))
+        return Ragged(map(move, self.blocks))
 
     def flat(self) -> Tensor:
-        """All runs after each other."""
-        return torch.cat(self.runs)
+        """All blocks after each other."""
+        return torch.cat(self.blocks)
 
     @property
     def addresses(self) -> Tensor:
-        """Where each run lies, int64 ``[N]``."""
-        return torch.tensor([run.data_ptr() for run in self.runs], dtype=torch.int64, device="cpu")
+        """Where each block lies, int64 ``[N]``."""
+        return torch.tensor(
+            [block.data_ptr() for block in self.blocks], dtype=torch.int64, device="cpu"
+        )

@@ -90,9 +90,9 @@ def fill(contents: Contents, chunks: Sequence[Chunk], blocks: int, long: bool, i
     tokens = count * contents.method.group
     home = contents.compressed[0].codec.view.device
     positions = torch.arange(tokens, device=home)[None]
-    runs = ((tokens, long),) if contents.attachment.view.rope.switches else ()
+    spans = ((tokens, long),) if contents.attachment.view.rope.switches else ()
     real = torch.ones_like(positions, dtype=torch.bool)
-    contents.index.give(positions, real, runs, ids[None, :tokens])
+    contents.index.give(positions, real, spans, ids[None, :tokens])
     readers = [_Reader(number, chunk) for number, chunk in enumerate(chunks)]
     expected = bases_of(contents)
     for reader in readers:
@@ -194,7 +194,7 @@ def _segment(
 ) -> Pool:
     """The fields of a segment, of all blocks."""
     dense: dict[str, list[Tensor]] = defaultdict(list)
-    runs: dict[str, list[Ragged]] = defaultdict(list)
+    ragged: dict[str, list[Ragged]] = defaultdict(list)
     for reader in readers:
         held: dict[str, Tensor] = {}
         for name, field in segment.fields(block).items():
@@ -202,11 +202,11 @@ def _segment(
             held[name] = taken.view(blocks, *field.shape).to(device)
             dense[name].append(held[name])
         flat = {n: reader.take_run(d).to(device) for n, d in segment.quantizer.ragged.items()}
-        for name, run in (reader.cut(segment, held, flat) if flat else {}).items():
-            runs[name].append(run)
+        for name, part in (reader.cut(segment, held, flat) if flat else {}).items():
+            ragged[name].append(part)
     found: Pool = {name: Slabs(torch.cat(parts)) for name, parts in dense.items()}
     return found | {
-        name: Ragged(r for run in each for r in run.runs) for name, each in runs.items()
+        name: Ragged(b for part in each for b in part.blocks) for name, each in ragged.items()
     }
 
 

@@ -83,7 +83,7 @@ class Header:
     """The class of the model."""
     configuration: Digest
     weights: Digest
-    """`identity.Told` of the model."""
+    """`identity.ModelDigests` of the model."""
     dtype: Text
     """Of the keys and values of the model."""
     method: Text
@@ -93,7 +93,7 @@ class Header:
     bases: Annotated[list[list[float]], _list(_list(_number))]
     """Of each compressed layer: `bases.probe` of its codec."""
     attention: Text
-    """The attention implementation to which all layers were seen to hand over what a cache returns; empty
+    """The attention implementation to which all layers were seen to pass on what a cache returns; empty
     where that is not known."""
     layers: Numbers
     """The numbers of the compressed layers."""
@@ -187,17 +187,17 @@ def _read(path: Path, file: BinaryIO) -> Saved:
         raise ValueError(f"'{path}' is a safetensors file, but not a saved cache of xquant")
     if not {"header", "sha256"} <= facts.keys():
         raise _damaged(path, "it has no header")
-    told = _parsed(path, facts["header"])
-    _check_version(path, told)
+    fields = _parsed(path, facts["header"])
+    _check_version(path, fields)
     head = _head(file)
     if not is_intact(head):
         raise _damaged(path, "its header was altered")
     for name, check in _CHECKS.items():
-        if name not in told:
+        if name not in fields:
             raise _damaged(path, f"its header has no '{name}'")
-        if not check(told[name]):
+        if not check(fields[name]):
             raise _damaged(path, f"'{name}' of its header is not what it must be")
-    known = {name: told[name] for name in _CHECKS}
+    known = {name: fields[name] for name in _CHECKS}
     entries = json.loads(head[8:])
     entries.pop("__metadata__")
     ends = {name: entry["data_offsets"] for name, entry in entries.items()}
@@ -207,16 +207,16 @@ def _read(path: Path, file: BinaryIO) -> Saved:
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:
     try:
-        told = json.loads(text)
+        fields = json.loads(text)
     except (ValueError, RecursionError):
         raise _damaged(path, "its header is no JSON") from None
-    if not isinstance(told, dict):
+    if not isinstance(fields, dict):
         raise _damaged(path, "its header is no JSON object")
-    return told
+    return fields
 
 
-def _check_version(path: Path, told: dict[str, Any]) -> None:
-    version = told.get("version")
+def _check_version(path: Path, fields: dict[str, Any]) -> None:
+    version = fields.get("version")
     match = (
         re.fullmatch(r"([0-9]{1,6})[.]([0-9]{1,6})", version) if isinstance(version, str) else None
     )
@@ -241,8 +241,8 @@ def write_digest(path: Path) -> None:
     writes them in any order, and the same cache is to be the same file."""
     with path.open("r+b") as file:
         head = _head(file)
-        told = json.loads(head[8:])
-        told["__metadata__"] = dict(sorted(told["__metadata__"].items()))
-        text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+        fields = json.loads(head[8:])
+        fields["__metadata__"] = dict(sorted(fields["__metadata__"].items()))
+        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
         file.seek(0)
         file.write(with_digest(head[:8] + text.ljust(len(head) - 8)))

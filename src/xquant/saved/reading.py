@@ -39,8 +39,8 @@ def check_model(saved: Saved, attachment: Attachment) -> None:
             f"'{saved.path}' was saved from a model in {header.dtype[:20]}, and this one is in {dtype}: load"
             " it in the same"
         )
-    told = attachment.identity.now()
-    same = header.configuration == told.configuration, header.weights == told.weights
+    digests = attachment.identity.now()
+    same = header.configuration == digests.configuration, header.weights == digests.weights
     if not all(same):
         names = ("configuration", "weights, buffers or adapters")
         others = " and ".join(n for n, alike in zip(names, same, strict=True) if not alike)
@@ -179,12 +179,12 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
     positions = reader.take("positions", (torch.int32,), (batch, tokens))
     real = reader.take("real", (torch.bool,), (batch, tokens))
     _check_runs(contents, reader)
-    runs = tuple((stop, long) for stop, long in header.runs)
+    spans = tuple((stop, long) for stop, long in header.runs)
     ids = None
     if contents.codecs[0].embedding is not None:
         ids = reader.take("ids", (torch.int32,), (batch, tokens)).to(home, copy=True)
         reader.check(int(ids.min()) >= UNKNOWN, "an id that no token has")
-    contents.index.give(positions.to(home, copy=True), real.to(home, copy=True), runs, ids)
+    contents.index.give(positions.to(home, copy=True), real.to(home, copy=True), spans, ids)
     if "axes" in reader:
         reader.check(
             contents.index.takes_axes, "positions of several axes, of which the model has one"
@@ -201,23 +201,23 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
     for view in contents.attachment.view.layers:
         if view.index in contents.attachment.view.skipped:
             _fill_other(contents.layers[view.index], view, reader)
-    for number, layer in {**dict(enumerate(contents.layers)), **contents.beside}.items():
+    for number, layer in {**dict(enumerate(contents.layers)), **contents.linear_states}.items():
         if compat.states_of(layer) is not None:
             _fill_states(number, layer, home, reader)
     return saved
 
 
 def _check_runs(contents: Contents, reader: _Reader) -> None:
-    """Runs of tokens end one after the other, the last with the last token, and neighbours differ."""
-    runs, before = reader.header.runs, 0
+    """Spans of tokens end one after the other, the last with the last token, and neighbours differ."""
+    spans, before = reader.header.runs, 0
     if not contents.attachment.view.rope.switches:
-        return reader.check(not runs, "runs of frequencies, of which the model has one set")
-    kinds = [long for _, long in runs]
-    reader.check(all(a != b for a, b in pairwise(kinds)), "runs that are one")
-    for stop, _ in runs:
-        reader.check(stop > before, "runs that do not follow each other")
+        return reader.check(not spans, "spans of frequencies, of which the model has one set")
+    kinds = [long for _, long in spans]
+    reader.check(all(a != b for a, b in pairwise(kinds)), "spans that are one")
+    for stop, _ in spans:
+        reader.check(stop > before, "spans that do not follow each other")
         before = stop
-    reader.check(before == reader.header.tokens, "runs of more or fewer tokens than there are")
+    reader.check(before == reader.header.tokens, "spans of more or fewer tokens than there are")
 
 
 def _table(reader: _Reader, block: int) -> tuple[list[int], Tensor | None]:
@@ -348,11 +348,11 @@ def _fill_states(number: int, layer: Any, home: torch.device, reader: _Reader) -
 
 def _expect_attention(attachment: Attachment, saved: Saved) -> None:
     """Spare the first forward pass finding out what the file knows: with which attention implementation of
-    this version of transformers the layers hand over what a cache returns. Until a layer is seen to, it is
+    this version of transformers the layers pass on what a cache returns. Until a layer is seen to, it is
     given keys and values decoded, which its own implementation rounds otherwise than a kernel."""
     attachment.see_implementation()
     for hooks in attachment.hooks.values():
         known = saved.header.attention == hooks.implementation
         same = saved.header.transformers == transformers.__version__
-        if known and same and hooks.hands_over is None and hooks.view.latents is None:
+        if known and same and hooks.passes_on is None and hooks.view.latents is None:
             hooks.learn(True)

@@ -62,23 +62,23 @@ def checksum(tensor: Tensor) -> str:
 def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded) -> Header:
     attachment, report = contents.attachment, report_of(contents)
     view, first = attachment.view, contents.compressed[0]
-    told = attachment.identity.now()
+    digests = attachment.identity.now()
     attachment.see_implementation()
-    handing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.hands_over}
-    seen = all(hooks.hands_over for hooks in attachment.hooks.values())
+    passing = {hooks.implementation for hooks in attachment.hooks.values() if hooks.passes_on}
+    seen = all(hooks.passes_on for hooks in attachment.hooks.values())
     return Header(
         version=".".join(map(str, VERSION)),
         xquant=__version__,
         transformers=transformers.__version__,
         family=type(view.model).__name__,
-        configuration=told.configuration,
-        weights=told.weights,
+        configuration=digests.configuration,
+        weights=digests.weights,
         dtype=plain_name(first.codec.view.dtype),
         method=contents.method.spec,
         attend="store" if first.through_store else "chunk",
         calibration=first.codec.calibrated,
         bases=bases.probe(contents.method, contents.codecs),
-        attention=handing.pop() if seen and len(handing) == 1 else "",
+        attention=passing.pop() if seen and len(passing) == 1 else "",
         layers=[layer.codec.view.index for layer in contents.compressed],
         recording=[
             i for i, own in enumerate(contents.layers) if getattr(own, "record_past", False)
@@ -87,7 +87,7 @@ def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded)
         tokens=contents.index.length,
         blocks=first.stream.blocks,
         lengths=[[length, len(list(alike))] for length, alike in groupby(first.stream.lengths)],
-        runs=[[stop, long] for stop, long in contents.index.runs],
+        runs=[[stop, long] for stop, long in contents.index.rope_spans],
         cache_bytes=report.cache_bytes,
         full_cache_bytes=report.full_cache_bytes,
         checksums=checksums,
@@ -157,7 +157,7 @@ def _streams(contents: Contents, names: Iterable[str]) -> dict[str, Streams]:
 def _others(contents: Contents) -> dict[str, Tensor]:
     """What transformers keeps itself: keys and values, or states of linear attention."""
     held: dict[str, Tensor] = {}
-    for number, layer in {**contents.others, **contents.beside}.items():
+    for number, layer in {**contents.others, **contents.linear_states}.items():
         if not contents.index.length or compat.is_empty(layer):
             continue
         states = compat.states_of(layer)

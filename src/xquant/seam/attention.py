@@ -44,21 +44,21 @@ def _attention(like: str) -> Callable[..., Any]:
                     hooks.index, seen, query, key, value, attention_mask, kwargs
                 ), None
         current = None if hooks is None else hooks.attachment.current
-        handed = None
+        returned = None
         if current is not None and hooks is not None:
-            handed = current.handed.pop(hooks.index, None)
-        if hooks is None or current is None or handed is None:
+            returned = current.returned.pop(hooks.index, None)
+        if hooks is None or current is None or returned is None:
             return own(module, query, plain(key), plain(value), attention_mask, **kwargs)
-        reached = handed.reached(key, value)
-        if isinstance(handed.key, Watched):
+        reached = returned.reached(key, value)
+        if isinstance(returned.key, Watched):
             hooks.learn(reached)
-        if not reached and handed.route is Route.NEWEST:
+        if not reached and returned.route is Route.NEWEST:
             raise hooks.attachment.unserved(hooks.index)
         key, value = plain(key), plain(value)
-        if handed.route is Route.LATENTS:
+        if returned.route is Route.LATENTS:
             return hooks.attend_to_latents(own, query, attention_mask, kwargs)
-        if handed.route is Route.WHOLE:
-            hooks.see_expanded(handed, key, value)
+        if returned.route is Route.WHOLE:
+            hooks.see_expanded(returned, key, value)
             return own(module, query, key, value, attention_mask, **kwargs)
 
         query, key = hooks.view.as_in_cache(query), hooks.view.as_in_cache(key)

@@ -10,7 +10,7 @@ from ..models.rotation import Pair, apply_rope
 from ..models.weights import is_plain
 from ..past.tokens import TokenIndex
 from .masks import PassMask
-from .passes import Given
+from .passes import LayerInputs
 
 CHECKED_TOKENS = 8
 """Of the first forward pass of a sequence, whose states are compared."""
@@ -47,7 +47,7 @@ def check_input(batch: int, length: int, mask: PassMask, sequences: int, held: i
 
 
 def places(
-    family: str, given: Given, of_pass: PassMask, index: TokenIndex
+    family: str, given: LayerInputs, of_pass: PassMask, index: TokenIndex
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The positions of the new tokens, and which of them are not padding, both ``[B, t]``; and positions
     ``[N, B, t]`` where they are of several axes that differ from those.
@@ -130,7 +130,7 @@ def check_states(
 
 
 def check_rope(family: str, rope: Pair, index: TokenIndex) -> None:
-    """Refuse tokens that are turned by other angles than those of their positions.
+    """Refuse tokens whose RoPE has other angles than those of their positions.
 
     Args:
         rope: cos and sin that the model gives to a layer, ``[B, t, R]``.

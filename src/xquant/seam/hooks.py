@@ -14,7 +14,7 @@ with a cache each. In the order in which a forward pass meets them:
 1. `Attachment.model_begins` and `decoder_begins`: `cache.begin`.
 2. In each compressed layer, `LayerHooks.see_norm`, `see_attention` (in the lowest, `cache.observe`) and
    `see_key`; then the layer calls ``cache.update``, which takes `Attachment.inputs` and gives back
-   `Attachment.hand`.
+   `Attachment.return_states`.
 3. The function of `attention.py`: `cache.attend`, or the model's implementation on `cache.answer`.
 4. `Attachment.decoder_ends` (`cache.finish`) and `model_ends`.
 """
@@ -41,10 +41,10 @@ from .naming import name_functions
 from .passes import (
     PREFIX_TUNED,
     Attached,
-    Before,
     ForwardPass,
-    Handed,
     ObservingCache,
+    PassStart,
+    ReturnedStates,
     Route,
     hold,
     let_go,
@@ -226,9 +226,9 @@ class Attachment(Attached):
             raise ValueError(f"{PREFIX_TUNED}: pass none")
         self._local.outer = None
         self.outer_begins(module, args, kwargs)
-        self._local.before = nothing
+        self._local.start = nothing
         if mine and cache is not None:
-            self._local.before = hold(cache, Before(cache))
+            self._local.start = hold(cache, PassStart(cache))
 
     @outside_graphs
     def outer_begins(
@@ -279,9 +279,9 @@ class Attachment(Attached):
         given = mask_among(module, args, kwargs)
         mask = PassMask.of(given, outer[1], batch, cache.get_seq_length() + length)
         begun = cache.begin(batch, length, mask)
-        before: Before | None = getattr(self._local, "before", nothing)()
-        if before is not None:
-            before.decoder_began(begun)
+        start: PassStart | None = getattr(self._local, "start", nothing)()
+        if start is not None:
+            start.decoder_began(begun)
         ids = ids_among(args, kwargs)
         ids = outer[0] if ids is None else ids
         if ids is not None and ids.shape != (batch, length):
@@ -312,11 +312,11 @@ class Attachment(Attached):
             raise refused("states are collected in it")
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             raise refused("gradients are recorded; call the model under torch.no_grad()")
-        if any(hooks.hands_over is None for hooks in self.hooks.values()):
+        if any(hooks.passes_on is None for hooks in self.hooks.values()):
             with torch.no_grad():
                 module(*replaced(args, cache), **replaced(kwargs, cache))
         for hooks in self.hooks.values():
-            if not hooks.hands_over:
+            if not hooks.passes_on:
                 raise refused(f"layer {hooks.index} has {hooks.why_whole}")
 
     # -- a cache asks at a layer ---------------------------------------------------------------
@@ -348,18 +348,20 @@ class Attachment(Attached):
         tracing.key, tracing.value, tracing.mark = key, value, mark
         return key, value
 
-    def hand(self, index: int, key: Tensor, value: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    def return_states(
+        self, index: int, key: Tensor, value: Tensor, route: Route
+    ) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index``, to be seen again by the attention function. States are
         watched on their way until it is known whether they reach it; a warning says where they do not."""
         current, hooks = self.current, self.hooks[index]
         assert current is not None
-        hands_over = hooks.hands_over
-        if route is Route.WHOLE and hands_over is False:
+        passes_on = hooks.passes_on
+        if route is Route.WHOLE and passes_on is False:
             hooks.warn_of_whole(current.cache.layers[index].codec)
             return key, value
-        if hands_over is None:
+        if passes_on is None:
             key, value = watch(key), watch(value)
-        current.handed[index] = Handed(key, value, route)
+        current.returned[index] = ReturnedStates(key, value, route)
         return key, value
 
     # -- the forward pass ends -----------------------------------------------------------------
@@ -373,10 +375,10 @@ class Attachment(Attached):
             return
         let_go(current.cache, ForwardPass)
         lost, failed = None, output is None
-        for index, handed in () if failed else current.handed.items():
-            if isinstance(handed.key, Watched):
+        for index, returned in () if failed else current.returned.items():
+            if isinstance(returned.key, Watched):
                 self.hooks[index].learn(False)
-            if handed.route is not Route.WHOLE:
+            if returned.route is not Route.WHOLE:
                 lost = index
         current.cache.finish(failed or lost is not None)
         if lost is not None:
@@ -386,10 +388,10 @@ class Attachment(Attached):
     def model_ends(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        before: Before | None = getattr(self._local, "before", nothing)()
-        self._local.before = nothing
-        if before is not None:
-            before.end(failed=output is None)
+        start: PassStart | None = getattr(self._local, "start", nothing)()
+        self._local.start = nothing
+        if start is not None:
+            start.end(failed=output is None)
 
     def unserved(self, index: int) -> ValueError:
         """Layer ``index`` was given its newest states alone, and did something else with them."""

@@ -12,7 +12,7 @@ from ..methods import LayerCodec
 from ..models import AttentionView
 from ..models.rotation import Pair
 from .naming import PREFIX, FunctionName
-from .passes import Attached, Given, Handed, LayerPass, split_axes
+from .passes import Attached, LayerInputs, LayerPass, ReturnedStates, split_axes
 from .watched import plain
 
 NAME = "_xquant_hooks"
@@ -32,19 +32,19 @@ class LayerHooks:
         """Whether attention over latents replaces that over keys and values; None where that was not seen."""
         self.named: FunctionName
         """Of the attention function that the layer calls."""
-        self._hands_over: dict[str, bool] = {}
+        self._passes_on: dict[str, bool] = {}
         """By attention implementation: whether the layer passes on what a cache returns, and does nothing
         else with it."""
         self.traced: LayerPass | None = None
         """See `tracing`; None until the layer begins, and once it attends."""
 
-    def see_expanded(self, handed: Handed, key: Tensor, value: Tensor) -> None:
+    def see_expanded(self, returned: ReturnedStates, key: Tensor, value: Tensor) -> None:
         """Learn whether the keys and values ``[B, H, T, .]`` that the layer attends to are nothing but its
         latents, expanded as we expand them. Then a decode step can attend to the latents instead."""
         latents = self.view.latents
         if latents is None or self.absorbs is not None:
             return
-        newest = (plain(t)[:, :, -NEWEST:] for t in (handed.key, handed.value))
+        newest = (plain(t)[:, :, -NEWEST:] for t in (returned.key, returned.value))
         with torch.no_grad():
             ours = latents.expand(*newest)
         close = 1e-3 if key.dtype == torch.float32 else 5e-2
@@ -73,18 +73,18 @@ class LayerHooks:
         return self.named.now
 
     @property
-    def hands_over(self) -> bool | None:
+    def passes_on(self) -> bool | None:
         """None where that was not seen yet."""
         if self.view.lends:
             return False
         name = self.named.now
-        return self._hands_over.get(name) if name.startswith(PREFIX) else False
+        return self._passes_on.get(name) if name.startswith(PREFIX) else False
 
     # A method without arguments: torch 2.11 takes only constants for those of such a function.
     @torch.compiler.assume_constant_result
-    def known_to_hand_over(self) -> bool:
+    def known_to_pass_on(self) -> bool:
         """Whether it was seen. No graph asks again."""
-        return bool(self.hands_over)
+        return bool(self.passes_on)
 
     @property
     def why_whole(self) -> str:
@@ -102,8 +102,8 @@ class LayerHooks:
         if not self.absorbs:
             warn_of_torch(unread(codec) or self.why_whole)
 
-    def learn(self, hands_over: bool) -> None:
-        self._hands_over[self.implementation] = hands_over
+    def learn(self, passes_on: bool) -> None:
+        self._passes_on[self.implementation] = passes_on
 
     def tracing(self) -> LayerPass:
         """What was seen of the layer so far while it is compiled."""
@@ -158,7 +158,7 @@ class LayerHooks:
         positions = current.positions if positions is None else positions
         axes = current.axes if axes is None else axes
         mask, rope = kwargs.get("attention_mask"), _pair(kwargs.get("position_embeddings"))
-        current.cache.observe(Given(x, positions, mask, rope, axes, current.ids))
+        current.cache.observe(LayerInputs(x, positions, mask, rope, axes, current.ids))
 
 
 def _pair(rope: Any) -> Pair | None:

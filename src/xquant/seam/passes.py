@@ -32,7 +32,7 @@ def is_running(module: nn.Module) -> bool:
     return False
 
 
-class Given(NamedTuple):
+class LayerInputs(NamedTuple):
     """What an attention layer is given of ``T`` new tokens."""
 
     x: Tensor
@@ -87,7 +87,7 @@ class ObservingCache:
         `restore` needs to undo it."""
 
     @abstractmethod
-    def observe(self, given: Given) -> None:
+    def observe(self, given: LayerInputs) -> None:
         """The attention of the lowest compressed layer is about to run on what it was given."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Route(Enum):
     """Decoded keys and values of all tokens: the layer attends by itself."""
 
 
-class Handed:
+class ReturnedStates:
     """The states that a cache returned to a layer, which are to reach the attention function as they are."""
 
     def __init__(self, key: Tensor, value: Tensor, route: Route) -> None:
@@ -175,7 +175,7 @@ class Handed:
         return True
 
 
-class Before:
+class PassStart:
     """What brings a cache back to the time before a model ran: the snapshot of its decoder's first pass."""
 
     def __init__(self, cache: ObservingCache) -> None:
@@ -189,7 +189,7 @@ class Before:
         cache = self._cache()
         if cache is None:
             return
-        let_go(cache, Before)
+        let_go(cache, PassStart)
         if failed and self._begun:
             cache.restore(self._begun[0])
 
@@ -197,7 +197,7 @@ class Before:
 _HELD: "WeakKeyDictionary[ObservingCache, dict[type, Any]]" = WeakKeyDictionary()
 
 
-def hold(cache: ObservingCache, known: "ForwardPass | Before") -> "ref[Any]":
+def hold(cache: ObservingCache, known: "ForwardPass | PassStart") -> "ref[Any]":
     """Have ``cache`` hold what is known of its pass, in place of what was; others hold this reference."""
     _HELD.setdefault(cache, {})[type(known)] = known
     return ref(known)
@@ -243,7 +243,7 @@ class ForwardPass:
         self.positions, self.axes = positions
         """As the decoder was given them, for layers that are given none."""
         self.inputs: dict[int, LayerPass] = {}
-        self.handed: dict[int, Handed] = {}
+        self.returned: dict[int, ReturnedStates] = {}
 
     @property
     def cache(self) -> ObservingCache:

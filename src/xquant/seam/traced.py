@@ -216,9 +216,9 @@ _operator_in_place = operator(
 
 
 def checked(hooks: LayerHooks, key: Tensor) -> Tensor:
-    """The key of a layer that is traced. One that was not seen to hand over its states is checked as it runs:
+    """The key of a layer that is traced. One that was not seen to pass on its states is checked as it runs:
     where it attends by itself, the cache would see nothing."""
-    if in_one_graph() or hooks.known_to_hand_over():
+    if in_one_graph() or hooks.known_to_pass_on():
         return key
     out: Tensor = _operator_checked(key, hooks.index)
     return out
@@ -231,9 +231,9 @@ def _checked(key: Tensor, index: int) -> Tensor:
 
 
 def _check_seen(hooks: LayerHooks) -> None:
-    if hooks.hands_over is None:
+    if hooks.passes_on is None:
         raise refused("a pass that is not compiled must come before it")
-    if not hooks.hands_over:
+    if not hooks.passes_on:
         raise refused(f"layer {hooks.index} has {hooks.why_whole}")
 
 

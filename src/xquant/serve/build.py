@@ -168,7 +168,7 @@ def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:
 
 
 def calibration_for(method: Method, model: Model, file: str | None) -> Calibration | None:
-    """The calibration of a method for a model: that of a ``file``, or one that is kept.
+    """The calibration of a method for a model: that of a ``file``, or a stored one.
 
     Raises:
         ValueError: there is none where one is needed, or it is of another method or model.

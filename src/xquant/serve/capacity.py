@@ -11,7 +11,7 @@ import torch
 
 from ..methods import LayerCodec
 from ..past.pages import PageLayout
-from ..past.step import Keeping
+from ..past.step import Retention
 from .build import Model, shard_of
 from .fit import Wanted, codecs_for
 
@@ -108,14 +108,17 @@ class StockRoom(Room):
 
 
 def room_of(
-    codecs: Sequence[LayerCodec], keeping: Keeping, dtype: torch.dtype, windows: Mapping[int, int]
+    codecs: Sequence[LayerCodec],
+    retention: Retention,
+    dtype: torch.dtype,
+    windows: Mapping[int, int],
 ) -> Room:
     """What these layers ask of a pool; ``dtype`` of their states. ``windows``: see `Model`."""
-    pages = [PageLayout(codec.segments, keeping.block).nbytes for codec in codecs]
+    pages = [PageLayout(codec.segments, retention.block).nbytes for codec in codecs]
     row = 2 * max(codec.view.kv_width for codec in codecs)
-    sliding = _windows(windows, keeping.block * row * dtype.itemsize)
-    ring = keeping.block * keeping.width(row) * dtype.itemsize
-    return Room(keeping.block, pages, ring, sliding)
+    sliding = _windows(windows, retention.block * row * dtype.itemsize)
+    ring = retention.block * retention.width(row) * dtype.itemsize
+    return Room(retention.block, pages, ring, sliding)
 
 
 def _windows(windows: Mapping[int, int], page: int) -> list[Windows]:
@@ -132,7 +135,7 @@ def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
         ValueError: it cannot be served; the message says why.
     """
     codecs = codecs_for(asked, model, None, 0, weighted=False)
-    return room_of(codecs, asked.keeping(drafts), model.dtype, model.windows)
+    return room_of(codecs, asked.retention(drafts), model.dtype, model.windows)
 
 
 def stock_room(model: Model) -> Room:

@@ -7,11 +7,11 @@ from typing import Any
 from ..kernels.choose import choose, packer_of
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
-from ..past.angles import Angles, turns_halves
+from ..past.angles import Angles, rotates_halves
 from ..past.exact import ExactAttention, torch_attention
 from ..past.pageable import unfit, unfit_options
 from ..past.paged import PagedPast
-from ..past.step import Keeping
+from ..past.step import Retention
 from ..sizes import in_bytes
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
@@ -34,7 +34,7 @@ class Wanted:
     attend: str = "chunk"
     kernel: str = "auto"
     calibration: str | None = None
-    """A file; None for the one that is kept, of a method that calibrates itself."""
+    """A file; None for the stored one, of a method that calibrates itself."""
     ranges: str = "method"
     """Where ranges of a token end: as the method says, or at ``heads``, as tensor parallelism has it."""
 
@@ -79,13 +79,13 @@ class Wanted:
             self.method.sink,
         )
 
-    def keeping(self, drafts: int = 0) -> Keeping:
-        """What of a past is kept where; ``drafts``: tokens that are guessed at a time."""
-        return Keeping.of(self.method, drafts, self.through_store)
+    def retention(self, drafts: int = 0) -> Retention:
+        """Which tokens of a past lie where; ``drafts``: tokens that are guessed at a time."""
+        return Retention.of(self.method, drafts, self.through_store)
 
 
 @dataclass(frozen=True)
-class Kept:
+class ConnectorOptions:
     """Where an engine's connector keeps blocks, and how: its ``kv_connector_extra_config``."""
 
     path: str
@@ -107,10 +107,10 @@ class Kept:
         return "" if found is None else found.digest
 
 
-_KEPT = ("path", "method", "limit", "calibration")
+_CONNECTOR_OPTIONS = ("path", "method", "limit", "calibration")
 
 
-def kept(options: Mapping[str, Any], engine: Wanted) -> Kept:
+def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOptions:
     """What a connector's options ask for: ``path``, ``method`` (by default the engine's), ``limit`` and
     ``calibration``.
 
@@ -118,9 +118,9 @@ def kept(options: Mapping[str, Any], engine: Wanted) -> Kept:
         ValueError: one of them is unknown or none, or blocks have another size than the engine's pages.
     """
     for name in options:
-        if name not in _KEPT:
+        if name not in _CONNECTOR_OPTIONS:
             raise ValueError(
-                f"xquant: a connector has no option '{name}': one of {', '.join(_KEPT)}"
+                f"xquant: a connector has no option '{name}': one of {', '.join(_CONNECTOR_OPTIONS)}"
             )
     path, given = options.get("path"), options.get("calibration")
     if not isinstance(path, str) or not path:
@@ -139,7 +139,7 @@ def kept(options: Mapping[str, Any], engine: Wanted) -> Kept:
         raise ValueError(f"xquant: {error}") from None
     stored = Wanted(method, calibration=given, ranges=engine.ranges)
     same = method == engine.method and given == engine.calibration
-    return Kept(path, stored, limit, same)
+    return ConnectorOptions(path, stored, limit, same)
 
 
 def wanted(options: Mapping[str, Any]) -> Wanted:
@@ -186,9 +186,9 @@ def check_model(wanted: Wanted, model: Model, stored: bool = False) -> list[Laye
         ValueError: the model or the method for it cannot be served; the message says why.
     """
     codecs = codecs_for(wanted, model, None, 0, weighted=False, stored=stored)
-    if not all(codec.rotated or turns_halves(codec.view) for codec in codecs):
+    if not all(codec.rotated or rotates_halves(codec.view) for codec in codecs):
         raise _refused(
-            wanted.method, "it keeps keys before RoPE, and the model's does not turn halves"
+            wanted.method, "it keeps keys before RoPE, and the model's does not rotate halves"
         )
     return codecs
 

@@ -18,7 +18,7 @@ SCRATCH = 128
 
 
 @dataclass(frozen=True)
-class Placed:
+class ChunkLayout:
     """Where the states of some sequences lie; the same for all layers that attend alike."""
 
     starts: Tensor
@@ -39,7 +39,7 @@ class EngineAttention(ABC):
 
     @abstractmethod
     def plan(self, starts: Tensor, lengths: Tensor) -> Any:
-        """What it works out before it attends; ``starts`` and ``lengths`` as in `Placed`."""
+        """What it works out before it attends; ``starts`` and ``lengths`` as in `ChunkLayout`."""
 
     @abstractmethod
     def write(self, keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -50,7 +50,7 @@ class EngineAttention(ABC):
         self,
         query: Tensor,
         cache: Tensor,
-        at: Placed,
+        at: ChunkLayout,
         scaling: float,
         softcap: float,
         out: Tensor,
@@ -80,7 +80,7 @@ class OverPages:
         scaling: float,
         softcap: float,
     ) -> Tensor:
-        at: Placed | None = chunks.prepared.get(self._kind)
+        at: ChunkLayout | None = chunks.prepared.get(self._kind)
         if at is None:
             at = chunks.prepared[self._kind] = self._place(
                 [len(keys) for keys, _ in states], chunks
@@ -91,9 +91,9 @@ class OverPages:
         self._engine.attend(query, cache, at, scaling, softcap, out)
         return out
 
-    def _place(self, tokens: list[int], chunks: Chunks) -> Placed:
+    def _place(self, tokens: list[int], chunks: Chunks) -> ChunkLayout:
         lengths = torch.tensor(tokens, dtype=torch.int32, device="cpu")
-        counts = [chunk.run.stop - chunk.run.start for chunk in chunks.each]
+        counts = [chunk.new.stop - chunk.new.start for chunk in chunks.each]
         starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
         pages = (lengths + SCRATCH - 1) // SCRATCH
         first = pages.cumsum(0) - pages
@@ -104,7 +104,7 @@ class OverPages:
             for page, n in zip(first.tolist(), tokens, strict=True)
         ]
         plan = self._engine.plan(starts, lengths)
-        return Placed(starts, lengths, table.int(), torch.cat(slots), count, plan)
+        return ChunkLayout(starts, lengths, table.int(), torch.cat(slots), count, plan)
 
     def _cache(self, pages: int) -> Tensor:
         key = self._shape, self._dtype

@@ -244,7 +244,7 @@ class _Repacked(_Way):
         hidden = self._sinks_of(starts)
         if hidden is not None:
             own = torch.where(hidden[..., None], exact, own)
-        return self.codec.carry(own, below)
+        return self.codec.accumulated_above(own, below)
 
     def _sinks_of(self, starts: Tensor) -> Tensor | None:
         """Which tokens are sinks, bool ``[m, n]``; None where none is."""

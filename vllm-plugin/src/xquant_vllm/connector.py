@@ -27,7 +27,7 @@ from xquant.saved.shelf import Shelf
 from xquant.serve import fit
 from xquant.serve.recode import Blocks, Recoder, Stored
 
-from .seam import RING, PagedImpl, kept_of, model_of
+from .seam import RING, PagedImpl, connector_options_of, model_of
 
 _FORMAT = 3
 """Blocks of another format have other names."""
@@ -80,7 +80,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores whole blocks, packed by a method of its own, and loads them where a prompt begins as another
     did.
 
-    ``kv_connector_extra_config``: see `fit.Kept`.
+    ``kv_connector_extra_config``: see `fit.ConnectorOptions`.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = vllm_config
-        kept = kept_of(vllm_config)
-        assert kept is not None  # checked when the engine was configured
-        self._kept, self._block = kept, kept.method.group
-        self._shelf = Shelf(Path(kept.path), kept.nbytes)
+        options = connector_options_of(vllm_config)
+        assert options is not None  # checked when the engine was configured
+        self._options, self._block = options, options.method.group
+        self._shelf = Shelf(Path(options.path), options.nbytes)
         groups = enumerate(kv_cache_config.kv_cache_groups)
         self._group = next(i for i, each in groups if not each.layer_names[0].endswith(RING))
         self._shards = vllm_config.parallel_config.tensor_parallel_size
@@ -100,7 +100,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         self._recoder: Recoder | None = None
         self._failed: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
-            self._root = _identity(vllm_config, kept)
+            self._root = _identity(vllm_config, options)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -285,13 +285,13 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         for module in held:
             ring = module.impl.ring
             module.impl.served.bind(
-                module.kv_cache, ring.kv_cache, ring.keeping.capacity, module.impl.moved
+                module.kv_cache, ring.kv_cache, ring.retention.capacity, module.impl.moved
             )
         return sorted((m.impl for m in held), key=lambda impl: impl.served.codec.view.index)
 
     @property
     def _slots(self) -> Any:
-        return self._impls[0].ring.keeping.slots
+        return self._impls[0].ring.retention.slots
 
     @property
     def _worker(self) -> Recoder:
@@ -299,14 +299,14 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         if self._recoder is None:
             layers = [impl.served for impl in impls]
             views = [layer.codec.view for layer in layers]
-            rank, kept = get_tensor_model_parallel_rank(), self._kept
+            rank, options = get_tensor_model_parallel_rank(), self._options
             codecs, angles = None, [None] * len(layers)
-            if not kept.as_served:
+            if not options.as_served:
                 model = model_of(self._config)
-                codecs = fit.codecs_for(kept.wanted, model, views, rank, stored=True)
+                codecs = fit.codecs_for(options.wanted, model, views, rank, stored=True)
                 pairs = zip(codecs, impls, strict=True)
                 angles = [None if codec.rotated else impl.angles() for codec, impl in pairs]
-            self._recoder = Recoder(layers, kept.method, codecs, angles)
+            self._recoder = Recoder(layers, options.method, codecs, angles)
         return self._recoder
 
 
@@ -315,8 +315,8 @@ def _part(name: str, rank: int) -> str:
     return f"{name}-{rank}"
 
 
-def _identity(config: VllmConfig, kept: fit.Kept) -> bytes:
+def _identity(config: VllmConfig, options: fit.ConnectorOptions) -> bytes:
     """What blocks that can be read by each other's processes have in common, beside their tokens."""
     model = model_of(config)
-    parts = [_FORMAT, model.identity, str(model.dtype), kept.method.spec, kept.digest(model)]
-    return json.dumps([*parts, model.shards, kept.method.group]).encode()
+    parts = [_FORMAT, model.identity, str(model.dtype), options.method.spec, options.digest(model)]
+    return json.dumps([*parts, model.shards, options.method.group]).encode()

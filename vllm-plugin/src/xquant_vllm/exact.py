@@ -7,7 +7,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 from xquant.models import AttentionView
 from xquant.past.exact import ExactAttention, torch_attention
-from xquant.serve.over_pages import SCRATCH, EngineAttention, OverPages, Placed
+from xquant.serve.over_pages import SCRATCH, ChunkLayout, EngineAttention, OverPages
 
 
 class CpuAttention(EngineAttention):
@@ -32,7 +32,7 @@ class CpuAttention(EngineAttention):
         self,
         query: Tensor,
         cache: Tensor,
-        at: Placed,
+        at: ChunkLayout,
         scaling: float,
         softcap: float,
         out: Tensor,

@@ -34,7 +34,7 @@ from xquant.kernels.call import AttentionCall
 from xquant.models import AttentionView
 from xquant.past.angles import Angles
 from xquant.past.paged import PagedPast
-from xquant.past.step import Batch, Keeping, in_whole_blocks
+from xquant.past.step import Batch, Retention, in_whole_blocks
 from xquant.serve import fit
 from xquant.serve.build import DTYPES, EngineView, Model
 from xquant.serve.capacity import Room, room_of
@@ -97,20 +97,20 @@ def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any
     config = original(*more, **options)
     known = model_of(config)
     codecs = fit.check_model(wanted, known)
-    if kept := kept_of(config):
-        codecs = [*codecs, *fit.check_model(kept.wanted, known, stored=True)]
+    if connector := connector_options_of(config):
+        codecs = [*codecs, *fit.check_model(connector.wanted, known, stored=True)]
     if why := _unfit(config, wanted, known):
         raise ValueError(f"xquant: {why} is not served yet")
     _check_angles(config, known, [codec.view for codec in codecs if not codec.rotated])
     return config
 
 
-def kept_of(config: VllmConfig) -> fit.Kept | None:
+def connector_options_of(config: VllmConfig) -> fit.ConnectorOptions | None:
     """What this engine's connector is to keep; None where it has none, or another."""
     transfer, wanted = config.kv_transfer_config, _wanted(config)
     if transfer is None or transfer.kv_connector != CONNECTOR or wanted is None:
         return None
-    return fit.kept(transfer.kv_connector_extra_config, wanted)
+    return fit.connector_options(transfer.kv_connector_extra_config, wanted)
 
 
 def model_of(config: VllmConfig) -> Model:
@@ -132,7 +132,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
         "a sliding window with disable_hybrid_kv_cache_manager": bool(known.windows)
         and scheduler.disable_hybrid_kv_cache_manager,
         f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None
-        and kept_of(config) is None,
+        and connector_options_of(config) is None,
         f"{CONNECTOR} with sliding windows": bool(known.windows)
         and config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
@@ -143,7 +143,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
 
 
 def _check_angles(config: VllmConfig, known: Model, views: list[AttentionView]) -> None:
-    """Ask for the angles by which heads of these layers are turned."""
+    """Ask for the angles of these layers' RoPE."""
     angles, most = functools.cache(_angles), known.config.max_position_embeddings
     with set_current_vllm_config(config):
         for view in views:
@@ -183,16 +183,16 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
     views = [_view(module, dtype) for module in found]
     known, angles = model_of(config), functools.cache(_angles)
     codecs = fit.codecs_for(wanted, known, views, get_tensor_model_parallel_rank())
-    keeping = wanted.keeping(getattr(config.speculative_config, "num_speculative_tokens", 0))
-    room = room_of(codecs, keeping, dtype, known.windows)
+    retention = wanted.retention(getattr(config.speculative_config, "num_speculative_tokens", 0))
+    room = room_of(codecs, retention, dtype, known.windows)
     for place, (parent, codec) in enumerate(zip(found, codecs, strict=True)):
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
-        turned = functools.partial(angles, rotary, codec.view.rotary_size)
-        served = wanted.layer(codec, turned, exact_of)
-        ring = Ring(f"{layer.layer_name}.{RING}", served.row, keeping, dtype)
+        angles_of = functools.partial(angles, rotary, codec.view.rotary_size)
+        served = wanted.layer(codec, angles_of, exact_of)
+        ring = Ring(f"{layer.layer_name}.{RING}", served.row, retention, dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
-        layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, turned
+        layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, angles_of
         layer.impl.moved = room.starts[place] - place * room.page
         layer.get_kv_cache_spec = functools.partial(_page_spec, layer, room)
     return original()
@@ -210,8 +210,8 @@ def _view(parent: Any, dtype: torch.dtype) -> AttentionView:
         raise ValueError(f"xquant: {type(parent).__name__} is no attention layer that is known")
     index, heads = extract_layer_index(layer.layer_name), (layer.num_heads, layer.num_kv_heads)
     norm, rotary = getattr(parent, "k_norm", None), getattr(parent, "rotary_emb", None)
-    turned = getattr(rotary, "rotary_dim", 0)
-    return EngineView.of(index, parent, fused, heads, layer.head_size, norm, turned, dtype)
+    rotary_size = getattr(rotary, "rotary_dim", 0)
+    return EngineView.of(index, parent, fused, heads, layer.head_size, norm, rotary_size, dtype)
 
 
 def _angles(rotary: Any, size: int) -> Angles:
@@ -240,9 +240,9 @@ def _page_spec(layer: Any, room: Room, config: VllmConfig) -> FullAttentionSpec:
 class Ring(nn.Module, AttentionLayerBase):
     """The tokens of a layer that are not in a whole block: a block of rows for each request."""
 
-    def __init__(self, name: str, row: int, keeping: Keeping, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, row: int, retention: Retention, dtype: torch.dtype) -> None:
         super().__init__()
-        self.name, self.keeping, self.row, self.dtype = name, keeping, row, dtype
+        self.name, self.retention, self.row, self.dtype = name, retention, row, dtype
         self.kv_cache = torch.tensor([], device="cpu")
 
     def get_attn_backend(self) -> type[AttentionBackend]:
@@ -250,9 +250,9 @@ class Ring(nn.Module, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CircularBufferSpec:
         return CircularBufferSpec(
-            block_size=self.keeping.block,
+            block_size=self.retention.block,
             num_kv_heads=1,
-            head_size=self.keeping.width(self.row),
+            head_size=self.retention.width(self.row),
             head_size_v=0,
             dtype=self.dtype,
             dcp_sharded=False,
@@ -378,9 +378,9 @@ class PagedImpl(AttentionImpl):
         if attn_metadata is None:  # vLLM tries the model out
             return output.zero_()
         assert self.served is not None and self.ring is not None
-        self.served.bind(kv_cache, self.ring.kv_cache, self.ring.keeping.capacity, self.moved)
+        self.served.bind(kv_cache, self.ring.kv_cache, self.ring.retention.capacity, self.moved)
         found: Any = get_forward_context().attn_metadata
-        step = found[self.ring.name].step_of(attn_metadata, self.ring.keeping, _begun)
+        step = found[self.ring.name].step_of(attn_metadata, self.ring.retention, _begun)
         call = AttentionCall(query, key, value, None, self.scale, self.logits_soft_cap)
         self.served.attend(call, step, output)
         return output

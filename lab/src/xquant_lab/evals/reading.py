@@ -12,7 +12,7 @@ from xquant.compat import CACHE
 from xquant.kernels.call import AttentionCall
 from xquant.methods import Method
 from xquant.seam.masks import PassMask
-from xquant.seam.passes import Given, ObservingCache
+from xquant.seam.passes import LayerInputs, ObservingCache
 
 from ..pyramid.cache import AnyCache, cache_of
 
@@ -53,7 +53,7 @@ class Together(DynamicCache, ObservingCache):
         for cache in self.caches:
             cache.begin(batch, length, mask)
 
-    def observe(self, given: Given) -> None:
+    def observe(self, given: LayerInputs) -> None:
         for cache in self.caches:
             cache.observe(given)
 

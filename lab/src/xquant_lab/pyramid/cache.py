@@ -20,7 +20,7 @@ from xquant.past.tokens import TokenIndex, visible
 from xquant.seam.check import check_input, places
 from xquant.seam.hooks import Attachment, attached
 from xquant.seam.masks import PassMask
-from xquant.seam.passes import Given, ObservingCache, Route
+from xquant.seam.passes import LayerInputs, ObservingCache, Route
 
 from . import Pyramid
 
@@ -191,7 +191,7 @@ class PyramidCache(DynamicCache, ObservingCache):
         check_input(batch, length, mask, self.index.batch, self.index.length)
         self._mask = mask
 
-    def observe(self, given: Given) -> None:
+    def observe(self, given: LayerInputs) -> None:
         family = type(self.attachment.view.model).__name__
         self.index.append(*places(family, given, self._mask, self.index), given.ids)
 
@@ -202,14 +202,14 @@ class PyramidCache(DynamicCache, ObservingCache):
         if not isinstance(layer, EvictingLayer):
             own: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
             return own
-        if self.attachment.hooks[layer_idx].hands_over is False:
+        if self.attachment.hooks[layer_idx].passes_on is False:
             raise ValueError(
                 f"{type(self.attachment.view.model).__name__} does not leave attention to transformers'"
                 f" attention function (eager or sdpa), which {self.method.spec} needs"
             )
         inputs = self.attachment.inputs(layer_idx, key_states, value_states)
         layer.update(inputs.key, inputs.value)
-        return self.attachment.hand(layer_idx, key_states, value_states, Route.NEWEST)
+        return self.attachment.return_states(layer_idx, key_states, value_states, Route.NEWEST)
 
     def see(self, index: int, call: AttentionCall) -> None:
         self.layers[index].weigh(call)

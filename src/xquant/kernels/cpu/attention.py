@@ -106,7 +106,7 @@ class PackedKernel(Kernel):
     def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
         to = native.Attend()
         super().__init__(to, {0: to.key, 1: to.value}, codec.view, block)
-        self._function, self._key_matrix = native.function("attend", isa), codec.turns[0]
+        self._function, self._key_matrix = native.function("attend", isa), codec.rotations[0]
         self._constant: list[Tensor] = []
         for number, operand in self.sources.items():
             packed = codec.segments[number].operand(block)
@@ -116,7 +116,7 @@ class PackedKernel(Kernel):
             offset = codec.offset.float().contiguous()
             self._constant.append(offset)
             to.key.offset = native.address(offset, torch.float32, codec.view.kv_width)
-        matrix = codec.turns[1]
+        matrix = codec.rotations[1]
         if matrix is not None:
             matrix = matrix.contiguous()
             self._constant.append(matrix)

@@ -42,7 +42,7 @@ def unfit(codec: LayerCodec, block: int) -> str:
         return "keys are rebuilt from other states"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding rotates a part of a head"
-    if any(matrix is not None for matrix in codec.turns):
+    if any(matrix is not None for matrix in codec.rotations):
         return "heads are packed times a matrix"
     if why := uncoded(codec, block):
         return why

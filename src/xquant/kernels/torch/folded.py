@@ -34,7 +34,7 @@ class FoldedAttention(BlockwiseAttention):
 
     def _coded(self, left: Tensor, key: Tensor, bias: Tensor | None, limit: int) -> Iterator[Run]:
         layer, stream = self._layer, self._layer.stream
-        batch, matrix = len(key), layer.codec.turns[0]
+        batch, matrix = len(key), layer.codec.rotations[0]
         if matrix is not None:
             left = left @ matrix.mT
         step = max(CHUNK // (batch * stream.block * layer.codec.view.kv_width), 1)
@@ -49,7 +49,7 @@ class FoldedAttention(BlockwiseAttention):
             yield scores, split_bias(part, table.shape[1]), weigh
 
     def _project(self, coded: OnlineSoftmax) -> Tensor:
-        matrix = self._layer.codec.turns[1]
+        matrix = self._layer.codec.rotations[1]
         return coded.sums if matrix is None else coded.sums @ matrix
 
     def _rotated(self, keys: Tensor, like: Tensor, columns: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def unfit(codec: LayerCodec, block: int) -> str:
         return f"heads of {view.head_size} in blocks of {block} are more than a program holds"
     if not codec.rotated and view.rotary_size != view.head_size:
         return "the rotary embedding rotates a part of a head"
-    if any(matrix is not None for matrix in codec.turns):
+    if any(matrix is not None for matrix in codec.rotations):
         return "heads are packed times a matrix"
     rebuilt = codec.rematerialized
     if rebuilt is not None:
