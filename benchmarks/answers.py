@@ -76,9 +76,7 @@ def main(
                         pairs = zip(times[other], times[name], strict=True)
                         row[f"speedup_vs_{other}"] = statistics.median(a / b for a, b in pairs)
                 if name == FULL:
-                    row["tried"] = {
-                        each: statistics.median(times[each]) * 1e3 for each in ATTENTIONS
-                    }
+                    row["tried"] = {each: statistics.median(times[each]) * 1e3 for each in ATTENTIONS}
                 else:
                     row["cache_bytes"] = held[name][1].report().cache_bytes
                 rows.append(row)

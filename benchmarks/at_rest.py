@@ -69,9 +69,7 @@ def main(c4: str, windows: int, specs: tuple[str, ...], resume: str | None, targ
 
 
 @torch.inference_mode()
-def measured(
-    model: Any, window: Tensor, methods: dict[Method, Calibration | None]
-) -> list[dict[str, float]]:
+def measured(model: Any, window: Tensor, methods: dict[Method, Calibration | None]) -> list[dict[str, float]]:
     """What each method loses on one window ``[T]``."""
     prompt, rest = window[None].split([CONTEXT - AFTER, AFTER], 1)
     full = parse_method("full")

@@ -49,9 +49,7 @@ def main(text: str, tokens: int, rounds: int, dtype: tuple[str, ...], target: st
             method = parse_method(spec)
             kept = method.calibrated_as if method.needs_calibration else ""
             if kept and kept not in made:
-                made[kept] = calibrate(
-                    model, tokenizer, spec, words, *CALIBRATED_ON, name=text_name(text)
-                )
+                made[kept] = calibrate(model, tokenizer, spec, words, *CALIBRATED_ON, name=text_name(text))
             cache = KVCache(model, spec, calibration=made.get(kept))
             fill(cache, ids, silent)
             row = {"method": spec, "dtype": kind, **measured(cache, made.get(kept), rounds)}

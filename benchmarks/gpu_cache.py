@@ -72,9 +72,7 @@ def jobs() -> dict[str, Callable[[], None]]:
     from xquant_lab.bench.contenders import Compressed, Static
 
     batches = {batch for _, batch in (*WHOLE.attention, *WHOLE.others)}
-    machine = Machine(
-        "cpu", replace(WHOLE, long=CONTEXT, sweep=(CONTEXT, WHOLE.sweep[1]), rounds=1)
-    )
+    machine = Machine("cpu", replace(WHOLE, long=CONTEXT, sweep=(CONTEXT, WHOLE.sweep[1]), rounds=1))
     model = machine.shaped(LAYERS).attached(machine.dtype)
 
     def correct() -> None:

@@ -156,9 +156,7 @@ def rounds_of(inner: int) -> list[float]:
             expected(lambda k: -(-k // 2), of_head, TOKENS),
             expected(lambda k: -(-k // 32), 16 * of_head, TOKENS // 16),
         ]
-    if (
-        inner == 6
-    ):  # before: of keys, then values: a scan by four, and what is left; a tile an outlier
+    if inner == 6:  # before: of keys, then values: a scan by four, and what is left; a tile an outlier
         return 2 * [
             expected(lambda k: k // 4, of_token, TOKENS),
             expected(lambda k: k % 4, of_token, TOKENS),
@@ -201,8 +199,7 @@ def counted(cubin: bytes, kernel: Kernel) -> dict[str, Any]:
 
     def own(loop: Loop, nested: list[Loop]) -> int:
         return sum(
-            loop.start <= at <= loop.end and not any(b.start <= at <= b.end for b in nested)
-            for at, _ in code
+            loop.start <= at <= loop.end and not any(b.start <= at <= b.end for b in nested) for at, _ in code
         )
 
     counts = [own(last, inner), *(own(loop, []) for loop in inner)]

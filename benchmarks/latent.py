@@ -46,18 +46,14 @@ def fill(cache: Any, model: Any, tokens: int) -> Any:
 @click.command()
 @click.option("--tokens", default=8192, show_default=True)
 @click.option("--rounds", default=9, show_default=True)
-@click.option(
-    "--spec", "specs", multiple=True, default=("kivi-4bit", "kivi-2bit"), show_default=True
-)
+@click.option("--spec", "specs", multiple=True, default=("kivi-4bit", "kivi-2bit"), show_default=True)
 @click.option("--json", "target", help="A results file to write.")
 @torch.inference_mode()
 def main(tokens: int, rounds: int, specs: tuple[str, ...], target: str | None) -> None:
     """Time a decoding step of one layer with transformers' cache and with ours."""
     model = one_layer()
     known = KVCache(model, specs[0])
-    model(
-        torch.ones(1, 12, dtype=torch.long), past_key_values=known
-    )  # shows what the layer makes of latents
+    model(torch.ones(1, 12, dtype=torch.long), past_key_values=known)  # shows what the layer makes of latents
     caches = {"transformers": fill(DynamicCache(config=model.config), model, tokens)}
     caches |= {spec: fill(KVCache(model, spec), model, tokens) for spec in specs}
     times: dict[str, list[float]] = {name: [] for name in caches}

@@ -49,9 +49,7 @@ def numbers(tokenizer: Any) -> Tensor:
 
 
 @torch.inference_mode()
-def errors(
-    model: Any, tokenizer: Any, methods: dict[Method, Calibration | None]
-) -> Iterator[dict[str, Any]]:
+def errors(model: Any, tokenizer: Any, methods: dict[Method, Calibration | None]) -> Iterator[dict[str, Any]]:
     """Of every method, squared errors over squared norms, mean of layers: digits, and the median token."""
     for depth in task.DEPTHS:
         for _, ids in task.prompts_of(tokenizer, CONTEXT, depth, 1):
@@ -63,9 +61,7 @@ def errors(
                 if method == parse_method("full"):
                     continue
                 for name, which in (("keys", 0), ("values", 1)):
-                    off = torch.stack(
-                        list(map(partial(_off, which), full.compressed, cache.compressed))
-                    )
+                    off = torch.stack(list(map(partial(_off, which), full.compressed, cache.compressed)))
                     each = off.mean(0)[:sealed]
                     yield {
                         "method": method.spec,
@@ -120,9 +116,7 @@ def main(text: str, output: Path) -> None:
             model, numbers(tokenizer), [parse_method(NUMBERS)], "passkey prompts", show
         )
     use = dict(zip(calibrated, made, strict=True))
-    rows = [
-        {"part": "errors", **row} for row in errors(model, tokenizer, dict.fromkeys(plain) | use)
-    ]
+    rows = [{"part": "errors", **row} for row in errors(model, tokenizer, dict.fromkeys(plain) | use)]
     with progress("asking") as show:
         ask = partial(asked, model, tokenizer, show=show)
         rows += ask(methods=[*plain, *calibrated], calibrations=made, text="WikiText-2")

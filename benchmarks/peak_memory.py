@@ -21,9 +21,7 @@ from xquant.results import stamp, write_json
 @click.option("--method", "specs", multiple=True, default=["xquant-4bit"], show_default=True)
 @click.option("--json", "target")
 @click.option("--one", hidden=True)
-def main(
-    prefill: int, decode: int, specs: tuple[str, ...], target: str | None, one: str | None
-) -> None:
+def main(prefill: int, decode: int, specs: tuple[str, ...], target: str | None, one: str | None) -> None:
     if one is not None:
         click.echo(_peak(one, prefill, decode))
         return
@@ -34,9 +32,7 @@ def main(
         command = [sys.executable, __file__, "--one", name]
         command += ["--prefill", str(prefill), "--decode", str(decode)]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows.append(
-            {"method": name, "prefill": prefill, "decode": decode, "peak_mb": float(run.stdout)}
-        )
+        rows.append({"method": name, "prefill": prefill, "decode": decode, "peak_mb": float(run.stdout)})
         click.echo(f"{name:32} {rows[-1]['peak_mb']:8.0f} MB")
     write_json(target, stamp(rows, model="smollm2", dtype="float32"))
 
@@ -45,9 +41,7 @@ def main(
 def _peak(name: str, prefill: int, decode: int) -> float:
     """Peak resident set in MB, the model included."""
     model, _ = load_model("smollm2")
-    ids = torch.randint(
-        model.config.vocab_size, (1, prefill), generator=torch.Generator().manual_seed(0)
-    )
+    ids = torch.randint(model.config.vocab_size, (1, prefill), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config) if name == "DynamicCache" else KVCache(model, name)
     model.generate(
         ids,

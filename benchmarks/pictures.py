@@ -92,9 +92,7 @@ def quality(ink: str) -> Any:
 def rivals(ink: str) -> Any:
     """The same of the rivals, with sinks, every token read from the store."""
     rows = json.loads((RESULTS / "rivals.json").read_text())
-    found = {
-        row["of"]: row for row in rows if (row["text"], row["kept"]) == (RIVALS_TEXT, RIVALS_KEPT)
-    }
+    found = {row["of"]: row for row in rows if (row["text"], row["kept"]) == (RIVALS_TEXT, RIVALS_KEPT)}
     if unknown := found.keys() - {m for methods in RIVALS.values() for m in methods}:
         raise ValueError(f"no line of the picture has {', '.join(sorted(unknown))}")
     measured = {
@@ -120,9 +118,7 @@ def draw(
         x = [found[m]["bits_per_value"] for m in methods]
         y = [found[m]["kl"] for m in methods]
         ours = "ours" in name
-        axes.plot(
-            x, y, "o-", color=colour, linewidth=2.4 if ours else 1.3, markersize=6 if ours else 4
-        )
+        axes.plot(x, y, "o-", color=colour, linewidth=2.4 if ours else 1.3, markersize=6 if ours else 4)
         label = {"xytext": (0, 9), "ha": "center", "end": -1} | beside.get(name, {})
         end = label.pop("end")
         axes.annotate(

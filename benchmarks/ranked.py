@@ -79,14 +79,10 @@ def _drawn(model: Any, spec: str, spectrum: Tensor) -> Calibration:
         "0.usual": steps_of(variance).to(torch.int16),
         "0.profile": profile,
     }
-    return Calibration(
-        tensors, parse_method(spec).calibrated_as, fingerprint(views), "none", __version__
-    )
+    return Calibration(tensors, parse_method(spec).calibrated_as, fingerprint(views), "none", __version__)
 
 
-def _works(
-    model: Any, spec: str, calibration: Calibration, context: int
-) -> dict[str, Callable[[], Any]]:
+def _works(model: Any, spec: str, calibration: Calibration, context: int) -> dict[str, Callable[[], Any]]:
     works: dict[str, Callable[[], Any]] = {}
     for kernel in (*native.isas(), "folded"):
         torch.manual_seed(1)

@@ -102,9 +102,7 @@ def top_layer(contender: Compressed) -> float:
 
 def products(rows: int, weights: Sequence[Tensor], native: bool) -> dict[str, Any]:
     """The products with ``weights`` of so many rows, in the ways torch has."""
-    ways: dict[str, tuple[torch.dtype, Callable[..., Tensor]]] = {
-        "bf16": (torch.bfloat16, F.linear)
-    }
+    ways: dict[str, tuple[torch.dtype, Callable[..., Tensor]]] = {"bf16": (torch.bfloat16, F.linear)}
     if weights[0].dtype == torch.float32:
         fp32 = {"fp32, MKL": (torch.float32, F.linear), "fp32, oneDNN": (torch.float32, linear)}
         ways = {**fp32, **ways} if native else fp32

@@ -65,9 +65,7 @@ RUNS: dict[str, str] = {
     "kvquant/figure3": LONG,
     "kvquant/figure4": TEXT,
     **dict.fromkeys((f"kvquant/table{n}" for n in (1, 18)), CALIBRATED),
-    **dict.fromkeys(
-        (f"kvquant/table{n}" for n in (5, 10, 11, 12, 13, 14, 17, 21)), f"{BF16} {CALIBRATED}"
-    ),
+    **dict.fromkeys((f"kvquant/table{n}" for n in (5, 10, 11, 12, 13, 14, 17, 21)), f"{BF16} {CALIBRATED}"),
 }
 TIMED: dict[str, str] = {
     "crosslayer/figure3": "--text data/wikitext2/test.raw --context 1152 --windows 4",
@@ -90,9 +88,7 @@ def models(experiment: str) -> tuple[str, ...]:
 
 def command(experiment: str, model: str, name: str) -> str:
     kept = f"--resume runs/{model} --json {name}.json"
-    return " ".join(
-        filter(None, ["xquant reproduce", experiment, model, (RUNS | TIMED)[experiment], kept])
-    )
+    return " ".join(filter(None, ["xquant reproduce", experiment, model, (RUNS | TIMED)[experiment], kept]))
 
 
 @click.command()

@@ -133,9 +133,7 @@ def overhead(context: int, new: int, requests: int, **given: Any) -> None:
         rows.append(_answer(engine) | _ask(engine, new))
         engine.communicate("stop\n")
         row = rows[-1]
-        click.echo(
-            f"{spec}: {row['python_us']:.0f} us a layer and step, native {row['native_us']:.0f}"
-        )
+        click.echo(f"{spec}: {row['python_us']:.0f} us a layer and step, native {row['native_us']:.0f}")
     _write(rows, begun, given, **load)
 
 

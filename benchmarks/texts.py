@@ -20,9 +20,7 @@ WIKITEXT, C4, SOURCE = "WikiText-2", "C4", "Python source"
 with_wikitext: Callable[[Any], Any] = click.option(
     "--wikitext", required=True, help="The test text of WikiText-2."
 )
-with_c4: Callable[[Any], Any] = click.option(
-    "--c4", required=True, help="Passages of C4, a .jsonl file."
-)
+with_c4: Callable[[Any], Any] = click.option("--c4", required=True, help="Passages of C4, a .jsonl file.")
 
 
 def texts(c4: str, wikitext: str | None = None) -> dict[str, str]:

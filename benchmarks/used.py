@@ -120,15 +120,11 @@ def main(
             held = [{"method": spec, **measured(model, prompts, reference, entry)}]
             runs.save(entry.name, held)
         rows += held
-        click.echo(
-            "{method:26} KL {kl:.4f}, same for {median_first_difference} tokens".format(**held[0])
-        )
+        click.echo("{method:26} KL {kl:.4f}, same for {median_first_difference} tokens".format(**held[0]))
     packages = {PACKAGES[found[1]] for row in rows if (found := PEER.fullmatch(row["method"]))}
     where = {name: importlib.metadata.version(name) for name in sorted(packages)}
     of = {"model": "smollm2", "dtype": "float32", "prompts": shares, "context": context}
-    write_json(
-        target, stamp(rows, **of, tokens=tokens, source_of=source_versions(), packages=where)
-    )
+    write_json(target, stamp(rows, **of, tokens=tokens, source_of=source_versions(), packages=where))
 
 
 def peers() -> list[str]:
@@ -223,9 +219,7 @@ def measured(model: Any, prompts: Tensor, reference: Reference, entry: Entry) ->
     return {
         # Rounding can leave a divergence of next to nothing below zero.
         "kl": max(kl.mean().item(), 0.0),
-        "kl_by_position": {
-            name: max(kl[where].mean().item(), 0.0) for name, where in ranges(tokens).items()
-        },
+        "kl_by_position": {name: max(kl[where].mean().item(), 0.0) for name, where in ranges(tokens).items()},
         "same_token": (chosen == reference.tokens).float().mean().item(),
         "first_difference": same,
         "median_first_difference": median(same),

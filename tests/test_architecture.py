@@ -67,9 +67,7 @@ def test_every_tensor_says_where_it_is() -> None:
     """What a user sets as the default device or dtype is not ours to take: each call names its own."""
     silent = []
     for file in [*SOURCE.rglob("*.py"), *(ROOT / "lab" / "src").rglob("*.py")]:
-        for call in (
-            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)
-        ):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
             module, _, name = ast.unparse(call.func).rpartition(".")
             said = {keyword.arg for keyword in call.keywords}
             wanted = {"device", "dtype"} if name in FLOATS else {"device"}

@@ -43,18 +43,14 @@ def test_what_was_saved_is_loaded(made: Calibration, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "c.safetensors"]
 
 
-def test_a_cache_takes_the_object_or_its_file(
-    model: Any, made: Calibration, tmp_path: Path
-) -> None:
+def test_a_cache_takes_the_object_or_its_file(model: Any, made: Calibration, tmp_path: Path) -> None:
     made.save(tmp_path / "c.safetensors")
     ids = prompt(1, 40)
     with torch.inference_mode():
         logits = [
             model(
                 ids,
-                past_key_values=KVCache(
-                    model, SPEC + ":group=8", attend="store", calibration=given
-                ),
+                past_key_values=KVCache(model, SPEC + ":group=8", attend="store", calibration=given),
                 use_cache=True,
             ).logits
             for given in (made, tmp_path / "c.safetensors", str(tmp_path / "c.safetensors"))

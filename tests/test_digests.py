@@ -39,9 +39,7 @@ def test_digests_tell_tensors_apart(dtype: torch.dtype, shape: tuple[int, int]) 
     assert len(found) == 1 + len(others)
     assert digests.digest(tensor.T.contiguous().T) == digests.digest(tensor)
     assert digests.digest(torch.cat([tensor, tensor])[1:][:0]) != digests.digest(tensor)
-    held = torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(
-        shape
-    )  # not at a whole word
+    held = torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(shape)  # not at a whole word
     assert digests.digest(held) == digests.digest(tensor)
 
 

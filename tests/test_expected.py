@@ -62,9 +62,7 @@ def test_a_tensor_too_few_or_too_many_is_named() -> None:
         check({"a": fine, "b": fine}, {"a": HALVES})
 
 
-@pytest.mark.parametrize(
-    "spec", ["kvquant-2bit-1%", "tc-2bit", "tc-cl-2bit", "oscar-2bit", "kvtc-2bit"]
-)
+@pytest.mark.parametrize("spec", ["kvquant-2bit-1%", "tc-2bit", "tc-cl-2bit", "oscar-2bit", "kvtc-2bit"])
 def test_what_was_made_in_python_is_checked_as_a_file_is(spec: str) -> None:
     model = tiny("llama")
     made = calibration(model, spec)

@@ -49,9 +49,7 @@ def test_a_rehearsal_leaves_rows_and_tables(tmp_path: Path) -> None:
     assert [(row["stage"], row["outcome"]) for row in stages] == [(n, "done") for n in wanted]
     assert not (tmp_path / "attention.json").exists()
     rows = read_results(tmp_path / "others.json", "ms_per_token", "kernel")
-    assert [row["method"].partition(":")[0] for row in rows] == [
-        *("full", "xquant-4bit", "kvquant-4bit-1%")
-    ]
+    assert [row["method"].partition(":")[0] for row in rows] == [*("full", "xquant-4bit", "kvquant-4bit-1%")]
     assert {row["kernel"] for row in rows[1:]} == {"triton (agrees with the reference)"}
     assert all(row["batch"] for row in read_results(tmp_path / "largest.json"))
     assert "triton: error " in (tmp_path / "racecheck.log").read_text()
@@ -128,9 +126,7 @@ def test_outcomes_are_told_as_tests_end_and_one_case_of_each_comes_first(tmp_pat
         "def test_c(n): n == 3 and os._exit(1)\n"  # as a kernel may
     )
     told = tmp_path / "told.json"
-    path = os.pathsep.join(
-        str(BENCHMARKS.parent / folder) for folder in ("benchmarks", "src", "lab/src")
-    )
+    path = os.pathsep.join(str(BENCHMARKS.parent / folder) for folder in ("benchmarks", "src", "lab/src"))
     command = [sys.executable, "-m", "pytest", "-p", "on_gpu.told", f"--told={told}", str(tmp_path)]
     own = {name: each for name, each in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
     done = subprocess.run(command, env={**own, "PYTHONPATH": path}, capture_output=True, text=True)
@@ -157,9 +153,7 @@ def test_bars_are_computed_from_rows(on_gpu: Any) -> None:
     assert [(row["batch"], row["met"]) for row in nothing] == [(None, None)] * 2
 
 
-def test_compiled_kernels_travel(
-    on_gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_compiled_kernels_travel(on_gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept = on_gpu("kept")
     monkeypatch.setattr(kept, "FOLDER", tmp_path / "kernels")
     kept.empty()

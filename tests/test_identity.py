@@ -262,13 +262,9 @@ def test_adapters_that_are_used_count() -> None:
     assert digests_of(model) != both
 
 
-@pytest.mark.parametrize(
-    "write", [lambda weight: weight.mul_(1.5), lambda weight: weight.data.mul_(1.5)]
-)
+@pytest.mark.parametrize("write", [lambda weight: weight.mul_(1.5), lambda weight: weight.data.mul_(1.5)])
 @torch.no_grad()
-def test_weights_that_are_written_to_are_noticed(
-    write: Callable[[Tensor], Any], stored: Path
-) -> None:
+def test_weights_that_are_written_to_are_noticed(write: Callable[[Tensor], Any], stored: Path) -> None:
     model = tiny("llama", intermediate_size=3000)  # more than is read to look for changes
     before = digests_of(model)
     write(layer_of(model).mlp.down_proj.weight)
@@ -334,9 +330,7 @@ def test_weights_without_numbers_are_refused_in_one_line() -> None:
     model = tiny("llama")
     view = attach(model).view
     layer_of(model).mlp.to("meta")
-    with pytest.raises(
-        ValueError, match=r"has no numbers .* load the model without offloading"
-    ) as e:
+    with pytest.raises(ValueError, match=r"has no numbers .* load the model without offloading") as e:
         identity.Identity(view).now()
     assert "\n" not in str(e.value)
 

@@ -10,9 +10,7 @@ from xquant.models.base import LARGE_PRODUCT, linear
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("channels", [8, 512])
 @pytest.mark.parametrize("biased", [True, False])
-def test_it_is_the_product_that_torch_computes(
-    dtype: torch.dtype, channels: int, biased: bool
-) -> None:
+def test_it_is_the_product_that_torch_computes(dtype: torch.dtype, channels: int, biased: bool) -> None:
     large = 2 * LARGE_PRODUCT // (96 * 512)
     states = torch.randn(2, 2 * large, channels, dtype=dtype)
     weight = torch.randn(96, channels, dtype=dtype)

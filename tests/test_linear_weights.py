@@ -14,9 +14,7 @@ from support.models import pickled, prompt, saved, tiny
 from xquant import KVCache, pack_weights, unpack_weights
 from xquant.linear import PackedLinear
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN"
-)
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 
 
 def packed(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
@@ -33,9 +31,7 @@ def names_packed(model: nn.Module) -> set[str]:
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "deepseek_v3"])
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.0)])
-def test_outputs_are_those_of_ordinary_weights(
-    family: str, dtype: torch.dtype, close: float
-) -> None:
+def test_outputs_are_those_of_ordinary_weights(family: str, dtype: torch.dtype, close: float) -> None:
     ids = prompt(2, 9)
     want = tiny(family).to(dtype)(ids).logits
     torch.testing.assert_close(packed(family, dtype)(ids).logits, want, rtol=0, atol=close)

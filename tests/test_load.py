@@ -91,9 +91,7 @@ def test_smollm2_writes_the_same_text_with_the_identity_codec() -> None:
             "kivi-16bit",
         ):
             cache = KVCache(model, spec)
-            got = model.generate(
-                **inputs, max_new_tokens=12, do_sample=False, past_key_values=cache
-            )
+            got = model.generate(**inputs, max_new_tokens=12, do_sample=False, past_key_values=cache)
             assert torch.equal(got, want)
 
 
@@ -134,9 +132,7 @@ def test_only_a_hub_that_is_not_there_at_all_is_given_up(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_hub_that_answers_is_asked_as_ever_and_another_not_at_all(
-    monkeypatch: Any, there: bool
-) -> None:
+def test_a_hub_that_answers_is_asked_as_ever_and_another_not_at_all(monkeypatch: Any, there: bool) -> None:
     seen = []
 
     def from_pretrained(name: str, **options: Any) -> Any:

@@ -19,9 +19,7 @@ def test_a_notebook_runs(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name, value in SMALL.items():
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(file, 4)
-    nbclient.NotebookClient(
-        notebook, timeout=300, resources={"metadata": {"path": tmp_path}}
-    ).execute()
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
     printed = [out for cell in notebook.cells for out in cell.get("outputs", ()) if "text" in out]
     assert printed
 

@@ -136,9 +136,7 @@ def test_it_is_planned_for() -> None:
         assert row["cache_bytes"] < full["cache_bytes"] and row["fits"]
         assert row["rematerialization_flops"] is None
     layout = CacheLayout(skeleton, methods[1])
-    step, whole = (
-        attention_step(CacheLayout(skeleton, m), 400, 2) for m in (methods[1], methods[0])
-    )
+    step, whole = (attention_step(CacheLayout(skeleton, m), 400, 2) for m in (methods[1], methods[0]))
     assert layout_load(layout) is None
     assert step is not None and whole is not None
     assert step.flops == whole.flops and step.nbytes < whole.nbytes
@@ -162,9 +160,7 @@ def test_its_quality_is_measured() -> None:
     model = tiny("llama")
     calibration = calibrate_on(model, prompt(2, 40), "ternary-1:offline=true")
     methods = ["ternary-1:offline=true", "ternary-5"]
-    rows = perplexity(
-        model, word_tokenizer(), text_of(80), methods, 40, 2, calibrations=[calibration]
-    )
+    rows = perplexity(model, word_tokenizer(), text_of(80), methods, 40, 2, calibrations=[calibration])
     assert abs(rows[1].difference) < abs(rows[0].difference)
     assert rows[1].bits_per_value > rows[0].bits_per_value
 

@@ -60,9 +60,7 @@ def test_a_part_that_was_not_written_so_is_measured_again(tmp_path, capsys, dama
     file.write_text(damage(whole))
     assert capsys.readouterr().err == ""
     assert held.load("a") is None
-    assert capsys.readouterr().err == (
-        f"xquant: '{file}' is not what was written there: it is made anew\n"
-    )
+    assert capsys.readouterr().err == (f"xquant: '{file}' is not what was written there: it is made anew\n")
     held.save("a", ROWS)
     assert json.loads(file.read_text())["sha256"] == whole["sha256"]
 

@@ -66,9 +66,7 @@ def test_specs_are_written_as_the_papers_tables_write_them() -> None:
     assert parse_method("kvquant-2bit-0.5%:sink=0").spec == "kvquant-2bit-0.5%:sink=0"
     assert parse_method("asymkv-1.5bit") == AsymKV(average=1.5)
     assert parse_method("asymkv:lk=24,lv=0") == AsymKV(lk=24, lv=0)
-    assert parse_method("crosslayer:kq=30,vq=2,km=32,vm=16") == CrossLayer(
-        kq=30, vq=2, km=32, vm=16
-    )
+    assert parse_method("crosslayer:kq=30,vq=2,km=32,vm=16") == CrossLayer(kq=30, vq=2, km=32, vm=16)
     assert parse_method("crosslayer:eta1=1/3").eta1 == 1 / 3
     assert parse_method("tc-1.5bit") == Transform(bits=1.5)
     assert parse_method("tc-cl-2bit:sink=1") == PredictedTransform(bits=2, sink=1)

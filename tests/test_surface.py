@@ -134,9 +134,7 @@ def test_each_name_of_a_layer(model: Any, form: type) -> None:
                 assert found == wanted, name
 
 
-@pytest.mark.parametrize(
-    "name", ["reset", "crop", "reorder_cache", "offload", "lazy_initialization"]
-)
+@pytest.mark.parametrize("name", ["reset", "crop", "reorder_cache", "offload", "lazy_initialization"])
 def test_layers_of_a_static_cache_do_not_change_alone(model: Any, name: str) -> None:
     layer = filled(model, FORMS[StaticKVCache][0]).layers[0]
     arguments = (None, None) if name == "lazy_initialization" else (1,)

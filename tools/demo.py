@@ -66,9 +66,7 @@ def main(output: Path) -> None:
         if subprocess.run([XQUANT, *shlex.split(command)[1:]]).returncode:
             sys.exit(f"stage {number} failed")
         click.secho(f"took {time.perf_counter() - started:.0f} s", dim=True)
-    click.secho(
-        f"\nAll in {time.perf_counter() - began:.0f} s. The page: {output}/report.html", bold=True
-    )
+    click.secho(f"\nAll in {time.perf_counter() - began:.0f} s. The page: {output}/report.html", bold=True)
 
 
 if __name__ == "__main__":

@@ -94,9 +94,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
         if token.type == "fence":
             kind = token.info.split(" ")[0]
             if kind not in (*KINDS, *SHOWN):
-                raise ValueError(
-                    f"{where}: a block of kind '{kind}': one of {', '.join(KINDS + SHOWN)}"
-                )
+                raise ValueError(f"{where}: a block of kind '{kind}': one of {', '.join(KINDS + SHOWN)}")
             found = RULE.search(before)
             rule, why = found.groups(default="") if found else ("", "")
             if kind in KINDS:

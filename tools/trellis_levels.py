@@ -35,9 +35,7 @@ def numbers(rows: int, mixture: Mixture, generator: torch.Generator) -> Tensor:
 def first_levels(width: Width, generator: torch.Generator) -> Tensor:
     count = 2**WINDOW
     normal = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count).float()
-    return torch.stack(
-        [normal[torch.randperm(count, generator=generator)] for _ in range(width.tokens)], 1
-    )
+    return torch.stack([normal[torch.randperm(count, generator=generator)] for _ in range(width.tokens)], 1)
 
 
 def selected(x: Tensor, width: Width, levels: Tensor, error: float) -> tuple[Tensor, float]:

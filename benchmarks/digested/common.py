@@ -49,9 +49,7 @@ def generated(model: Any, cache: Any, inputs: Mapping[str, Any], steps: int = ST
     ids = inputs["input_ids"]
     for _ in range(steps):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        logits = model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache
-        ).logits[:, -1]
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
         ids = logits.argmax(-1, keepdim=True)
         mask = torch.nn.functional.pad(mask, (0, 1), value=1)
         digest.add("logits", logits)

@@ -50,9 +50,7 @@ def scored(model: Any, cache: KVCache, ids: torch.Tensor) -> str:
     return digest.hex()
 
 
-def digests_of(
-    model: Any, spec: str, kernel: str, make: MakeCache, inputs: Mapping[str, Any]
-) -> Found:
+def digests_of(model: Any, spec: str, kernel: str, make: MakeCache, inputs: Mapping[str, Any]) -> Found:
     """What a method computes on a model."""
     found: Found = {}
     try:

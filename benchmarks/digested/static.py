@@ -21,9 +21,7 @@ def digests_of(model: Any, spec: str, kernel: str, inputs: Mapping[str, Any]) ->
     """What a method computes on a model; the prompt ends within a block, and a block is sealed after it."""
     found: Found = {}
     try:
-        cache = StaticKVCache(
-            model, spec, ROOM, calibration=calibration(model, spec), kernel=kernel
-        )
+        cache = StaticKVCache(model, spec, ROOM, calibration=calibration(model, spec), kernel=kernel)
         found["generated"] = generated(model, cache, inputs, 40)
         shown = Digest()
         for layer in cache.layers:

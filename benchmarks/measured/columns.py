@@ -61,9 +61,7 @@ def columns(experiment: Experiment, rows: Sequence[Row], shown: Sequence[Row]) -
     return found + [(_named(name), _ours(name)) for name in extra[:room]]
 
 
-def _columns(
-    experiment: Experiment, rows: Sequence[Row], first: Row, many: int, apart: bool
-) -> list[Column]:
+def _columns(experiment: Experiment, rows: Sequence[Row], first: Row, many: int, apart: bool) -> list[Column]:
     others = [key for key in experiment.keys if key not in ("row", "method") and key in first]
     found: list[Column] = []
     if "row" in experiment.keys:
@@ -180,9 +178,7 @@ def _ours(metric: str) -> Callable[[Row], str]:
 def _papers(metric: str, where: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         printed = row.get("paper", {})
-        value, over = (
-            printed.get(name, {}).get(where) for name in (metric, OVER_FULL.get(metric, ""))
-        )
+        value, over = (printed.get(name, {}).get(where) for name in (metric, OVER_FULL.get(metric, "")))
         known = "" if value is None else f"{value:,.6g}"
         return known + ("" if over is None else f" ({_ratio(over)})")
 

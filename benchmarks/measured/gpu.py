@@ -59,9 +59,7 @@ def gpu_steps() -> str:
     for row in rows("gpu/steps"):
         if row["failed"]:
             continue
-        name = (
-            "transformers' `StaticCache`" if row["method"] == "full static" else code(row["method"])
-        )
+        name = "transformers' `StaticCache`" if row["method"] == "full static" else code(row["method"])
         way = "compiled, recorded as CUDA graphs" if row["compiled"] else "as they are"
         body.append([name, way, f"{row['ms_per_token']:.1f}", f"{row['peak_bytes'] / 1e9:.1f} GB"])
     return markdown(["cache", "steps", "ms a step", "most memory"], body)

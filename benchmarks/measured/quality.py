@@ -316,7 +316,5 @@ def upstream() -> str:
             right, total = own.get(row["method"], (0, 0))
             own[row["method"]] = right + row["passed"], total + row["tests"]
     order = [*(family for family in by_family if family != "all"), "all"]
-    body = (
-        [family, *("{} of {}".format(*by_family[family][m]) for m in methods)] for family in order
-    )
+    body = ([family, *("{} of {}".format(*by_family[family][m]) for m in methods)] for family in order)
     return markdown(["family", *map(code, methods)], body)

@@ -26,12 +26,8 @@ def serving_speed() -> str:
     body = []
     for row in rows("serving-speed"):
         own = at_once[row["spec"]]
-        speeds = (
-            f"{row[of]:.1f} ({row['times'][of]:.2f})" for of in ("prefill", "decode", "whole")
-        )
-        body.append(
-            [contender(row["spec"]), str(own["at_once"]), f"{own['preemptions']:.0f}", *speeds]
-        )
+        speeds = (f"{row[of]:.1f} ({row['times'][of]:.2f})" for of in ("prefill", "decode", "whole"))
+        body.append([contender(row["spec"]), str(own["at_once"]), f"{own['preemptions']:.0f}", *speeds])
     head = ["cache", "requests at once", "preemptions", "prompts", "answers", "whole load"]
     return markdown(head, body)
 

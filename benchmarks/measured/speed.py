@@ -37,9 +37,7 @@ def steps() -> str:
 @table
 def peers() -> str:
     """Of SmolLM2: the caches of the run at 32K, and what they take at each context."""
-    return _beside(
-        **{"2K": "bench-smollm2-2k", "8K": "bench-smollm2-8k", "32K": "bench-smollm2-32k"}
-    )
+    return _beside(**{"2K": "bench-smollm2-2k", "8K": "bench-smollm2-8k", "32K": "bench-smollm2-32k"})
 
 
 @table
@@ -122,9 +120,7 @@ def _by_context(files: str, **contexts: str) -> str:
     for method in runs[0]:
         cells = [code(method)]
         for row in (run.get(method) for run in runs):
-            cells += (
-                [f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"] if row else ["", ""]
-            )
+            cells += [f"{row['ms_per_token']:.0f}", f"{row['speedup_vs_full']:.2f}"] if row else ["", ""]
             cells += [f"{row['cache_bytes'] / 1e6:.1f}" if row else ""]
         body.append(cells)
     head = [f"{n}: {c}" for n in contexts for c in ("ms a token", "times full", "MB")]

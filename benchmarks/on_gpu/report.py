@@ -43,9 +43,7 @@ def bars(rows: Iterable[Row]) -> list[Row]:
     for method, least, wished in BARS:
         bar: Row = {"method": method, "least": least, "wished": wished}
         sizes = [
-            row
-            for row in there
-            if row["method"] == method and (row["context"], row["batch"]) in BAR_SIZES
+            row for row in there if row["method"] == method and (row["context"], row["batch"]) in BAR_SIZES
         ]
         for row in sizes or [dict.fromkeys(("context", "batch", "kernel", "speedup_vs_full"))]:
             measured = row["speedup_vs_full"]

@@ -13,9 +13,7 @@ def main() -> None:
 
         triton_interpreter.mend()
     for kernel in ("triton",) if DEVICE.type == "cpu" else ("cuda", "triton"):
-        case = Case(
-            "kivi-4bit", head_size=128, tokens=300, layers=1, path=kernel, dtype=torch.bfloat16
-        )
+        case = Case("kivi-4bit", head_size=128, tokens=300, layers=1, path=kernel, dtype=torch.bfloat16)
         with torch.inference_mode():
             found = error(case, filled(case))
         print(f"{kernel}: error {found:.2g}")

@@ -26,9 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (
-        "PYTEST_XDIST_WORKER" not in os.environ
-    ):  # a worker's reports come to the process that started it
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker's reports come to the process that started it
         config.pluginmanager.register(_Told(config.getoption("--told")))
 
 

@@ -93,9 +93,7 @@ def test_abstracts_have_a_known_verdict_for_each_claim(papers: ModuleType) -> No
         assert verdict != papers.OPEN
 
 
-@pytest.mark.parametrize(
-    "verdicts", [(), ("holds", "holds"), ("proven",)], ids=["none", "two", "unknown"]
-)
+@pytest.mark.parametrize("verdicts", [(), ("holds", "holds"), ("proven",)], ids=["none", "two", "unknown"])
 def test_a_section_without_one_known_verdict_is_refused(
     verdicts: tuple[str, ...], papers: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -121,9 +119,7 @@ def measured(
     experiment: Experiment, model: str = "smollm2", text: str = "wikitext2/test.raw"
 ) -> list[dict[str, Any]]:
     """Rows as an experiment leaves them, with numbers that tell them apart."""
-    command = (
-        f"xquant reproduce {experiment.id} --text {text} --calibration-text wikitext2/train.raw"
-    )
+    command = f"xquant reproduce {experiment.id} --text {text} --calibration-text wikitext2/train.raw"
     made = {"model": model, "size": {"context": 2048}, "environment": {"command": command}}
     rows = []
     for number, printed in enumerate(experiment.printed, 1):

@@ -54,9 +54,7 @@ class Calibration:
         for fact in _FACTS:
             held = getattr(self, fact)
             if not isinstance(held, str) or not 0 < len(held) <= _LONGEST:
-                raise ValueError(
-                    f"'{fact}' of a calibration is a text of 1 to {_LONGEST} characters"
-                )
+                raise ValueError(f"'{fact}' of a calibration is a text of 1 to {_LONGEST} characters")
         try:
             Version(self.version)
         except InvalidVersion:
@@ -124,8 +122,7 @@ class Calibration:
             raise ValueError(f"'{path}' is damaged or no calibration file ({error})") from None
         if Version(found.version).release[:2] != Version(__version__).release[:2]:
             raise ValueError(
-                f"'{path}' was written by xquant {found.version}, this is {__version__}:"
-                " calibrate again"
+                f"'{path}' was written by xquant {found.version}, this is {__version__}: calibrate again"
             )
         return found
 
@@ -136,8 +133,7 @@ class Calibration:
             raise ValueError(f"the calibration is for {self.method}, not for {method}")
         if model != self.model:
             raise ValueError(
-                "the calibration was made on another model: its key and value projections or key"
-                " norms differ"
+                "the calibration was made on another model: its key and value projections or key norms differ"
             )
 
 
@@ -198,6 +194,4 @@ def check(
             raise ValueError(f"'{name}' of the calibration {fault}: {advice}")
     for name in tensors:
         if name not in expected:
-            raise ValueError(
-                f"the calibration holds '{name[:80]}', which the method does not know: {advice}"
-            )
+            raise ValueError(f"the calibration holds '{name[:80]}', which the method does not know: {advice}")

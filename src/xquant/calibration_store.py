@@ -21,9 +21,7 @@ def _file(name: str, model: str) -> Path:
     return cache_folder() / "calibrations" / f"{name}-{model[:32]}.safetensors"
 
 
-def find(
-    method: str, model: str, expected: Mapping[str, Expected] | None = None
-) -> Calibration | None:
+def find(method: str, model: str, expected: Mapping[str, Expected] | None = None) -> Calibration | None:
     """The stored calibration for a method and a model; None where there is none that this version can read.
 
     Args:

@@ -62,9 +62,7 @@ class Entry:
     def match(self, head: str) -> dict[str, str] | None:
         """The options that stand in what precedes the colon, or None where that does not name this method."""
         found = re.fullmatch(self.head_pattern, head.removeprefix(self.name))
-        return found and {
-            name: text for name, text in found.groupdict().items() if text is not None
-        }
+        return found and {name: text for name, text in found.groupdict().items() if text is not None}
 
     def read(self, head: str, options: str) -> dict[str, Any]:
         """The values that a spec gives to options: before its colon, and after it.
@@ -77,9 +75,7 @@ class Entry:
         for option in filter(None, options.split(",")):
             name, equals, text = option.partition("=")
             if name not in known or not equals:
-                raise ValueError(
-                    f"{self.name} has no option '{option}'; options are {', '.join(known)}"
-                )
+                raise ValueError(f"{self.name} has no option '{option}'; options are {', '.join(known)}")
             if name != "preset":
                 written.append((name, text))
             elif text in self.presets:
@@ -125,16 +121,12 @@ def read_spec(spec: str, find: Callable[[bool], Mapping[str, Entry]]) -> tuple[s
             name = max(fitting, key=len)
             return name, known[name].read(head, options)
     if head in OF_LABORATORY:
-        raise ValueError(
-            f"'{head}' is a method of the laboratory, xquant-lab: in a clone, {LABORATORY}"
-        )
+        raise ValueError(f"'{head}' is a method of the laboratory, xquant-lab: in a clone, {LABORATORY}")
     if not named:
         names = ", ".join(dict.fromkeys([*known, *brought()]))
         raise ValueError(f"unknown method '{spec}'; known are {names}")
     name = max(named, key=len)
-    raise ValueError(
-        f"'{spec}' is not how {name} is written; write it like '{known[name].example}'"
-    )
+    raise ValueError(f"'{spec}' is not how {name} is written; write it like '{known[name].example}'")
 
 
 def check(method: str, name: str, value: Any, option: Mapping[str, Any]) -> None:

@@ -80,9 +80,7 @@ class Codecs:
                     calibration.check(method.calibrated_as, self.model_id())
                 elif method.calibrates_itself:
                     wanted = method.expected(self._views)
-                    calibration = calibration_store.find(
-                        method.calibrated_as, self.model_id(), wanted
-                    )
+                    calibration = calibration_store.find(method.calibrated_as, self.model_id(), wanted)
                 if calibration is None and method.needs_calibration:
                     raise ValueError(method.how_to_calibrate)
                 self._kept[made] = codecs = method.codecs(self._views, calibration)

@@ -201,9 +201,7 @@ def rotation(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | Non
     return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
 
 
-def angles(
-    rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor, kind: str = ""
-) -> Any:
+def angles(rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor, kind: str = "") -> Any:
     """What a rotary embedding gives for ``positions`` ``[B, T]`` of text or ``[N, B, T]`` of several axes, in
     the dtype of ``like``: most give cos and sin. ``kind``: of the layer, where it is not one of full
     attention."""

@@ -186,9 +186,7 @@ def _counts(name: str) -> bool:
 def _idle_adapters(layer: Any) -> set[str]:
     """Of a layer with adapters (peft), the names of those that are not in use."""
     names = getattr(layer, "adapter_layer_names", ())
-    used = (
-        () if getattr(layer, "disable_adapters", False) else getattr(layer, "active_adapters", ())
-    )
+    used = () if getattr(layer, "disable_adapters", False) else getattr(layer, "active_adapters", ())
     merged = getattr(layer, "merged_adapters", ())
     found = {adapter for name in names for adapter in dict(getattr(layer, name, {}))}
     return found - {*used, *merged}
@@ -276,9 +274,7 @@ def _digest(parts: list[Part]) -> str:
                 known[id(part)] = _bits(part)
             except REFUSALS as error:
                 kind = type(part).__name__
-                raise ValueError(
-                    f"the bits of a {kind} cannot be read: {message_of(error)[:160]}"
-                ) from None
+                raise ValueError(f"the bits of a {kind} cannot be read: {message_of(error)[:160]}") from None
     return _sha256(json.dumps([p if isinstance(p, str) else known[id(p)] for p in parts]))
 
 

@@ -130,9 +130,7 @@ class PackedLinear(nn.Linear):
         self.packed = _pack(weight)
         return self
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.weight
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -157,7 +155,5 @@ def _shape(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(packed))
 
 
-_operator = operator(
-    "linear", "(Tensor x, Tensor packed, Tensor? bias) -> Tensor", _multiply, _shape
-)
+_operator = operator("linear", "(Tensor x, Tensor packed, Tensor? bias) -> Tensor", _multiply, _shape)
 """`_multiply` as the compiler takes it, which packs weights by itself only where they are constants."""

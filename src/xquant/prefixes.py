@@ -191,9 +191,7 @@ class PrefixStore:
             return cache
         return cache.converted(wanted, calibration, kernel)
 
-    def _longest(
-        self, names: Sequence[str], long: bool, ids: Tensor, kernel: str
-    ) -> KVCache | None:
+    def _longest(self, names: Sequence[str], long: bool, ids: Tensor, kernel: str) -> KVCache | None:
         """A cache of the chunks of these names, as many from the first on as are stored and whole."""
         found = list[chunks.Chunk]()
         for name in names:
@@ -256,9 +254,7 @@ def _check_whole(cache: KVCache) -> None:
         raise ValueError(
             f"prefixes of {family} cannot be stored: it turns keys by other angles for every length"
         )
-    if cache.linear_states or not all(
-        compat.is_empty(cache.layers[index]) for index in view.skipped
-    ):
+    if cache.linear_states or not all(compat.is_empty(cache.layers[index]) for index in view.skipped):
         raise ValueError(
             f"prefixes of {family} cannot be stored: some of its layers are not compressed, and their state"
             " at the end of a prefix is not known"

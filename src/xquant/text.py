@@ -73,9 +73,7 @@ def cut_windows(model: Any, tokenizer: Any, text: str, context: int, windows: in
             " give a longer text or a smaller context"
         )
     if windows > held:
-        raise ValueError(
-            f"the text holds {held} window{'s' * (held > 1)} of {context} tokens, not {windows}"
-        )
+        raise ValueError(f"the text holds {held} window{'s' * (held > 1)} of {context} tokens, not {windows}")
     return torch.tensor(encoded[: windows * context], device="cpu").view(windows, context)
 
 

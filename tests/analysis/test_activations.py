@@ -50,15 +50,10 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._held = {key: held for key, held in self._held.items() if not held[0].expired()}
-        given = {
-            storage_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
-        }
+        given = {storage_of(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(out):
-            if (
-                isinstance(x, torch.Tensor)
-                and (key := storage_of(x)) not in given | self._held.keys()
-            ):
+            if isinstance(x, torch.Tensor) and (key := storage_of(x)) not in given | self._held.keys():
                 storage = x.untyped_storage()
                 self._held[key] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, sum(size for _, size in self._held.values()))

@@ -123,9 +123,7 @@ def test_outliers_beyond_thresholds_are_a_share_of_the_text(spec: str) -> None:
     assert predicted == pytest.approx(outliers, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    "spec", ["kivi-2bit:group=8,tail=3", "xquant-cl-2bit:group=8,sink=2", "full"]
-)
+@pytest.mark.parametrize("spec", ["kivi-2bit:group=8,tail=3", "xquant-cl-2bit:group=8,sink=2", "full"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_peak_is_the_most_held_on_the_way(spec: str, family: str) -> None:
     layout = CacheLayout(model_of(family)[1], parse_method(spec))

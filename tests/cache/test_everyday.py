@@ -137,9 +137,7 @@ def test_what_was_filled_in_inference_mode_is_gone_on_with_outside() -> None:
         model(ids[:, :40], past_key_values=other)
     for start, mode in ((40, torch.no_grad()), (52, torch.enable_grad()), (61, torch.no_grad())):
         with mode:
-            got, want = (
-                model(ids[:, start : start + 9], past_key_values=c) for c in (cache, other)
-            )
+            got, want = (model(ids[:, start : start + 9], past_key_values=c) for c in (cache, other))
         assert torch.equal(got.logits, want.logits)
 
 

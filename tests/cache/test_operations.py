@@ -64,10 +64,7 @@ def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
 @pytest.mark.parametrize("spec", IDENTITY)
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(family, marks=pytest.mark.long if family in ALIKE else ())
-        for family in FAMILIES
-    ],
+    [pytest.param(family, marks=pytest.mark.long if family in ALIKE else ()) for family in FAMILIES],
 )
 @torch.inference_mode()
 def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation: Operation) -> None:
@@ -122,9 +119,7 @@ def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor,
     ],
 )
 @torch.inference_mode()
-def test_low_bits_run_with_lengths_and_positions_right(
-    family: str, spec: str, operation: Operation
-) -> None:
+def test_low_bits_run_with_lengths_and_positions_right(family: str, spec: str, operation: Operation) -> None:
     tokens, cache = outcome(family, spec, operation)
     length = tokens.shape[1] - 1
     assert cache.get_seq_length() in (length, length + 1)  # assisted decoding may end past its last

@@ -66,8 +66,7 @@ def test_a_step_reads_what_it_reads_in_a_cache_that_grows(model: Any, spec: str)
 def test_pages_are_read_in_place_as_when_they_are_decoded(model: Any, spec: str) -> None:
     made, ids = calibration(model, spec), prompt(2, 150)
     fast, plain = (
-        StaticKVCache(model, spec, ROOM, calibration=made, kernel=kernel)
-        for kernel in ("auto", "reference")
+        StaticKVCache(model, spec, ROOM, calibration=made, kernel=kernel) for kernel in ("auto", "reference")
     )
     # With heads of 32, `tc` multiplies in 8 bits what is small.
     within = 0.05 if spec in TRELLIS else 0.01
@@ -195,9 +194,7 @@ def test_a_batch_of_another_size_comes_after_reset(model: Any) -> None:
 
 
 @pytest.mark.parametrize("until", [64, 80, 81, 100, 180])
-def test_a_pass_that_fails_leaves_no_trace(
-    model: Any, until: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_fails_leaves_no_trace(model: Any, until: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a layer, or in what follows the decoder; a step, several tokens, or a chunk longer than a ring."""
     spec, ids = "kivi-4bit:group=32,sink=2", prompt(1, 250)
     cache, never = (StaticKVCache(model, spec, ROOM) for _ in range(2))

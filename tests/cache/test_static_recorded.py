@@ -68,8 +68,7 @@ def test_a_graph_that_was_recorded_holds_for_other_steps_and_caches() -> None:
     for seed in (1, 2):
         ids = prompt(2, 110, seed=seed).to(DEVICE)
         found, wanted = (
-            decoded(each, StaticKVCache(model, SPEC, ROOM, kernel="triton"), ids)
-            for each in (fast, model)
+            decoded(each, StaticKVCache(model, SPEC, ROOM, kernel="triton"), ids) for each in (fast, model)
         )
         assert (found - wanted).norm() < 2e-2 * wanted.norm()
 

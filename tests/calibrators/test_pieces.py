@@ -27,9 +27,7 @@ def best_error(x: torch.Tensor, weight: torch.Tensor, levels: int) -> float:
     best = torch.inf
     for cuts in combinations(range(1, len(x)), levels - 1):
         total = 0.0
-        for part, w in zip(
-            x.tensor_split(list(cuts)), weight.tensor_split(list(cuts)), strict=True
-        ):
+        for part, w in zip(x.tensor_split(list(cuts)), weight.tensor_split(list(cuts)), strict=True):
             mean = (part * w).sum() / w.sum()
             total += float((w * (part - mean) ** 2).sum())
         best = min(best, total)
@@ -78,12 +76,8 @@ def test_fitted_ranges_find_a_stretch_and_shift_and_never_do_worse() -> None:
     weight = torch.rand(300, 4, generator=generator)
     histogram.see(torch.cat([x, lonely], 1), weight)
     found = fit_ranges(histogram.points(), histogram.weight, levels)
-    torch.testing.assert_close(
-        found[0].float(), torch.cat([stretch, torch.ones(1)]), atol=2e-3, rtol=0
-    )
-    torch.testing.assert_close(
-        found[1].float(), torch.cat([shift, torch.zeros(1)]), atol=2e-3, rtol=0
-    )
+    torch.testing.assert_close(found[0].float(), torch.cat([stretch, torch.ones(1)]), atol=2e-3, rtol=0)
+    torch.testing.assert_close(found[1].float(), torch.cat([shift, torch.zeros(1)]), atol=2e-3, rtol=0)
     noisy = Histogram(1)
     x = torch.randn(2000, 1, generator=generator).clamp(-3, 3) / 3
     noisy.see(x, torch.ones_like(x))

@@ -44,9 +44,7 @@ def test_an_artifact_serves_every_verb(run, model, text, artifact, tmp_path):
     )
     assert (status, err) == (0, "")
     assert SPEC in out
-    status, out, err = run(
-        "compare", model, "--text", text, *SMALL, *given, "--output", tmp_path / "out"
-    )
+    status, out, err = run("compare", model, "--text", text, *SMALL, *given, "--output", tmp_path / "out")
     assert (status, err) == (0, "")
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
     assert rows[-1]["method"] == SPEC and len(rows) > 5
@@ -71,9 +69,7 @@ def content(file):
     return json.loads(data[8:end]), data[end:]
 
 
-def test_a_stopped_calibration_goes_on_and_ends_with_the_same_bytes(
-    run, model, tmp_path, monkeypatch
-):
+def test_a_stopped_calibration_goes_on_and_ends_with_the_same_bytes(run, model, tmp_path, monkeypatch):
     asked = (
         "calibrate",
         model,
@@ -157,17 +153,13 @@ def test_a_stopped_calibration_goes_on_and_ends_with_the_same_bytes(
         ("generate MODEL --method crosslayer:kq=30 --prompt w3", "kq=30 but 5 layers"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(
-    run, model, text, artifact, tmp_path, arguments, message
-):
+def test_bad_input_is_one_line_and_leaves_nothing(run, model, text, artifact, tmp_path, arguments, message):
     out_file = tmp_path / "out.safetensors"
     names = {
         "MODEL": model, "TEXT": text, "SPEC": SPEC, "OUT": out_file, "MADE": artifact,
         "NONE": tmp_path / "none",
     }  # fmt: skip
-    words = [
-        str(names.get(word, word)).replace("NONE", str(names["NONE"])) for word in arguments.split()
-    ]
+    words = [str(names.get(word, word)).replace("NONE", str(names["NONE"])) for word in arguments.split()]
     status, out, err = run(*words)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err

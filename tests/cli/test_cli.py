@@ -28,9 +28,7 @@ def test_methods_lists_every_method(run):
 
 
 def test_methods_says_where_a_calibration_comes_from(run):
-    found = {
-        row["name"]: row["calibration"] for row in json.loads(run("methods", "--json", "-")[1])
-    }
+    found = {row["name"]: row["calibration"] for row in json.loads(run("methods", "--json", "-")[1])}
     assert found.pop("kvquant") == "from a text"
     assert {found.pop(name) for name in OWN} == {"its own"}
     assert set(found.values()) == {"none"}
@@ -119,9 +117,7 @@ def test_no_description_is_cut_off(run):
     out = run("--help")[1]
     assert "..." not in out.partition("[ARGS]...")[2]
     words = " ".join(out.split())
-    assert (
-        "Say what the cache of MODEL takes with each method, from its configuration alone" in words
-    )
+    assert "Say what the cache of MODEL takes with each method, from its configuration alone" in words
 
 
 def test_without_words_it_shows_its_help(run):
@@ -131,9 +127,7 @@ def test_without_words_it_shows_its_help(run):
     assert "Commands:" in out
 
 
-@pytest.mark.parametrize(
-    ("package", "brings"), [("click", ".[cli]"), ("matplotlib", "./lab[plots]")]
-)
+@pytest.mark.parametrize(("package", "brings"), [("click", ".[cli]"), ("matplotlib", "./lab[plots]")])
 def test_a_missing_extra_is_named(run, monkeypatch, tmp_path, package, brings):
     for name in [name for name in sys.modules if name.startswith("xquant.cli.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -56,9 +56,7 @@ def test_an_engine_is_planned_for(run) -> None:
     assert "layers share codes" in crosslayer["refused"]
     status, out, err = run(*asked)
     assert (status, err) == (0, "") and "layers share codes" in out
-    assert f"{kivi['tokens']:,}" in next(
-        li for li in out.splitlines() if li.startswith("kivi-4bit")
-    )
+    assert f"{kivi['tokens']:,}" in next(li for li in out.splitlines() if li.startswith("kivi-4bit"))
 
 
 def test_what_an_engine_holds_depends_on_shards_and_drafts(run) -> None:
@@ -140,9 +138,7 @@ def test_the_longest_context_is_within_the_positions() -> None:
     asked = (skeleton, [parse_method("kivi-2bit")], GPUS["l4"], 100, 1, 64)
     (row,), (past,) = plan(*asked), plan(*asked, past_positions=True)
     assert row["max_context"] == skeleton.positions == 512
-    assert (
-        row["max_context_in_memory"] == past["max_context"] == past["max_context_in_memory"] > 512
-    )
+    assert row["max_context_in_memory"] == past["max_context"] == past["max_context_in_memory"] > 512
 
 
 ROOMY, TIGHT = GPUS["h200"], GPU(20e9, 1e12, 1e14)

@@ -34,9 +34,7 @@ def test_a_stage_begins_with_a_line_and_tells_its_time_once_a_part_is_done(lines
     assert stream.getvalue().count("\n") == 1
     clock.now += 50
     show(1, 10, "writing a text")
-    assert stream.getvalue().endswith(
-        "[1:00] calibrating m, writing a text: 1 of 10, about 9 min left\n"
-    )
+    assert stream.getvalue().endswith("[1:00] calibrating m, writing a text: 1 of 10, about 9 min left\n")
     show(0, 4, "pass 1")
     assert stream.getvalue().endswith("[1:00] calibrating m, pass 1\n")
     clock.now += 2 * FIRST

@@ -23,9 +23,7 @@ ROPES: dict[str, tuple[str, dict[str, Any]]] = {
 States = tuple[torch.Tensor, torch.Tensor]
 
 
-def filled(
-    model: Any, spec: str, attend: str = "chunk", chunk: int = 43, kernel: str = "auto"
-) -> KVCache:
+def filled(model: Any, spec: str, attend: str = "chunk", chunk: int = 43, kernel: str = "auto") -> KVCache:
     """A cache of the padded prompts, given in passes of ``chunk`` tokens."""
     cache, mask = make_cache(model, spec, attend, kernel), BATCH["attention_mask"]
     with torch.inference_mode():
@@ -151,15 +149,12 @@ def test_the_source_is_left_as_it_was(family: str, target: str) -> None:
     assert same(states(source), before)
     assert source.report() == report
     assert all(
-        layer.of_pass.recalled is None and layer.of_pass.accumulated is None
-        for layer in source.compressed
+        layer.of_pass.recalled is None and layer.of_pass.accumulated is None for layer in source.compressed
     )
     assert torch.equal(going_on(model, source), going_on(model, kept))
 
 
-@pytest.mark.parametrize(
-    "spec", ["tc-cl-3bit:group=16", "kivi-4bit:group=8", "xquant-4bit:group=8"]
-)
+@pytest.mark.parametrize("spec", ["tc-cl-3bit:group=16", "kivi-4bit:group=8", "xquant-4bit:group=8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
 @torch.inference_mode()
 def test_generation_goes_on(family: str, spec: str) -> None:
@@ -201,10 +196,7 @@ def test_caches_that_read_the_store_alone_stay_so(spec: str) -> None:
     sealed = 43 - tail.shape[1]
     exact = source.converted("kivi-16bit:group=8")
     for ours, theirs in zip(states(exact), states(source), strict=True):
-        assert all(
-            torch.equal(a[:, :, :sealed], b[:, :, :sealed])
-            for a, b in zip(ours, theirs, strict=True)
-        )
+        assert all(torch.equal(a[:, :, :sealed], b[:, :, :sealed]) for a, b in zip(ours, theirs, strict=True))
     for layer, old in zip(exact.compressed, source.compressed, strict=True):
         assert torch.equal(layer.held()[0][:, sealed:], old.tail[:, :, : layer.codec.view.kv_width])
     assert going_on(model, got).isfinite().all()

@@ -116,9 +116,7 @@ def generation(form: Form, stack: ExitStack) -> None:
     held, own = begun(form, stack, llama(), ids[:, :LENGTH])
     asked = {"max_new_tokens": 12, "do_sample": False}
     got, want = (
-        each.model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=each.cache, **asked
-        )
+        each.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=each.cache, **asked)
         for each in (held, own)
     )
     assert torch.equal(got, want)

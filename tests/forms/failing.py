@@ -53,9 +53,7 @@ def stumbling() -> Any:
     return model
 
 
-def _fails(
-    form: Form, stack: ExitStack, happens: BaseException | float, said: str | None = None
-) -> None:
+def _fails(form: Form, stack: ExitStack, happens: BaseException | float, said: str | None = None) -> None:
     ids, model = text(), stumbling()
     stack.callback(setattr, Stumbling, "next", None)
     held, own = begun(form, stack, model, ids[:, :LENGTH])

@@ -163,9 +163,7 @@ class Machine(RuleBasedStateMachine):
         if self.run is not None or layers is None:
             return  # hooks of what is compiled do not run
         module = self.model.lm_head if layer >= len(layers) else getattr(layers[layer], part, None)
-        if module is None or (
-            kind == "NaN" and layer < len(layers) and not hasattr(layers[layer], "mlp")
-        ):
+        if module is None or (kind == "NaN" and layer < len(layers) and not hasattr(layers[layer], "mlp")):
             return  # it goes by another name
         if kind == "NaN":
             if layer + 1 >= len(layers) or not self.above(layer):
@@ -179,9 +177,7 @@ class Machine(RuleBasedStateMachine):
             raise KeyboardInterrupt if kind == "interruption" else RuntimeError("no")
 
         handle = (
-            module.register_forward_hook(poison)
-            if kind == "NaN"
-            else module.register_forward_pre_hook(stop)
+            module.register_forward_hook(poison) if kind == "NaN" else module.register_forward_pre_hook(stop)
         )
         mask = torch.nn.functional.pad(self.mask, (0, count), value=1)
         try:

@@ -57,9 +57,7 @@ def theirs(model: Any) -> Held:
     return Held(model, "", ExitStack(), cache=DynamicCache(config=model.config))
 
 
-def begun(
-    form: Form, stack: ExitStack, model: Any, ids: Tensor, **inputs: Any
-) -> tuple[Held, Held]:
+def begun(form: Form, stack: ExitStack, model: Any, ids: Tensor, **inputs: Any) -> tuple[Held, Held]:
     """First tokens in a form, and in transformers' cache."""
     held, own = form.begin(model, SPEC, stack, ids, **inputs), theirs(model)
     with torch.no_grad():

@@ -55,9 +55,7 @@ def table() -> str:
             lines.append(line)
         return str(lines.index(line) + 1)
 
-    rows = [
-        [promise.said, *(cell(name, form) for form in FORMS)] for name, promise in PROMISES.items()
-    ]
+    rows = [[promise.said, *(cell(name, form) for form in FORMS)] for name, promise in PROMISES.items()]
     head = ["", *(form.said for form in FORMS.values())]
     written = [head, ["---"] * len(head), *rows]
     body = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in written)

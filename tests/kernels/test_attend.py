@@ -353,9 +353,7 @@ def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "spec", [s for s in PER_BITS + OTHERS if s[:2] in ("in", "nf", "q4", "q8")]
-)
+@pytest.mark.parametrize("spec", [s for s in PER_BITS + OTHERS if s[:2] in ("in", "nf", "q4", "q8")])
 def test_a_key_bias_is_read_with_every_layout(spec: str) -> None:
     """By whatever is chosen: what was not told of the bias left it out in silence."""
     model = tiny("qwen2", head_dim=32, hidden_size=128, initializer_range=0.05)

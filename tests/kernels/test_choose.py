@@ -60,9 +60,7 @@ def test_the_reference_says_why(spec: str, options: dict[str, str], why: str) ->
         ("turboquant-3bit:group=32,qjl=true", MODEL, "keys are in no format that a kernel reads"),
     ],
 )
-def test_plain_torch_reads_what_the_native_kernels_do_not(
-    spec: str, model: dict[str, int], why: str
-) -> None:
+def test_plain_torch_reads_what_the_native_kernels_do_not(spec: str, model: dict[str, int], why: str) -> None:
     cache = KVCache(tiny("llama", **model), spec)
     assert cache.report().kernel.startswith("folded") and why in cache.report().kernel
 

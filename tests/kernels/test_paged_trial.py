@@ -53,9 +53,7 @@ def test_pages_are_tried_once() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("broken", ["wrong", "fails"])
-def test_pages_that_are_not_read_right_are_decoded(
-    broken: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_are_not_read_right_are_decoded(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(self: TritonPages, *args: Any) -> None:
         if broken == "fails":
             raise RuntimeError("no such instruction")

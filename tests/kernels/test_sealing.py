@@ -181,9 +181,7 @@ def test_a_cache_with_the_reference_kernel_seals_in_torch_to_the_same_bytes(spec
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("tile", [None, Tile(32, "tokens")])
-def test_tensors_that_do_not_fit_each_other_never_reach_the_library(
-    tile: Tile | None, path: str
-) -> None:
+def test_tensors_that_do_not_fit_each_other_never_reach_the_library(tile: Tile | None, path: str) -> None:
     quantizer, x = Affine(3, "token", 0, tile=tile), torch.randn(2, 32, 64)
     packed = NativePacker(path).pack(quantizer, x, None)
     for excluded in (torch.zeros(2, 31).bool(), torch.zeros(2, 32)):

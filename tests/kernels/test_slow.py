@@ -56,9 +56,7 @@ def test_there_are_none_where_nothing_is_gained() -> None:
     "spec", ["xquant-4bit:sink=2", "xquant-3bit:form=mha", "tc-8bit:sink=2", "tc-6bit:group=48"]
 )
 @torch.no_grad()
-def test_scores_are_those_of_keys_that_are_built(
-    spec: str, options: dict[str, Any], path: str
-) -> None:
+def test_scores_are_those_of_keys_that_are_built(spec: str, options: dict[str, Any], path: str) -> None:
     case = Case(spec, path=path, tokens=300, layers=2, **options)
     assert error(case, filled(case)) < TOLERANCE
 

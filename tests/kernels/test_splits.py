@@ -49,7 +49,5 @@ def test_blocks_of_a_split(columns: int, programs: int, slots: int, expected: in
         (32, 255, 0, 1),  # what does not fit is not asked about
     ],
 )
-def test_programs_of_a_multiprocessor(
-    warps: int, registers: int, shared: int, expected: int
-) -> None:
+def test_programs_of_a_multiprocessor(warps: int, registers: int, shared: int, expected: int) -> None:
     assert HOPPER.slots(warps, registers, shared) == 132 * expected

@@ -170,9 +170,7 @@ def test_what_it_does_not_read_is_said(spec: str, why: str) -> None:
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU, and no interpreter")
 def test_it_needs_a_gpu_or_the_interpreter_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama", head_dim=32, hidden_size=128)
-    assert (
-        KVCache(model, "kivi-4bit:group=32", kernel="triton").report().kernel.startswith("triton")
-    )
+    assert KVCache(model, "kivi-4bit:group=32", kernel="triton").report().kernel.startswith("triton")
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match="the layer is on cpu"):
         KVCache(model, "kivi-4bit:group=32", kernel="triton")

@@ -12,9 +12,7 @@ from xquant_lab.bench.clocks import capture
 pytestmark = pytest.mark.skipif(DEVICE.type != "cuda", reason="XQUANT_TEST_DEVICE is not cuda")
 
 
-@pytest.mark.parametrize(
-    "spec", ["kivi-4bit:group=32,sink=2", "int4:group=32", "kvquant-3bit-1%:group=32"]
-)
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "int4:group=32", "kvquant-3bit-1%:group=32"])
 def test_a_graph_attends_as_its_kernels_do(spec: str) -> None:
     case = Case(spec, path="triton", batch=2, tokens=200, dtype=torch.bfloat16)
     cache = filled(case)

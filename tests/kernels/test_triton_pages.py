@@ -243,9 +243,7 @@ def test_any_sequences_read_their_own(
 
 
 @pytest.mark.parametrize("slots", [1, 100])
-def test_splits_are_of_the_blocks_that_are_there(
-    slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_are_of_the_blocks_that_are_there(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the engine allows sequences to be."""
     monkeypatch.setattr(Slots, "of", lambda *args, **constants: slots)
     torch.manual_seed(3)
@@ -262,9 +260,7 @@ def test_splits_are_of_the_blocks_that_are_there(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "spec", ["kivi-4bit:group=32", "kivi-2bit:group=32,rope=post", "int4:group=32"]
-)
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32", "kivi-2bit:group=32,rope=post", "int4:group=32"])
 def test_a_cache_is_the_case_of_equal_lengths(spec: str) -> None:
     """Of the same blocks, the kernels of the library and of an engine make the same."""
     one = Case(spec, path="triton", batch=2, tokens=3 * BLOCK + 5, layers=1)

@@ -50,9 +50,7 @@ def test_decoding_is_that_of_torch_and_touches_no_other_column(
     rows = rows.to(DEVICE)
     with not_torch(quantizer):
         BACKEND.packer.unpack(quantizer, packed, rows[..., 3:-2])
-    if (
-        dtype == torch.bfloat16 and support.interpreted()
-    ):  # the interpreter cuts off what it cannot hold
+    if dtype == torch.bfloat16 and support.interpreted():  # the interpreter cuts off what it cannot hold
         torch.testing.assert_close(rows.cpu(), expected, rtol=2**-7, atol=0)
     else:
         assert torch.equal(rows.cpu(), expected)

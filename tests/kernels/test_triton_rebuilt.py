@@ -43,9 +43,7 @@ def test_every_width_is_rebuilt_right(form: str, bits: int) -> None:
     [
         "xquant-cl-4bit:group=32,form=gqa,sink=1",
         pytest.param("xquant-cl-3bit:group=32,form=mha,sink=2,tail=7", marks=pytest.mark.long),
-        pytest.param(
-            "xquant-cl-2bit:group=32,form=mha,stream=post,first_layers=1", marks=pytest.mark.long
-        ),
+        pytest.param("xquant-cl-2bit:group=32,form=mha,stream=post,first_layers=1", marks=pytest.mark.long),
         "xquant-cl-2bit:group=32,form=gqa,accumulator=4,rotate=true,sink=1",
         "xquant-cl-2bit:group=32,form=gqa,first_bits=3",  # ranges of 27 channels: summed by torch
     ],
@@ -111,9 +109,7 @@ def test_splits_are_combined(spec: str, count: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "spec", ["xquant-4bit:group=32,form=gqa,sink=1", "xquant-cl-4bit:group=32,form=gqa"]
-)
+@pytest.mark.parametrize("spec", ["xquant-4bit:group=32,form=gqa,sink=1", "xquant-cl-4bit:group=32,form=gqa"])
 def test_half_precision_states_cost_their_own_rounding_only(spec: str, dtype: torch.dtype) -> None:
     least = {torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     one = case(spec, dtype=dtype, mask="float", layers=5 if "cl" in spec else 1)
@@ -197,9 +193,7 @@ def test_codes_do_not_depend_on_what_came_with_them() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    bits=st.integers(1, 8), tile=st.sampled_from([32, 64, 96, 160, 256]), tiles=st.integers(1, 3)
-)
+@given(bits=st.integers(1, 8), tile=st.sampled_from([32, 64, 96, 160, 256]), tiles=st.integers(1, 3))
 def test_a_matrix_meets_its_codes(bits: int, tile: int, tiles: int) -> None:
     states = PackedStates(tile, Layout(bits, False, True, TILE.value, tile, 0))
     order = states.order()
@@ -208,9 +202,7 @@ def test_a_matrix_meets_its_codes(bits: int, tile: int, tiles: int) -> None:
     weight = torch.randn(5, tile * tiles)
     matrix = by_chunk(weight, states)
     whole = (matrix.data.float() * matrix.units[:, None]).unflatten(1, (tiles, -1))
-    restored = torch.zeros(5, tiles, tile).index_add_(
-        2, order.clamp(min=0), whole.masked_fill(order < 0, 0)
-    )
+    restored = torch.zeros(5, tiles, tile).index_add_(2, order.clamp(min=0), whole.masked_fill(order < 0, 0))
     assert torch.allclose(restored.flatten(1), weight, rtol=2**-10, atol=1e-6)
     assert not whole[..., order < 0].any()
 

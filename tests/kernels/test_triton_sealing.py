@@ -167,9 +167,7 @@ def test_a_cache_is_sealed_to_the_same_bytes(spec: str) -> None:
         ("crosslayer:group=32,tail=0,km=0,vm=0,kq=2,vq=0", 3),
     ],
 )
-def test_all_layers_are_sealed_at_once(
-    spec: str, launches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_layers_are_sealed_at_once(spec: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bytes that each gets by itself."""
     model = tiny("llama", head_dim=32, hidden_size=128).to(DEVICE)
     cache, count = KVCache(model, spec, kernel="triton"), 0

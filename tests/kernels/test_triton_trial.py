@@ -65,9 +65,7 @@ def test_a_kernel_that_agrees_is_taken(spec: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 def test_it_agrees_in_half_precision(dtype: torch.dtype) -> None:
     for spec in ("kivi-2bit:group=32", "xquant-4bit:group=32"):
         assert kernels(spec, of=model().to(dtype))[1] == []
@@ -85,8 +83,7 @@ def test_a_layout_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     one = model()
     caches: list[KVCache] = []
     threads = [
-        threading.Thread(target=lambda: caches.append(KVCache(one, "kivi-4bit:group=32")))
-        for _ in range(3)
+        threading.Thread(target=lambda: caches.append(KVCache(one, "kivi-4bit:group=32"))) for _ in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -207,9 +204,7 @@ def same_bytes(one: KVCache, other: KVCache) -> bool:
         pytest.param("tc-cl-2bit:group=32", "unpack_ranked", marks=pytest.mark.long),
     ],
 )
-def test_a_packer_that_agrees_is_taken(
-    spec: str, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_packer_that_agrees_is_taken(spec: str, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, calls = decoding if asked == "unpack_ranked" else sealing, 0
     usual = getattr(module, asked)
 
@@ -244,9 +239,7 @@ def test_a_packer_that_cannot_run_is_not_taken(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(decoding, "unpack_ranked", lambda *_: broken(None, None))
     ours, theirs, (warning,) = sealed("tc-cl-2bit:group=32")
     assert same_bytes(ours, theirs)
-    assert (
-        "triton failed: RuntimeError: no such instruction, so blocks are read in torch" in warning
-    )
+    assert "triton failed: RuntimeError: no such instruction, so blocks are read in torch" in warning
 
 
 def test_bad_input_is_no_failure_of_a_packer() -> None:

@@ -71,9 +71,7 @@ def test_a_layer_reads_the_codes_of_its_dominant_layer_with_its_own_scales() -> 
         lent, own = lower.stream.pool[number], upper.stream.pool[number]
         assert set(lent) == {"codes", "scale", "zero"} and set(own) == {"scale", "zero"}
         codes = unpack(lent["codes"].whole(), 1, N).float()
-        zero, scale = (
-            own[name].whole().float().repeat_interleave(width, dim) for name in ("zero", "scale")
-        )
+        zero, scale = (own[name].whole().float().repeat_interleave(width, dim) for name in ("zero", "scale"))
         want = zero + scale * codes
         read = upper.stream.read(torch.float32, 32)
         part = read.split(24, -1)[number].reshape(-1, N, 24)
@@ -104,9 +102,7 @@ def test_tokens_that_are_not_sealed_read_the_codes_of_the_dominant_layer_too(tai
 
 @pytest.mark.parametrize("merge", ["round", "floor", "ceil"])
 @pytest.mark.parametrize(("span", "gamma"), [(2, 0.5), (2, 0.7), (3, 0.5), (2, 1.0)])
-def test_an_average_is_of_the_codes_that_each_layer_would_have(
-    merge: str, span: int, gamma: float
-) -> None:
+def test_an_average_is_of_the_codes_that_each_layer_would_have(merge: str, span: int, gamma: float) -> None:
     model = tiny("llama", num_hidden_layers=6)
     layers = "km=0,vm=0,kq=6,vq=0,eta1=0,eta2=0,tail=0,group=8"
     spec = f"crosslayer:{layers},merge={merge},span={span},gamma={gamma}"
@@ -170,7 +166,5 @@ def test_odd_bounds_that_mix_nothing_are_allowed() -> None:
 
 def test_a_span_that_is_not_whole_shares_nothing() -> None:
     cache = filled(tiny("llama"), "crosslayer:kq=0,vq=0,km=0,vm=0,tail=0,group=8")
-    borrowing = [
-        [s.shared for s in layer.stream.segments] == [True, True] for layer in cache.compressed
-    ]
+    borrowing = [[s.shared for s in layer.stream.segments] == [True, True] for layer in cache.compressed]
     assert borrowing == [False, True, False, True, False]

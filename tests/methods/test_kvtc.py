@@ -80,9 +80,7 @@ def test_sinks_and_recent_tokens_are_exact() -> None:
 def test_more_bits_lose_less() -> None:
     model = tiny("qwen3")
     full = filled(model, "full:group=16", 64)
-    lost = [
-        error(filled(model, f"kvtc-{bits}bit:group=16,tail=0", 64), full) for bits in (1, 2, 4, 8)
-    ]
+    lost = [error(filled(model, f"kvtc-{bits}bit:group=16,tail=0", 64), full) for bits in (1, 2, 4, 8)]
     assert lost == sorted(lost, reverse=True) and lost[3] < 0.1 * lost[0]
 
 

@@ -69,9 +69,7 @@ def test_large_heads_have_ranges_of_equal_parts() -> None:
 
 
 def test_one_calibration_serves_any_bits_sinks_and_tail() -> None:
-    assert (
-        parse_method("oscar-4bit:sink=4,tail=0,group=64,key_clip=1").calibrated_as == "oscar-2bit"
-    )
+    assert parse_method("oscar-4bit:sink=4,tail=0,group=64,key_clip=1").calibrated_as == "oscar-2bit"
     other = parse_method("oscar-3bit:matrix=layer,first_layers=2")
     assert other.calibrated_as == "oscar-2bit:matrix=layer"
 

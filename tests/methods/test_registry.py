@@ -65,9 +65,7 @@ def test_the_page_shows_the_file_and_it_is_short() -> None:
 
 
 @pytest.mark.parametrize("words", [("--plugin", FP8, "methods"), ("methods", "--plugin", FP8)])
-def test_the_command_takes_a_file(
-    words: tuple[str, ...], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_a_file(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     assert main([str(word) for word in words]) == 0
     assert "8-bit floats" in capfd.readouterr().out
 
@@ -113,9 +111,7 @@ def test_a_distribution_brings_a_method(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_method_of_the_laboratory_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xquant.spec.find_installed", lambda: None)
     METHODS.pop("pyramid", None)  # where the laboratory is installed
-    with pytest.raises(
-        ValueError, match=r"of the laboratory, .*: in a clone, pip install \. \./lab"
-    ):
+    with pytest.raises(ValueError, match=r"of the laboratory, .*: in a clone, pip install \. \./lab"):
         parse_method("pyramid:keep=0.4")
 
 

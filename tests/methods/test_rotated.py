@@ -64,9 +64,7 @@ def test_q8_0_and_q4_0_are_llama_cpps() -> None:
         scale = (peak.abs() / 127 if spec == "q8_0" else peak / -8).half().float()
         want = ((blocks / scale).round().clamp(low, high) * scale).flatten(-2)
         torch.testing.assert_close(through(quantizer, x), want, rtol=1e-3, atol=1e-3)
-        assert Segment(96, quantizer).parts(128).total() * 8 / 128 / 96 == (
-            8.5 if spec == "q8_0" else 4.5
-        )
+        assert Segment(96, quantizer).parts(128).total() * 8 / 128 / 96 == (8.5 if spec == "q8_0" else 4.5)
 
 
 def test_a_block_of_fewer_channels_has_a_scale_of_its_own() -> None:
@@ -84,9 +82,7 @@ def test_a_sketch_keeps_products_right_on_average() -> None:
     for quantizer in (base, Sketched(base, torch.randn(64, 64))):
         found, wanted = through(quantizer, x) @ queries, x @ queries
         slopes.append(float((found * wanted).mean() / wanted.square().mean()))
-    assert (
-        abs(slopes[0] - (1 - normal_error(normal_levels(1)))) < 0.03 and abs(slopes[1] - 1) < 0.03
-    )
+    assert abs(slopes[0] - (1 - normal_error(normal_levels(1)))) < 0.03 and abs(slopes[1] - 1) < 0.03
 
 
 def test_tokens_and_channels_of_any_size_are_balanced() -> None:

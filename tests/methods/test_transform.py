@@ -22,17 +22,13 @@ def filled(model: Any, spec: str, tokens: int = 128, attend: str = "chunk") -> K
 
 
 @pytest.mark.parametrize("bits", [1.1, 2, 2.7, 4])
-@pytest.mark.parametrize(
-    ("name", "basis"), [("tc", "joint"), ("tc", "keys-first"), ("tc-cl", "joint")]
-)
+@pytest.mark.parametrize(("name", "basis"), [("tc", "joint"), ("tc", "keys-first"), ("tc-cl", "joint")])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_budget_is_spent_and_not_more(family: str, name: str, basis: str, bits: float) -> None:
     model = tiny(family)
     cache = filled(model, f"{name}-{bits}bit:group=64,basis={basis}")
     held = sum(layer.stream.nbytes for layer in cache.compressed)
-    values = sum(
-        2 * layer.codec.view.kv_width * layer.stream.tokens * 2 for layer in cache.compressed
-    )
+    values = sum(2 * layer.codec.view.kv_width * layer.stream.tokens * 2 for layer in cache.compressed)
     per_token = 1 / sum(2 * layer.codec.view.kv_width for layer in cache.compressed)
     assert bits - 2 * per_token - 0.02 < 8 * held / values <= bits
 
@@ -146,9 +142,7 @@ def test_a_damaged_calibration_is_made_anew(tmp_path: Any, monkeypatch: pytest.M
     assert own_calibration(model, Words(), method) == made
 
 
-def test_what_is_kept_is_checked_before_it_is_used(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_checked_before_it_is_used(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(files.CACHE, str(tmp_path))
     monkeypatch.setattr("xquant.methods.Transform.calibration_size", (40, 2))
     model, method = tiny("llama"), parse_method("tc-2bit:metric=identity")

@@ -40,9 +40,7 @@ def read(model: Any, accumulator: int, stream: str, sink: int) -> tuple[list[Ten
 @pytest.mark.parametrize("stream", ["post", "residual"])
 @pytest.mark.parametrize("sink", [0, 2])
 @pytest.mark.parametrize("accumulator", [3, 4, 16])
-def test_a_layer_predicts_from_the_requantized_accumulator(
-    accumulator: int, sink: int, stream: str
-) -> None:
+def test_a_layer_predicts_from_the_requantized_accumulator(accumulator: int, sink: int, stream: str) -> None:
     model = tiny("llama-mha")
     got, values = read(model, accumulator, stream, sink)
     carried: Tensor | None = None

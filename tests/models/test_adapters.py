@@ -26,9 +26,7 @@ BEFORE = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 8}
 INSIDE: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(**LINEAR, init_lora_weights=False),
     "dora": lambda: peft.LoraConfig(**LINEAR, init_lora_weights=False, use_dora=True),
-    "ia3": lambda: peft.IA3Config(
-        **LINEAR, feedforward_modules=["up_proj"], init_ia3_weights=False
-    ),
+    "ia3": lambda: peft.IA3Config(**LINEAR, feedforward_modules=["up_proj"], init_ia3_weights=False),
 }
 AHEAD: dict[str, Callable[[], Any]] = {
     "prompt": lambda: peft.PromptTuningConfig(**BEFORE),

@@ -89,9 +89,7 @@ def test_states_come_along(family: str, way: str, tmp_path: Path) -> None:
     assert other.is_initialized
     wanted = whole(model, torch.cat([IDS, MORE], 1))[:, 30:]
     for each in (other, cache):  # the one does not change the other
-        torch.testing.assert_close(
-            read(model, copy.deepcopy(each), MORE), wanted, atol=2e-3, rtol=2e-3
-        )
+        torch.testing.assert_close(read(model, copy.deepcopy(each), MORE), wanted, atol=2e-3, rtol=2e-3)
 
 
 SEQUENCES: dict[str, tuple[Callable[[KVCache], Any], list[int]]] = {

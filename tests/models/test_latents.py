@@ -40,9 +40,7 @@ def test_steps_read_latents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("deepseek_v3")
     expanded: list[int] = []
     attention = model.model.layers[0].self_attn
-    attention.kv_b_proj.register_forward_hook(
-        lambda m, args, out: expanded.append(args[0].shape[-2])
-    )
+    attention.kv_b_proj.register_forward_hook(lambda m, args, out: expanded.append(args[0].shape[-2]))
     cache = KVCache(model, "kivi-4bit:group=8")
     with torch.no_grad():
         for ids in prompt(1, 40).split([36, 1, 1, 2], 1):
@@ -59,8 +57,7 @@ def test_what_asks_for_weights_gets_them() -> None:
             model(prompt(1, 20), past_key_values=cache, use_cache=True)
     ids = prompt(1, 1, seed=5)
     found, want = (
-        model(ids, past_key_values=cache, use_cache=True, output_attentions=True)
-        for cache in caches
+        model(ids, past_key_values=cache, use_cache=True, output_attentions=True) for cache in caches
     )
     torch.testing.assert_close(found.logits, want.logits, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.attentions[1], want.attentions[1], rtol=1e-4, atol=1e-5)

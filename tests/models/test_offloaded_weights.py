@@ -47,9 +47,7 @@ def loaded_in_parts(model: Any, folder: Path) -> Any:
     """As `from_pretrained` does it: of the layers every other one is in a file."""
     model.save_pretrained(folder / "model")
     where = {name: "cpu" for name, _ in model.named_children()}
-    where = {f"model.{name}": "cpu" for name, _ in model.model.named_children()} | {
-        "lm_head": "cpu"
-    }
+    where = {f"model.{name}": "cpu" for name, _ in model.model.named_children()} | {"lm_head": "cpu"}
     del where["model.layers"]
     where |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(5)}
     options = {"device_map": where, "offload_folder": str(folder / "offloaded")}

@@ -38,9 +38,7 @@ EVERY = [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "family", "bits", "spec"), EVERY)
-def test_every_method_works(
-    library: Callable[..., None], family: str, bits: int, spec: str
-) -> None:
+def test_every_method_works(library: Callable[..., None], family: str, bits: int, spec: str) -> None:
     model = tiny(family, **SIZES)
     library(model, bits)
     for operation in (greedy, padded):
@@ -137,9 +135,7 @@ def test_gradients_that_do_not_reach_the_states_are_told_of() -> None:
     torchao(model, "int8, inputs too")
     with pytest.raises(ValueError, match=r"no gradients reach the keys .* weighting=none"):
         calibrate_on(model, prompt(2, 64), parse_method("kvquant-2bit-1%:group=8"))
-    found = calibrate_on(
-        model, prompt(2, 64), parse_method("kvquant-2bit-1%:group=8,weighting=none")
-    )
+    found = calibrate_on(model, prompt(2, 64), parse_method("kvquant-2bit-1%:group=8,weighting=none"))
     assert found.tensors
 
 

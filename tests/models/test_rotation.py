@@ -20,12 +20,10 @@ def turned_directly(x: torch.Tensor, angles: torch.Tensor, pairs: str, sign: int
     """Heads ``[B, T, G, D]`` with their first channels as complex numbers, by angles ``[T, R/2]``."""
     width = 2 * angles.shape[-1]
     head, rest = x[..., :width], x[..., width:]
-    real, imaginary = (
-        (head[..., ::2], head[..., 1::2]) if pairs == "neighbours" else head.chunk(2, -1)
+    real, imaginary = (head[..., ::2], head[..., 1::2]) if pairs == "neighbours" else head.chunk(2, -1)
+    numbers = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), sign * angles).unsqueeze(
+        1
     )
-    numbers = torch.complex(real, imaginary) * torch.polar(
-        torch.ones_like(angles), sign * angles
-    ).unsqueeze(1)
     if pairs == "neighbours":
         head = torch.view_as_real(numbers).flatten(-2)
     else:

@@ -49,9 +49,7 @@ def states(layers: list[CompressedLayer]) -> list[AttentionInputs]:
         x[..., 1] *= 20
         heads = (BATCH, view.kv_heads, TOKENS, view.head_size)
         seen.append(
-            AttentionInputs(
-                x, rows(*x.shape), rows(BATCH, TOKENS, view.kv_width), rows(*heads), rows(*heads)
-            )
+            AttentionInputs(x, rows(*x.shape), rows(BATCH, TOKENS, view.kv_width), rows(*heads), rows(*heads))
         )
     return seen
 
@@ -113,9 +111,7 @@ SPECS = [
     ("step", "hold"), [(1, True), (5, True), (5, False), (8, False), (19, True), (19, False)]
 )
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_same_states_give_the_same_store_however_they_arrive(
-    spec: str, step: int, hold: bool
-) -> None:
+def test_the_same_states_give_the_same_store_however_they_arrive(spec: str, step: int, hold: bool) -> None:
     model = tiny("qwen2")
     whole, index = stack(model, spec)
     seen = states(whole)

@@ -34,10 +34,7 @@ def model() -> Any:
 
 def caches(model: Any, spec: str, kernel: str = "auto") -> list[KVCache]:
     made = calibration(model, spec)
-    return [
-        KVCache(model, spec, calibration=made, kernel=kernel, offload=where)
-        for where in (None, "cpu")
-    ]
+    return [KVCache(model, spec, calibration=made, kernel=kernel, offload=where) for where in (None, "cpu")]
 
 
 @torch.inference_mode()

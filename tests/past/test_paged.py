@@ -59,9 +59,7 @@ def test_each_sequence_reads_its_own_past(model: Any, spec: str, retention: Rete
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", NATIVE)
 @_kept(KERNEL_SPECS)
-def test_kernels_read_unequal_sequences(
-    wide: Any, spec: str, retention: Retention, backend: Backend
-) -> None:
+def test_kernels_read_unequal_sequences(wide: Any, spec: str, retention: Retention, backend: Backend) -> None:
     torch.manual_seed(2)
     engine = Engine(codec_of(wide, spec), softcap=4.0, retention=retention, backend=backend)
     assert engine.layer.in_place
@@ -208,9 +206,7 @@ def changed(usual: Any, change: Any, *given: Any) -> None:
 
 
 @needs_native
-def test_an_output_of_another_type_or_size_is_refused(
-    wide: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_of_another_type_or_size_is_refused(wide: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(codec_of(wide, "kivi-8bit:group=32"), backend=NATIVE[0])
     engine.step({0: 40})
     usual, wrong = engine.layer.attend, [torch.Tensor.double, lambda out: out[:, :2]]

@@ -27,9 +27,7 @@ def sealed(cache: KVCache) -> list[int]:
 def test_a_decode_step_reads_the_block_that_it_completes_exactly(kernel: str, count: int) -> None:
     """As a cache does whose tail keeps the block from being complete."""
     model = tiny("llama", head_dim=32, hidden_size=128)
-    cache, later = (
-        KVCache(model, spec, kernel=kernel) for spec in ("int2:group=32", "int2:group=32,tail=3")
-    )
+    cache, later = (KVCache(model, spec, kernel=kernel) for spec in ("int2:group=32", "int2:group=32,tail=3"))
     for one in (cache, later):
         run(model, one, 0, 50)
         run(model, one, 50, 63)

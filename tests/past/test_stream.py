@@ -151,9 +151,7 @@ def test_what_a_segment_tells_of_the_next_is_taken_from_it_as_it_is_read(packer:
     generator = torch.Generator().manual_seed(0)
     predictor = torch.randn(5, 4, generator=generator)
     known = torch.randn(3, 16, 4, generator=generator)
-    rows = torch.cat(
-        [known, known @ predictor.T + 0.1 * torch.randn(3, 16, 5, generator=generator)], -1
-    )
+    rows = torch.cat([known, known @ predictor.T + 0.1 * torch.randn(3, 16, 5, generator=generator)], -1)
     segments = (
         Segment(4, Affine(2, "channel", 16)),
         Segment(5, Affine(4, "channel", 16), predictor=predictor),

@@ -39,9 +39,7 @@ def test_error_is_at_most_half_a_step_and_the_rounding_of_scale_and_zero(
     assert scale.dtype == zero.dtype == torch.float16
     assert codes.dtype == torch.uint8 and int(codes.max()) < 2**b
     back = there_and_back(x, b, dim, group)
-    step, low = (
-        t.float().repeat_interleave(group, dim).narrow(dim, 0, x.shape[dim]) for t in (scale, zero)
-    )
+    step, low = (t.float().repeat_interleave(group, dim).narrow(dim, 0, x.shape[dim]) for t in (scale, zero))
     # Inside the codes' range the error is half a step. fp16 rounds zero by 2^-11 of itself and the
     # scale by 2^-11 of itself, which moves the top code by as much of the range; subnormals by 2^-25.
     slack = 2**-11 * (low.abs() + (2**b - 1) * step) + 2**-25 * 2**b
@@ -50,9 +48,7 @@ def test_error_is_at_most_half_a_step_and_the_rounding_of_scale_and_zero(
 
 @settings(max_examples=60, deadline=None)
 @given(tensors(), bits, st.integers(1, 25), st.integers(0, 2**32 - 1))
-def test_excluded_tokens_do_not_touch_the_others(
-    x: torch.Tensor, b: int, group: int, seed: int
-) -> None:
+def test_excluded_tokens_do_not_touch_the_others(x: torch.Tensor, b: int, group: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     excluded = torch.rand(x.shape[:-1], generator=generator) < 0.3
     other = torch.where(excluded[..., None], torch.tensor(torch.inf), x)
@@ -119,15 +115,10 @@ def test_nan_is_refused(dim: int) -> None:
     st.integers(1, 40),
     st.integers(1, 9),
 )
-def test_bytes_are_what_the_formula_says(
-    b: int, per: Any, group: int, n: int, channels: int
-) -> None:
+def test_bytes_are_what_the_formula_says(b: int, per: Any, group: int, n: int, channels: int) -> None:
     for quantizer in (Affine(b, per, group), Plain(torch.float16), Plain(torch.float32)):
         packed = quantizer.encode(torch.randn(3, n, channels), None)
-        assert (
-            sum(t.nbytes for t in packed.values())
-            == 3 * Segment(channels, quantizer).parts(n).total()
-        )
+        assert sum(t.nbytes for t in packed.values()) == 3 * Segment(channels, quantizer).parts(n).total()
         out = torch.empty(3, n, channels, dtype=torch.bfloat16)
         quantizer.decode(packed, out)
         assert out.isfinite().all()

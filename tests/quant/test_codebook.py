@@ -221,9 +221,7 @@ def test_bounds_past_fp16_saturate() -> None:
 
 @pytest.mark.parametrize("per", ["token", "channel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_blocks_in_the_models_dtype_are_packed_as_their_fp32_numbers(
-    dtype: torch.dtype, per: Any
-) -> None:
+def test_blocks_in_the_models_dtype_are_packed_as_their_fp32_numbers(dtype: torch.dtype, per: Any) -> None:
     x = (torch.randn(2, 16, 20) * 3).to(dtype)
     for quantizer in (
         Affine(3, per, 8),

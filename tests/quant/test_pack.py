@@ -91,8 +91,7 @@ def test_the_order_of_tiles_does_not_change() -> None:
     assert keys.shape == (2, 2, 8, 64)
     head, tile, quad, lane, element = 1, 1, 5, 3, 2
     assert (
-        keys[head, tile, quad, lane * 4 + element]
-        == codes[tile * 16 + lane, head * 32 + quad * 4 + element]
+        keys[head, tile, quad, lane * 4 + element] == codes[tile * 16 + lane, head * 32 + quad * 4 + element]
     )
     values = Tile(32, "channels").arrange(codes)
     assert (

@@ -75,9 +75,7 @@ def test_no_other_way_to_give_the_bits_costs_less(variances: list[float], budget
     profile = torch.tensor(sorted(variances, reverse=True), dtype=torch.float64)
     errors = {0.0: 1.0} | {width.bits: width.error for width in WIDTHS}
     counts = allot([profile], budget)[0]
-    given_bits = [
-        w.bits for w, n in reversed([*zip(WIDTHS, counts, strict=True)]) for _ in range(n)
-    ]
+    given_bits = [w.bits for w, n in reversed([*zip(WIDTHS, counts, strict=True)]) for _ in range(n)]
     given_bits += [0] * (len(profile) - len(given_bits))
     assert sum(given_bits) == min(budget, 8 * len(profile))
 
@@ -85,19 +83,14 @@ def test_no_other_way_to_give_the_bits_costs_less(variances: list[float], budget
         return sum(v * errors[b] for v, b in zip(profile.tolist(), bits, strict=True))
 
     every = combinations_with_replacement(sorted(errors, reverse=True), len(profile))
-    best = min(
-        (cost(bits) for bits in every if sum(bits) <= budget - 0.5), default=cost(given_bits)
-    )
+    best = min((cost(bits) for bits in every if sum(bits) <= budget - 0.5), default=cost(given_bits))
     assert cost(given_bits) <= best * (1 + 1e-9)
 
 
 def test_layers_that_matter_more_get_more() -> None:
     profile = torch.tensor([4.0, 2.0, 1.0])
     small, large = allot([profile, 100 * profile], 9)
-    bits = [
-        sum(width.bits * n for width, n in zip(WIDTHS, counts, strict=True))
-        for counts in (small, large)
-    ]
+    bits = [sum(width.bits * n for width, n in zip(WIDTHS, counts, strict=True)) for counts in (small, large)]
     assert sum(bits) == 9 and bits[1] > bits[0]
 
 
@@ -121,9 +114,7 @@ def test_a_block_takes_the_bytes_of_the_formula(case: tuple[Ranked, torch.Tensor
 
 @settings(deadline=None)
 @given(cases(), st.integers(0, 2**32 - 1))
-def test_tokens_that_do_not_count_change_no_other(
-    case: tuple[Ranked, torch.Tensor], seed: int
-) -> None:
+def test_tokens_that_do_not_count_change_no_other(case: tuple[Ranked, torch.Tensor], seed: int) -> None:
     quantizer, x = case
     excluded = torch.rand(x.shape[:2], generator=torch.Generator().manual_seed(seed)) < 0.3
     loud = torch.where(excluded.unsqueeze(-1), 1e4 * x.abs() + 1e3, x)
@@ -144,9 +135,7 @@ def test_blocks_do_not_depend_on_each_other(case: tuple[Ranked, torch.Tensor]) -
 def test_errors_are_those_of_the_levels() -> None:
     size = torch.logspace(1, -1, 60)
     x = torch.randn(8, 128, 60, generator=torch.Generator().manual_seed(0)) * size
-    quantizer = Ranked(
-        steps_of(size.square()).to(torch.int16), counts_of({1: 15, 2: 15, 3: 15, 4: 15})
-    )
+    quantizer = Ranked(steps_of(size.square()).to(torch.int16), counts_of({1: 15, 2: 15, 3: 15, 4: 15}))
     error = (decoded(quantizer, x) - x).square().mean((0, 1)) / size.square()
     for first, bits in ((0, 4), (15, 3), (30, 2), (45, 1)):
         # Scales and gains are rounded to a third of an octave.
@@ -161,9 +150,7 @@ def test_a_channel_that_is_louder_in_a_block_gets_the_wider_codes_there() -> Non
     for loud in (0, 1):
         scaled = x.clone()
         scaled[..., loud] *= 2
-        error = (decoded(quantizer, scaled) - scaled).square().mean((0, 1)) / scaled.square().mean(
-            (0, 1)
-        )
+        error = (decoded(quantizer, scaled) - scaled).square().mean((0, 1)) / scaled.square().mean((0, 1))
         assert error[loud] < 0.05 and error[1 - loud] > 0.5
 
 
@@ -221,8 +208,6 @@ def test_nan_is_refused() -> None:
         (torch.zeros(3, dtype=torch.int16), (1, 1), "3 channels cannot have"),
     ],
 )
-def test_tables_that_do_not_fit_are_refused(
-    usual: torch.Tensor, counts: tuple[int, ...], why: str
-) -> None:
+def test_tables_that_do_not_fit_are_refused(usual: torch.Tensor, counts: tuple[int, ...], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Ranked(usual, counts)

@@ -41,18 +41,14 @@ def test_levels_without_a_trellis_are_the_best() -> None:
 @pytest.mark.parametrize("width", WIDTHS, ids=lambda w: f"{w.bits:g}")
 def test_a_window_is_the_bits_before_it_in_the_circle(width: Width) -> None:
     count = 16 // width.tokens
-    codes = torch.randint(
-        0, 2**width.code, (2, count, 3), generator=torch.Generator().manual_seed(0)
-    )
+    codes = torch.randint(0, 2**width.code, (2, count, 3), generator=torch.Generator().manual_seed(0))
     windows, levels = width.windows(codes.byte()), width.decode(codes.byte())
     for block, channel, at in product(range(2), range(3), range(count)):
         bits = "".join(f"{int(c):0{width.code}b}" for c in codes[block, :, channel].roll(-at - 1))
         window = int(bits[-width.window :], 2)
         assert windows[block, at, channel] == window
         first = at * width.tokens
-        assert torch.equal(
-            levels[block, first : first + width.tokens, channel], width.levels[window]
-        )
+        assert torch.equal(levels[block, first : first + width.tokens, channel], width.levels[window])
 
 
 @pytest.mark.parametrize("width", TRELLIS[:2], ids=lambda w: f"{w.bits:g}")

@@ -16,9 +16,7 @@ from xquant import KVCache
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", [*SOME, "tc-3bit:group=32", "kivi-4bit:group=32", "full"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_entropy_coding_loses_nothing(
-    family: str, spec: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_entropy_coding_loses_nothing(family: str, spec: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = model_of(family, dtype)
     run = lived(model, make_cache(model, spec))
     other = loaded(run.cache, tmp_path / "c", pack="entropy")
@@ -51,9 +49,7 @@ def test_entropy_coding_makes_a_file_smaller(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_entropy_coding_without_its_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entropy_coding_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[entropy\]'"):
         KVCache(model_of("llama"), "int8").save(tmp_path / "c", pack="entropy")

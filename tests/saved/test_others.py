@@ -20,9 +20,7 @@ RECURRENT = ["qwen3_next", "qwen3_5", "granitemoehybrid", "falcon_h1"]
 @pytest.mark.parametrize("pack", [None, "entropy"])
 @pytest.mark.parametrize("spec", ["kivi-2bit:group=8,sink=2", "tc-2bit:group=16"])
 @pytest.mark.parametrize("family", RECURRENT)
-def test_states_of_linear_attention(
-    family: str, spec: str, pack: str | None, tmp_path: Path
-) -> None:
+def test_states_of_linear_attention(family: str, spec: str, pack: str | None, tmp_path: Path) -> None:
     model = model_of(family)
     run = Run(model, make_cache(model, spec), torch.ones(2, 0, dtype=torch.long))
     run.forward(prompt(2, 30))
@@ -90,9 +88,7 @@ class _Pictured:
         return logits
 
 
-@pytest.mark.parametrize(
-    "spec", ["kivi-2bit:group=8,sink=2", "int8:group=8", "xquant-4bit:group=8"]
-)
+@pytest.mark.parametrize("spec", ["kivi-2bit:group=8,sink=2", "int8:group=8", "xquant-4bit:group=8"])
 def test_positions_of_several_axes(spec: str, tmp_path: Path) -> None:
     pictured = _Pictured(with_images("Qwen2_5_VL"))
     cache = KVCache(pictured.model, spec)

@@ -59,9 +59,7 @@ def refused(model: Any, file: Path, words: str, **more: Any) -> None:
 def test_another_model_is_refused(model: Any, file: Path) -> None:
     refused(tiny("llama"), file, "saved from another model")
     refused(tiny("qwen2", num_hidden_layers=2), file, r"another model \(LlamaForCausalLM\)")
-    refused(
-        tiny("llama", num_hidden_layers=2).double(), file, "in float32, and this one is in float64"
-    )
+    refused(tiny("llama", num_hidden_layers=2).double(), file, "in float32, and this one is in float64")
     other = tiny("llama", num_hidden_layers=2)
     assert KVCache.load(other, file).get_seq_length() == 38
     other.model.layers[1].self_attn.v_proj.weight.data[0, 0] += 1
@@ -112,9 +110,7 @@ def test_a_calibration_that_is_kept_is_found(
 
 
 @pytest.mark.parametrize("form", ["gqa", "mha"])
-def test_other_bases_are_refused(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_bases_are_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of linear algebra that gives other vectors of an SVD."""
     spec = f"xquant-4bit:group=8,form={form}"
     filled(tiny("llama", num_hidden_layers=2), spec).save(tmp_path / "c")
@@ -259,9 +255,7 @@ def little_memory() -> Iterator[None]:
     """What asks for much memory fails."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    now = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line
-    )
+    now = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line)
     resource.setrlimit(resource.RLIMIT_AS, ((int(now.split()[1]) << 10) + ROOM, hard))
     yield
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -160,9 +160,7 @@ def test_shared_blocks_stay_shared_and_are_saved_once(tmp_path: Path) -> None:
     assert run.same_with(other)
 
 
-def test_packed_blocks_are_not_copied_to_be_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_blocks_are_not_copied_to_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("llama")
     run = Run(model, KVCache(model, "kivi-4bit:group=8"), torch.ones(1, 0).long())
     for count in (100, 8, 100, 1):

@@ -87,9 +87,7 @@ def test_methods_and_models(family: str, spec: str, backend: str) -> None:
     model = tiny(family)
     want = decoded(model, KVCache(model, spec), steps=6)
     fast = torch.compile(model, backend=backend)
-    torch.testing.assert_close(
-        decoded(fast, KVCache(model, spec), steps=6), want, atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(decoded(fast, KVCache(model, spec), steps=6), want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -181,9 +179,7 @@ def test_one_graph_takes_other_caches_and_refuses_ours() -> None:
                 if steps:
                     decoded(model, cache, steps, prompt(1, 30))
                 for _ in range(2):
-                    with pytest.raises(
-                        ValueError, match=r"^a compressed cache .* fullgraph=True [^\n]*$"
-                    ):
+                    with pytest.raises(ValueError, match=r"^a compressed cache .* fullgraph=True [^\n]*$"):
                         fast(ids[:, :1] if steps else ids, past_key_values=cache)
                 assert cache.get_seq_length() == (20 + steps if steps else 0)
 
@@ -196,9 +192,7 @@ def test_one_graph_makes_no_cache_of_ours() -> None:
         with compressed(model, SPEC):
             for given in ({"input_ids": ids}, {"inputs_embeds": model.get_input_embeddings()(ids)}):
                 for _ in range(2):
-                    with pytest.raises(
-                        ValueError, match=r"^a compressed .* fullgraph=True [^\n]*$"
-                    ):
+                    with pytest.raises(ValueError, match=r"^a compressed .* fullgraph=True [^\n]*$"):
                         fast(**given, use_cache=True)
             assert torch.equal(fast(ids, use_cache=False).logits, want)
         after = fast(ids, use_cache=True)

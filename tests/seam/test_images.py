@@ -162,9 +162,7 @@ def test_an_image_after_text(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "spec", ["kivi-16bit:group=8,sink=2", "xquant-16bit:group=8", "kivi-4bit:group=32"]
-)
+@pytest.mark.parametrize("spec", ["kivi-16bit:group=8,sink=2", "xquant-16bit:group=8", "kivi-4bit:group=32"])
 @pytest.mark.parametrize("name", VISION)
 def test_text_and_images_in_turns(name: str, spec: str) -> None:
     """Text, an image, text and an image in one cache, of two sequences with padding on the left; then tokens

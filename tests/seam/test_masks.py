@@ -101,9 +101,7 @@ PASSES = [of_tree, of_packed_texts, of_padding_in_four_axes, of_heads, of_one_ro
 class Run:
     """Passes of one cache, and their logits."""
 
-    def __init__(
-        self, model: Any, cache: Any, batch: int, added: bool, between: Any = None
-    ) -> None:
+    def __init__(self, model: Any, cache: Any, batch: int, added: bool, between: Any = None) -> None:
         self.model, self.cache, self.added, self.between = model, cache, added, between
         self.ids, self.at, self.found = prompt(batch, ROOM), 0, list[Tensor]()
         self.held = self.ids[:, :0]
@@ -175,9 +173,7 @@ def test_a_mask_of_four_axes_is_honoured(model: Any, form: str, passes: Any) -> 
 
 @pytest.mark.parametrize("held", [40, 59])
 @pytest.mark.parametrize("make", [KVCache, lambda *own: StaticKVCache(*own, ROOM)])
-def test_a_branch_that_is_kept_is_packed_as_if_it_had_come_alone(
-    model: Any, make: Any, held: int
-) -> None:
+def test_a_branch_that_is_kept_is_packed_as_if_it_had_come_alone(model: Any, make: Any, held: int) -> None:
     """Drafts set ranges as other tokens do, and those that are dropped leave none, also where a block was
     sealed with them."""
     ids, found = prompt(1, 140), []

@@ -152,9 +152,7 @@ class Breaking:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize(
-    "spec", ["kvquant-2bit-5%:group=8,sink=2", "xquant-cl-3bit:group=8,form=gqa"]
-)
+@pytest.mark.parametrize("spec", ["kvquant-2bit-5%:group=8,sink=2", "xquant-cl-3bit:group=8,form=gqa"])
 def test_sealing_that_is_interrupted(spec: str, kind: type[BaseException]) -> None:
     """In the middle of a layer's blocks: what was added to some fields of a segment is taken off."""
     from xquant.past import stream

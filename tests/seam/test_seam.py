@@ -34,9 +34,7 @@ def off(model: Any, cache: KVCache, count: int = 30, more: int = 10) -> float:
 
 @pytest.mark.parametrize("spec", IDENTITY)
 @pytest.mark.parametrize("family", ["DiffLlama", "Doge"])
-def test_a_model_that_works_with_the_returned_states_is_given_all_of_them(
-    family: str, spec: str
-) -> None:
+def test_a_model_that_works_with_the_returned_states_is_given_all_of_them(family: str, spec: str) -> None:
     model = built(family)
     cache = KVCache(model, spec)
     assert off(model, cache) < 1e-4
@@ -97,14 +95,10 @@ def test_frequencies_that_switch(spec: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "folded"])
-@pytest.mark.parametrize(
-    "spec", ["kivi-4bit:group=32", "xquant-4bit:group=32", "nf4:group=32,rope=pre"]
-)
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32", "xquant-4bit:group=32", "nf4:group=32,rope=pre"])
 def test_kernels_read_tokens_of_both_kinds_of_frequencies(spec: str, kernel: str) -> None:
     model = long_rope()
-    found = [
-        steps(model, KVCache(model, spec, kernel=k), SWITCH, 40) for k in ("reference", kernel)
-    ]
+    found = [steps(model, KVCache(model, spec, kernel=k), SWITCH, 40) for k in ("reference", kernel)]
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 5e-3
 
 
@@ -124,9 +118,7 @@ def test_frequencies_that_switch_back_when_tokens_are_cropped() -> None:
     torch.testing.assert_close(*more, rtol=0, atol=1e-4)
 
 
-@pytest.mark.skipif(
-    VERSION.release[:2] == (5, 8), reason="generate() of 5.8 does not read the text anew"
-)
+@pytest.mark.skipif(VERSION.release[:2] == (5, 8), reason="generate() of 5.8 does not read the text anew")
 def test_a_cache_that_generate_drops_says_so() -> None:
     model = long_rope("Phi3")
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

@@ -57,9 +57,7 @@ def at_once(jobs: list[Callable[[], Tensor]]) -> list[Tensor]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
-@pytest.mark.parametrize(
-    "spec", ["kivi-4bit:group=32", "xquant-4bit:group=32", "xquant-cl-3bit:group=8"]
-)
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32", "xquant-4bit:group=32", "xquant-cl-3bit:group=8"])
 def test_two_threads_with_a_cache_each(spec: str, kernel: str) -> None:
     model = tiny("llama", head_dim=32)
 

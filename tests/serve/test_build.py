@@ -116,9 +116,7 @@ def test_calibrations_are_read_for_their_model(model: Any, folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize("outliers", ["", "-4%"])
-def test_calibrations_are_cut_by_head(
-    model: Any, folder: Path, tmp_path: Path, outliers: str
-) -> None:
+def test_calibrations_are_cut_by_head(model: Any, folder: Path, tmp_path: Path, outliers: str) -> None:
     torch.manual_seed(3)
     spec = f"kvquant-3bit{outliers}:sink=0,group=32"
     found, file = calibration(model, spec), tmp_path / "kvquant.safetensors"
@@ -131,9 +129,7 @@ def test_calibrations_are_cut_by_head(
     key, value = torch.randn(2, BLOCK, width)
     keys, values = _decoded(whole, torch.cat([key, value], -1))
     for rank in range(2):
-        (part, *_) = fit.codecs_for(
-            wanted, Model(model.config, torch.float32, place, 2), None, rank
-        )
+        (part, *_) = fit.codecs_for(wanted, Model(model.config, torch.float32, place, 2), None, rank)
         own = slice(rank * width // 2, (rank + 1) * width // 2)
         back = _decoded(part, torch.cat([key[:, own], value[:, own]], -1))
         assert torch.equal(back[0], keys[:, own]) and torch.equal(back[1], values[:, own])

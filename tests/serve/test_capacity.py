@@ -69,9 +69,7 @@ def test_bytes_of_a_page_follow_the_formula(spec: str) -> None:
     assert room.starts[-1] + room.pages[-1] <= len(codecs) * room.page
 
 
-@pytest.mark.parametrize(
-    ("spec", "times"), [("kivi-4bit", 3.4), ("kivi-2bit", 5.5), ("tc-2bit", 6)]
-)
+@pytest.mark.parametrize(("spec", "times"), [("kivi-4bit", 3.4), ("kivi-2bit", 5.5), ("tc-2bit", 6)])
 def test_as_many_tokens_fit_as_is_asked(spec: str, times: float) -> None:
     """At 8,192 positions in bf16, rings included."""
     own = stock_room(MODEL).tokens(2**29, 8192)

@@ -36,9 +36,7 @@ class TorchEngine(EngineAttention):
         assert at.plan == len(at.lengths)
         for number, length in enumerate(at.lengths.tolist()):
             pages = cache[at.table[number].long()]  # [c, G, 2 * SCRATCH, D]
-            keys, values = (
-                half.transpose(1, 2).flatten(0, 1)[:length] for half in pages.chunk(2, 2)
-            )
+            keys, values = (half.transpose(1, 2).flatten(0, 1)[:length] for half in pages.chunk(2, 2))
             own = slice(*at.starts[number : number + 2].tolist())
             groups = query.shape[1] // keys.shape[1]
             keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))

@@ -52,9 +52,7 @@ class Held:
         views = view_model(model).compressed
         self.codecs = codecs_of(method, views, calibration(model, spec))
         self.layers = [
-            PagedPast(
-                codec, BLOCK, None if codec.rotated else self.angles, REFERENCE, sink=method.sink
-            )
+            PagedPast(codec, BLOCK, None if codec.rotated else self.angles, REFERENCE, sink=method.sink)
             for codec in self.codecs
         ]
         for layer in self.layers:
@@ -81,9 +79,7 @@ class Held:
     def recoder(self, model: Any, spec: str | None) -> Recoder:
         if spec is None:
             return Recoder(self.layers, parse_method(self.spec), None, [])
-        codecs = codecs_of(
-            parse_method(spec), view_model(model).compressed, calibration(model, spec)
-        )
+        codecs = codecs_of(parse_method(spec), view_model(model).compressed, calibration(model, spec))
         return Recoder(self.layers, parse_method(spec), codecs, [self.angles] * len(codecs))
 
 

@@ -127,9 +127,7 @@ def append(case: Case, cache: KVCache, real: Tensor, generator: torch.Generator)
     for layer in cache.compressed:
         key = random(batch, case.kv_heads, count, case.head_size)
         # Some channels are much larger than others, and off centre, as keys are.
-        wide, middle = (
-            torch.linspace(*ends, case.head_size, device=DEVICE) for ends in ((0.3, 2), (-1, 1))
-        )
+        wide, middle = (torch.linspace(*ends, case.head_size, device=DEVICE) for ends in ((0.3, 2), (-1, 1)))
         key = (key * wide + middle).to(case.dtype)
         value = random(batch, case.kv_heads, count, case.head_size)
         x = random(batch, count, 8 * case.kv_heads * case.group_heads)
@@ -181,9 +179,7 @@ def error(case: Case, cache: KVCache) -> float:
     wide = torch.randn((*shape[:3], case.head_size + 3), generator=generator)
     wide = wide.to(DEVICE, case.dtype)
     query = case.query_size * wide[..., 3:]  # neither contiguous nor aligned
-    new = torch.randn(
-        2, case.batch, case.queries, case.kv_heads, case.head_size, generator=generator
-    )
+    new = torch.randn(2, case.batch, case.queries, case.kv_heads, case.head_size, generator=generator)
     key, value = new.to(DEVICE, case.dtype).transpose(2, 3)
     mask, worst = mask_for(case, cache), 0.0
     learned = None

@@ -72,11 +72,7 @@ def tensor_changes(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
         yield f"{name} renamed", {**rest, name + ".7": tensor}
         yield f"{name} twice", {**tensors, name + ".7": tensor.clone()}
         for change, other in one_tensor(tensor):
-            if (
-                other.shape != tensor.shape
-                or other.dtype != tensor.dtype
-                or not same(other, tensor)
-            ):
+            if other.shape != tensor.shape or other.dtype != tensor.dtype or not same(other, tensor):
                 yield f"{name} {change}", {**rest, name: other.contiguous()}
 
 

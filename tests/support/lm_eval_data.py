@@ -34,10 +34,7 @@ def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def gsm8k(folder: Path, split: str = "test", count: int = 3) -> Path:
-    rows = [
-        {"question": words(i, 9 + 4 * i), "answer": f"{words(i, 3)}\n#### {i}"}
-        for i in range(count)
-    ]
+    rows = [{"question": words(i, 9 + 4 * i), "answer": f"{words(i, 3)}\n#### {i}"} for i in range(count)]
     return write_lines(folder / "gsm8k" / f"{split}.jsonl", rows)
 
 

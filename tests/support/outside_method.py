@@ -44,9 +44,7 @@ class Ternary(Method):
         return self.offline
 
     def expected_of(self, view: AttentionView) -> dict[str, Expected]:
-        return (
-            {"reach": Expected((2, view.kv_width), torch.float32, least=0)} if self.offline else {}
-        )
+        return {"reach": Expected((2, view.kv_width), torch.float32, least=0)} if self.offline else {}
 
     def codec(self, view: AttentionView, position: int, found: dict[str, Tensor]) -> LayerCodec:
         return TernaryCodec(view, self.digits, found.get("reach"))

@@ -125,9 +125,7 @@ class Engine:
         """What a stream of the library reads of these tokens."""
         places = torch.arange(len(keys))
         if not self.codec.rotated:
-            keys = self.angles.remove_rope(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(
-                0, 1
-            )
+            keys = self.angles.remove_rope(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(0, 1)
         rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
         stream = Stream(self.codec.segments, BLOCK)
         excluded = (torch.arange(len(keys)) < self.sink).view(-1, BLOCK)

@@ -29,9 +29,7 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
         return tiny(family).to(dtype)
 
 
-def loaded(
-    cache: KVCache, file: Path, tokens: Tensor | None = None, pack: str | None = None
-) -> KVCache:
+def loaded(cache: KVCache, file: Path, tokens: Tensor | None = None, pack: str | None = None) -> KVCache:
     """The cache by way of a file."""
     cache.save(file, tokens, pack)
     model = cache.attachment.view.model
@@ -82,9 +80,7 @@ def lived(model: Any, cache: KVCache) -> Run:
     """Sequences that were padded, given in parts, cropped into a block, repeated and reordered."""
     batch = left_padded([41, 9, 20])
     run = Run(model, cache, batch["attention_mask"])
-    for ids, mask in zip(
-        *(batch[k].split(15, 1) for k in ("input_ids", "attention_mask")), strict=True
-    ):
+    for ids, mask in zip(*(batch[k].split(15, 1) for k in ("input_ids", "attention_mask")), strict=True):
         run.forward(ids, mask)
     if not any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         remove(cache, 11)

@@ -105,9 +105,7 @@ def logprobs(llm: Any, prompts: list[list[int]], new: int) -> list[list[dict[int
     """Of the likeliest four at every token that it goes on with."""
     from vllm import SamplingParams
 
-    greedy = SamplingParams(
-        temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=4
-    )
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=4)
     out = llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
     return [
         [{word: found.logprob for word, found in each.items()} for each in one.outputs[0].logprobs]
@@ -129,9 +127,7 @@ def cache_config(llm: Any) -> Any:
     return llm.llm_engine.vllm_config.cache_config
 
 
-def random_prompts(
-    lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY
-) -> list[list[int]]:
+def random_prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> list[list[int]]:
     """Prompts of these lengths, of words below ``vocabulary``."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
@@ -167,9 +163,7 @@ def library(
     return found
 
 
-def calibrated(
-    model: Path, spec: str, samples: torch.Tensor, folder: Path
-) -> tuple[Calibration, str]:
+def calibrated(model: Path, spec: str, samples: torch.Tensor, folder: Path) -> tuple[Calibration, str]:
     """A calibration on these samples, and the file that it is in."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = calibrate_on(loaded, samples, parse_method(spec))
@@ -191,9 +185,7 @@ class Library:
         """Whether every token of an answer is the likeliest one here too."""
         return self._logits(prompt, answer, cuts).argmax(-1).tolist() == answer
 
-    def almost_gives(
-        self, prompt: list[int], answer: list[int], cuts: tuple[int, ...] = ()
-    ) -> bool:
+    def almost_gives(self, prompt: list[int], answer: list[int], cuts: tuple[int, ...] = ()) -> bool:
         """Whether a token that is not the likeliest one is so by no more than roundings move logits.
 
         Sums in another order round otherwise. Where that takes a code over a border, all later layers have
@@ -214,9 +206,7 @@ class Library:
         return bool((behind <= moved).all())
 
     @torch.no_grad()
-    def _logits(
-        self, prompt: list[int], answer: list[int], cuts: tuple[int, ...] = ()
-    ) -> torch.Tensor:
+    def _logits(self, prompt: list[int], answer: list[int], cuts: tuple[int, ...] = ()) -> torch.Tensor:
         """Of each token of an answer, after the prompt and the tokens before; a prompt is read in parts."""
         cache = KVCache(self._model, **self._options)
         *parts, last = torch.tensor([prompt]).tensor_split(cuts, 1)

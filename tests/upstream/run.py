@@ -104,9 +104,7 @@ def others(tests: Iterable[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path)
-    parser.add_argument(
-        "--family", action="append", help="a folder of tests/models; may be repeated"
-    )
+    parser.add_argument("--family", action="append", help="a folder of tests/models; may be repeated")
     parser.add_argument("--method", action="append", help="a method's spec; may be repeated")
     parser.add_argument("--static", action="store_true", help="with a StaticKVCache")
     parser.add_argument("--json", help="a results file to write")

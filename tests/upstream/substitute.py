@@ -134,9 +134,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[None]:
         crash = getattr(report.longrepr, "reprcrash", None)
         found = {"outcome": report.outcome, "caches": _made}
         if report.failed:
-            found["reason"] = (
-                crash.message.splitlines()[0] if crash else str(report.longrepr)[-200:]
-            )
+            found["reason"] = crash.message.splitlines()[0] if crash else str(report.longrepr)[-200:]
         _outcomes[item.nodeid] = found
     return report
 

@@ -55,9 +55,7 @@ def _asked(chance: random.Random) -> list[Asked]:
     asked = []
     for _ in range(REQUESTS):
         stem = chance.choice(stems)
-        prompt = stem[: chance.randint(1, len(stem))] + chance.choices(
-            words, k=chance.randint(1, 99)
-        )
+        prompt = stem[: chance.randint(1, len(stem))] + chance.choices(words, k=chance.randint(1, 99))
         if len(prompt) % BLOCK == 0:  # of such a prompt, a last block that is known is read anew
             prompt = prompt[1:]
         asked.append(Asked(prompt, chance.randint(1, MOST_NEW), []))

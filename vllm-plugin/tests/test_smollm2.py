@@ -43,9 +43,7 @@ def text() -> list[int]:
         "tc-2bit",
     ],
 )
-def test_answers_are_the_librarys(
-    smollm2: Path, text: list[int], spec: str, tmp_path: Path
-) -> None:
+def test_answers_are_the_librarys(smollm2: Path, text: list[int], spec: str, tmp_path: Path) -> None:
     prompt, made, own = text[20000:20300], None, {}  # blocks are sealed four times
     if parse_method(spec).needs_calibration:
         samples = torch.tensor(text[: 16 * 512]).view(16, 512)

@@ -188,9 +188,7 @@ def test_a_calibration_of_another_model_is_refused(tiny: Path, tmp_path: Path) -
         ("kivi-4bit", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
-    tiny: Path, spec: str, options: dict[str, Any], why: str
-) -> None:
+def test_what_cannot_be_served_is_refused(tiny: Path, spec: str, options: dict[str, Any], why: str) -> None:
     _refused(why, tiny, spec, **options)
 
 

@@ -72,9 +72,7 @@ def test_packed_weights_and_compiled_models(monkeypatch: pytest.MonkeyPatch) -> 
     assert ours["packed"] and ours["compiled"] and ours["failed"] is None
     attentions, more = ("sdpa", "eager"), ("", " packed", " compiled", " packed compiled")
     assert set(full["tried"]) == {f"bfloat16 {a}{each}" for a in attentions for each in more}
-    label = (
-        f"bfloat16 {full['kernel']}" + " packed" * full["packed"] + " compiled" * full["compiled"]
-    )
+    label = f"bfloat16 {full['kernel']}" + " packed" * full["packed"] + " compiled" * full["compiled"]
     assert full["ms_per_token"] == full["tried"][label]
 
 
@@ -112,9 +110,7 @@ def test_a_shape_has_as_many_layers_as_leave_room_for_every_cache() -> None:
         return fitting_layers("llama-3.1-8b", methods, torch.bfloat16, size, gigabytes * 1e9)
 
     full = 32 * 8192 * 2 * 1024 * 2 * 32 / 1e9
-    assert (
-        fitting(1e6) == fitting(1.4 * full) == 32
-    )  # 4 bits and their ranges, and an eighth in reserve
+    assert fitting(1e6) == fitting(1.4 * full) == 32  # 4 bits and their ranges, and an eighth in reserve
     assert fitting(1.2 * full) == 16
     assert fitting(0.1 * full) == 2
     assert fitting(0) == 1
@@ -210,9 +206,7 @@ def test_what_does_not_fit_says_so_and_the_others_go_on(monkeypatch: pytest.Monk
 @pytest.mark.sampled(2)
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("round", [1, 0])
-def test_a_kernel_that_fails_has_a_row_that_says_why(
-    round: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_fails_has_a_row_that_says_why(round: int, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Counter[str]()
 
     def attend(contender: Compressed) -> None:

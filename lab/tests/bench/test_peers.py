@@ -75,9 +75,7 @@ def test_a_peer_far_slower_than_the_full_cache_is_dropped(
     assert far["cache_bytes"] == 5
     print_rows(rows)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "dropped" in line] == [
-        f"far, 70 tokens, batch 1: {far['dropped']}"
-    ]
+    assert [line for line in lines if "dropped" in line] == [f"far, 70 tokens, batch 1: {far['dropped']}"]
 
 
 class Cells:
@@ -127,9 +125,7 @@ class Library(SimpleNamespace):
     def llama_state_seq_get_size(self, cells: Cells, sequence: int) -> int:
         return len(cells.of(sequence))
 
-    def llama_state_seq_get_data(
-        self, cells: Cells, state: Any, size: int, sequence: int
-    ) -> None: ...
+    def llama_state_seq_get_data(self, cells: Cells, state: Any, size: int, sequence: int) -> None: ...
 
     def llama_state_seq_set_data(self, cells: Cells, state: Any, size: int, sequence: int) -> int:
         assert not cells.of(sequence)
@@ -140,14 +136,10 @@ class Library(SimpleNamespace):
     def llama_memory_seq_rm(self, cells: Cells, sequence: int, first: int, last: int) -> None:
         cells.remove(sequence, first, last)
 
-    def llama_memory_seq_add(
-        self, cells: Cells, sequence: int, first: int, last: int, by: int
-    ) -> None:
+    def llama_memory_seq_add(self, cells: Cells, sequence: int, first: int, last: int, by: int) -> None:
         cells.held = [(own, at + by if sequence in own else at) for own, at in cells.held]
 
-    def llama_memory_seq_cp(
-        self, cells: Cells, source: int, target: int, first: int, last: int
-    ) -> None:
+    def llama_memory_seq_cp(self, cells: Cells, source: int, target: int, first: int, last: int) -> None:
         for owners, _ in cells.held:
             if source in owners:
                 owners.add(target)

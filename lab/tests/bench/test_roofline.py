@@ -47,9 +47,7 @@ def test_deltas_are_brought_back_added_up_and_carried_from_layer_to_layer() -> N
     keys, sums = 2 * D * width, 2 * H * D
     deltas = 2 * 2 * width * D * (LAYERS - 1) + 2 * D * LAYERS
     assert found.flops == LAYERS * (context * (keys + over + sums) + over * D) + context * deltas
-    carried = (
-        2 * (LAYERS - 1) * context * D * 2
-    )  # written by all but the last, read by all but the first
+    carried = 2 * (LAYERS - 1) * context * D * 2  # written by all but the last, read by all but the first
     layout = CacheLayout(
         Skeleton(shape_config("llama-3.1-8b"), torch.bfloat16),
         parse_method("xquant-cl-2bit:first_layers=1"),

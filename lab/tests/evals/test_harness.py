@@ -23,9 +23,7 @@ def folder(tmp_path_factory):
 
 
 def ours(method="full", batch_size=1, family="llama"):
-    return XQuantLM(
-        tiny(family), method, tokenizer=harness_tokenizer(), batch_size=batch_size, device="cpu"
-    )
+    return XQuantLM(tiny(family), method, tokenizer=harness_tokenizer(), batch_size=batch_size, device="cpu")
 
 
 def requests(kind):

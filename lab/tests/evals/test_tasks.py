@@ -28,9 +28,7 @@ STORED = "kivi-2bit:group=8"
 def only_our_folders(monkeypatch):
     """lm-eval's whole index takes ten seconds, and the hub is not there."""
     index = task_lookup._index
-    monkeypatch.setattr(
-        task_lookup, "_index", lambda folders: index(folders or task_lookup.FAMILIES)
-    )
+    monkeypatch.setattr(task_lookup, "_index", lambda folders: index(folders or task_lookup.FAMILIES))
     monkeypatch.setattr("datasets.load.HfApi", lambda *_, **__: pytest.fail("asked the hub"))
 
 
@@ -75,9 +73,7 @@ def test_gsm8k_with_local_rows_has_fixed_examples(model, tokenizer, tmp_path, ca
         (STORED, "exact_match,strict-match"),
         (STORED, "exact_match,flexible-extract"),
     ]
-    assert {(row.task, row.lm_eval_task, row.n, row.shots) for row in rows} == {
-        ("gsm8k", "gsm8k_cot", 2, 8)
-    }
+    assert {(row.task, row.lm_eval_task, row.n, row.shots) for row in rows} == {("gsm8k", "gsm8k_cot", 2, 8)}
     assert [row.agreement for row in rows] == [2, 2, 0, 0]  # noise, at 2 bits, on random weights
 
 
@@ -151,9 +147,7 @@ def ruler_data(folder):
 def test_ruler_is_made_by_lm_eval_from_local_files(model, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("xquant_lab.evals.task_data.RULER_SAMPLES", 3)
     data = ruler_data(tmp_path)
-    (essays,) = find_tasks(
-        ["niah_single_2"], data, [900]
-    )  # lm-eval grows these by 500 words at a time
+    (essays,) = find_tasks(["niah_single_2"], data, [900])  # lm-eval grows these by 500 words at a time
     prompt = first_prompt(essays, tokenizer)
     assert "special magic number" in prompt and words(1, 12) in prompt
     asked = find_tasks(["ruler_qa_squad", "ruler_qa_hotpot"], data, [300])

@@ -109,14 +109,10 @@ def test_what_drops_nothing_is_the_full_cache(family: str) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
-@pytest.mark.parametrize(
-    "spec", ["pyramid:tail=6,group=8", "pyramid:keep=0.3,slope=1,tail=5,group=1,sink=2"]
-)
+@pytest.mark.parametrize("spec", ["pyramid:tail=6,group=8", "pyramid:keep=0.3,slope=1,tail=5,group=1,sink=2"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @torch.inference_mode()
-def test_lengths_and_positions_are_those_of_all_tokens(
-    family: str, spec: str, operation: Operation
-) -> None:
+def test_lengths_and_positions_are_those_of_all_tokens(family: str, spec: str, operation: Operation) -> None:
     if operation.__name__ in CROPPING:
         pytest.skip("what was dropped does not come back")
     model, caches = tiny(family), []

@@ -65,9 +65,7 @@ def test_codes_have_the_printed_bits_on_a_model_of_the_papers_depth(name):
     for row in EXPERIMENTS[name].printed:
         if "method" in row and row["method"] != "full":
             for printed in row["paper"].get("code_bits", {}).values():
-                assert widths(setup, row["method"])["code_bits"] == pytest.approx(
-                    printed, abs=0.007
-                )
+                assert widths(setup, row["method"])["code_bits"] == pytest.approx(printed, abs=0.007)
 
 
 def test_ranges_take_bits_too():

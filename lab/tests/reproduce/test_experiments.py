@@ -107,11 +107,7 @@ def test_table_b2_counts_the_layers_whose_outlier_channel_was_predicted():
     rows = EXPERIMENTS["xquant/tableB.2"].run(make("llama"), EXPERIMENTS["xquant/tableB.2"].printed)
     assert [row["k"] for row in rows] == [1, 2, 4, 8]
     for row in rows:
-        hits = [
-            found in row["predicted"][layer]
-            for layer, each in row["measured"].items()
-            for found in each
-        ]
+        hits = [found in row["predicted"][layer] for layer, each in row["measured"].items() for found in each]
         assert len(hits) == 5
         assert row["accuracy"] == 100 * sum(hits) / 5
         assert all(len(channels) == row["k"] for channels in row["predicted"].values())

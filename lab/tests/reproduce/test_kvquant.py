@@ -124,9 +124,7 @@ def test_rope_keeps_the_size_of_keys_and_spreads_their_outliers():
     rows = experiment.run(make(model=model), [])
     found = {(row["layer"], row["state"]): row for row in rows}
     for layer in range(5):
-        before, after = (
-            found[layer, name] for name in (kvquant_states.KEYS, kvquant_states.TURNED_KEYS)
-        )
+        before, after = (found[layer, name] for name in (kvquant_states.KEYS, kvquant_states.TURNED_KEYS))
         assert before["largest"] == 3
         assert after["times_median"] < before["times_median"]
         assert (layer, kvquant_states.VALUES) in found
@@ -171,9 +169,7 @@ def test_the_papers_bytes_of_figure_1_come_out_for_its_model():
 def test_windows_of_figure_3_grow_over_the_same_tokens(monkeypatch):
     calibrated = []
     own = Setup.calibrated
-    monkeypatch.setattr(
-        Setup, "calibrated", lambda self, m: calibrated.append(self.context) or own(self, m)
-    )
+    monkeypatch.setattr(Setup, "calibrated", lambda self, m: calibrated.append(self.context) or own(self, m))
     monkeypatch.setattr(kvquant_figures, "CALIBRATED", 48)
     setup = make()
     rows = EXPERIMENTS["kvquant/figure3"].run(setup, [])
@@ -192,8 +188,6 @@ def test_tables_18_and_19_print_table_1_and_c4():
     for row in EXPERIMENTS["kvquant/table1"].printed:
         for where, value in row["paper"]["perplexity"].items():
             assert everything[row["method"]]["perplexity"][where] == value
-    c4 = {
-        row["method"]: row["paper"]["perplexity"] for row in EXPERIMENTS["kvquant/table19"].printed
-    }
+    c4 = {row["method"]: row["paper"]["perplexity"] for row in EXPERIMENTS["kvquant/table19"].printed}
     assert list(c4) == list(everything)
     assert [len(values) for values in c4.values()] == [10] * 6 + [6] + [10] * 12

@@ -54,9 +54,7 @@ def test_a_damaged_calibration_is_made_anew(tmp_path, capsys, damage):
     else:
         replace(made, tensors={}).save(file)
     assert list(make(resume=tmp_path).calibrated(METHODS)) == [made]
-    assert capsys.readouterr().err == (
-        f"xquant: '{file}' is not what was written there: it is made anew\n"
-    )
+    assert capsys.readouterr().err == (f"xquant: '{file}' is not what was written there: it is made anew\n")
     assert list(make(resume=tmp_path).calibrated(METHODS)) == [made]
     assert capsys.readouterr().err == ""
 
@@ -64,8 +62,7 @@ def test_a_damaged_calibration_is_made_anew(tmp_path, capsys, damage):
 def test_another_calibration_text_is_another_calibration(tmp_path):
     texts = (text_of(50), "w9 " + text_of(50))
     one, other = (
-        make(resume=tmp_path, calibration_text=text).calibrated(METHODS).of(METHODS[0])
-        for text in texts
+        make(resume=tmp_path, calibration_text=text).calibrated(METHODS).of(METHODS[0]) for text in texts
     )
     assert len(list(tmp_path.iterdir())) == 2
     assert one != other

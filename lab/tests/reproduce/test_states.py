@@ -36,9 +36,7 @@ def test_hooks_are_taken_off_where_the_looking_fails(setup):
 
 
 def test_similarity_is_of_a_layer_and_the_one_below(setup):
-    rows = similarity(
-        setup, lambda view, x: {"grows": (view.index + 1) * torch.ones(4, 3), "turns": x}
-    )
+    rows = similarity(setup, lambda view, x: {"grows": (view.index + 1) * torch.ones(4, 3), "turns": x})
     grows = [row for row in rows if row["state"] == "grows"]
     assert [row["layer"] for row in grows] == [1, 2, 3, 4]
     assert [row["cosine"] for row in grows] == pytest.approx([1] * 4)

@@ -32,9 +32,7 @@ def test_more_than_two_standard_errors_are_told():
     assert (change.difference, change.error, change.beyond_error) == (0, 0, False)
 
 
-@pytest.mark.parametrize(
-    "other", [{"text": "u.txt"}, {"model": "n"}, {"context": 1024}, {"windows": 2}]
-)
+@pytest.mark.parametrize("other", [{"text": "u.txt"}, {"model": "n"}, {"context": 1024}, {"windows": 2}])
 def test_other_windows_have_a_difference_and_no_error(other):
     (change,) = changes([run(AFTER)], [{**run(BEFORE), **other}])
     assert change.difference == pytest.approx(0.1)

@@ -51,9 +51,7 @@ def test_every_method_has_a_row_and_the_front_is_marked(page):
     for row in ROWS:
         marked = row["method"] in ("xquant-4bit", "xquant-2bit:sink=1")
         assert f'<tr id="{row["method"]}"{" class=" if marked else ">"}' in page
-    verdict = (
-        "Of 3 compressed caches, 2 are on the Pareto front of size and KL, from xquant-4bit (KL"
-    )
+    verdict = "Of 3 compressed caches, 2 are on the Pareto front of size and KL, from xquant-4bit (KL"
     verdict += " 0.0100, the same top token in 95.0% of places, 27.0% of an fp16 cache) to"
     assert f"{verdict} xquant-2bit:sink=1 (KL 1.0000" in text_of(page)
 

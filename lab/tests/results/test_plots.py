@@ -64,9 +64,7 @@ def test_the_loss_is_an_svg_and_a_png_and_the_same_every_time(rows):
 
 
 def test_small_losses_are_on_a_linear_axis_and_large_ones_are_not():
-    small, large = (
-        loss_figure([compared("kivi-4bit", ratio, 0.3)]).axes[0] for ratio in (1.001, 1.5)
-    )
+    small, large = (loss_figure([compared("kivi-4bit", ratio, 0.3)]).axes[0] for ratio in (1.001, 1.5))
     assert (small.get_yscale(), large.get_yscale()) == ("linear", "function")
 
 

@@ -63,9 +63,7 @@ def test_a_run_is_compared_with_an_earlier_one(run, model, text, tmp_path):
     assert (status, err) == (0, "")
     assert "There are no standard errors" in (second / "report.html").read_text()
     # Standard output is for the rows alone where they are written to it.
-    status, out, err = run(
-        *asked, *methods[:2], "--against", results, "--output", second, "--json", "-"
-    )
+    status, out, err = run(*asked, *methods[:2], "--against", results, "--output", second, "--json", "-")
     assert (status, [row["schema"] for row in json.loads(out)]) == (0, [1, 1])
 
 

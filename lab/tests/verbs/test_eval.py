@@ -16,9 +16,7 @@ STORED = "kivi-2bit:group=8"
 def only_our_folders(monkeypatch):
     """lm-eval's whole index takes ten seconds."""
     index = task_lookup._index
-    monkeypatch.setattr(
-        task_lookup, "_index", lambda folders: index(folders or task_lookup.FAMILIES)
-    )
+    monkeypatch.setattr(task_lookup, "_index", lambda folders: index(folders or task_lookup.FAMILIES))
 
 
 @pytest.fixture(scope="module")

@@ -35,9 +35,7 @@ def asked(folder: Path, method: str, tasks: Path, *more: Any) -> tuple[Any, ...]
     )
 
 
-def test_a_task_is_scored_with_a_compressed_cache(
-    run: Any, tmp_path: Path, only_our_tasks: None
-) -> None:
+def test_a_task_is_scored_with_a_compressed_cache(run: Any, tmp_path: Path, only_our_tasks: None) -> None:
     model = harness_folder(tmp_path / "model")
     tasks = choices(tmp_path / "tasks").parent
     words = asked(model, "kivi-2bit:group=8", tasks, "--output_path", tmp_path / "out")
@@ -56,9 +54,7 @@ def test_what_is_ours_to_refuse_is_one_line(
     tasks = choices(tmp_path / "tasks").parent
     status, _, err = run(*asked(tmp_path, "nonsense", tasks))
     assert status == 2
-    assert [line for line in err.splitlines() if line.startswith("xquant:")] == [
-        err.splitlines()[-1]
-    ]
+    assert [line for line in err.splitlines() if line.startswith("xquant:")] == [err.splitlines()[-1]]
     assert "unknown method 'nonsense'" in err.splitlines()[-1]
 
 

@@ -34,9 +34,7 @@ def test_a_finished_part_of_a_run_is_not_measured_again(run, model, text, tmp_pa
 
 
 @pytest.mark.parametrize("content", ["[]", "null", '{"name": "a", "rows": [{"nll": "1"}]}'])
-def test_a_part_of_a_run_that_is_something_else_is_measured_again(
-    run, model, text, tmp_path, content
-):
+def test_a_part_of_a_run_that_is_something_else_is_measured_again(run, model, text, tmp_path, content):
     asked = ("perplexity", model, "--text", text, "--context", 40, "--windows", 1, "--json", "-")
     asked += ("--resume", tmp_path, "--method", "kivi-4bit:group=8")
     first = json.loads(run(*asked)[1])

@@ -137,6 +137,4 @@ def _calibration(method: Method, views: list[AttentionView]) -> Calibration | No
     if not method.needs_calibration:
         return None
     tensors = {name: wanted.blank() for name, wanted in method.expected(views).items()}
-    return Calibration(
-        tensors, method.calibrated_as, model="none", text="none", version=__version__
-    )
+    return Calibration(tensors, method.calibrated_as, model="none", text="none", version=__version__)

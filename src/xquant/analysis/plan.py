@@ -64,9 +64,7 @@ def choose(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     )
 
 
-def _row(
-    layout: CacheLayout, gpu: GPU, context: int, batch: int, chunk: int, limit: int
-) -> dict[str, Any]:
+def _row(layout: CacheLayout, gpu: GPU, context: int, batch: int, chunk: int, limit: int) -> dict[str, Any]:
     held, activations = layout.count(context, batch), Activations(layout)
     weights, codec = layout.skeleton.nbytes, layout.codec_nbytes
     room = gpu.memory - weights - codec

@@ -184,9 +184,7 @@ class Skeleton:
                 layer = own[view.index]
                 layer.update(
                     *(
-                        torch.empty(
-                            1, view.kv_heads, context, size, dtype=view.dtype, device="meta"
-                        )
+                        torch.empty(1, view.kv_heads, context, size, dtype=view.dtype, device="meta")
                         for size in (view.head_size, view.value_size)
                     )
                 )
@@ -207,8 +205,7 @@ class Skeleton:
             except Exception as error:  # whatever a layer does that needs numbers
                 family, reason = type(self.model).__name__, message_of(error)[:160]
                 raise ValueError(
-                    f"the states that layers of {family} keep cannot be counted without its weights:"
-                    f" {reason}"
+                    f"the states that layers of {family} keep cannot be counted without its weights: {reason}"
                 ) from error
             self._states = [
                 state

@@ -100,9 +100,7 @@ class KVCache(ChangingCache, RestingCache):
 
     def _check_offload(self, codecs: list[LayerCodec]) -> None:
         if any(codec.coded_together for codec in codecs):
-            raise ValueError(
-                f"blocks of {self.method.spec} cannot be offloaded: it codes layers together"
-            )
+            raise ValueError(f"blocks of {self.method.spec} cannot be offloaded: it codes layers together")
         if any(is_host(codec.view.device) for codec in codecs):
             raise ValueError("offload=cpu needs a model on a device: this one is in host memory")
 

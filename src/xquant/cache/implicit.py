@@ -170,9 +170,7 @@ class _Calls:
         opened = (each for each in reversed(_BLOCKS.get()) if each in self.blocks)
         return next(opened, self.lasting)
 
-    def prepare(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def prepare(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """In place of the method of transformers that puts a cache into ``model_kwargs``."""
         wanted = generation_config.cache_implementation in _OWN and generation_config.use_cache
         # In an early exit a model drafts by its lower layers: generate() sets how many those are.

@@ -82,9 +82,7 @@ class StaticKVCache(CompressedCache):
     def _build(self) -> None:
         own = self.method, self.codecs, self.room, self.options.kernel
         self.layers, choices = layers_of(self.attachment.view, *own)
-        self._choices = {
-            codec.view.index: each for codec, each in zip(self.codecs, choices, strict=True)
-        }
+        self._choices = {codec.view.index: each for codec, each in zip(self.codecs, choices, strict=True)}
         self._layout = None
 
     @property
@@ -165,9 +163,7 @@ class StaticKVCache(CompressedCache):
         if self._layout is not None and self._layout.batch == batch:
             self._layout.clear()
             return
-        self._layout = BatchLayout(
-            batch, self.room, Retention.of(self.method, MOST_QUERIES), self._device
-        )
+        self._layout = BatchLayout(batch, self.room, Retention.of(self.method, MOST_QUERIES), self._device)
         self._mark = new_mark(self._device)
         for layer in self.layers:
             layer.batch_layout = None
@@ -185,9 +181,7 @@ class StaticKVCache(CompressedCache):
         held, count = self._layout.length, self._layout.new.shape[1]
         if count not in self._positions:
             self._positions[count] = torch.zeros(1, count, dtype=torch.int64, device=self._device)
-        self._positions[count].copy_(
-            torch.arange(held, held + count, device="cpu")[None], non_blocking=True
-        )
+        self._positions[count].copy_(torch.arange(held, held + count, device="cpu")[None], non_blocking=True)
         return fixed | {"position_ids": self._positions[count]}
 
     def observe(self, given: LayerInputs) -> None:

@@ -46,9 +46,7 @@ class _Recorder(DynamicCache, ObservingCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if layer_idx not in self.attachment.hooks:
-            own: tuple[Tensor, Tensor] = super().update(
-                key_states, value_states, layer_idx, *args, **kwargs
-            )
+            own: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return own
         if self.gradients and not key_states.requires_grad:  # the lowest layer
             key_states = key_states.detach().requires_grad_()

@@ -39,7 +39,5 @@ class Extremes:
             ValueError: fewer elements were seen than the outliers alone would take.
         """
         if self.smallest is None or self.largest is None or len(self.smallest) < self.kept:
-            raise ValueError(
-                "the calibration text is too short for its outliers: give more windows"
-            )
+            raise ValueError("the calibration text is too short for its outliers: give more windows")
         return torch.cat(cut_ends(self.smallest, self.largest, 0, self.count))

@@ -33,9 +33,7 @@ class KVQuantCalibrator:
         self.method = method
         self.found: Found = [{} for _ in views]
         # A quantizer makes the codec take out the bias of keys, as in the cache. Its codes are not used.
-        codes = Codebook(
-            1, "token", 0, torch.tensor([-1.0, 1.0], dtype=torch.float32, device="cpu")
-        )
+        codes = Codebook(1, "token", 0, torch.tensor([-1.0, 1.0], dtype=torch.float32, device="cpu"))
         self.codecs = [KeyValueCodec(v, codes, Plain(v.dtype), method.rope) for v in views]
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
@@ -113,9 +111,7 @@ class LevelStage:
         keys.see(*(t.reshape(-1, len(keys.weight)) for t in (x, weight)))
         self.keys[position] = keys
 
-    def _scaled(
-        self, quantizer: Codebook, x: Tensor, gradient: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _scaled(self, quantizer: Codebook, x: Tensor, gradient: Tensor | None) -> tuple[Tensor, Tensor]:
         """Scaled blocks of ``x``, as a cache would seal them, and the weight of each element: 0 for sinks and
         outliers. Of a sample with whole blocks, the rest is left out."""
         per_block = quantizer.per == "channel" and quantizer.span is None

@@ -39,9 +39,7 @@ class Histogram:
         """
         rows = len(self.weight)
         x, weight = x.cpu().double(), weight.cpu().double()
-        place = ((x + 1) * (BINS / 2)).long().clamp_(0, BINS - 1) + BINS * torch.arange(
-            rows, device="cpu"
-        )
+        place = ((x + 1) * (BINS / 2)).long().clamp_(0, BINS - 1) + BINS * torch.arange(rows, device="cpu")
         for total, part in ((self.weight, weight), (self.moment, weight * x)):
             total += torch.bincount(place.flatten(), part.flatten(), rows * BINS).view(rows, BINS)
 

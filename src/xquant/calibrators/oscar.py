@@ -69,9 +69,7 @@ class ValueStage:
     def __init__(self, views: Sequence[AttentionView], queries: Sequence[Tensor]) -> None:
         self._views, self._queries = views, queries
         self._sums = [_zeros(view.kv_heads, view.value_size) for view in views]
-        self._weights = [
-            torch.zeros(view.kv_heads, dtype=torch.float64, device="cpu") for view in views
-        ]
+        self._weights = [torch.zeros(view.kv_heads, dtype=torch.float64, device="cpu") for view in views]
 
     def see(self, position: int, rows: Rows) -> None:
         view, covariance = self._views[position], self._queries[position]

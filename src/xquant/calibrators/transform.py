@@ -168,9 +168,7 @@ class TransformCalibrator:
         back = predictor - added  # what values get of the decoded keys
         found = {name: torch.cat([own[name], rest[name]]) for name in ("mean", "usual", "profile")}
         found["mean"][width:] += back @ own["mean"]
-        analysis, synthesis = (
-            torch.block_diag(own[name], rest[name]) for name in ("analysis", "synthesis")
-        )
+        analysis, synthesis = (torch.block_diag(own[name], rest[name]) for name in ("analysis", "synthesis"))
         analysis[width:, :width] = rest["analysis"] @ added
         synthesis[width:, :width] = back @ own["synthesis"]
         from_keys = analysis[width:] @ synthesis[:, :width]
@@ -318,9 +316,7 @@ def best_basis(covariance: Tensor, root: Tensor, count: int) -> tuple[Tensor, Te
 def dealt_out(counts: Sequence[int]) -> list[Tensor]:
     """Deal the channels of a span, ordered by their variance, out to its layers: which of them each layer
     packs, so many as ``counts`` says. Every layer gets its share of those with the largest variance."""
-    layers = torch.arange(len(counts), device="cpu").repeat_interleave(
-        torch.tensor(counts, device="cpu")
-    )
+    layers = torch.arange(len(counts), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
     share = torch.cat([(torch.arange(count, device="cpu") + 0.5) / count for count in counts])
     order = layers[share.argsort(stable=True)]
     return [(order == number).nonzero().squeeze(1) for number in range(len(counts))]

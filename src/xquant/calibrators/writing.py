@@ -154,10 +154,7 @@ def _continued(
     lengths = [len(ids) for ids in openings]
     widest = max(lengths)
     ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=home(model))
-    mask = (
-        torch.arange(widest, device="cpu")[None]
-        >= widest - torch.tensor(lengths, device="cpu")[:, None]
-    )
+    mask = torch.arange(widest, device="cpu")[None] >= widest - torch.tensor(lengths, device="cpu")[:, None]
     new = context - min(lengths)
     texts = model.generate(
         ids,

@@ -23,9 +23,7 @@ from .progress import progress
 @click.command()
 @model_options
 @click.option("--method", "spec", metavar="SPEC", type=SPEC, required=True)
-@text_options(
-    context=None, windows=None, help="Text file; without it the model writes the text itself."
-)
+@text_options(context=None, windows=None, help="Text file; without it the model writes the text itself.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the text it writes.")
 @click.option(
     "--output",

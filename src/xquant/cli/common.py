@@ -149,9 +149,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         help="Of the weights.",
     )
-    device = click.option(
-        "--device", help="Such as cpu or cuda:1.  [default: cuda where there is one]"
-    )
+    device = click.option("--device", help="Such as cpu or cuda:1.  [default: cuda where there is one]")
     return click.argument("model", type=MODEL)(dtype(device(command)))
 
 
@@ -284,9 +282,7 @@ def own_calibrations(
     return Calibrations([*given, *made])
 
 
-def finish(
-    rows: Iterable[Mapping[str, Any]], json_file: str | None, **subject: Any
-) -> list[dict[str, Any]]:
+def finish(rows: Iterable[Mapping[str, Any]], json_file: str | None, **subject: Any) -> list[dict[str, Any]]:
     """Stamp the rows of a run, write them where ``--json`` says, and return them."""
     stamped = stamp(rows, **subject)
     if json_file is not None:

@@ -31,9 +31,7 @@ def _bar(stream: TextIO) -> Iterator[Progress]:
     from rich.console import Console
 
     columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
-    bar = bars.Progress(
-        *columns, bars.TimeRemainingColumn(), console=Console(file=stream), transient=True
-    )
+    bar = bars.Progress(*columns, bars.TimeRemainingColumn(), console=Console(file=stream), transient=True)
     with bar:
         task = bar.add_task("")
 
@@ -50,9 +48,7 @@ class Lines:
     A stage begins where the parts are counted anew.
     """
 
-    def __init__(
-        self, title: str, stream: TextIO, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, title: str, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._title, self._stream, self._clock = title, stream, clock
         self._begun = clock()
         self._done, self._total = 0, -1

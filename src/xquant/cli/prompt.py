@@ -35,9 +35,7 @@ CHUNK = 512
 @click.command()
 @model_options
 @click.option("--method", "spec", metavar="SPEC", type=SPEC, default=USUAL, show_default=True)
-@click.option(
-    "--text", metavar="FILE", help="Text file, or a name as of 'xquant perplexity'; read whole."
-)
+@click.option("--text", metavar="FILE", help="Text file, or a name as of 'xquant perplexity'; read whole.")
 @click.option("--prompt", "words", metavar="TEXT", help="The prompt itself, in place of --text.")
 @click.option("--output", metavar="FILE", type=OUT_FILE, required=True, help="The saved cache.")
 @click.option("--pack", type=click.Choice(["entropy"]), help="Make the file smaller, without loss.")

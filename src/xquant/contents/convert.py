@@ -62,9 +62,7 @@ def _check(target: Contents) -> None:
             )
 
 
-def _pour(
-    source: Contents, targets: Sequence[Contents], part: Callable[[Tensor, int], Tensor]
-) -> None:
+def _pour(source: Contents, targets: Sequence[Contents], part: Callable[[Tensor, int], Tensor]) -> None:
     """Layer by layer, bottom up: the states of one layer (and what it is predicted from) are there at a time.
 
     Args:
@@ -84,9 +82,7 @@ def _pour(
             each.stack.forget_pass()
 
 
-def _rows(
-    key: Tensor, value: Tensor, old: LayerCodec, new: LayerCodec, index: TokenIndex
-) -> Tensor:
+def _rows(key: Tensor, value: Tensor, old: LayerCodec, new: LayerCodec, index: TokenIndex) -> Tensor:
     """What the codec ``new`` keeps of tokens whose states the codec ``old`` holds."""
     if old.rotated != new.rotated:
         heads = key.unflatten(-1, (old.view.kv_heads, old.view.head_size))

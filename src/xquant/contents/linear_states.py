@@ -19,9 +19,7 @@ class LinearStatesCache(Cache):
 
     def _forget_states(self, own: list[Any]) -> None:
         """Begin with empty states, beside those of transformers' ``own`` layers that have both."""
-        recorded = {
-            i for i, state in getattr(self, "linear_states", {}).items() if state.record_past
-        }
+        recorded = {i for i, state in getattr(self, "linear_states", {}).items() if state.record_past}
         both = {index: layer for index, layer in enumerate(own) if compat.has_both(layer)}
         self.linear_states = {index: compat.state_of(layer) for index, layer in both.items()}
         for index in recorded:
@@ -30,9 +28,7 @@ class LinearStatesCache(Cache):
     @property
     def _states(self) -> Any:
         """The states alone, as a cache."""
-        return Cache(
-            layers=[self.linear_states.get(i, layer) for i, layer in enumerate(self.layers)]
-        )
+        return Cache(layers=[self.linear_states.get(i, layer) for i, layer in enumerate(self.layers)])
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
         return self._states.get_conv_state(*args, **kwargs)

@@ -91,9 +91,7 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(
-    contents: Contents, tokens: int | None = None, kernel: str = "", note: str = ""
-) -> Report:
+def report_of(contents: Contents, tokens: int | None = None, kernel: str = "", note: str = "") -> Report:
     """What is resident in a cache, layer by layer kind; ``tokens`` are those that it counts within a forward
     pass."""
     view = contents.attachment.view
@@ -112,11 +110,7 @@ def report_of(
     index = contents.index.nbytes + sum(layer.stream.table_nbytes for layer in contents.compressed)
     codebooks = sum(layer.stream.shared_nbytes for layer in contents.compressed)
     lowest = contents.compressed[0]
-    ids = (
-        0
-        if lowest.codec.embedding is None
-        else contents.index.ids[:, : lowest.stream.tokens].nbytes
-    )
+    ids = 0 if lowest.codec.embedding is None else contents.index.ids[:, : lowest.stream.tokens].nbytes
     others = [*contents.others.values(), *contents.linear_states.values()]
     held = [tensor for layer in others for tensor in compat.held_by(layer)]
     skipped = sum(tensor.nbytes for tensor in held)

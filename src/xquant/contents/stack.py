@@ -46,8 +46,7 @@ class LayerStack:
         self.index = TokenIndex(method.sink, rope, codecs[0].embedding)
         trial = Trial(codecs, method, rope)
         self.choices: dict[int, Choice] = {
-            codec.view.index: choose(codec, method.group, kernel, through_store, trial)
-            for codec in codecs
+            codec.view.index: choose(codec, method.group, kernel, through_store, trial) for codec in codecs
         }
         """Which backend attends over a layer, by the layer's number in the model."""
         devices = {codec.view.device for codec in codecs}

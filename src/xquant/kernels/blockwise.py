@@ -113,9 +113,7 @@ class BlockwiseAttention(LayerAttention):
         device = layer.codec.view.device
         lengths = torch.tensor(stream.lengths, dtype=torch.long, device=device)[:, None]
         within = torch.arange(stream.block, device=device)
-        columns = (lengths.cumsum(0) - lengths + within).masked_fill(
-            within >= lengths, stream.tokens
-        )
+        columns = (lengths.cumsum(0) - lengths + within).masked_fill(within >= lengths, stream.tokens)
         self._columns = columns.flatten()  # [c * n], past the end where a block was cropped
         hidden = (self._columns >= stream.tokens)[None]
         if layer.sinks is not None:
@@ -138,18 +136,14 @@ class BlockwiseAttention(LayerAttention):
             rows = layer.sinks.rows.to(layer.codec.view.dtype)
             yield self._sinks(left, rows, layer.sinks.columns.long(), bias, limit)
 
-    def _sinks(
-        self, left: Tensor, rows: Tensor, column: Tensor, bias: Tensor | None, limit: int
-    ) -> Run:
+    def _sinks(self, left: Tensor, rows: Tensor, column: Tensor, bias: Tensor | None, limit: int) -> Run:
         """Of rows ``[B, S, W]`` in columns ``[B, S]``, -1 where there is none."""
         codec = self._layer.codec
         heads = codec.view.kv_heads
         keys, values = (s.unflatten(-1, (heads, -1)) for s in codec.exact(rows))
         at = column.clamp(min=0)[..., None]
         if not codec.rotated:
-            cos, sin = (
-                t.gather(1, at.expand(-1, -1, t.shape[2])) for t in self._layer.index.rope(keys)
-            )
+            cos, sin = (t.gather(1, at.expand(-1, -1, t.shape[2])) for t in self._layer.index.rope(keys))
             keys = apply_rope(keys, cos, sin)
         seen = left.new_zeros(1, 1, 1)
         if bias is not None:

@@ -83,6 +83,5 @@ def _check(name: str, given: Tensor, shape: Sequence[int], home: torch.device) -
     """Raise ValueError unless what is ``given`` is of this shape and on this device."""
     if given.shape != shape or given.device != home:
         raise ValueError(
-            f"a kernel wants a {name} {list(shape)} on {home}, not {list(given.shape)} on"
-            f" {given.device}"
+            f"a kernel wants a {name} {list(shape)} on {home}, not {list(given.shape)} on {given.device}"
         )

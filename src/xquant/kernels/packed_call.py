@@ -63,9 +63,7 @@ class GpuAttention(LayerAttention):
         offline: as of `BlockTable`.
     """
 
-    def __init__(
-        self, layer: "CompressedLayer", shared: Shared, offline: Sequence[Offline]
-    ) -> None:
+    def __init__(self, layer: "CompressedLayer", shared: Shared, offline: Sequence[Offline]) -> None:
         self._layer, self._rope, self._workspace = layer, shared.rope, shared.workspace
         self._table = BlockTable(layer.stream, offline, layer.codec.view.device)
 
@@ -84,9 +82,7 @@ class GpuAttention(LayerAttention):
         """Write the output ``[B, t, H, D]``; the table of blocks is as they are now."""
 
 
-def packed_call(
-    layer: "CompressedLayer", call: AttentionCall, rope: RopeTable
-) -> PackedCall | None:
+def packed_call(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) -> PackedCall | None:
     """``call`` over a layer and its past; None where no kernel can answer it."""
     fitted = call.fitted(layer)
     if fitted is None:
@@ -109,9 +105,7 @@ def packed_call(
     if sink_logits is not None:
         sink_logits = sink_logits.float().contiguous()
     cap = softcap or 0.0
-    return PackedCall(
-        query, key, value, mask, scaling, cap, sink_logits, past, limit, before, angles
-    )
+    return PackedCall(query, key, value, mask, scaling, cap, sink_logits, past, limit, before, angles)
 
 
 def channels_together(*states: Tensor) -> tuple[Tensor, ...]:

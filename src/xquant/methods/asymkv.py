@@ -49,8 +49,7 @@ class AsymKV(Method):
         half = (self.lk is None) != (self.lv is None)
         if half or by_layer == (self.average is not None):
             raise ValueError(
-                "asymkv: give either the average bits (asymkv-1.5bit) or both lk and lv"
-                " (asymkv:lk=16,lv=0)"
+                "asymkv: give either the average bits (asymkv-1.5bit) or both lk and lv (asymkv:lk=16,lv=0)"
             )
         if self.average is not None and not self.low <= self.average <= self.high:
             raise ValueError(
@@ -74,9 +73,7 @@ class AsymKV(Method):
             return min(wide, layers), max(wide - layers, 0)
         for name, count in (("lk", self.lk), ("lv", self.lv)):
             if count > layers:
-                raise ValueError(
-                    f"asymkv: {name}={count} but {layers} layers are compressed in this model"
-                )
+                raise ValueError(f"asymkv: {name}={count} but {layers} layers are compressed in this model")
         return self.lk, self.lv
 
     def codecs(

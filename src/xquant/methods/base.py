@@ -131,9 +131,7 @@ class Method:
         """Those of one layer, of methods that expect the same of each."""
         return {}
 
-    def found(
-        self, views: Sequence[AttentionView], calibration: Calibration | None
-    ) -> list[Tensors]:
+    def found(self, views: Sequence[AttentionView], calibration: Calibration | None) -> list[Tensors]:
         """What a calibration holds of each layer, all of it as it is `expected`.
 
         Raises:

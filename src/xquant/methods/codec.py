@@ -35,9 +35,7 @@ class AttentionInputs:
         if count == self.x.shape[1]:
             return self
         x, residual, raw_key = (t[:, -count:] for t in (self.x, self.residual, self.raw_key))
-        return AttentionInputs(
-            x, residual, raw_key, self.key[:, :, -count:], self.value[:, :, -count:]
-        )
+        return AttentionInputs(x, residual, raw_key, self.key[:, :, -count:], self.value[:, :, -count:])
 
 
 class LayerCodec(ABC):

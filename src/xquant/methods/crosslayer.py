@@ -107,9 +107,7 @@ class CrossLayer(Method):
             ValueError: beyond the layers, or layers of a span whose codes differ in width.
         """
         whole = layers // self.span * self.span
-        shared_from = (
-            layers if 16 in (self.high, self.low) else layers // 2 // self.span * self.span
-        )
+        shared_from = layers if 16 in (self.high, self.low) else layers // 2 // self.span * self.span
         auto = (max(whole - self.span, 0), min(self.span, whole), layers, shared_from)
         given = {"kq": self.kq, "vq": self.vq, "km": self.km, "vm": self.vm}
         for name, value in given.items():

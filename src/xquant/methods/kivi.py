@@ -33,9 +33,7 @@ class Kivi(QuantizedMethod):
     example = "kivi-2bit"
 
     key_bits: int | None = option(None, "bits of keys where they differ from values'", choices=BITS)
-    value_bits: int | None = option(
-        None, "bits of values where they differ from keys'", choices=BITS
-    )
+    value_bits: int | None = option(None, "bits of values where they differ from keys'", choices=BITS)
     rope: str = option("pre", **ROPE)
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:

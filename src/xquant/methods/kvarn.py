@@ -33,9 +33,7 @@ class KVarN(Method):
 
     key_bits: int = option(help="bits of keys", choices=range(1, 9))
     value_bits: int = option(help="bits of values", choices=range(1, 9))
-    rounds: int = option(
-        16, "times that tokens and channels are divided by their deviation", least=1
-    )
+    rounds: int = option(16, "times that tokens and channels are divided by their deviation", least=1)
     rope: str = option("post", **ROPE)
 
     @property

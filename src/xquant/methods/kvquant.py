@@ -55,9 +55,7 @@ class KVQuant(Method):
     outliers: float = option(0.0, "percent kept apart", most=10)
     sink: int = option(1, SINK)
     group: int = option(128, "tokens of a sealed block")
-    datatype: str = option(
-        "nuq", "levels: calibrated, NormalFloat, uniform", choices=("nuq", "nf", "int")
-    )
+    datatype: str = option("nuq", "levels: calibrated, NormalFloat, uniform", choices=("nuq", "nf", "int"))
     weighting: str = option(
         "kvquant",
         "of k-means: Fisher information times squared scales, without scales, neither",

@@ -213,8 +213,7 @@ class KVTCCodec(StateCodec):
         self.mean = found["mean"].to(view.device)  # [W]
         self._groups = [group for own in groups.values() for group in own]
         self._bases = [  # of each kind [components with bits, numbers of the layer]
-            _rows(found[f"{kind}.basis"], own).to(view.device, torch.float32)
-            for kind, own in groups.items()
+            _rows(found[f"{kind}.basis"], own).to(view.device, torch.float32) for kind, own in groups.items()
         ]
 
     def join(self, span: "Sequence[KVTCCodec]") -> None:
@@ -222,9 +221,9 @@ class KVTCCodec(StateCodec):
         self.span, self._layers = len(span), span
         packed = self._groups if self is span[0] else []
         # What packs nothing has blocks like the others, of no bytes.
-        self.segments = tuple(
-            Segment(group.size, Affine(group.bits, "token", 0)) for group in packed
-        ) or (Segment(0, Plain(torch.float16)),)
+        self.segments = tuple(Segment(group.size, Affine(group.bits, "token", 0)) for group in packed) or (
+            Segment(0, Plain(torch.float16)),
+        )
 
     @property
     def added(self) -> list[Tensor]:

@@ -51,9 +51,7 @@ class Oscar(CodedMethod):
     tail: int = option(256, TAIL)
     key_clip: float = _clip(0.96, "key")
     value_clip: float = _clip(0.92, "value")
-    matrix: str = option(
-        "head", "for each head, or for the heads of a layer", choices=("head", "layer")
-    )
+    matrix: str = option("head", "for each head, or for the heads of a layer", choices=("head", "layer"))
 
     @property
     def calibrated_as(self) -> str:

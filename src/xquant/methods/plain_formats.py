@@ -89,6 +89,4 @@ class NormalFloat(PlainFormat):
     first_bits: int = option(4, "bits of the first_layers", choices=BITS[1:])
 
     def quantizer(self, bits: int, per: Granularity, dtype: torch.dtype) -> Quantizer:
-        return (
-            Plain(dtype) if bits == 16 else Codebook(bits, per, self.gs, normal_float_levels(bits))
-        )
+        return Plain(dtype) if bits == 16 else Codebook(bits, per, self.gs, normal_float_levels(bits))

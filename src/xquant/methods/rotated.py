@@ -55,8 +55,7 @@ class RotatedCodec(KeyValueCodec):
         if rotations[0] is not None:
             self.offset = None
         self.key_rotation, self.value_rotation = (
-            None if matrix is None else matrix.to(view.device, torch.float32)
-            for matrix in rotations
+            None if matrix is None else matrix.to(view.device, torch.float32) for matrix in rotations
         )
         self._block = block
 

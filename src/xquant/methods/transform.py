@@ -100,9 +100,7 @@ class Transform(Method):
             codecs[0].embedding = calibration.tensors["embedding"].to(views[0].device)
         return codecs
 
-    def allotted(
-        self, views: Sequence[AttentionView], profiles: Sequence[Tensor]
-    ) -> list[tuple[int, ...]]:
+    def allotted(self, views: Sequence[AttentionView], profiles: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """The counts of `Ranked` for each profile: together they take ``bits`` a value, scales included.
 
         Raises:

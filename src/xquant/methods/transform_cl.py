@@ -117,9 +117,7 @@ class PredictedCodec(ChannelCodec):
 
     def combine(self, encoded: list[Tensor]) -> list[Tensor]:
         rows = torch.cat([each.to(self.view.device) for each in encoded], -1)
-        return [
-            by_block(rows.to(analysis.device), analysis, self.block) for analysis in self._analyses
-        ]
+        return [by_block(rows.to(analysis.device), analysis, self.block) for analysis in self._analyses]
 
     def rebuild(self, recalled: Tensor) -> tuple[Tensor, Tensor]:
         return super().rebuild(recalled[..., : self.width])

@@ -99,9 +99,7 @@ class InputCodec(_FromInput):
         super().__init__(view)
         self.width = view.hidden
         self.segments = (
-            Segment(
-                view.hidden, by_range(method.quantizer(bits, "token", view.dtype), view.hidden)
-            ),
+            Segment(view.hidden, by_range(method.quantizer(bits, "token", view.dtype), view.hidden)),
         )
         self.block = method.group
         self.rotation: Tensor | None = None

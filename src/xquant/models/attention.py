@@ -56,9 +56,7 @@ def view_attention(
         except ValueError as error:
             why, rotated = str(error), size
     sources = sources_of(given, order, attention)
-    unknown_keys = why or (
-        "" if sources.key else "its keys are not what a projection and a norm give"
-    )
+    unknown_keys = why or ("" if sources.key else "its keys are not what a projection and a norm give")
     unknown_values = "" if sources.value else "its values are not what a projection gives"
     if getattr(attention, latent.NAME, None) is not None:
         unknown_values = "its cache keeps latents (MLA), which are layer inputs compressed already"
@@ -184,10 +182,7 @@ def _reads(module: nn.Module, given: probe.Given) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return (
-        all(parameter.dim() < 2 for parameter in module.parameters())
-        or "Norm" in type(module).__name__
-    )
+    return all(parameter.dim() < 2 for parameter in module.parameters()) or "Norm" in type(module).__name__
 
 
 def _placed(
@@ -208,9 +203,7 @@ def _among(outputs: dict[nn.Module, Tensor], wanted: Tensor) -> tuple[nn.Module,
     return None
 
 
-def _by_shape(
-    attention: Any, outputs: dict[nn.Module, Tensor], norms: dict[Any, Any], width: int
-) -> Sources:
+def _by_shape(attention: Any, outputs: dict[nn.Module, Tensor], norms: dict[Any, Any], width: int) -> Sources:
     """The same of a model without weights, of which only shapes are asked."""
     norm = getattr(attention, "k_norm", None)
     norm = norm if norm in norms else None

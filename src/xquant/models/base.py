@@ -82,9 +82,7 @@ class AttentionView:
     lends: bool = False  # whether layers above attend to what its cache returns, too
     latents: Latents | None = None  # where keys are latents (MLA) and values their rotated parts
     rotary_size: int = 0  # channels of a head that RoPE rotates; 0 without RoPE
-    order: Tensor | None = (
-        None  # of a head's channels in the cache, see `rotation.py`; None: the model's
-    )
+    order: Tensor | None = None  # of a head's channels in the cache, see `rotation.py`; None: the model's
     unknown_keys: str = ""  # why keys before RoPE cannot be had; empty where they can
     unknown_values: str = ""  # why values cannot be computed from X
     vocabulary: int = 0  # rows of `embed`
@@ -199,9 +197,7 @@ class AttentionView:
                 f"{self.unknown_keys}: use a method that keeps keys after RoPE, such as kivi-4bit:rope=post"
             )
         if values and self.unknown_values:
-            raise ValueError(
-                f"{self.unknown_values}: use a method that keeps values, such as kivi-4bit"
-            )
+            raise ValueError(f"{self.unknown_values}: use a method that keeps values, such as kivi-4bit")
 
     def _part(self, module: nn.Module, channels: slice | Tensor) -> Tensor:
         if isinstance(channels, slice):
@@ -214,18 +210,14 @@ class AttentionView:
         if is_plain(module):
             weight: Any = module.weight
             return weight.detach()
-        decoded: Tensor = self.offline(
-            f"decoded {id(module)}", lambda: decoded_weight(module, self._probe)
-        )
+        decoded: Tensor = self.offline(f"decoded {id(module)}", lambda: decoded_weight(module, self._probe))
         return decoded
 
     def _check_product(self, module: nn.Module) -> None:
         # Dropout in adapters is found by `seam/check.py`.
         if not is_plain(module) and not module.training:
             weight = self._dense(module)
-            self.offline(
-                f"checked {id(module)}", lambda: check_product(module, weight, self._probe)
-            )
+            self.offline(f"checked {id(module)}", lambda: check_product(module, weight, self._probe))
 
     @property
     def _probe(self) -> Tensor:
@@ -317,9 +309,7 @@ class AttentionView:
         norm: Any = self.key_norm
         if self.norms_all_heads:
             return None
-        names = [
-            n for n in ("variance_epsilon", "eps") if isinstance(getattr(norm, n, None), float)
-        ]
+        names = [n for n in ("variance_epsilon", "eps") if isinstance(getattr(norm, n, None), float)]
         if not names:
             return None
         epsilon = float(getattr(norm, names[0]))

@@ -25,9 +25,7 @@ def view_model(model: nn.Module) -> ModelView:
         ValueError: the family cannot be served; the message names it and the reason.
     """
     family = type(model).__name__
-    if not isinstance(model, nn.Module) or not isinstance(
-        getattr(model, "config", None), PreTrainedConfig
-    ):
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), PreTrainedConfig):
         raise TypeError(f"a transformers model is needed, not {family}")
     try:
         return _view(model)

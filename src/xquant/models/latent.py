@@ -64,9 +64,7 @@ class Latents:
             mask = mask.tril(length - count)[None, None]
         if mask is not None:
             closed = torch.finfo(scores.dtype).min
-            scores = (
-                scores.masked_fill(~mask, closed) if mask.dtype == torch.bool else scores + mask
-            )
+            scores = scores.masked_fill(~mask, closed) if mask.dtype == torch.bool else scores + mask
         weights = scores.softmax(-1).to(latent.dtype).flatten(1, 2)
         summed = (weights @ latent[:, 0]).unflatten(1, (-1, count))  # [B, H, t, r]
         return (summed @ of_values.mT).transpose(1, 2)

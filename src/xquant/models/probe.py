@@ -43,9 +43,7 @@ class _Recorder(DynamicCache):
 
 
 @torch.no_grad()
-def ask(
-    attention: nn.Module, config: Any, hidden: int, dtype: torch.dtype, table: Any, first: int
-) -> Given:
+def ask(attention: nn.Module, config: Any, hidden: int, dtype: torch.dtype, table: Any, first: int) -> Given:
     """Run ``attention`` on random inputs of ``hidden`` channels.
 
     Args:
@@ -87,9 +85,7 @@ def ask(
     raise ValueError("it keeps no keys and values")
 
 
-def _arguments(
-    attention: nn.Module, cache: DynamicCache, table: Any, positions: Tensor
-) -> dict[str, Any]:
+def _arguments(attention: nn.Module, cache: DynamicCache, table: Any, positions: Tensor) -> dict[str, Any]:
     """Arguments by the names that transformers has for them; of what else is required, None."""
     caches = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
     known = {
@@ -110,9 +106,7 @@ def by_token(states: Tensor) -> Tensor:
     """``[T, channels]`` of heads ``[1, G, T, D]`` or ``[1, T, G, D]``, or of rows ``[1, T, channels]``."""
     if states.dim() == 4 and states.shape[1] != TOKENS:
         states = states.transpose(1, 2)
-    return (
-        states.reshape(TOKENS, -1) if states.numel() % TOKENS == 0 else states.new_empty(TOKENS, 0)
-    )
+    return states.reshape(TOKENS, -1) if states.numel() % TOKENS == 0 else states.new_empty(TOKENS, 0)
 
 
 def find_channels(wanted: Tensor, among: Tensor) -> Tensor | None:
@@ -133,6 +127,4 @@ def _columns(states: Tensor) -> Iterator[Any]:
 def as_slice(channels: Tensor) -> slice | Tensor:
     """A slice where channels follow each other: it costs no copy."""
     start, stop = int(channels[0]), int(channels[0]) + len(channels)
-    return (
-        slice(start, stop) if channels.equal(torch.arange(start, stop, device="cpu")) else channels
-    )
+    return slice(start, stop) if channels.equal(torch.arange(start, stop, device="cpu")) else channels

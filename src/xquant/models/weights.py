@@ -20,9 +20,7 @@ REFUSALS = (RuntimeError, AssertionError, TypeError, IndexError)
 """What libraries raise where a quantized layer cannot do what it is asked."""
 PRODUCT = 1e-2
 """Relative error of a product that is rounded to 16 bits, and less than that of one whose inputs have 8."""
-KEEP_STATES = (
-    "use a method that stores keys and values, such as kivi, which does not need the weights"
-)
+KEEP_STATES = "use a method that stores keys and values, such as kivi, which does not need the weights"
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -51,9 +49,7 @@ def dense(tensor: Tensor) -> Tensor:
         eye = torch.eye(tensor.shape[1], dtype=tensor.dtype, device=tensor.device)
         return F.linear(eye, tensor).T.contiguous()
     except REFUSALS as error:
-        raise ValueError(
-            f"a {type(tensor).__name__} cannot be decoded ({message_of(error)})"
-        ) from error
+        raise ValueError(f"a {type(tensor).__name__} cannot be decoded ({message_of(error)})") from error
 
 
 def message_of(error: BaseException) -> str:

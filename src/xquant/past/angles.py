@@ -58,9 +58,7 @@ class Angles:
         """The inverse of `apply_rope`, in fp32: keys ``[m, n, G, D]`` of blocks that begin at ``starts``
         ``[m]``."""
         if self._back is None or self._back[0] is not starts:  # all layers have these blocks
-            positions = (
-                starts[:, None] + torch.arange(blocks.shape[1], device=starts.device)
-            ).flatten()
+            positions = (starts[:, None] + torch.arange(blocks.shape[1], device=starts.device)).flatten()
             cos, sin = self._at(positions, blocks)
             self._back = starts, inverse(cos.float(), sin.float())
         keys = blocks.flatten(0, 1)[None].float()
@@ -105,8 +103,7 @@ class RotatedStates:
         """Rotated keys, and values, ``[m n, G, D]``, of what the codec recalls of blocks, ``[1, m n, .]``."""
         view = self._codec.view
         keys, values = (
-            part.reshape(-1, view.kv_heads, view.head_size)
-            for part in self._codec.rebuild(recalled)
+            part.reshape(-1, view.kv_heads, view.head_size) for part in self._codec.rebuild(recalled)
         )
         if self._angles is not None:
             within = torch.arange(len(keys) // len(starts), device=starts.device)
@@ -121,9 +118,7 @@ def rotates_halves(view: AttentionView) -> bool:
     if apply is None:
         return True
     size = view.rotary_size  # some layers give the function these channels of a head alone
-    key = torch.arange(1.0, 1 + size, dtype=torch.float32, device="cpu").view(
-        1, 1, 1, size
-    )  # [B, H, T, D]
+    key = torch.arange(1.0, 1 + size, dtype=torch.float32, device="cpu").view(1, 1, 1, size)  # [B, H, T, D]
     angles = torch.arange(size // 2, device="cpu").repeat(2)[None, None].float()
     pair = angles.cos(), angles.sin()
     ours = apply_rope(key.transpose(1, 2), *pair).transpose(1, 2)

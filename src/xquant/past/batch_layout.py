@@ -33,9 +33,7 @@ class BatchLayout:
         self.retention, self._device = retention, device
         self.columns = -(-room // retention.block)
         """Pages of a sequence."""
-        self._table = torch.arange(batch * self.columns, dtype=torch.int32, device="cpu").view(
-            batch, -1
-        )
+        self._table = torch.arange(batch * self.columns, dtype=torch.int32, device="cpu").view(batch, -1)
         self._rings = torch.arange(batch, device="cpu")
         self._fixed: dict[int, Sequences] = {}
         self.clear()
@@ -71,8 +69,7 @@ class BatchLayout:
         self.members = [b for b, count in enumerate(self._counts) if count]
         """The sequences with new tokens that are no padding, in the order of `step`."""
         new_tokens = [
-            NewTokens(starts[b], starts[b] + self._counts[b], self._lengths[b])
-            for b in self.members
+            NewTokens(starts[b], starts[b] + self._counts[b], self._lengths[b]) for b in self.members
         ]
         everyone = len(new_tokens) == len(new)
         members: slice | list[int] = slice(None) if everyone else self.members

@@ -52,9 +52,7 @@ class BuiltTail:
         more."""
         known = 0 if self.states is None else self.states.shape[1]
         if known < count or self.states is None:
-            rows = tail[:, known:count].to(
-                self._codec.view.dtype
-            )  # under autocast they may be another
+            rows = tail[:, known:count].to(self._codec.view.dtype)  # under autocast they may be another
             self._add(torch.cat(self._codec.exact(rows), -1))
         assert self.states is not None
         return self.states

@@ -40,9 +40,7 @@ def torch_attention(
     return torch.cat(found)
 
 
-def _attention(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float
-) -> Tensor:
+def _attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float) -> Tensor:
     new, tokens = len(query), len(keys)
     groups = query.shape[1] // keys.shape[1]
     seen = torch.ones(new, tokens, dtype=torch.bool, device="cpu").tril(tokens - new)

@@ -48,9 +48,7 @@ def check_tails(tails: Mapping[int, Tensor], length: int, before: int) -> None:
     fine = [torch.isfinite(tail).all().to(home) for tail in tails.values()]
     if bool(torch.stack(fine).all()):
         return
-    first, index = min(
-        (length - tail.shape[1] + _first(tail), index) for index, tail in tails.items()
-    )
+    first, index = min((length - tail.shape[1] + _first(tail), index) for index, tail in tails.items())
     if first >= before:
         raise _found(index, "the cache was left as it was before this forward pass")
     crop = f"crop the cache to {first} tokens, or reset it" if first else "reset the cache"

@@ -343,9 +343,7 @@ class GrowingPast:
             packed = self._pack_part(tail, at)
             if self.source is not None:
                 assert self.source.tail is not None
-                packed = self.stream.with_shared_codes(
-                    packed, self.source._pack_part(self.source.tail, at)
-                )
+                packed = self.stream.with_shared_codes(packed, self.source._pack_part(self.source.tail, at))
             tokens = min(self.stream.block, tail.shape[1] - at)
             rows.append(self.stream.unpack(packed, tokens, tail.dtype))
         return torch.cat(rows, 1)

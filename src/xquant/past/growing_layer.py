@@ -17,9 +17,7 @@ class CompressedLayer(GrowingPast, PastLayer):
 
     # -- reading -------------------------------------------------------------------------------
 
-    def read(
-        self, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read(self, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the newest tokens attend to, after their `append`.
 
         Args:
@@ -84,9 +82,7 @@ class CompressedLayer(GrowingPast, PastLayer):
         if not tokens:
             return [exact_tail]
         exact_sinks = self.codec.exact(sinks)
-        recalled = (
-            self.of_pass.recalled if self.of_pass.recalled is not None else self.recall(tokens)
-        )
+        recalled = self.of_pass.recalled if self.of_pass.recalled is not None else self.recall(tokens)
         assert recalled is not None
         coded = []
         each = self.codec.rebuild(recalled[:, :tokens]), exact_sinks, exact_tail
@@ -154,9 +150,7 @@ class CompressedLayer(GrowingPast, PastLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise ValueError("a compressed layer is filled by forward passes only")
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> States:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> States:
         raise ValueError("use the cache's own update(): a layer alone does not see the layer input")
 
     def offload(self) -> None:
@@ -167,7 +161,5 @@ class CompressedLayer(GrowingPast, PastLayer):
 
 def _join(parts: list[States]) -> States:
     """Parts of a context, ``[B, t, G, D]`` each, as the attention function takes them, ``[B, G, T, D]``."""
-    keys, values = (
-        torch.cat(part, 1) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)
-    )
+    keys, values = (torch.cat(part, 1) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
     return keys.transpose(1, 2), values.transpose(1, 2)

@@ -47,9 +47,7 @@ class Packer:
                 before = torch.empty(parts[i - 1].shape, dtype=torch.float32, device=rows.device)
                 self.unpack(segments[i - 1].quantizer, found[-1], before)
                 with as_written(rows):
-                    predicted = by_block(
-                        before.flatten(0, 1)[None], segment.predictor, before.shape[1]
-                    )
+                    predicted = by_block(before.flatten(0, 1)[None], segment.predictor, before.shape[1])
                 own = own - predicted.view_as(own)
             found.append(self.pack(segment.quantizer, own, excluded))
         return found

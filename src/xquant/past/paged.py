@@ -76,9 +76,7 @@ class PagedPast:
         """Whether a kernel reads its pages, where a sequence has few new tokens."""
         return self._paged is not None
 
-    def bind(
-        self, pool: Tensor, rings: Tensor, capacity: int, moved: int = 0, slots: int = 0
-    ) -> None:
+    def bind(self, pool: Tensor, rings: Tensor, capacity: int, moved: int = 0, slots: int = 0) -> None:
         """Keep the past in this memory of the engine: ``pool`` uint8 ``[N, ...]``, in which the page of each
         block begins ``moved`` bytes after its row, ``rings`` ``[M, ...]`` in the dtype of the model, each
         with ``capacity`` rows, ``R``. There is room for the sinks of ``slots`` sequences; more is made where
@@ -115,9 +113,7 @@ class PagedPast:
         for sequences in decoding:
             self.attend_in_place(call, sequences, out)
         if chunks.each:
-            states = [
-                self.read(chunk, rows[chunk.new.start : chunk.new.stop]) for chunk in chunks.each
-            ]
+            states = [self.read(chunk, rows[chunk.new.start : chunk.new.stop]) for chunk in chunks.each]
             own, scoring = chunks.rows, (call.scaling, call.softcap or 0.0)
             found = self._exact(call.query[own].to(self._rings.dtype), states, chunks, *scoring)
             out[own] = found.to(out.dtype)

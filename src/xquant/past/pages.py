@@ -84,9 +84,7 @@ class PageLayout:
         found: list[Packed] = [{} for _ in self.segments]
         for place in self.places:
             part = pages[:, place.start : place.start + place.field.nbytes]
-            found[place.segment][place.name] = part.view(place.field.dtype).unflatten(
-                1, place.field.shape
-            )
+            found[place.segment][place.name] = part.view(place.field.dtype).unflatten(1, place.field.shape)
         return found
 
     def compact(self, pages: Tensor) -> Tensor:

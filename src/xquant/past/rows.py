@@ -30,9 +30,7 @@ class GrowingRows:
         known = memory is not None and rows is self._newest and new.dtype == memory.dtype
         if memory is None or not known or length > memory.shape[1]:
             dtype = new.dtype if rows is None else torch.promote_types(rows.dtype, new.dtype)
-            with torch.inference_mode(
-                False
-            ):  # what is made within it could not be written to outside
+            with torch.inference_mode(False):  # what is made within it could not be written to outside
                 memory = new.new_empty(new.shape[0], length + ROOM, new.shape[2], dtype=dtype)
             if rows is not None:
                 memory[:, :held] = rows

@@ -52,9 +52,7 @@ def pack(layers: "Sequence[GrowingPast]", rows: Sequence[Tensor], start: int) ->
     return pack_rows([layer.stream for layer in layers], _encoded(layers, rows, start), excluded)
 
 
-def _encoded(
-    layers: "Sequence[GrowingPast]", rows: Sequence[Tensor], start: int
-) -> Iterator[Tensor]:
+def _encoded(layers: "Sequence[GrowingPast]", rows: Sequence[Tensor], start: int) -> Iterator[Tensor]:
     """What each layer packs, ``[N, n, C]``, of its features ``[B, m, n, W]``."""
     of_span: list[Tensor] = []
     for layer, own in zip(layers, rows, strict=True):

@@ -60,9 +60,7 @@ class Sinks:
     def placed(self, rows: Tensor, exact: Tensor) -> Tensor:
         """``rows`` ``[B, T, .]`` with those of ``exact`` ``[B, S, .]`` where the sinks stand, in the dtype of
         ``rows``: under autocast the two differ."""
-        sequence, slot = ((self.columns >= 0) & (self.columns < rows.shape[1])).nonzero(
-            as_tuple=True
-        )
+        sequence, slot = ((self.columns >= 0) & (self.columns < rows.shape[1])).nonzero(as_tuple=True)
         column = self.columns[sequence, slot].long()
         return rows.index_put((sequence, column), exact[sequence, slot].to(rows.dtype))
 
@@ -72,6 +70,4 @@ class Sinks:
 
     def selected(self, indices: Tensor) -> "Sinks":
         """Of the sequences ``indices``."""
-        return Sinks(
-            self.rows[indices.to(self.rows.device)], self.columns[indices.to(self.columns.device)]
-        )
+        return Sinks(self.rows[indices.to(self.rows.device)], self.columns[indices.to(self.columns.device)])

@@ -31,9 +31,7 @@ def _slab(blocks: Tensor, room: int) -> Tensor:
         slab = torch.frombuffer(memory, dtype=blocks.dtype, count=elements).view(shape)
     else:
         # Only pinned memory is copied to a GPU while that computes.
-        slab = torch.empty(
-            shape, dtype=blocks.dtype, device=blocks.device, pin_memory=blocks.is_pinned()
-        )
+        slab = torch.empty(shape, dtype=blocks.dtype, device=blocks.device, pin_memory=blocks.is_pinned())
     slab[: len(blocks)] = blocks
     return slab
 

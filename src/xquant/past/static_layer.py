@@ -222,9 +222,7 @@ class StaticLayer(PagedPast, PastLayer):
     # -- parts of it that are the cache's alone ----------------------------------------------------
 
     def _refuse(self, *args: object, **kwargs: object) -> None:
-        raise ValueError(
-            "the layers of a StaticKVCache change together: call the cache's own method"
-        )
+        raise ValueError("the layers of a StaticKVCache change together: call the cache's own method")
 
     reset = crop = reorder_cache = batch_select_indices = batch_repeat_interleave = _refuse
     update = lazy_initialization = offload = prefetch = _refuse

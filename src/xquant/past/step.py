@@ -182,9 +182,7 @@ class Step:
 
     def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
         """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
-        return self._rings[number], torch.arange(
-            start, stop, device="cpu"
-        ) % self._retention.capacity
+        return self._rings[number], torch.arange(start, stop, device="cpu") % self._retention.capacity
 
     def _chunks(self, numbers: list[int]) -> Chunks:
         """These sequences. A ring is given as many of their new rows as it holds, the newest."""
@@ -270,19 +268,13 @@ class Batch:
         that have ``lengths`` tokens with them. A batch may be filled up with sequences of no new tokens."""
         numbered = [
             (number, NewTokens(start, stop, length - (stop - start)))
-            for number, (start, stop, length) in enumerate(
-                zip(starts, starts[1:], lengths, strict=False)
-            )
+            for number, (start, stop, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
             if stop > start
         ]
         own = [tokens for _, tokens in numbered]
-        return cls(
-            own, table if len(own) == len(table) else table[[number for number, _ in numbered]]
-        )
+        return cls(own, table if len(own) == len(table) else table[[number for number, _ in numbered]])
 
-    def step_of(
-        self, pages: "Batch", retention: Retention, begun: Mapping[int, tuple[int, int]]
-    ) -> Step:
+    def step_of(self, pages: "Batch", retention: Retention, begun: Mapping[int, tuple[int, int]]) -> Step:
         """The step of layers whose rings are in this table and whose pages are in the other; made once.
         ``begun``: of each ring, `NewTokens.since` and `NewTokens.until`."""
         if self._made is None or self._made[0] is not pages:

@@ -177,9 +177,7 @@ class Stream:
         used, renumbered = table.unique(return_inverse=True)
         if used.numel() < self.blocks:
             kept = used if self.offloader is None else used.cpu()
-            self.pool = [
-                {name: _held(t[kept]) for name, t in fields.items()} for fields in self.pool
-            ]
+            self.pool = [{name: _held(t[kept]) for name, t in fields.items()} for fields in self.pool]
             table = renumbered
         self.table, self.blocks = table, used.numel()
 

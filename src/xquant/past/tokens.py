@@ -131,9 +131,7 @@ class TokenIndex:
         self.give(other.positions, other.real, other.rope_spans, other.ids)
         self.axes = other.axes
 
-    def give(
-        self, positions: Tensor, real: Tensor, spans: RopeSpans, ids: Tensor | None = None
-    ) -> None:
+    def give(self, positions: Tensor, real: Tensor, spans: RopeSpans, ids: Tensor | None = None) -> None:
         """`append` tokens to none, where the `rope_spans` of their frequencies are known."""
         self.append(positions, real, ids=ids)
         self.rope_spans = spans
@@ -218,9 +216,7 @@ class TokenIndex:
         self._each(lambda t: t[..., :length].clone())
         kept = [(min(stop, length), long) for stop, long in self.rope_spans]
         starts = (0, *(stop for stop, _ in kept))
-        self.rope_spans = tuple(
-            span for start, span in zip(starts, kept, strict=False) if span[0] > start
-        )
+        self.rope_spans = tuple(span for start, span in zip(starts, kept, strict=False) if span[0] > start)
 
     def snapshot(self) -> State:
         """What `restore` needs to bring back what is known now."""

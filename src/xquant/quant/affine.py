@@ -95,9 +95,7 @@ def quantize(
         zero = low.half()
         height = (high - zero.float()).clamp_(min=0)
         scale = quotient(height, levels).clamp_(max=FP16_MAX).half()
-        codes.append(
-            ((part - zero.float()) / divisor(scale)).round_().clamp_(0, levels).to(torch.uint8)
-        )
+        codes.append(((part - zero.float()) / divisor(scale)).round_().clamp_(0, levels).to(torch.uint8))
         if eta:
             zero = (zero.float() + eta * levels * scale.float()).half()
             scale = ((1 - 2 * eta) * scale.float()).half()
@@ -106,9 +104,7 @@ def quantize(
     return torch.cat(codes, dim), torch.cat(scales, dim), torch.cat(zeros, dim)
 
 
-def dequantize(
-    codes: Tensor, scale: Tensor, zero: Tensor, dim: int, group: int, out: Tensor
-) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, dim: int, group: int, out: Tensor) -> Tensor:
     """The inverse of :func:`quantize`, into ``out`` (the shape of ``codes``); computed in fp32.
 
     ``codes`` may be of any dtype: the levels of a codebook are scaled in the same way.

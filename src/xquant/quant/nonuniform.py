@@ -108,9 +108,7 @@ class Codebook(Grouped):
         dim, size = self._dim, self.range_size(x.shape[self._dim])
         threshold = None if self.threshold is None else _to(self.threshold, x)
         scale, zero, outliers = ranges(x, dim, size, hidden, self.share, threshold)
-        wide, middle = (
-            t.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim]) for t in (scale, zero)
-        )
+        wide, middle = (t.repeat_interleave(size, dim).narrow(dim, 0, x.shape[dim]) for t in (scale, zero))
         return Scaled(normalize(x, wide, middle), scale, zero, wide, outliers)
 
     def _fixed(self, like: Tensor) -> tuple[Tensor, Tensor]:

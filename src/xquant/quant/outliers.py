@@ -72,9 +72,7 @@ def into_room(packed: Packed, room: int) -> tuple[Packed, int]:
     for block in (counts.sum(-1) > room).nonzero().flatten().tolist():
         excess = ragged["outlier_excess"][block]
         kept = excess.float().abs().topk(room).indices.sort().values
-        tokens = torch.arange(counts.shape[1], device=counts.device).repeat_interleave(
-            counts[block]
-        )
+        tokens = torch.arange(counts.shape[1], device=counts.device).repeat_interleave(counts[block])
         counts[block] = tokens[kept].bincount(minlength=counts.shape[1])
         for each in ragged.values():
             each[block] = each[block][kept]

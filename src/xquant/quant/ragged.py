@@ -45,6 +45,4 @@ class Ragged:
     @property
     def addresses(self) -> Tensor:
         """Where each block lies, int64 ``[N]``."""
-        return torch.tensor(
-            [block.data_ptr() for block in self.blocks], dtype=torch.int64, device="cpu"
-        )
+        return torch.tensor([block.data_ptr() for block in self.blocks], dtype=torch.int64, device="cpu")

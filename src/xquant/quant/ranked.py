@@ -52,9 +52,7 @@ class Ranked(Quantizer):
         if usual.dtype != torch.int16 or usual.dim() != 1:
             raise ValueError(f"usual scales are int16 [C], not {usual.dtype} {list(usual.shape)}")
         if len(counts) != len(WIDTHS) or min(counts) < 0 or sum(counts) > len(usual):
-            raise ValueError(
-                f"{len(usual)} channels cannot have codes of {len(WIDTHS)} widths in {counts}"
-            )
+            raise ValueError(f"{len(usual)} channels cannot have codes of {len(WIDTHS)} widths in {counts}")
         object.__setattr__(self, "usual", usual.contiguous())
 
     @property

@@ -167,9 +167,7 @@ class Balanced(Grouped):
             by_token = by_token * _deviation(heads / (by_token * by_channel), -1)
             by_channel = by_channel * _deviation(heads / (by_token * by_channel), 1, seen)
         # Codes are made with the scales as they are stored, rounded to fp16.
-        by_token, by_channel = (
-            t.clamp(_LEAST, FP16_MAX).half().float() for t in (by_token, by_channel)
-        )
+        by_token, by_channel = (t.clamp(_LEAST, FP16_MAX).half().float() for t in (by_token, by_channel))
         even = heads / (by_token * by_channel)
         dim, own = (-1, by_token) if self.per == "token" else (1, by_channel)
         hidden = seen == 0

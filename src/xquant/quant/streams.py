@@ -66,9 +66,7 @@ class RunStreams(Streams):
 
     def together(self, data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         blocks = shape[0]
-        sizes = [
-            blocks * _stream_rows(bits, count) * channels for bits, count, channels in self.runs
-        ]
+        sizes = [blocks * _stream_rows(bits, count) * channels for bits, count, channels in self.runs]
         check_length(data, sum(sizes))
         found = []
         for (bits, _, channels), run in zip(self.runs, data.split(sizes), strict=True):

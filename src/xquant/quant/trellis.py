@@ -204,8 +204,7 @@ class _Search:
                 best = torch.minimum(best, past[:, branch] | branch)
             choices.append((best & self.branches - 1).to(torch.uint8))
             loss = [
-                self._loss(*each)
-                for each in zip(numbers[step], weight[step], self.levels.T, strict=True)
+                self._loss(*each) for each in zip(numbers[step], weight[step], self.levels.T, strict=True)
             ]
             added = sum(loss[1:], loss[0]).view(-1, self.shared, self.branches)
             cost = ((best >> self.width.code)[..., None] + added).clamp_(max=_MOST).flatten(1)

@@ -38,9 +38,7 @@ def whole_chunks(contents: Contents, blocks: int) -> int:
     return whole // blocks
 
 
-def chunk_of(
-    contents: Contents, sequence: int, number: int, blocks: int, bases_held: Tensor
-) -> Chunk:
+def chunk_of(contents: Contents, sequence: int, number: int, blocks: int, bases_held: Tensor) -> Chunk:
     """The chunk of this number of a sequence; ``bases_held`` as by `bases_of`."""
     packed, sinks = [], []
     start = number * blocks * contents.method.group
@@ -71,9 +69,7 @@ def chunk_of(
 def bases_of(contents: Contents) -> Tensor:
     """A few numbers ``[.]`` of the bases that the codecs computed from the weights, see `bases`."""
     found = bases.probe(contents.method, contents.codecs)
-    return torch.tensor(
-        [number for own in found for number in own], dtype=torch.float64, device="cpu"
-    )
+    return torch.tensor([number for own in found for number in own], dtype=torch.float64, device="cpu")
 
 
 def fill(contents: Contents, chunks: Sequence[Chunk], blocks: int, long: bool, ids: Tensor) -> None:
@@ -121,9 +117,7 @@ class _Reader:
 
     def __init__(self, number: int, chunk: Chunk) -> None:
         self._number = number
-        self.check(
-            chunk.keys() == {"packed", "sinks", "features", "bases"}, "it holds other tensors"
-        )
+        self.check(chunk.keys() == {"packed", "sinks", "features", "bases"}, "it holds other tensors")
         self._packed, self._sinks = chunk["packed"].flatten(), chunk["sinks"].flatten()
         self._bases, self.dtype = chunk["bases"].flatten(), chunk["features"].dtype
         self.check(self._packed.dtype == torch.uint8, "its fields are no bytes")
@@ -157,9 +151,7 @@ class _Reader:
     def check_all_read(self) -> None:
         self.check(not len(self._packed) and not len(self._sinks), _OTHER)
 
-    def cut(
-        self, segment: Segment, fields: dict[str, Tensor], flat: dict[str, Tensor]
-    ) -> dict[str, Ragged]:
+    def cut(self, segment: Segment, fields: dict[str, Tensor], flat: dict[str, Tensor]) -> dict[str, Ragged]:
         """`Quantizer.cut` of the fields of this chunk."""
         try:
             return segment.quantizer.cut(fields, flat, segment.channels)
@@ -167,9 +159,7 @@ class _Reader:
             raise DamagedChunkError(self._number, str(error)) from None
 
 
-def _fill_layer(
-    layer: CompressedLayer, readers: Sequence[_Reader], blocks: int, count: int
-) -> None:
+def _fill_layer(layer: CompressedLayer, readers: Sequence[_Reader], blocks: int, count: int) -> None:
     device, block = layer.codec.view.device, layer.stream.block
     pool = [_segment(segment, readers, blocks, block, device) for segment in layer.stream.segments]
     per_chunk, total, dtype = blocks * block, layer.index.sinks, readers[0].dtype
@@ -205,9 +195,7 @@ def _segment(
         for name, part in (reader.cut(segment, held, flat) if flat else {}).items():
             ragged[name].append(part)
     found: Pool = {name: Slabs(torch.cat(parts)) for name, parts in dense.items()}
-    return found | {
-        name: Ragged(b for part in each for b in part.blocks) for name, each in ragged.items()
-    }
+    return found | {name: Ragged(b for part in each for b in part.blocks) for name, each in ragged.items()}
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -35,9 +35,7 @@ def require() -> Any:
     return zstandard
 
 
-def code(
-    tensors: Mapping[str, Tensor], streams: Mapping[str, Streams]
-) -> tuple[dict[str, Tensor], Coded]:
+def code(tensors: Mapping[str, Tensor], streams: Mapping[str, Streams]) -> tuple[dict[str, Tensor], Coded]:
     """Tensors, coded where that pays, and what those were.
 
     Args:
@@ -57,9 +55,7 @@ def code(
     return found, coded
 
 
-def decode(
-    frames: Tensor, dtype: torch.dtype, shape: Sequence[int], streams: Streams = _EVERY
-) -> Tensor:
+def decode(frames: Tensor, dtype: torch.dtype, shape: Sequence[int], streams: Streams = _EVERY) -> Tensor:
     """The tensor that was coded as these frames, uint8 ``[.]``.
 
     Raises:

@@ -51,9 +51,7 @@ def _list(check: Check) -> Check:
 
 
 def _pair(first: Check, second: Check) -> Check:
-    return lambda value: (
-        isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
-    )
+    return lambda value: isinstance(value, list) and len(value) == 2 and first(value[0]) and second(value[1])
 
 
 def _number(value: Any) -> bool:
@@ -123,9 +121,7 @@ class Header:
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
 
 
-_CHECKS: dict[str, Check] = {
-    name: hint.__metadata__[0] for name, hint in Header.__annotations__.items()
-}
+_CHECKS: dict[str, Check] = {name: hint.__metadata__[0] for name, hint in Header.__annotations__.items()}
 """What each field of a `Header` must be."""
 
 
@@ -217,9 +213,7 @@ def _parsed(path: Path, text: str) -> dict[str, Any]:
 
 def _check_version(path: Path, fields: dict[str, Any]) -> None:
     version = fields.get("version")
-    match = (
-        re.fullmatch(r"([0-9]{1,6})[.]([0-9]{1,6})", version) if isinstance(version, str) else None
-    )
+    match = re.fullmatch(r"([0-9]{1,6})[.]([0-9]{1,6})", version) if isinstance(version, str) else None
     if match is None:
         raise _damaged(path, "its header has no version")
     if int(match[1]) != VERSION[0]:

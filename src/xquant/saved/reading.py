@@ -115,9 +115,7 @@ class _Reader:
             and all(wanted in (None, size) for size, wanted in zip(found, shape, strict=True))
         )
         tensor: Tensor = (
-            self._file.get_tensor(name)
-            if fits
-            else torch.empty(0, device="cpu", dtype=torch.float32)
+            self._file.get_tensor(name) if fits else torch.empty(0, device="cpu", dtype=torch.float32)
         )
         dtype = tensor.dtype if coded is None else getattr(torch, coded[0], None)
         frames = tensor.dtype == torch.uint8 and tensor.dim() == 1
@@ -171,9 +169,7 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
     batch, tokens = header.batch, header.tokens
     reader.check((batch > 0) == (tokens > 0), "sequences without tokens")
     if not tokens:
-        reader.check(
-            not header.blocks and not header.lengths and not header.runs, "no tokens, but blocks"
-        )
+        reader.check(not header.blocks and not header.lengths and not header.runs, "no tokens, but blocks")
         return None
     home = contents.compressed[0].codec.view.device
     positions = reader.take("positions", (torch.int32,), (batch, tokens))
@@ -186,9 +182,7 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
         reader.check(int(ids.min()) >= UNKNOWN, "an id that no token has")
     contents.index.give(positions.to(home, copy=True), real.to(home, copy=True), spans, ids)
     if "axes" in reader:
-        reader.check(
-            contents.index.takes_axes, "positions of several axes, of which the model has one"
-        )
+        reader.check(contents.index.takes_axes, "positions of several axes, of which the model has one")
         axes = reader.take("axes", (torch.int32,), (contents.index.axis_count, batch, tokens))
         contents.index.axes = axes.to(home, copy=True)
     saved = None
@@ -228,9 +222,7 @@ def _table(reader: _Reader, block: int) -> tuple[list[int], Tensor | None]:
         return [], None
     found = reader.take("table", (torch.int32,), (header.batch, None))
     columns = found.shape[1]
-    reader.check(
-        sum(count for _, count in header.lengths) == columns, "more or fewer blocks than lengths"
-    )
+    reader.check(sum(count for _, count in header.lengths) == columns, "more or fewer blocks than lengths")
     reader.check(
         all(0 < length <= block for length, _ in header.lengths),
         "a block of a length that it cannot have",
@@ -243,9 +235,7 @@ def _table(reader: _Reader, block: int) -> tuple[list[int], Tensor | None]:
     return lengths, found.long()
 
 
-def _fill_layer(
-    layer: CompressedLayer, reader: _Reader, lengths: list[int], table: Tensor | None
-) -> None:
+def _fill_layer(layer: CompressedLayer, reader: _Reader, lengths: list[int], table: Tensor | None) -> None:
     header, codec, stream = reader.header, layer.codec, layer.stream
     name, device, sealed = str(codec.view.index), codec.view.device, sum(lengths)
     tail = reader.rows(f"{name}.tail", (header.batch, header.tokens - sealed, codec.width), device)
@@ -266,9 +256,7 @@ def _fill_layer(
     layer.restore((tail, None, sinks, stream_state))
 
 
-def _segment(
-    reader: _Reader, name: str, segment: Segment, block: int, device: torch.device
-) -> Pool:
+def _segment(reader: _Reader, name: str, segment: Segment, block: int, device: torch.device) -> Pool:
     """The packed fields of all blocks of a segment."""
     count, quantizer = reader.header.blocks, segment.quantizer
     fields: Pool = {}
@@ -291,9 +279,7 @@ def _segment(
             field: reader.finite(f"{name}.{field}.0", (dtype,), (None,)).to(device)
             for field, dtype in quantizer.ragged.items()
         }
-        dense = {
-            field: slabs.whole() for field, slabs in fields.items() if isinstance(slabs, Slabs)
-        }
+        dense = {field: slabs.whole() for field, slabs in fields.items() if isinstance(slabs, Slabs)}
         try:
             fields |= quantizer.cut(dense, flat, segment.channels)
         except ValueError as error:
@@ -316,9 +302,7 @@ def _fill_other(layer: Any, view: AttentionView, reader: _Reader) -> None:
     )
     least = min(tokens, layer.sliding_window - 1) if sliding else tokens
     fits = (
-        least <= keys.shape[2] <= most
-        and keys.shape[:3] == values.shape[:3]
-        and keys.dtype == values.dtype
+        least <= keys.shape[2] <= most and keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
     )
     reader.check(fits, f"layer {view.index} holds more or fewer tokens than it must")
     known = not recording or hasattr(layer, "activate_past_recording")

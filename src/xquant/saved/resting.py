@@ -100,9 +100,7 @@ class RestingCache(Cache):
             OSError: the file cannot be written.
         """
         if self._begun is not None and is_running(self.attachment.view.decoder):
-            raise ValueError(
-                "a cache cannot be saved within a forward pass: save it before or after"
-            )
+            raise ValueError("a cache cannot be saved within a forward pass: save it before or after")
         self._undo()
         writing.write(self.contents, Path(path), tokens, pack)
 

@@ -80,9 +80,7 @@ def _header(contents: Contents, checksums: dict[str, str], coded: entropy.Coded)
         bases=bases.probe(contents.method, contents.codecs),
         attention=passing.pop() if seen and len(passing) == 1 else "",
         layers=[layer.codec.view.index for layer in contents.compressed],
-        recording=[
-            i for i, own in enumerate(contents.layers) if getattr(own, "record_past", False)
-        ],
+        recording=[i for i, own in enumerate(contents.layers) if getattr(own, "record_past", False)],
         batch=contents.index.batch,
         tokens=contents.index.length,
         blocks=first.stream.blocks,
@@ -131,9 +129,7 @@ def _blocks(contents: Contents) -> dict[str, Tensor]:
             for name, blocks in fields.items():
                 if not isinstance(blocks, Slabs) and name not in segment.quantizer.ragged:
                     kind = type(segment.quantizer).__name__
-                    raise ValueError(
-                        f"{kind}.ragged does not name '{name}': it could not be loaded"
-                    )
+                    raise ValueError(f"{kind}.ragged does not name '{name}': it could not be loaded")
                 pieces = blocks.parts() if isinstance(blocks, Slabs) else [blocks.flat()]
                 for piece, tensor in enumerate(pieces):
                     held[f"{number}.{at}.{name}.{piece}"] = tensor

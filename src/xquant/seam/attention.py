@@ -36,13 +36,9 @@ def _attention(like: str) -> Callable[..., Any]:
             if seen.mark is not None:
                 softcap = kwargs.get("softcap") if like == "eager" else None
                 states, scaling = (query, key, value), kwargs.get("scaling")
-                return traced.attend_in_place(
-                    hooks.index, seen, *states, scaling, softcap, kwargs
-                ), None
+                return traced.attend_in_place(hooks.index, seen, *states, scaling, softcap, kwargs), None
             if seen.key is not None:
-                return traced.attend(
-                    hooks.index, seen, query, key, value, attention_mask, kwargs
-                ), None
+                return traced.attend(hooks.index, seen, query, key, value, attention_mask, kwargs), None
         current = None if hooks is None else hooks.attachment.current
         returned = None
         if current is not None and hooks is not None:

@@ -35,9 +35,7 @@ def check_input(batch: int, length: int, mask: PassMask, sequences: int, held: i
         )
     tokens = mask.tokens
     if tokens is not None and tokens.shape[1] < held + length:
-        warn_of_another_text(
-            f"the attention mask covers {tokens.shape[1]} tokens, not {held + length}", held
-        )
+        warn_of_another_text(f"the attention mask covers {tokens.shape[1]} tokens, not {held + length}", held)
     if sequences not in (0, batch):
         raise ValueError(
             f"this cache holds a batch of {sequences}, the input has {batch}: use"
@@ -71,11 +69,7 @@ def places(
         lowest = int(torch.where(real, positions, index.length).min())
         if lowest < int(index.positions[:, -1].min()):
             warn_of_another_text(f"the new tokens begin at position {lowest}", index.length)
-    axes = (
-        given.axes.expand(-1, batch, length)
-        if given.axes is not None and index.takes_axes
-        else None
-    )
+    axes = given.axes.expand(-1, batch, length) if given.axes is not None and index.takes_axes else None
     if axes is not None and index.axes is None and bool(((axes == positions) | ~real).all()):
         axes = None  # as of text
     return positions, real, axes
@@ -94,9 +88,7 @@ def check_not_recorded(states: Tensor) -> None:
         )
 
 
-def check_states(
-    family: str, codec: LayerCodec, inputs: AttentionInputs, index: TokenIndex
-) -> None:
+def check_states(family: str, codec: LayerCodec, inputs: AttentionInputs, index: TokenIndex) -> None:
     """Refuse a model whose keys and values are not what its adapter rebuilds.
 
     Raises:
@@ -120,9 +112,7 @@ def check_states(
             cause = ""
             module = view.key_module if name == "keys" else view.value_module
             if not is_plain(module):
-                cause = (
-                    f"; the projection is a {type(module).__name__}: merge adapters, or call eval()"
-                )
+                cause = f"; the projection is a {type(module).__name__}: merge adapters, or call eval()"
             raise ValueError(
                 f"{family} is not supported: the {name} of layer {view.index} are not what its"
                 f" projections and standard RoPE give (relative error {float(error):.2g}){cause}"

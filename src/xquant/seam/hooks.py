@@ -217,9 +217,7 @@ class Attachment(Attached):
         return (ours or self.view.rope.switches) and not in_one_graph()
 
     @outside_graphs
-    def model_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def model_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = cache_among(args, kwargs)
         mine = cache is not None and cache.attachment is self
         if mine and compat.has_prefix(module):
@@ -231,9 +229,7 @@ class Attachment(Attached):
             self._local.start = hold(cache, PassStart(cache))
 
     @outside_graphs
-    def outer_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def outer_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module with the decoder in it may be given what it does not pass on: ids where the decoder is
         given embeddings, and a mask over tokens where it is given one of who sees whom."""
         ids, mask = getattr(self._local, "outer", None) or (None, None)
@@ -245,9 +241,7 @@ class Attachment(Attached):
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.leaves_graphs(args, kwargs):
             return None
-        return args, kwargs | self._begin(
-            module, args, kwargs, torch.compiler.is_dynamo_compiling()
-        )
+        return args, kwargs | self._begin(module, args, kwargs, torch.compiler.is_dynamo_compiling())
 
     @torch.compiler.disable
     def _begin(
@@ -264,9 +258,7 @@ class Attachment(Attached):
                 last.pass_over(*inputs.shape[:2])
             return {}
         if cache.attachment is not self:
-            raise ValueError(
-                "this cache was made for another model, or before detach: make a new one"
-            )
+            raise ValueError("this cache was made for another model, or before detach: make a new one")
         if module.training and getattr(module, "gradient_checkpointing", False):
             raise ValueError(
                 "with gradient checkpointing a model uses no cache: call model.eval() or"
@@ -348,9 +340,7 @@ class Attachment(Attached):
         tracing.key, tracing.value, tracing.mark = key, value, mark
         return key, value
 
-    def return_states(
-        self, index: int, key: Tensor, value: Tensor, route: Route
-    ) -> tuple[Tensor, Tensor]:
+    def return_states(self, index: int, key: Tensor, value: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         """What a cache returns to layer ``index``, to be seen again by the attention function. States are
         watched on their way until it is known whether they reach it; a warning says where they do not."""
         current, hooks = self.current, self.hooks[index]

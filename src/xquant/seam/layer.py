@@ -130,9 +130,7 @@ class LayerHooks:
             alone = isinstance(channels, slice) and output.shape[-1] == self.view.kv_width
             seen.raw_key = output if alone else output[..., channels]
 
-    def see_attention(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def see_attention(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         if torch.compiler.is_dynamo_compiling():
             seen = self._seen()

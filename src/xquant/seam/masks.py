@@ -92,9 +92,7 @@ class PassMask:
         if not isinstance(mask, Tensor):
             return
         if mask.dim() == 2 and mask.shape[0] != batch:
-            raise ValueError(
-                f"the attention mask is of {mask.shape[0]} sequences, and the input has {batch}"
-            )
+            raise ValueError(f"the attention mask is of {mask.shape[0]} sequences, and the input has {batch}")
         if mask.dim() != 4:
             return
         sizes = zip(mask.shape, (batch, mask.shape[1], length, total), strict=True)

@@ -15,9 +15,7 @@ from ..models.rotation import Pair
 from .masks import PassMask
 from .watched import Watched
 
-PREFIX_TUNED = (
-    "peft's prefix tuning gives the model a cache with the prefix in it, in place of any other"
-)
+PREFIX_TUNED = "peft's prefix tuning gives the model a cache with the prefix in it, in place of any other"
 """Of `compat.has_prefix`."""
 
 

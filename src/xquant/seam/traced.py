@@ -33,9 +33,7 @@ def in_one_graph() -> bool:
 
     try:
         return bool(InstructionTranslator.current_tx().output.root_tx.one_graph)
-    except (
-        AttributeError
-    ):  # of a torch that names it otherwise, whose own message says what is wrong
+    except AttributeError:  # of a torch that names it otherwise, whose own message says what is wrong
         return False
 
 
@@ -65,15 +63,11 @@ def attend(
     shown = seen.x, seen.residual, seen.raw_key
     given = [options.get(name) for name in PASSED]
     why = _why_not(index, seen, key, value, options)
-    out: Tensor = _operator(
-        *shown, query, key, value, mask, seen.positions, cos, sin, index, why, *given
-    )
+    out: Tensor = _operator(*shown, query, key, value, mask, seen.positions, cos, sin, index, why, *given)
     return out
 
 
-def _why_not(
-    index: int, seen: LayerPass, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> str:
+def _why_not(index: int, seen: LayerPass, key: Tensor, value: Tensor, options: dict[str, Any]) -> str:
     if in_one_graph():
         return "with fullgraph=True nothing runs before the graph, where a pass of the cache begins"
     if key is not seen.key or value is not seen.value:
@@ -161,9 +155,7 @@ def _attend(*given: Any) -> Tensor:
     return out.to(call.query.dtype).contiguous()  # as `_empty` says, whatever autocast takes
 
 
-def _empty(
-    x: Any, residual: Any, raw_key: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any
-) -> Tensor:
+def _empty(x: Any, residual: Any, raw_key: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     batch, heads, tokens, size = query.shape[:3] + value.shape[-1:]
     return query.new_empty(batch, tokens, heads, size)
 

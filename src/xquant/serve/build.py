@@ -184,9 +184,7 @@ def calibration_for(method: Method, model: Model, file: str | None) -> Calibrati
             found.check(method.calibrated_as, fingerprint(model.weighted))
         elif method.calibrates_itself:
             expected = method.expected(model.layers)
-            found = calibration_store.find(
-                method.calibrated_as, fingerprint(model.weighted), expected
-            )
+            found = calibration_store.find(method.calibrated_as, fingerprint(model.weighted), expected)
     except OSError as error:
         raise ValueError(str(error)) from None
     if found is None:
@@ -201,8 +199,7 @@ def cut_by_head(calibration: Calibration, method: Method, model: Model, rank: in
         ValueError: it is of all heads together.
     """
     whole, part = (
-        method.expected(layers)
-        for layers in (model.layers, shard_of(model.layers, rank, model.shards))
+        method.expected(layers) for layers in (model.layers, shard_of(model.layers, rank, model.shards))
     )
     check(calibration.tensors, whole)
     found = dict(calibration.tensors)
@@ -211,9 +208,7 @@ def cut_by_head(calibration: Calibration, method: Method, model: Model, rank: in
         if own == shape:
             continue
         if own != (*shape[:-1], shape[-1] // model.shards) or "." not in name.partition(".")[2]:
-            raise ValueError(
-                "its calibration is of all heads together, and a shard has some of them"
-            )
+            raise ValueError("its calibration is of all heads together, and a shard has some of them")
         found[name] = found[name][..., rank * own[-1] : (rank + 1) * own[-1]]
     return replace(calibration, tensors=found)
 
@@ -245,9 +240,7 @@ def _cut_at_heads(segment: Segment, view: AttentionView) -> Segment:
         return segment
     ranges = -(-size // quantizer.group) if quantizer.group else 1
     if size % ranges:
-        raise ValueError(
-            f"heads of {size} channels have no ranges of {quantizer.group} of one size"
-        )
+        raise ValueError(f"heads of {size} channels have no ranges of {quantizer.group} of one size")
     return replace(segment, quantizer=replace(quantizer, group=size // ranges))
 
 

@@ -187,9 +187,7 @@ def check_model(wanted: Wanted, model: Model, stored: bool = False) -> list[Laye
     """
     codecs = codecs_for(wanted, model, None, 0, weighted=False, stored=stored)
     if not all(codec.rotated or rotates_halves(codec.view) for codec in codecs):
-        raise _refused(
-            wanted.method, "it keeps keys before RoPE, and the model's does not rotate halves"
-        )
+        raise _refused(wanted.method, "it keeps keys before RoPE, and the model's does not rotate halves")
     return codecs
 
 

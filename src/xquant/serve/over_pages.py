@@ -62,9 +62,7 @@ class EngineAttention(ABC):
 class OverPages:
     """`ExactAttention` by an engine's functions."""
 
-    _memory: ClassVar[
-        dict[Any, Tensor]
-    ] = {}  # by heads, their size and dtype: layers take it in turn
+    _memory: ClassVar[dict[Any, Tensor]] = {}  # by heads, their size and dtype: layers take it in turn
 
     def __init__(self, view: AttentionView, engine: EngineAttention) -> None:
         self._engine = engine
@@ -82,9 +80,7 @@ class OverPages:
     ) -> Tensor:
         at: ChunkLayout | None = chunks.prepared.get(self._kind)
         if at is None:
-            at = chunks.prepared[self._kind] = self._place(
-                [len(keys) for keys, _ in states], chunks
-            )
+            at = chunks.prepared[self._kind] = self._place([len(keys) for keys, _ in states], chunks)
         keys, values = (torch.cat(part) for part in zip(*states, strict=True))
         cache, out = self._cache(at.pages), torch.empty_like(query)
         self._engine.write(keys, values, cache, at.slots)
@@ -110,7 +106,5 @@ class OverPages:
         key = self._shape, self._dtype
         held = self._memory.get(key)
         if held is None or len(held) < pages:
-            held = self._memory[key] = torch.zeros(
-                pages, *self._shape, dtype=self._dtype, device="cpu"
-            )
+            held = self._memory[key] = torch.zeros(pages, *self._shape, dtype=self._dtype, device="cpu")
         return held

@@ -90,9 +90,7 @@ class Recoder:
             raise ValueError("it holds something else than the method stores")
         parts = torch.stack([each["packed"] for each in stored])
         dtype = stored[0]["sinks"].dtype
-        exact = torch.zeros(
-            len(stored), len(self._ways), self._sink, self._row, dtype=dtype, device="cpu"
-        )
+        exact = torch.zeros(len(stored), len(self._ways), self._sink, self._row, dtype=dtype, device="cpu")
         for own, each in zip(exact, stored, strict=True):
             own[:, : each["sinks"].shape[1]] = each["sinks"]
         below, start, embedded = None, 0, self._embedded(blocks)
@@ -103,11 +101,7 @@ class Recoder:
 
     def _embedded(self, blocks: Blocks) -> Tensor | None:
         """What the method knows of the tokens by their ids, ``[1, m n, E]``."""
-        return (
-            None
-            if self._embedding is None
-            else look_up(self._embedding, blocks.ids.flatten()[None])
-        )
+        return None if self._embedding is None else look_up(self._embedding, blocks.ids.flatten()[None])
 
     def fits(self, stored: Stored, start: int) -> bool:
         """Whether this is a block of these layers that begins at position ``start``."""
@@ -175,9 +169,7 @@ class _AsItIs(_Way):
 class _Repacked(_Way):
     """The blocks as attention reads them, packed anew."""
 
-    def __init__(
-        self, layer: PagedPast, method: Method, codec: LayerCodec, angles: Angles | None
-    ) -> None:
+    def __init__(self, layer: PagedPast, method: Method, codec: LayerCodec, angles: Angles | None) -> None:
         super().__init__(layer, method)
         self.codec, self._rotated = codec, RotatedStates(codec, angles)
         self.layout = PageLayout(codec.segments, method.group)
@@ -228,15 +220,11 @@ class _Repacked(_Way):
     def _recall(self, pages: Tensor, dtype: torch.dtype, predicted: Tensor | None) -> Tensor:
         """What the codec recalls of its pages, ``[1, m n, .]``."""
         rows = (
-            Pages(self.layout, pages)
-            .read(torch.arange(len(pages), device="cpu"), dtype)
-            .flatten(0, 1)[None]
+            Pages(self.layout, pages).read(torch.arange(len(pages), device="cpu"), dtype).flatten(0, 1)[None]
         )
         return self.codec.recall(rows, predicted, sealing=True)
 
-    def _above(
-        self, recalled: Tensor, below: Tensor | None, exact: Tensor, starts: Tensor
-    ) -> Tensor | None:
+    def _above(self, recalled: Tensor, below: Tensor | None, exact: Tensor, starts: Tensor) -> Tensor | None:
         """What the layer above is predicted from, ``[m, n, .]``; sinks in it are ``exact`` ``[m, n, W]``."""
         if not self.codec.feeds_above:
             return None

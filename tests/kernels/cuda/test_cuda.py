@@ -59,9 +59,7 @@ def test_every_layout_is_read_right(spec: str) -> None:
 )
 def test_every_shape_is_read_right(options: dict[str, Any]) -> None:
     one = case(**{"spec": "kivi-4bit:group=64,sink=2", **options})
-    assert (
-        error(one, filled(one)) < 2 * TOLERANCE
-    )  # the fewer bits, the more a rounding is of a state
+    assert error(one, filled(one)) < 2 * TOLERANCE  # the fewer bits, the more a rounding is of a state
 
 
 @pytest.mark.parametrize("slots", [1, 3, 100])

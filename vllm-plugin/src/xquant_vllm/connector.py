@@ -111,9 +111,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         self._sequences[request.request_id] = _Sequence(request)
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         first, most = num_computed_tokens // self._block, (request.num_tokens - 1) // self._block
         count, sequence = 0, self._sequences[request.request_id]
         for name in self._names(request, first, most):
@@ -169,9 +167,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             self._work.saves.append(Save(names, sequence.pages[:whole], ids))
             sequence.saved = whole
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._sequences.pop(request.request_id, None)
         return False, None
 
@@ -184,8 +180,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         """Of the blocks of a request: vLLM's hash of all tokens before the end of a block, the model, and how
         it is stored."""
         return [
-            hashlib.sha256(self._root + bytes(each)).hexdigest()
-            for each in request.block_hashes[first:stop]
+            hashlib.sha256(self._root + bytes(each)).hexdigest() for each in request.block_hashes[first:stop]
         ]
 
     def _ids(self, request: Any, first: int, stop: int) -> list[int]:
@@ -218,9 +213,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Blocks are loaded before the first layer."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **more: Any) -> None:
         """Blocks are stored after the last layer, which may be predicted from those below."""
 
     def wait_for_save(self) -> None:
@@ -273,9 +266,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
                 else slots.write(pages, starts)
             )
             found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        return Blocks(
-            torch.tensor(pages, device="cpu"), torch.tensor(starts, device="cpu"), found, ids
-        )
+        return Blocks(torch.tensor(pages, device="cpu"), torch.tensor(starts, device="cpu"), found, ids)
 
     @property
     def _impls(self) -> list[Any]:

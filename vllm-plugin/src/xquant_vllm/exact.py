@@ -38,9 +38,7 @@ class CpuAttention(EngineAttention):
         out: Tensor,
     ) -> None:
         sequences = at.starts, at.lengths, scaling, True, None, -1, at.table, softcap
-        ops.cpu_attention_with_kv_cache(
-            query, *cache.chunk(2, dim=2), out, *sequences, at.plan, None
-        )
+        ops.cpu_attention_with_kv_cache(query, *cache.chunk(2, dim=2), out, *sequences, at.plan, None)
 
 
 def exact_of(view: AttentionView) -> ExactAttention:

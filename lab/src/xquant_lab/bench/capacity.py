@@ -44,9 +44,7 @@ def needed_bytes(layout: CacheLayout, context: int, batch: int) -> int:
     return layout.codec_nbytes + round(layout.peak(context, batch) * (1 + 1 / GROWTH))
 
 
-def together(
-    config: Any, methods: Sequence[Method], dtype: torch.dtype, context: int, batch: int
-) -> int:
+def together(config: Any, methods: Sequence[Method], dtype: torch.dtype, context: int, batch: int) -> int:
     """Bytes of the full cache and of the caches of all ``methods``."""
     layouts = [layout(config, method, dtype) for method in methods]
     full = full_bytes(config, dtype, context, batch)

@@ -134,9 +134,7 @@ def _flashinfer_single(tensor_cores: bool, query: Tensor, keys: Tensor) -> Atten
         raise ValueError("it takes one sequence")
 
     def attend(query: Tensor, keys: Tensor, values: Tensor) -> Any:
-        return function(
-            query[0, :, 0], keys[0], values[0], kv_layout="HND", use_tensor_cores=tensor_cores
-        )
+        return function(query[0, :, 0], keys[0], values[0], kv_layout="HND", use_tensor_cores=tensor_cores)
 
     return attend
 

@@ -48,9 +48,7 @@ class OpenVino(Peer):
             "KV_CACHE_PRECISION": precision,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         }
-        self._engine = genai.ContinuousBatchingPipeline(
-            str(packaged_gguf()), scheduler, "CPU", options
-        )
+        self._engine = genai.ContinuousBatchingPipeline(str(packaged_gguf()), scheduler, "CPU", options)
         answer = genai.GenerationConfig()
         answer.ignore_eos, answer.max_new_tokens = True, settings.steps + 2
         prompt = 1000 + torch.arange(settings.context, device="cpu").remainder(5000)[None]

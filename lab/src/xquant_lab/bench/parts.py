@@ -20,9 +20,7 @@ def with_dense(methods: Iterable[Method]) -> list[Method]:
     return list(dict.fromkeys(each for m in methods for each in (m, dense(m))))
 
 
-def parts_of(
-    row: Mapping[str, Any], dense: Mapping[str, Any], layers: int
-) -> dict[str, float | None]:
+def parts_of(row: Mapping[str, Any], dense: Mapping[str, Any], layers: int) -> dict[str, float | None]:
     """Microseconds of one token and layer.
 
     ``packing`` is storing a token, averaged over a block that is sealed with its last. ``dense`` is the

@@ -55,9 +55,7 @@ class Quantized(Peer):
         _, key, _ = self.newest()
         shape = (settings.batch, key.shape[1], settings.context, key.shape[3])
         for i in range(len(self.cache.layers)):
-            states = (
-                torch.randn(shape, device=network.device, dtype=torch.float32) for _ in range(2)
-            )
+            states = (torch.randn(shape, device=network.device, dtype=torch.float32) for _ in range(2))
             self.cache.update(*states, i)
 
     @property
@@ -68,9 +66,7 @@ class Quantized(Peer):
 def held_bytes(thing: Any) -> int:
     """Bytes of the tensors in ``thing``: those of codes and scales where one of quanto's holds such."""
     if isinstance(thing, torch.Tensor):
-        inner = [
-            getattr(thing, name) for name in ("_data", "_scale", "_shift") if hasattr(thing, name)
-        ]
+        inner = [getattr(thing, name) for name in ("_data", "_scale", "_shift") if hasattr(thing, name)]
         return sum(map(held_bytes, inner)) if inner else thing.nbytes
     if isinstance(thing, dict):
         return sum(map(held_bytes, thing.values()))

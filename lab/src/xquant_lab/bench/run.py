@@ -204,9 +204,7 @@ def _row(
         **_attention(best, layers, limits),
         "rounds": settings.rounds,
         "timed_by": shown.timed_by,
-        "tried": {
-            e.label: statistics.median(e.seconds[decisive]) * 1e3 for e in tried if not e.failed
-        },
+        "tried": {e.label: statistics.median(e.seconds[decisive]) * 1e3 for e in tried if not e.failed},
         "refused": {e.label: e.failed for e in tried if e.failed},
     }
     if row["dropped"] and shown.contender is not None:
@@ -232,9 +230,7 @@ def _best(tried: Sequence[Trial], job: str) -> Trial | None:
 
 def _times(best: Trial | None, full: Trial | None, job: str) -> Row:
     """The times of a token, and their ratios to the full cache's of the same rounds."""
-    row: Row = dict.fromkeys(
-        ("ms_per_token", "ms_min_max", "speedup_vs_full", "speedup_min_max"), None
-    )
+    row: Row = dict.fromkeys(("ms_per_token", "ms_min_max", "speedup_vs_full", "speedup_min_max"), None)
     if best is not None:
         taken = best.seconds[job]
         row["ms_per_token"] = statistics.median(taken) * 1e3

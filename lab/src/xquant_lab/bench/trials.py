@@ -190,6 +190,4 @@ def _compressed(
     calibrations: Calibrations,
 ) -> Contender:
     calibration = calibrations.of(method)
-    return contender_of(
-        models.attached(dtype), method, *settings.size, calibration, settings.kernel
-    )
+    return contender_of(models.attached(dtype), method, *settings.size, calibration, settings.kernel)

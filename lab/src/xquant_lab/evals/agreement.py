@@ -55,9 +55,7 @@ class Comparison:
         self._answers: dict[Method, deque[Tensor]] = {method: deque() for method in self._given}
         self.found: dict[Method, list[Agreement]] = {method: [] for method in self._given}
 
-    def answer(
-        self, method: Method, prompt: Tensor, generate: Callable[[AnyCache], Tensor]
-    ) -> Tensor:
+    def answer(self, method: Method, prompt: Tensor, generate: Callable[[AnyCache], Tensor]) -> Tensor:
         """The token ids of ``prompt`` ``[1, T]`` and of its answer.
 
         Args:

@@ -74,9 +74,7 @@ class XQuantLM(HFLM):
         self.most: int | None = None
         self.comparison: Comparison | None = None
         self.calibration = (
-            Calibration.load(calibration)
-            if isinstance(calibration, str | PathLike)
-            else calibration
+            Calibration.load(calibration) if isinstance(calibration, str | PathLike) else calibration
         )
         device = device or "cuda"
         if device.startswith("cuda") and not torch.cuda.is_available():
@@ -87,17 +85,13 @@ class XQuantLM(HFLM):
         super().__init__(pretrained, dtype=dtype, device=device, **more)
         cache_of(self.model, self.method, self.calibration)
 
-    def tok_batch_encode(
-        self, strings: Sequence[str], *places: Any, **named: Any
-    ) -> tuple[Tensor, Tensor]:
+    def tok_batch_encode(self, strings: Sequence[str], *places: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Token ids and attention mask of prompts, each ``[B, T]``."""
         ids, mask = super().tok_batch_encode(strings, *places, **named)
         start = -(self.longest or 0)
         return ids[:, start:], mask[:, start:]
 
-    def _model_generate(
-        self, context: Tensor, max_length: int, stop: list[str], **generation: Any
-    ) -> Tensor:
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation: Any) -> Tensor:
         """Token ids of prompts ``context`` ``[B, T]``, padded on the left, and their continuations."""
         if self.most is not None:
             max_length = min(max_length, context.shape[1] + self.most)

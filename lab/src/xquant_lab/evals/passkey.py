@@ -33,9 +33,7 @@ from ..pyramid.cache import AnyCache, cache_of
 from .journal import Journal
 from .reading import read_together
 
-OPENING = (
-    "One number is hidden in the following text. Remember it, for it is asked for at the end.\n\n"
-)
+OPENING = "One number is hidden in the following text. Remember it, for it is asked for at the end.\n\n"
 FILLER = (
     " The river is wide and the water moves slowly.",
     " A boat lies at the bank and waits for the morning.",
@@ -116,9 +114,7 @@ def passkey(
     total = len(wanted) * len(places)
     rows: dict[tuple[Method, int, float], PasskeyRow] = {}
     for (context, depth), asked in places.items():
-        names = {
-            method: f"{method.spec} passkey {context} at {depth} {attend}" for method in wanted
-        }
+        names = {method: f"{method.spec} passkey {context} at {depth} {attend}" for method in wanted}
         left = []
         for method, name in names.items():
             held = journal.runs.load(name)
@@ -141,9 +137,7 @@ def passkey(
             for method in part:
                 found = sum(key == one[method].number for key, one in answers)
                 likelihood = fmean(one[method].likelihood for _, one in answers)
-                row = PasskeyRow(
-                    method.spec, context, depth, found, len(asked), likelihood, attend, seconds
-                )
+                row = PasskeyRow(method.spec, context, depth, found, len(asked), likelihood, attend, seconds)
                 rows[method, context, depth] = row
                 journal.runs.save(names[method], [row.to_dict()])
     journal.tell(total, total, "")
@@ -160,9 +154,7 @@ def _check(model: Any, methods: Sequence[Method], prompts: Prompts) -> None:
     check_context(model, max(prompts.contexts))
 
 
-def prompts_of(
-    tokenizer: Any, context: int, depth: float, samples: int
-) -> Iterator[tuple[str, list[int]]]:
+def prompts_of(tokenizer: Any, context: int, depth: float, samples: int) -> Iterator[tuple[str, list[int]]]:
     """Hidden numbers and their prompts (token ids). A prompt and its answer are ``context`` tokens."""
     numbers = random.Random(f"{context} {depth}")
     sentences = [_ids(tokenizer, sentence) for sentence in FILLER]
@@ -172,9 +164,7 @@ def prompts_of(
         needle = _ids(tokenizer, NEEDLE.format(key=key))
         room = context - len(opening) - len(needle) - len(question) - _answer_tokens(tokenizer)
         if room < 0:
-            raise ValueError(
-                f"a context of {context} is too short: the question needs {-room} more"
-            )
+            raise ValueError(f"a context of {context} is too short: the question needs {-room} more")
         before = _filler(sentences, round(depth * room))
         after = _filler(sentences, room - len(before))
         yield key, opening + before + needle + after + question
@@ -238,9 +228,7 @@ def _filled(
     return caches
 
 
-def _likelihood(
-    model: Any, tokenizer: Any, cache: AnyCache, last: Tensor, right: Sequence[int]
-) -> float:
+def _likelihood(model: Any, tokenizer: Any, cache: AnyCache, last: Tensor, right: Sequence[int]) -> float:
     """The logarithm of the probability of the tokens of ``right`` with digits, after ``last`` ``[1, 1]``."""
     answer = torch.tensor([right], device=last.device)
     logits = model(torch.cat([last, answer[:, :-1]], 1), **{CACHE: cache}).logits[0]

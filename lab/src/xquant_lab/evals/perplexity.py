@@ -153,9 +153,7 @@ def measure(
     return [_row(method.spec, scored[method], scored[baseline], ids, block) for method in methods]
 
 
-def _empty(
-    model: Any, method: Method, calibration: Calibration | None, block: int | None
-) -> AnyCache:
+def _empty(model: Any, method: Method, calibration: Calibration | None, block: int | None) -> AnyCache:
     attend = "store" if block is None else "chunk"
     return cache_of(model, method, calibration, attend)
 

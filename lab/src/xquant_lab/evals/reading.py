@@ -34,9 +34,7 @@ def read_together(
     Args:
         methods: with the calibrations of those that need one.
     """
-    caches = {
-        method: cache_of(model, method, calibration) for method, calibration in methods.items()
-    }
+    caches = {method: cache_of(model, method, calibration) for method, calibration in methods.items()}
     if ids.shape[1]:
         model(ids, **{CACHE: Together(list(caches.values()))}, logits_to_keep=1)
     return caches

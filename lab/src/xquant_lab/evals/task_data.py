@@ -111,8 +111,7 @@ def _find(task: str, data: Path, form: Form) -> Path:
         if path.is_file():
             return path
     raise ValueError(
-        f"no data for {task}: '{data}' holds no '{form.folder}/{form.file}' and no '{form.file}',"
-        f" {form.says}"
+        f"no data for {task}: '{data}' holds no '{form.folder}/{form.file}' and no '{form.file}', {form.says}"
     )
 
 
@@ -162,9 +161,7 @@ def ruler_file(task: str, context: int, data: Path | None) -> Path | None:
     if data is None or task not in RULER_FILES:
         return None
     pattern, says = RULER_FILES[task]
-    found = (
-        [data] if data.is_file() else sorted([*data.glob(f"ruler/{pattern}"), *data.glob(pattern)])
-    )
+    found = [data] if data.is_file() else sorted([*data.glob(f"ruler/{pattern}"), *data.glob(pattern)])
     if not found:
         raise ValueError(f"no data for {task}: '{data}' holds no 'ruler/{pattern}', {says}")
     key = {"ruler_qa_squad": "data", "ruler_qa_hotpot": None}.get(task, "text")

@@ -148,9 +148,7 @@ def _ready_ruler(manager: TaskManager, name: str, context: int, data: Path | Non
     return ReadyTask(name, build, context, (file,) if file else ())
 
 
-def _build(
-    manager: TaskManager, name: str, overrides: Mapping[str, Any], files: Sequence[Path]
-) -> list[Any]:
+def _build(manager: TaskManager, name: str, overrides: Mapping[str, Any], files: Sequence[Path]) -> list[Any]:
     """lm-eval's own task objects, several for a group.
 
     Raises:

@@ -68,12 +68,8 @@ class TaskRow:
     stderr: float | None  # as lm-eval has it; None for one row, or a metric without
     n: int  # rows
     agreement: int | None  # rows answered as with the full cache; None for tasks without answers
-    kl: (
-        float | None
-    )  # of the predictions on prompts' last tokens from the full cache's, nats, if compared
-    same_tokens: (
-        float | None
-    )  # of an answer, before the first that is not the full cache's, if compared
+    kl: float | None  # of the predictions on prompts' last tokens from the full cache's, nats, if compared
+    same_tokens: float | None  # of an answer, before the first that is not the full cache's, if compared
     seconds: float  # that `lm_eval_task` took with this method
     lm_eval_task: str  # what was run, by lm-eval's name
     version: str  # of that task in lm-eval
@@ -135,9 +131,7 @@ def evaluate(
         built: list[Any] = []
         comparisons: list[Comparison | None] = []
         baseline: list[dict[str, Any]] = []
-        names = {
-            method: f"{method.spec} {task.title} {settings} {task.digest}" for method in models
-        }
+        names = {method: f"{method.spec} {task.title} {settings} {task.digest}" for method in models}
         held = {method: journal.runs.load(name) for method, name in names.items()}
         left = [method for method, results in held.items() if results is None]
         if settings.compare and left:
@@ -153,9 +147,7 @@ def evaluate(
                     Comparison(model, left, made) if settings.compare else None for _ in built
                 ]
                 lm.set_cache_hook(_Counter(f"{method.spec}, {task.title}", tell))
-                results = [
-                    _run(lm, *each, settings.limit) for each in zip(built, comparisons, strict=True)
-                ]
+                results = [_run(lm, *each, settings.limit) for each in zip(built, comparisons, strict=True)]
                 journal.runs.save(names[method], results)
             baseline = baseline or results  # the full cache comes first
             for result, full in zip(results, baseline, strict=True):
@@ -165,9 +157,7 @@ def evaluate(
     return rows
 
 
-def _run(
-    lm: XQuantLM, task: Any, comparison: Comparison | None, limit: int | None
-) -> dict[str, Any]:
+def _run(lm: XQuantLM, task: Any, comparison: Comparison | None, limit: int | None) -> dict[str, Any]:
     """Run one of lm-eval's tasks with one method: its metrics, and its answers row by row."""
     lm.comparison = comparison
     seed()

@@ -57,9 +57,7 @@ class EvictingLayer(DynamicLayer):
     columns: Tensor
     weights: Tensor
 
-    def __init__(
-        self, view: AttentionView, method: Pyramid, share: float, index: TokenIndex
-    ) -> None:
+    def __init__(self, view: AttentionView, method: Pyramid, share: float, index: TokenIndex) -> None:
         super().__init__()
         self.view, self.method, self.share, self.index = view, method, share, index
         self.tokens = 0
@@ -240,9 +238,7 @@ class PyramidCache(DynamicCache, ObservingCache):
     reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(
-            torch.arange(self.index.batch, device="cpu").repeat_interleave(repeats)
-        )
+        self.batch_select_indices(torch.arange(self.index.batch, device="cpu").repeat_interleave(repeats))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PyramidCache":
         """A cache of its own for the same model."""

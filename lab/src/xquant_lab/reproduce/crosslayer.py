@@ -170,8 +170,7 @@ def draw_figure2(rows: Rows) -> Mapping[str, Any]:
     drawn = {}
     for metric, label in labels.items():
         chance = [
-            {**row, "state": f"{row['state']}, by chance", metric: row[f"chance_{metric}"]}
-            for row in rows
+            {**row, "state": f"{row['state']}, by chance", metric: row[f"chance_{metric}"]} for row in rows
         ]
         drawn[metric] = by_layer([*rows, *chance], metric, label)
     return drawn

@@ -93,10 +93,7 @@ def scores(setup: Setup, printed: Rows, metric: str, scale: float = 1) -> Rows:
         measured = {
             "score": scale * fmean(one.value for one in answered),
             "agreement": fmean((one.agreement or 0) / one.n for one in answered),
-            **{
-                name: fmean(getattr(one, name) for one in answered)
-                for name in ("same_tokens", "kl")
-            },
+            **{name: fmean(getattr(one, name) for one in answered) for name in ("same_tokens", "kl")},
             "n": sum(one.n for one in answered),
             "cache_ratio": setup.cache_ratio(row["method"]),
         }

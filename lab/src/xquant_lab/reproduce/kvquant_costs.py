@@ -32,9 +32,7 @@ def add_cache_ratios(rows: Rows, *keys: str) -> None:
         printed = ((name, where) for name in SIZES for where in row["paper"].get(name, ()))
         return {(*same, name, where): row["paper"][name][where] for name, where in printed}
 
-    full = {
-        place: size for row in rows if row["method"] == "full" for place, size in sizes(row).items()
-    }
+    full = {place: size for row in rows if row["method"] == "full" for place, size in sizes(row).items()}
     for row in rows:
         ratios = {place[-1]: round(size / full[place], 4) for place, size in sizes(row).items()}
         if ratios:

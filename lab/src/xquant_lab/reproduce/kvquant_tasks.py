@@ -32,9 +32,7 @@ def table2(setup: Setup, printed: Rows) -> Rows:
         ("chunk", "success", "likelihood"),
         ("store", "through_store", "likelihood_through_store"),
     ):
-        asked = passkey(
-            setup.model, setup.tokenizer, methods, prompts, attend, calibrations, journal
-        )
+        asked = passkey(setup.model, setup.tokenizer, methods, prompts, attend, calibrations, journal)
         for row in rows:
             own = [depth for depth in asked if depth.method == row["method"]]
             row["n"] = sum(depth.samples for depth in own)
@@ -49,8 +47,7 @@ def table3(setup: Setup, printed: Rows) -> Rows:
     methods = {row["method"]: row["row"] for row in printed}
     tasks = dict.fromkeys(row["task"] for row in printed)
     rows = [
-        {"row": name, "method": method, "task": task, "paper": {"score": {}}}
-        | known.get((method, task), {})
+        {"row": name, "method": method, "task": task, "paper": {"score": {}}} | known.get((method, task), {})
         for method, name in methods.items()
         for task in tasks
     ]

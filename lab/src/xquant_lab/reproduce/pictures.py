@@ -59,9 +59,7 @@ def channels(rows: Sequence[Row]) -> Any:
     grid = figure.subplots(len(layers), len(states), squeeze=False)
     for row in shown:
         axes = grid[layers.index(row["layer"]), states.index(row["state"])]
-        axes.fill_between(
-            range(len(row["magnitudes"])), row["magnitudes"], color=COLOURS[0], step="mid"
-        )
+        axes.fill_between(range(len(row["magnitudes"])), row["magnitudes"], color=COLOURS[0], step="mid")
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7)

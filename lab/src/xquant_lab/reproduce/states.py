@@ -33,10 +33,7 @@ def watch(setup: Setup, see: Callable[[AttentionView, Tensor], None]) -> None:
         return look
 
     windows = setup.ids.to(setup.model.device)
-    handles = [
-        view.module.register_forward_pre_hook(hook(view), with_kwargs=True)
-        for view in layers(setup)
-    ]
+    handles = [view.module.register_forward_pre_hook(hook(view), with_kwargs=True) for view in layers(setup)]
     try:
         for done, window in enumerate(windows):
             setup.progress(done, len(windows), "reading the text")

@@ -56,9 +56,7 @@ def collect_weights(
     """The mean square of the gradient of every element of ``weights``, parameters of the model, over samples
     ``[N, T]`` (token ids), fp32: the diagonal of the empirical Fisher information. ``done`` is called after
     each sample."""
-    found = {
-        name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()
-    }
+    found = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in weights.items()}
     with frozen(model, but=weights.values()), torch.enable_grad():
         for sample in samples.clone().to(home(model)):
             logits = model(sample[None], use_cache=False).logits[0, :-1]

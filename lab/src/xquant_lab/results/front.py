@@ -84,9 +84,7 @@ def verdict(rows: Sequence[Row]) -> str:
         whose = "alone keeps the full cache's most likely token in half of the places"
     among = f"{len(every)} compressed caches"
     if 1 < faithful < len(every):
-        among += (
-            f", {faithful} of which keep the full cache's most likely token in half of the places"
-        )
+        among += f", {faithful} of which keep the full cache's most likely token in half of the places"
     return f"Of {among}, `{spec}` {whose}: {_cost(best[0])}."
 
 
@@ -96,9 +94,5 @@ def _faithful(row: Row) -> bool:
 
 
 def _cost(row: Row) -> str:
-    same = (
-        ""
-        if row["agreement"] is None
-        else f", the same top token in {row['agreement']:.1%} of places"
-    )
+    same = "" if row["agreement"] is None else f", the same top token in {row['agreement']:.1%} of places"
     return f"KL {row['kl']:.4f}{same}, {row['cache_ratio']:.1%} of an fp16 cache"

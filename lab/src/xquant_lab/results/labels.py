@@ -16,9 +16,7 @@ MARKER = 4
 LEADER = {"arrowstyle": "-", "color": "0.6", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 3}
 
 
-def write_labels(
-    axes: Any, labels: Sequence[tuple[str, tuple[float, float]]], on_front: int
-) -> None:
+def write_labels(axes: Any, labels: Sequence[tuple[str, tuple[float, float]]], on_front: int) -> None:
     """Write each label, a name and the point it belongs to, into axes that are otherwise finished.
 
     The first ``on_front`` are joined by a line of steps. They are dark, and may stand off with a line to

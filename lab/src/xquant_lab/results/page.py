@@ -79,9 +79,7 @@ def render_page(
     )
 
 
-def _pictures(
-    draw: Callable[[Sequence[Row], float], Any], rows: Sequence[Row]
-) -> "dict[str, Markup]":
+def _pictures(draw: Callable[[Sequence[Row], float], Any], rows: Sequence[Row]) -> "dict[str, Markup]":
     """The picture for wide and for narrow screens, as SVG elements that may stand on one page."""
     from markupsafe import Markup
 

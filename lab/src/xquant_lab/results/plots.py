@@ -36,9 +36,7 @@ def loss_figure(rows: Sequence[Row], width: float = WIDE, measure: Measure = KL)
 
     figure = new_figure(width, HEIGHT)
     axes = figure.add_subplot()
-    axes.axhline(
-        measure.best, color="0.4", linewidth=1, linestyle="--", zorder=1.5, label="full cache"
-    )
+    axes.axhline(measure.best, color="0.4", linewidth=1, linestyle="--", zorder=1.5, label="full cache")
     points, best = compressed(rows, measure), front(rows, measure)
     if best:
         line = zip(*map(position, best), strict=True)

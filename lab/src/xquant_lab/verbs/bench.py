@@ -49,9 +49,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @click.command()
 @click.argument("model", required=False, type=MODEL)
-@click.option(
-    "--shape", help="Attention alone, at a known model's shape: llama-3.1-8b, llama-2-7b."
-)
+@click.option("--shape", help="Attention alone, at a known model's shape: llama-3.1-8b, llama-2-7b.")
 @methods_option
 @click.option(
     "--context",
@@ -71,9 +69,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     show_default=True,
     help="Sequences; may be given several times.",
 )
-@click.option(
-    "--rounds", type=click.IntRange(1), default=15, show_default=True, help="Repetitions."
-)
+@click.option("--rounds", type=click.IntRange(1), default=15, show_default=True, help="Repetitions.")
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
@@ -112,9 +108,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     is_flag=True,
     help="Weights in oneDNN's layout for the compressed caches, and for more settings of the full one (CPU).",
 )
-@click.option(
-    "--compile", "compiled", is_flag=True, help="Models are compiled, in the same way (CPU)."
-)
+@click.option("--compile", "compiled", is_flag=True, help="Models are compiled, in the same way (CPU).")
 @click.option(
     "--static",
     is_flag=True,
@@ -168,15 +162,11 @@ def bench(
     if shape is None and (largest_batch or layers):
         raise ValueError("--layers and --largest-batch want a shape: --shape NAME")
     if parts and largest_batch:
-        raise ValueError(
-            "--parts times attention, and --largest-batch whole steps: give one of them"
-        )
+        raise ValueError("--parts times attention, and --largest-batch whole steps: give one of them")
     if peers and shape is not None:
         raise ValueError("--peers decode with a MODEL, not with a shape")
     if (packed or compiled or static) and shape is not None:
-        raise ValueError(
-            "--packed, --compile and --static time whole steps of a MODEL, not a shape"
-        )
+        raise ValueError("--packed, --compile and --static time whole steps of a MODEL, not a shape")
     import torch
 
     from xquant import parse_method

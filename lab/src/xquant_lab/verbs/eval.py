@@ -56,9 +56,7 @@ COLUMNS = {
     help="File or folder of the tasks' data.  [default: the hub]",
 )
 @click.option("--limit", type=click.IntRange(1), help="First rows of a task.  [default: all]")
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Rows at a time."
-)
+@click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Rows at a time.")
 @click.option(
     "--context",
     "contexts",

@@ -42,9 +42,7 @@ class Kernel(ABC):
     """Whether each packed key may have its own angles, where positions within a block do not follow each
     other."""
 
-    def __init__(
-        self, to: native.Attend, sources: dict[int, Any], view: AttentionView, block: int
-    ) -> None:
+    def __init__(self, to: native.Attend, sources: dict[int, Any], view: AttentionView, block: int) -> None:
         self.to, self.sources = to, sources
         self.columns = 0
         """Of the table, that are read of a cache that grows."""
@@ -129,9 +127,7 @@ class PackedKernel(Kernel):
         if "cpu" not in within.prepared:
             within.prepared["cpu"] = native.rope_table(*within.angles)
         to.rope_table = within.prepared["cpu"].data_ptr()
-        to.start_cos, to.start_sin = (
-            native.address(t, torch.float32, *start[0].shape) for t in start
-        )
+        to.start_cos, to.start_sin = (native.address(t, torch.float32, *start[0].shape) for t in start)
         to.start_batch, self._angles = batch_stride(start[0]), angles
 
     def attend(self, call: AttentionCall, out: Tensor, sequences: Sequences | None = None) -> None:

@@ -90,9 +90,7 @@ class RankedKernel(RebuildingKernel):
             prepared[name] = self._prepare(built)
         self._weights = prepared[name]
         call.weights, call.weight_scale, call.mean, *of_slow = (t.data_ptr() for t in self._weights)
-        call.slow_weights, call.slow_bytes, call.slow_units, call.slow_norm, call.slow_mean = (
-            of_slow
-        )
+        call.slow_weights, call.slow_bytes, call.slow_units, call.slow_norm, call.slow_mean = of_slow
 
     def _prepare(self, built: int) -> list[Tensor]:
         """The weight ``[G * D, C]`` of keys as int16, and their mean, as xq_ranked_attend takes them: the

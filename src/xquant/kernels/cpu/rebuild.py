@@ -64,9 +64,7 @@ class RebuiltKernel(RebuildingKernel):
         stream: of a cache that grows, whose values torch may sum where the library cannot.
     """
 
-    def __init__(
-        self, codec: Rematerialized, block: int, isa: str, stream: Stream | None = None
-    ) -> None:
+    def __init__(self, codec: Rematerialized, block: int, isa: str, stream: Stream | None = None) -> None:
         self._call, self._softmax, view = native.RebuildScores(), native.Weigh(), codec.view
         self._sums = ValueSum(codec, block, isa) if ValueSum.fits(codec, block) else None
         sources = {0: self._call.key} | ({} if self._sums is None else {-1: self._sums.call.value})
@@ -192,9 +190,7 @@ class RebuiltKernel(RebuildingKernel):
         assert stream is not None and stream.table is not None
         step = max(TOKENS // (len(rows) * stream.block), 1)
         sums = rows.new_zeros(())
-        for part, table in zip(
-            rows.split(step * stream.block, 2), stream.table.split(step, 1), strict=True
-        ):
+        for part, table in zip(rows.split(step * stream.block, 2), stream.table.split(step, 1), strict=True):
             sums = sums + part @ stream.read_segment(-1, torch.float32, table).flatten(1, 2)
         return sums.view(*weights.shape[:3], -1)
 

@@ -67,9 +67,7 @@ class RebuildingKernel(Kernel):
         slow = None
         if isinstance(self._angles, BlockAngles):
             within, start = self._angles
-            to.start_cos, to.start_sin = (
-                native.address(t, torch.float32, *start[0].shape) for t in start
-            )
+            to.start_cos, to.start_sin = (native.address(t, torch.float32, *start[0].shape) for t in start)
             to.start_batch = batch_stride(start[0])
             if self.to.queries == 1:
                 slow = slow_pairs(within, self._view.head_size, rows)
@@ -78,9 +76,7 @@ class RebuildingKernel(Kernel):
             cos, sin = within.prepared["by pair"]
         else:
             cos, sin = self._angles
-        to.cos, to.sin = (
-            native.address(t, torch.float32, *cos.shape, rows=True) for t in (cos, sin)
-        )
+        to.cos, to.sin = (native.address(t, torch.float32, *cos.shape, rows=True) for t in (cos, sin))
         to.rope_batch, to.rope_channel = batch_stride(cos), cos.stride(1)
         if slow is not None:
             to.built, to.waves = slow.built, len(slow.wave)

@@ -58,7 +58,5 @@ class FoldedAttention(BlockwiseAttention):
         if offset is not None:
             keys += offset.view(keys.shape[2], 1, -1)
         blocks = keys.shape[1]
-        cos, sin = (
-            t[:, columns].unflatten(1, (blocks, -1)).float() for t in self._layer.index.rope(like)
-        )
+        cos, sin = (t[:, columns].unflatten(1, (blocks, -1)).float() for t in self._layer.index.rope(like))
         return apply_rope(keys, cos, sin)

@@ -13,9 +13,7 @@ from ...quant.quantizer import dense
 Lanes = Literal["tokens", "channels"]
 
 
-def product_of(
-    segment: Segment, heads: int, block: int, lanes: Lanes
-) -> "PackedProduct | DecodedProduct":
+def product_of(segment: Segment, heads: int, block: int, lanes: Lanes) -> "PackedProduct | DecodedProduct":
     """What multiplies with the blocks of a segment, which have no outliers."""
     coded = isinstance(segment.operand(block), Operand)
     return (PackedProduct if coded else DecodedProduct)(segment, heads, block, lanes)

@@ -51,8 +51,7 @@ class PackedKernel:
         view = codec.view
         self.device, self.block = view.device, block
         self.operands = [
-            KernelOperand.of(segment, block, view.head_size, view.device)
-            for segment in codec.segments
+            KernelOperand.of(segment, block, view.head_size, view.device) for segment in codec.segments
         ]
         keys, values = self.operands
         self._nothing = torch.zeros(1, device=view.device, dtype=torch.float32)

@@ -18,9 +18,7 @@ def made_current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def start(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any
-) -> None:
+def start(kernel: Any, grid: tuple[int, ...], device: torch.device, *args: Any, **constants: Any) -> None:
     """Start a kernel on ``device``, where its tensors are. Nothing else starts one."""
     with made_current(device):
         kernel[grid](*args, **constants)

@@ -69,9 +69,7 @@ def by_chunk(weight: Tensor, states: PackedStates | None) -> Matrix:
         ordered = tiles[..., order.clamp(min=0)].masked_fill(order < 0, 0)
         weight = ordered.flatten(1)
     if states is None and weight.dtype == torch.bfloat16:
-        return Matrix(
-            weight.contiguous(), torch.ones(len(weight), device=weight.device, dtype=torch.float32)
-        )
+        return Matrix(weight.contiguous(), torch.ones(len(weight), device=weight.device, dtype=torch.float32))
     highest = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny)
     unit = highest.log2().ceil().exp2()
     return Matrix((weight.float() / unit[:, None]).half().contiguous(), unit)

@@ -218,9 +218,7 @@ class TritonRebuilding(GpuAttention):
         rows = launch.call.shape.kv_heads * launch.rows
         return runs, launch.batch * -(-rows // SUM_ROWS)
 
-    def _sum_arguments(
-        self, launch: Launch, source: Rows | None, per_split: int
-    ) -> tuple[Any, ...]:
+    def _sum_arguments(self, launch: Launch, source: Rows | None, per_split: int) -> tuple[Any, ...]:
         """Of `sum_states`, behind its workspace."""
         return (
             self._table.segment(len(self._layer.codec.segments) - 1),
@@ -232,9 +230,7 @@ class TritonRebuilding(GpuAttention):
             launch.batch,
         )
 
-    def _project(
-        self, launch: Launch, coded: list[Tensor], splits: int, maxima_out: Tensor
-    ) -> Tensor:
+    def _project(self, launch: Launch, coded: list[Tensor], splits: int, maxima_out: Tensor) -> Tensor:
         """Values ``[B, G, rows, D]`` of all blocks, from the splits of their sums."""
         weight, bias = self._codec.value_weight, self._codec.value_bias
         groups, channels = launch.call.shape.kv_heads, weight.shape[1]

@@ -73,9 +73,7 @@ def unfit(codec: LayerCodec, block: int) -> str:
     operands = [segment.operand(block) for segment in codec.segments]
     if any(isinstance(o, Operand) and o.zero_scales is not None for o in operands):
         return "ranges without a zero"
-    if any(
-        isinstance(o, Operand) and o.count_bytes and o.channels > MOST_CHANNELS for o in operands
-    ):
+    if any(isinstance(o, Operand) and o.count_bytes and o.channels > MOST_CHANNELS for o in operands):
         return f"outliers among more than {MOST_CHANNELS} channels"
     return uncoded(codec, block)
 

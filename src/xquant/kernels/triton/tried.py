@@ -45,9 +45,7 @@ class TriedPacker(Packer):
 
             def compare() -> str:
                 self._own.unpack(quantizer, first, found)
-                return (
-                    "" if torch.equal(found, expected) else "triton reads other numbers than torch"
-                )
+                return "" if torch.equal(found, expected) else "triton reads other numbers than torch"
 
             tried(key, compare, "blocks are read", out)
         self._taken(key).unpack(quantizer, packed, out)

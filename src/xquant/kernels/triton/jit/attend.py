@@ -217,9 +217,7 @@ def add_blocks(
         if SINKS:
             distance = tl.abs(sink_column[:, None] - begin - token[None, :])
             seen = seen & (tl.min(distance, 0) > 0)
-        scores = seen_scores(
-            scores, call.softcap, mask, begin + token, seen[:, None], MASK, SOFTCAP
-        )
+        scores = seen_scores(scores, call.softcap, mask, begin + token, seen[:, None], MASK, SOFTCAP)
         weights, shrink, maximum = softmax_weights(scores, maximum)
         both_sums *= tl.reshape(tl.join(shrink, shrink), (2 * ROWS,))[None, :]
         if folded:

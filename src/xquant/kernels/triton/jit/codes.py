@@ -17,9 +17,7 @@ import triton.language as tl
 from .halves import add, bits_of, constant, masked_or, multiply_add, twice
 
 LANES = tl.constexpr(16)  # of a tile
-QUARTER = tl.constexpr(
-    0.25
-)  # of a state: a rotation of the largest that is stored stays within fp16
+QUARTER = tl.constexpr(0.25)  # of a state: a rotation of the largest that is stored stays within fp16
 
 FIELDS = tl.constexpr(8)  # of a segment: see `addresses.FIELDS`
 
@@ -96,9 +94,7 @@ def index_at(place, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constex
 
 
 @triton.jit
-def tile_order(
-    SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, chunk=0
-):
+def tile_order(SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, chunk=0):
     """The indices along the summed axis in the order in which a tile has them, the first ``COUNT``: those in
     even places, then those in odd ones; -1 where there is none."""
     place = tl.arange(0, COUNT)
@@ -245,9 +241,7 @@ def _unpack_plane(word, BITS: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.conste
 
 
 @triton.jit
-def load_words(
-    words, lane, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, chunk=0
-):
+def load_words(words, lane, SUMMED: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr, chunk=0):
     """The words of a chunk of a head, of each plane, to give to `unpacked`.
 
     ``words``: the tiles of the head, by int32; ``lane`` ``[M]``: numbers of lanes, -1 where there is none.

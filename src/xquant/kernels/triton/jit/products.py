@@ -80,18 +80,14 @@ def rotated(x, cos, sin, M: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def key_words(
-    block, token, head, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr
-):
+def key_words(block, token, head, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
     """The packed codes of a head's keys, `codes.load_words`."""
     words = pointer(block.codes, tl.int32) + head * (D * N * BITS // 32)
     return load_words(words, token, D, DP, BITS)
 
 
 @triton.jit
-def value_words(
-    block, channel, head, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BITS: tl.constexpr
-):
+def value_words(block, channel, head, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BITS: tl.constexpr):
     """The same of its values."""
     words = pointer(block.codes, tl.int32) + head * (D * N * BITS // 32)
     return load_words(words, channel, N, NP, BITS)
@@ -130,9 +126,7 @@ def block_sums(
     """A quarter of the sums of a block's values by ``weights`` fp16 ``[NP, R]``, added to ``sums`` fp32
     ``[DP, R]``."""
     level = levels_of(words, table, LAYOUT)
-    values = decode(
-        block, level, token, channel, head * D, D, N, kv_heads * D, LAYOUT, False, NP, DP
-    )
+    values = decode(block, level, token, channel, head * D, D, N, kv_heads * D, LAYOUT, False, NP, DP)
     return tl.dot(as_halves(values, DP, NP), weights, sums)
 
 

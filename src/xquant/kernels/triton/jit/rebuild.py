@@ -94,9 +94,7 @@ def store_scores(
         scores = tl.dot(high, query_high, tl.dot(high, query_low, scores)) * (unit / QUARTER)
         mask_row = mask_rows(mask_batch_stride, mask_query_stride, b, place)
         mask = Mask(call.mask, call.mask_token_stride, mask_row)
-        scores = seen_scores(
-            scores, call.softcap, mask, begin + token, seen[:, None], MASK, SOFTCAP
-        )
+        scores = seen_scores(scores, call.softcap, mask, begin + token, seen[:, None], MASK, SOFTCAP)
         to = (b * shape.kv_heads + head).to(tl.int64) * rows + row
         to = to * (columns * N) + column * N
         there = (row < rows)[None, :] & (token >= 0)[:, None]

@@ -149,9 +149,7 @@ def seal(
     for j in range(begin, end):
         if PER_TOKEN:
             stop = tl.minimum((j + 1) * GROUP, C)
-            low, high, nan = range_ends(
-                rows, hidden, token, token_stride, 1, j * GROUP, stop, NP, HIDDEN
-            )
+            low, high, nan = range_ends(rows, hidden, token, token_stride, 1, j * GROUP, stop, NP, HIDDEN)
             # Of the one program in which the range begins. Triton 3.9's interpreter cannot join a block
             # and a scalar by &.
             stored = tl.where(j * GROUP >= first, token, -1) >= 0
@@ -159,16 +157,12 @@ def seal(
         else:
             vector = tl.where(channel >= 0, first + channel, -1)
             stop = tl.minimum((j + 1) * GROUP, N)
-            low, high, nan = range_ends(
-                rows, hidden, vector, 1, token_stride, j * GROUP, stop, DP, HIDDEN
-            )
+            low, high, nan = range_ends(rows, hidden, vector, 1, token_stride, j * GROUP, stop, DP, HIDDEN)
             place, stored = (block * ranges + j) * C + vector, channel >= 0
         tl.store(found_nan, nan, nan > 0)
         zero16 = low.to(tl.float16)
         height = tl.maximum(high - zero16.to(tl.float32), 0)
-        scale16 = tl.minimum(
-            tl.math.div_rn(height, tl.full(height.shape, most, tl.float32)), HALF_MAX
-        )
+        scale16 = tl.minimum(tl.math.div_rn(height, tl.full(height.shape, most, tl.float32)), HALF_MAX)
         scale16 = scale16.to(tl.float16)
         zero32, scale32 = zero16.to(tl.float32), scale16.to(tl.float32)
         if ETA:  # codes do not depend on it

@@ -81,9 +81,7 @@ def sum_states(
             here_too = (token >= 0) & (token < tl.load(blocks.lengths + column))
             states = rows_in.data + b.to(tl.int64) * rows_in.batch_stride
             states = states + tokens[None, :] * rows_in.token_stride
-            states = tl.load(
-                states + (run * D + channel)[:, None], here_too[None, :] & here[:, None], 0
-            )
+            states = tl.load(states + (run * D + channel)[:, None], here_too[None, :] & here[:, None], 0)
             if states.dtype == tl.float32:
                 sums += tl.dot(states, weights, input_precision="ieee")
             else:
