@@ -31,8 +31,9 @@ DEFAULT_METHODS = (
     "tc-cl-2bit",
 )
 RULE = (
-    "The rule: the widest codes that fit; of equals, what rebuilds nothing, then what needs no calibration,"
-    " then the smallest. What a method loses on your model is for 'xquant compare' to measure."
+    "The rule: take the method with the widest codes that fits. Between equals, take one that stores keys and"
+    " values themselves, then one without calibration, then the smallest. 'xquant compare' measures what a"
+    " method loses on your model."
 )
 PARTS = {
     "codes": "codes",
@@ -278,11 +279,11 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     if taken["method"] == BASELINE:
         return f"Take {BASELINE}: it fits at {size}, and keeps keys and values as they are."
-    why = "rebuilds keys and values to read them" if taken["rebuilds"] else "rebuilds nothing"
+    why = "rebuilds keys and values" if taken["rebuilds"] else "stores keys and values themselves"
     calibration = ", after a calibration" if taken["needs_calibration"] else ""
     return (
         f"Take {taken['method']}{calibration}: of what fits at {size} it has the widest codes"
-        f" ({taken['code_bits']:.1f} bits), and {why}."
+        f" ({taken['code_bits']:.1f} bits), and it {why}."
     )
 
 

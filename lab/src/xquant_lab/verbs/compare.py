@@ -109,7 +109,7 @@ def compare(
     Writes results.json, report.html and the pictures into --output: perplexity.svg and .png, with
     --bench also speed.svg and .png. The full cache is always the first row; without --method a
     selection follows it, and the method of every --calibration. Methods are judged by KL, the divergence
-    of predictions from the full cache's: perplexity may fall where predictions are merely other ones.
+    of predictions from the full cache's. Perplexity would be a worse judge: by chance it may even fall.
     """
     # Imported before the long work, so that a missing package is told of at once.
     import jinja2  # noqa: F401

@@ -5,8 +5,8 @@ int16 weights, so keys are never stored, and those of slow pairs never built (`t
 softmax, together with the tokens that are kept as they are (csrc/weigh.h), and sums what packed values come
 from. Torch multiplies the sums with the weight of values.
 
-It equals attention over `CompressedLayer.read` but for the rounding of the weights to 15 bits and what waves
-miss.
+It equals attention over `CompressedLayer.read` but for two errors: weights are rounded to 15 bits, and the
+rotations of slow pairs are sums of a few waves (`slow`).
 """
 
 from functools import cached_property
