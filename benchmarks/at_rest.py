@@ -1,4 +1,4 @@
-"""How much a cache at rest loses: a prompt is read exactly and stored, and the model goes on from what was stored.
+"""How much a cache at rest loses: a prompt is read exactly, stored, and continued from what was stored.
 
     python benchmarks/at_rest.py --c4 FILE --json results.json
 
