@@ -256,7 +256,7 @@ def latent() -> str:
 @table
 def rope() -> str:
     """Attention over packed keys before RoPE, by how heads turn."""
-    head = ("heads turn", "method, tokens", "kernel", "ms a step of 8 layers", "of halves")
+    head = ("RoPE", "method, tokens", "kernel", "ms a step of 8 layers", "of halves")
     body = (
         [
             row["turns"],
