@@ -26,10 +26,11 @@ VERBS = "xquant.verbs"
 
 
 def _load(context: click.Context, option: click.Parameter, files: Sequence[str]) -> None:
-    for file in files:
+    if files:
         from ..methods import load_file  # not at once: it imports torch
 
-        load_file(file)
+        for file in files:
+            load_file(file)
 
 
 def _plugin_option() -> click.Option:

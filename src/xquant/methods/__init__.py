@@ -2,6 +2,7 @@
 
 Every method that is imported here can be named by specs. They are listed in this order.
 """
+# Sorted by name they would be listed in another order.
 # ruff: noqa: I001
 
 from .base import Method as Method, QuantizedMethod as QuantizedMethod, option as option

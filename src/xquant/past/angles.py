@@ -42,7 +42,8 @@ class Angles:
     """cos and sin of every position that a model allows.
 
     Args:
-        cos, sin: fp32 ``[positions, R / 2]``; they are applied to keys in the dtype of the model.
+        cos, sin: ``[positions, R / 2]``, ``R`` the rotated channels of a head. They are applied to keys in
+            the dtype of the model.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:

@@ -101,8 +101,7 @@ class StaticLayer(PagedPast, PastLayer):
         """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
         padding, and each comes before the next."""
         self._check_dtype(call.key, call.value)
-        states = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
-        query, key, value = states
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         rows = call._replace(query=query, key=key, value=value, mask=None, sink_logits=None)
         self.attend_in_place(rows, sequences, out)
