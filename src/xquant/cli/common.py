@@ -1,4 +1,4 @@
-"""What the verbs share: options, checks that come before long work, and tables.
+"""What the verbs share: options, checks that come before long work, and the end of a run.
 
 What an option alone tells is checked as it is read, before a verb imports torch.
 """
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..methods import Method
 
 DTYPES = ("float32", "bfloat16", "float16")
-PIPED_WIDTH = 200
 
 RESUME = "xquant.resume"
 """Where the context of a command holds the folder of ``--resume``, of the commands that have it."""
@@ -288,17 +287,3 @@ def finish(rows: Iterable[Mapping[str, Any]], json_file: str | None, **subject: 
     if json_file is not None:
         write_json(json_file, stamped)
     return stamped
-
-
-def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; ``columns`` gives each heading its justification."""
-    from rich.console import Console  # not at once: it takes as long as click
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in columns.items():
-        table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in rows:
-        table.add_row(*row)
-    # Without a terminal there is no width to fit: lines stay whole for grep and the like.
-    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False).print(table)

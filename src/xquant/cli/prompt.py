@@ -22,6 +22,7 @@ from .common import (
 )
 from .generate import USUAL, encode
 from .progress import progress
+from .tables import say
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,7 @@ def prompt(
     }
     finish([row], json_file, model=model, dtype=dtype, device=str(network.device))
     if json_file != STDOUT:
-        click.echo(
+        say(
             f"{output}: {readable(size)}, {report.tokens} tokens with {method.spec}, read in"
             f" {seconds:.1f} s\n{report}"
         )

@@ -21,6 +21,7 @@ from xquant.cli.common import (
     resume_option,
 )
 from xquant.cli.progress import progress
+from xquant.cli.tables import wide_option
 from xquant.kernels import KERNELS
 from xquant.results import STDOUT, environment
 
@@ -127,6 +128,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 )
 @calibrations_option
 @resume_option("the rows of every context and batch in which nothing failed")
+@wide_option
 @json_option
 def bench(
     model: str | None,

@@ -15,10 +15,10 @@ from xquant.cli.common import (
     load_calibrations,
     methods_option,
     model_options,
-    print_table,
     resume_option,
     text_options,
 )
+from xquant.cli.tables import print_table, say, wide_option
 from xquant.files import write_atomically
 from xquant.results import STDOUT, write_json
 from xquant.text import HELP_TOPICS
@@ -91,6 +91,7 @@ COLUMNS = {
     help="Folder of the files; made if missing.",
 )
 @resume_option()
+@wide_option
 @json_option
 def compare(
     output: str,
@@ -140,7 +141,7 @@ def compare(
     write_atomically(folder / "report.html", page.render_page(rows, bench, tasks, earlier))
     if json_file != STDOUT:
         print_rows(rows)
-        click.echo("\n" + verdict(rows).replace("`", ""))
+        say("\n" + verdict(rows).replace("`", ""))
         if against:
             click.echo(f"\nAgainst {against}:")
             print_changes(diff.changes(rows, earlier))
@@ -166,4 +167,5 @@ def print_changes(changes: "Sequence[Change]") -> None:
             )
             for change in changes
         ],
+        extra=("seconds earlier", "seconds now", "MB earlier", "MB now"),
     )

@@ -14,10 +14,10 @@ from xquant.cli.common import (
     methods_option,
     model_options,
     own_calibrations,
-    print_table,
     resume_option,
 )
 from xquant.cli.progress import progress
+from xquant.cli.tables import print_table, wide_option
 
 from .asked import Asked, Rows, end
 
@@ -75,6 +75,7 @@ COLUMNS = {
 )
 @calibrations_option
 @resume_option()
+@wide_option
 @json_option
 def evaluate(
     specs: Sequence[str],
@@ -175,7 +176,7 @@ def _passkey_row(row: "PasskeyRow") -> dict[str, Any]:
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """The table on standard output."""
-    print_table(COLUMNS, map(_cells, rows))
+    print_table(COLUMNS, map(_cells, rows), extra=("seconds", "std. error", "rows"))
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
