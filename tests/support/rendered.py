@@ -7,7 +7,7 @@ import click
 from xquant.cli import tables
 
 WIDTHS = 60, 80, 120
-HEADINGS = {"method", "row", "id", "write"}
+HEADINGS = {"method", "row", "id", "write", "option"}
 """Those that records do without, since they stand above their first cells."""
 
 

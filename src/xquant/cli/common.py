@@ -98,7 +98,7 @@ methods_option = click.option(
     metavar="SPEC",
     type=SPEC,
     multiple=True,
-    help="Method, such as xquant-cl-2bit:sink=1; may be given several times.",
+    help="Method, such as kivi-2bit:sink=1; may be given several times.  [default: the recommended ones]",
 )
 calibrations_option = click.option(
     "--calibration",
@@ -265,6 +265,15 @@ def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "Cali
     for method in methods:
         calibrations.of(method)  # raises where it is missing
     return calibrations
+
+
+def chosen(specs: Sequence[str], artifacts: Sequence[str], decoding: bool = False) -> tuple[str, ...]:
+    """The methods that a verb measures: ``specs``, or where there are none the recommended ones, and those
+    that the artifacts are for."""
+    if specs:
+        return tuple(specs)
+    calibrated = (made.method for made in load_calibrations(artifacts)) if artifacts else ()
+    return tuple(dict.fromkeys((*catalogue.recommended(decoding), *calibrated)))
 
 
 def own_calibrations(

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..catalogue import USUAL
 from ..progress import Progress
 from ..results import STDOUT
 from ..saved.header import Saved, read_header
@@ -24,7 +25,6 @@ from .common import (
 from .progress import progress
 from .tables import say
 
-USUAL = "xquant-4bit"
 SAVED = Checked("file", lambda name: read_header(Path(name)))
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..analysis.gpus import GPU, find_gpu
+from ..catalogue import RECOMMENDED
 from ..results import STDOUT
 from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option
 from .tables import print_table, say, wide_option
@@ -21,16 +22,6 @@ if TYPE_CHECKING:
 BASELINE = "full"
 USUAL = 8192
 """Tokens that are planned for where nothing is said."""
-DEFAULT_METHODS = (
-    "kivi-4bit",
-    "kivi-2bit",
-    "kvquant-3bit-1%",
-    "xquant-4bit",
-    "xquant-2bit",
-    "xquant-cl-2bit",
-    "tc-2bit",
-    "tc-cl-2bit",
-)
 RULE = (
     "The rule: take the method with the widest codes that fits. Between equals, take one that stores keys and"
     " values themselves, then one without calibration, then the smallest. 'xquant compare' measures what a"
@@ -138,8 +129,8 @@ def plan(
 ) -> None:
     """Say what the cache of MODEL takes with each method, from its configuration alone.
 
-    The full cache is always the first row; without --method a selection follows it. What fits is weights,
-    cache and activations; the longest context is within the model's positions.
+    The full cache is always the first row; without --method the recommended ones follow it. What fits is
+    weights, cache and activations; the longest context is within the model's positions.
 
     With --engine vllm: the tokens that fit into its cache, as it will report them.
     """
@@ -157,7 +148,7 @@ def plan(
     from ..analysis.shapes import Skeleton, load_config, shape_config
     from ..serve.build import Model
 
-    asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
+    asked = [parse_method(spec) for spec in (BASELINE, *(specs or (each.spec for each in RECOMMENDED)))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))
     skeleton = Skeleton(config, _dtype(config, dtype))

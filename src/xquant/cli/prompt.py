@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..catalogue import USUAL
 from ..progress import Progress
 from ..results import STDOUT
 from ..sizes import readable
@@ -20,7 +21,7 @@ from .common import (
     model_options,
     own_calibrations,
 )
-from .generate import USUAL, encode
+from .generate import encode
 from .progress import progress
 from .tables import say
 

@@ -125,7 +125,7 @@ def _print_lines(
     def lines(cells: Iterable[str], from_below: bool = False) -> Iterable[str]:
         parts = [_broken(cell, width) for cell, width in zip(cells, widths, strict=True)]
         if from_below:
-            most = max(map(len, parts))
+            most = max(map(len, parts), default=0)
             parts = [[""] * (most - len(part)) + part for part in parts]
         for line in zip_longest(*parts, fillvalue=""):
             placed = zip(line, widths, table, strict=True)

@@ -10,9 +10,9 @@ from xquant.cli.common import (
     IN_FILE,
     OUT_FOLDER,
     calibrations_option,
+    chosen,
     finish,
     json_option,
-    load_calibrations,
     methods_option,
     model_options,
     resume_option,
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from ..results.diff import Change
 
 BASELINE = "full"
-DEFAULT_METHODS = (
-    "xquant-4bit",
-    "xquant-3bit",
-    "xquant-2bit",
-    "xquant-cl-3bit",
-    "xquant-cl-2bit",
-    "kivi-4bit",
-    "kivi-2bit",
-    "crosslayer",
-)
-
-
 COLUMNS = {
     "method": "left",
     "perplexity earlier": "right",
@@ -108,9 +96,10 @@ def compare(
     """Compare methods on MODEL: what a cache loses against its size.
 
     Writes results.json, report.html and the pictures into --output: perplexity.svg and .png, with
-    --bench also speed.svg and .png. The full cache is always the first row; without --method a
-    selection follows it, and the method of every --calibration. Methods are judged by KL, the divergence
-    of predictions from the full cache's. Perplexity would be a worse judge: by chance it may even fall.
+    --bench also speed.svg and .png. The full cache is always the first row; without --method the
+    recommended ones follow it, and the method of every --calibration. Methods are judged by KL, the
+    divergence of predictions from the full cache's. Perplexity would be a worse judge: by chance it may
+    even fall.
     """
     # Imported before the long work, so that a missing package is told of at once.
     import jinja2  # noqa: F401
@@ -124,9 +113,7 @@ def compare(
     bench = [row for row in bench if row["speedup_vs_full"] is not None]  # what failed is not shown
     tasks = [row for file in eval_files for row in read_results(file, *page.TASK_FIELDS)]
     earlier = read_results(against, *diff.FIELDS) if against else []
-    if not specs:
-        calibrated = (made.method for made in load_calibrations(asked["artifacts"]))
-        specs = (*DEFAULT_METHODS, *calibrated)
+    specs = chosen(specs, asked["artifacts"])
     rows, subject = run(Asked(**asked), (BASELINE, *specs), text, context, windows)
     rows = finish(rows, json_file, **subject)
     folder = Path(output)

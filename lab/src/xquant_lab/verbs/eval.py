@@ -10,6 +10,7 @@ import click
 from xquant.cli.common import (
     calibrations_for,
     calibrations_option,
+    chosen,
     json_option,
     methods_option,
     model_options,
@@ -93,10 +94,9 @@ def evaluate(
     Prompts and metrics are those of lm-evaluation-harness. Beside its scores stands how many rows were
     answered as with the full cache.
     """
-    if not specs:
-        raise ValueError("no method to measure: give --method SPEC")
     if not names:
         raise ValueError("no task to run: give --task NAME")
+    specs = chosen(specs, asked["artifacts"])
     found = run(Asked(**asked), specs, names, data, limit, batch_size, contexts, attend)
     end(*found, json_file, print_rows)
 

@@ -9,6 +9,7 @@ import click
 from xquant.cli.common import (
     calibrations_for,
     calibrations_option,
+    chosen,
     json_option,
     methods_option,
     model_options,
@@ -55,8 +56,7 @@ def perplexity(
     mean divergence in nats, "same token" how often the most likely one is the same. With a method that
     drops tokens or stores codes of a layer above, all read the text a block at a time.
     """
-    if not specs:
-        raise ValueError("no method to measure: give --method SPEC")
+    specs = chosen(specs, asked["artifacts"])
     end(*run(Asked(**asked), specs, text, context, windows), json_file, print_rows)
 
 
