@@ -37,7 +37,7 @@ from support.compile_kernels import (
     decoding,
     layout,
 )
-from xquant.cli.common import print_table
+from xquant.cli.tables import print_table
 from xquant.kernels.triton.jit.accumulate import accumulate
 from xquant.kernels.triton.jit.attend import attend
 from xquant.kernels.triton.jit.rebuild import rebuild

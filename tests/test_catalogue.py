@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from xquant.catalogue import Entry, load, read_spec
+from xquant.catalogue import RECOMMENDED, USUAL, Entry, load, read_spec, recommended
 from xquant.methods import METHODS
+from xquant.spec import parse_method
 
 
 def test_the_file_is_what_the_classes_say() -> None:
@@ -31,3 +32,13 @@ def test_a_spec_is_looked_for_among_what_is_installed_where_no_other_method_fits
     with pytest.raises(ValueError, match=r"unknown method 'nonsense'; known are full, .*kivi-mine"):
         read_spec("nonsense", find)
     assert asked == [False, False, True, False]
+
+
+def test_what_is_recommended_without_a_file_calibrates_itself_if_at_all() -> None:
+    specs = [each.spec for each in RECOMMENDED]
+    methods = {spec: parse_method(spec) for spec in specs}
+    wanting = [spec for spec, m in methods.items() if m.needs_calibration and not m.calibrates_itself]
+    assert recommended() == tuple(spec for spec in specs if spec not in wanting)
+    assert wanting == ["kvquant-3bit-1%"]
+    assert recommended(decoding=True) == ("kivi-4bit", "tc-2bit")
+    assert not methods[USUAL].needs_calibration

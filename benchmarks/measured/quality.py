@@ -5,6 +5,7 @@ from collections.abc import Callable
 from statistics import fmean
 
 from xquant import parse_method
+from xquant.catalogue import RECOMMENDED
 
 from .common import Row, by_method, code, error, markdown, rows, table
 
@@ -53,21 +54,13 @@ def which_method() -> str:
         return f"decodes {times:.2g} times as fast as the full cache"
 
     minutes = rows("calibrate-smollm2")[0]["seconds"] / 60
-    advice = (
-        ("speed, on a CPU", "kivi-4bit", pace("kivi-4bit")),
-        ("the smallest cache to decode from", "tc-2bit", pace("tc-2bit")),
-        (
-            "the best quality for the bytes, at rest",
-            "tc-cl-2bit",
-            f"{pace('tc-cl-2bit')}: convert it before you go on",
-        ),
-        (
-            "codes calibrated on a text of yours",
-            "kvquant-3bit-1%",
-            f"calibrating takes {minutes:.0f} minutes",
-        ),
-    )
-    body = [[want, code(spec), f"{cost(spec)}; {rest}"] for want, spec, rest in advice]
+    body = []
+    for each in RECOMMENDED:
+        if each.spec in speed:
+            rest = pace(each.spec) + (": convert it before you go on" if each.at_rest else "")
+        else:
+            rest = f"calibrating takes {minutes:.0f} minutes"
+        body.append([each.wish, code(each.spec), f"{cost(each.spec)}; {rest}"])
     papers = "`xquant-4bit`, `xquant-cl-2bit`, `crosslayer`, `kivi-2bit`, `asymkv-1.5bit`"
     body.append(["a paper's method as it is", papers, "see [methods](docs/methods/index.md)"])
     return markdown(["You want", "Take", "What it costs"], body)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xquant.cli.common import print_table
+from xquant.cli.tables import print_table
 from xquant.results import write_json
 from xquant_lab.results.read import read_results
 from xquant_lab.verbs.bench_tables import print_largest, print_rows

@@ -1,4 +1,4 @@
-"""What methods there are, how a spec names each, and what its options may be.
+"""What methods there are, how a spec names each, what its options may be, and which to take.
 
 The classes of methods say this, but they import torch, which takes seconds. The command line reads it from
 `FILE` instead: ``tools/catalogue.py`` writes that file, and a test holds it to the classes.
@@ -23,6 +23,28 @@ LABORATORY = "pip install . ./lab"
 OF_LABORATORY = ("pyramid",)
 """The methods that it brings."""
 FROM_A_TEXT, ITS_OWN, NONE = "from a text", "its own", "none"
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """A method to take, and what for."""
+
+    spec: str
+    wish: str
+    """What someone wants who takes it."""
+    at_rest: bool = False
+    """Whether its caches are to be kept and converted, since decoding from them is slow."""
+
+
+RECOMMENDED = (
+    Recommended("kivi-4bit", "speed, on a CPU"),
+    Recommended("tc-2bit", "the smallest cache to decode from"),
+    Recommended("tc-cl-2bit", "the best quality for the bytes, at rest", at_rest=True),
+    Recommended("kvquant-3bit-1%", "codes calibrated on a text of yours"),
+)
+"""Those of README.md's table and picture, and of every verb that is given no method. The first one is the
+usual one, which a text is written with."""
+USUAL = RECOMMENDED[0].spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +114,18 @@ class Entry:
 def load() -> dict[str, Entry]:
     """The methods of the package by name, as `FILE` has them."""
     return {each["name"]: Entry(**each) for each in json.loads(FILE.read_text(encoding="utf-8"))}
+
+
+def recommended(decoding: bool = False) -> tuple[str, ...]:
+    """The recommended methods that can be measured with no file at hand: those that need no calibration from
+    a text. For measuring ``decoding``, those at rest are left out, too."""
+    known = load()
+    names = ((each, read_spec(each.spec, lambda installed: known)[0]) for each in RECOMMENDED)
+    return tuple(
+        each.spec
+        for each, name in names
+        if known[name].calibration != FROM_A_TEXT and not (decoding and each.at_rest)
+    )
 
 
 def brought() -> dict[str, str]:

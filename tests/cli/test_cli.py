@@ -47,7 +47,7 @@ def test_generate_prints_the_text_then_the_report(run, model):
     status, out, err = run(*asked, "--json", "-")
     (row,) = json.loads(out)
     assert (status, err) == (0, "")
-    assert (row["method"], row["prompt"], row["tokens"]) == ("xquant-4bit", "w5 w6 w7", 4)
+    assert (row["method"], row["prompt"], row["tokens"]) == ("kivi-4bit", "w5 w6 w7", 4)
     assert row["report"]["tokens"] == 6
     assert row["tokens_per_second"] > 0
     assert 0 < row["full_cache_bytes"] < row["cache_bytes"]  # all of it still in the fp32 tail

@@ -26,7 +26,8 @@ ASKED = {
     "generate . --prompt w2": (2, "is not a model folder: it has no config.json"),
     "perplexity m --method nonsense --text t": (2, "unknown method 'nonsense'"),
     "perplexity m --method full --text NONE": (2, "there is no text file"),
-    "perplexity m --text t": (2, "no method to measure"),
+    "perplexity m --text NONE": (2, "there is no text file"),
+    "eval m": (2, "no task to run"),
     "perplexity m --method full --text t --json NONE/r": (2, "there is no folder"),
     "compare m --method kivi-4bit --method xquantum-2bit --output o": (
         2,

@@ -106,7 +106,7 @@ def test_a_shape_is_planned_for_without_weights(run) -> None:
     for words in ("8.03 billion parameters", "131,072 positions", "378 FLOPs a byte", "~"):
         assert words in out
     table = out[: out.index("\nTake")] if "\nTake" in out else out[: out.index("\nNone fits")]
-    for spec in ("full", "kivi-4bit", "kvquant-3bit-1%", "xquant-cl-2bit", "tc-2bit", "tc-cl-2bit"):
+    for spec in ("full", "kivi-4bit", "kvquant-3bit-1%", "tc-2bit", "tc-cl-2bit"):
         assert sum(line.startswith(f"{spec} ") for line in table.splitlines()) == 2
     full = next(line for line in out.splitlines() if line.startswith("full"))
     assert "no" in full.split()  # 137 GB of cache

@@ -45,7 +45,7 @@ def test_prompt_saves_a_cache_and_says_its_size(run, model, saved, tmp_path):
     asked = ("prompt", model, "--prompt", "w2 w3", "--output", tmp_path / "c", "--device", "cpu")
     status, out, err = run(*asked)
     assert (status, err) == (0, "")
-    assert out.startswith(f"{tmp_path / 'c'}: ") and "2 tokens with xquant-4bit" in out
+    assert out.startswith(f"{tmp_path / 'c'}: ") and "2 tokens with kivi-4bit" in out
 
 
 def test_generate_goes_on_from_it_as_a_cache_that_was_never_saved_does(run, model, saved):

@@ -90,7 +90,6 @@ def test_passkey_is_our_own(run, model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--task gsm8k --data DATA", "give --method"),
         ("--method full", "give --task"),
         ("--method nonsense --task gsm8k", "unknown method 'nonsense'"),
         ("--method full --task nonsense", "unknown task 'nonsense'"),

@@ -49,7 +49,6 @@ def test_a_part_of_a_run_that_is_something_else_is_measured_again(run, model, te
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("perplexity MODEL --text TEXT", "give --method"),
         ("perplexity MODEL --method full", "Missing option '--text'"),
         ("perplexity MODEL --method full --text NONE", "there is no text file"),
         ("perplexity MODEL --method full --text TEXT", "past the model's 512 positions"),

@@ -94,7 +94,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         ValueError: unknown verb or option, or a value of the wrong kind; further errors as the verbs.
         KeyboardInterrupt: it was stopped; the message says how to go on.
     """
-    if find_spec("rich") is None:  # tables are made of it, at the end of long work
+    if find_spec("rich") is None:  # bars of progress are made of it, once a model is loaded
         raise ModuleNotFoundError("No module named 'rich'", name="rich")
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # Not xquant.main(): it has words of its own for an interrupt.

@@ -18,6 +18,7 @@ from .common import (
     text_options,
 )
 from .progress import progress
+from .tables import say
 
 
 @click.command()
@@ -102,4 +103,4 @@ def calibrate(
     }
     finish([row], json_file, model=model, dtype=dtype, device=where)
     if json_file != STDOUT:
-        click.echo(f"{output}: {found.method} from {found.text}, in {seconds:.0f} s")
+        say(f"{output}: {found.method} from {found.text}, in {seconds:.0f} s")

@@ -1,4 +1,4 @@
-"""What the verbs share: options, checks that come before long work, and tables.
+"""What the verbs share: options, checks that come before long work, and the end of a run.
 
 What an option alone tells is checked as it is read, before a verb imports torch.
 """
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..methods import Method
 
 DTYPES = ("float32", "bfloat16", "float16")
-PIPED_WIDTH = 200
 
 RESUME = "xquant.resume"
 """Where the context of a command holds the folder of ``--resume``, of the commands that have it."""
@@ -99,7 +98,7 @@ methods_option = click.option(
     metavar="SPEC",
     type=SPEC,
     multiple=True,
-    help="Method, such as xquant-cl-2bit:sink=1; may be given several times.",
+    help="Method, such as kivi-2bit:sink=1; may be given several times.  [default: the recommended ones]",
 )
 calibrations_option = click.option(
     "--calibration",
@@ -268,6 +267,15 @@ def calibrations_for(methods: "Sequence[Method]", files: Sequence[str]) -> "Cali
     return calibrations
 
 
+def chosen(specs: Sequence[str], artifacts: Sequence[str], decoding: bool = False) -> tuple[str, ...]:
+    """The methods that a verb measures: ``specs``, or where there are none the recommended ones, and those
+    that the artifacts are for."""
+    if specs:
+        return tuple(specs)
+    calibrated = (made.method for made in load_calibrations(artifacts)) if artifacts else ()
+    return tuple(dict.fromkeys((*catalogue.recommended(decoding), *calibrated)))
+
+
 def own_calibrations(
     model: Any, tokenizer: Any, methods: "Sequence[Method]", given: "Calibrations"
 ) -> "Calibrations":
@@ -288,17 +296,3 @@ def finish(rows: Iterable[Mapping[str, Any]], json_file: str | None, **subject: 
     if json_file is not None:
         write_json(json_file, stamped)
     return stamped
-
-
-def print_table(columns: Mapping[str, str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; ``columns`` gives each heading its justification."""
-    from rich.console import Console  # not at once: it takes as long as click
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in columns.items():
-        table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in rows:
-        table.add_row(*row)
-    # Without a terminal there is no width to fit: lines stay whole for grep and the like.
-    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH, markup=False).print(table)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..catalogue import USUAL
 from ..progress import Progress
 from ..results import STDOUT
 from ..saved.header import Saved, read_header
@@ -22,8 +23,8 @@ from .common import (
     own_calibrations,
 )
 from .progress import progress
+from .tables import say
 
-USUAL = "xquant-4bit"
 SAVED = Checked("file", lambda name: read_header(Path(name)))
 
 
@@ -108,8 +109,8 @@ def generate(
     }
     finish([row], json_file, model=model, dtype=dtype, device=str(network.device))
     if json_file != STDOUT:
-        click.echo(f"{row['text']}\n\n{report}")
-        click.echo(f"  speed         {row['tokens_per_second']:.1f} tokens per second")
+        click.echo(f"{row['text']}\n")
+        say(f"{report}\n  speed         {row['tokens_per_second']:.1f} tokens per second")
 
 
 def _saved(file: str, dtype: str, chat: bool) -> Saved:

@@ -11,6 +11,7 @@ from ..results import SCHEMA, STDOUT, write_json
 from ..saved.header import Saved, read_header
 from ..sizes import readable
 from .common import json_option
+from .tables import say
 
 
 @click.command()
@@ -43,7 +44,7 @@ def inspect(file: str, json_file: str | None) -> None:
     }
     click.echo(f"{file}:")
     for name, value in lines.items():
-        click.echo(f"  {name:13}  {value}")
+        say(f"  {name:13}  {value}")
 
 
 def _row(saved: Saved) -> dict[str, Any]:

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..analysis.gpus import GPU, find_gpu
+from ..catalogue import RECOMMENDED
 from ..results import STDOUT
-from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option, print_table
+from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option
+from .tables import print_table, say, wide_option
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +22,6 @@ if TYPE_CHECKING:
 BASELINE = "full"
 USUAL = 8192
 """Tokens that are planned for where nothing is said."""
-DEFAULT_METHODS = (
-    "kivi-4bit",
-    "kivi-2bit",
-    "kvquant-3bit-1%",
-    "xquant-4bit",
-    "xquant-2bit",
-    "xquant-cl-2bit",
-    "tc-2bit",
-    "tc-cl-2bit",
-)
 RULE = (
     "The rule: take the method with the widest codes that fits. Between equals, take one that stores keys and"
     " values themselves, then one without calibration, then the smallest. 'xquant compare' measures what a"
@@ -57,6 +49,8 @@ FITS = {
     "largest batch": "right",
     "memory-bound to": "right",
 }
+LESS = ("memory-bound to", "activations, GB", "fits in memory", "in all, GB", "of fp16 cache")
+"""What is left out first."""
 
 
 @click.command()
@@ -114,6 +108,7 @@ FITS = {
     show_default=True,
     help="Of the weights; auto is the configuration's own, bfloat16 where it names none.",
 )
+@wide_option
 @json_option
 def plan(
     model: str | None,
@@ -134,8 +129,8 @@ def plan(
 ) -> None:
     """Say what the cache of MODEL takes with each method, from its configuration alone.
 
-    The full cache is always the first row; without --method a selection follows it. What fits is weights,
-    cache and activations; the longest context is within the model's positions.
+    The full cache is always the first row; without --method the recommended ones follow it. What fits is
+    weights, cache and activations; the longest context is within the model's positions.
 
     With --engine vllm: the tokens that fit into its cache, as it will report them.
     """
@@ -153,7 +148,7 @@ def plan(
     from ..analysis.shapes import Skeleton, load_config, shape_config
     from ..serve.build import Model
 
-    asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
+    asked = [parse_method(spec) for spec in (BASELINE, *(specs or (each.spec for each in RECOMMENDED)))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))
     skeleton = Skeleton(config, _dtype(config, dtype))
@@ -178,9 +173,9 @@ def plan(
     name = str(model or shape)
     finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))
     if json_file != STDOUT:
-        click.echo(f"{_describe_model(name, skeleton)}\n{_describe_gpu(gpu, card)}\n")
+        say(f"{_describe_model(name, skeleton)}\n{_describe_gpu(gpu, card)}\n")
         print_rows(rows)
-        click.echo(f"\n{advice(rows)}\n{RULE}")
+        say(f"\n{advice(rows)}\n{RULE}")
 
 
 def _folder(model: str | None, methods: "Sequence[Method]") -> str:
@@ -242,20 +237,21 @@ def _print_served(rows: Sequence[Mapping[str, Any]]) -> None:
     )
     for row in rows:
         if "refused" in row:
-            click.echo(row["refused"])
+            say(row["refused"])
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """The tables on standard output: what fits, then what the caches hold."""
-    print_table(FITS, [_fit(row) for row in rows])
+    print_table(FITS, [_fit(row) for row in rows], extra=LESS)
     held = [part for part in PARTS if any(row["parts"][part] for row in rows)]
     click.echo("\nIn the cache, MB")
     print_table(
         {"method": "left"} | {PARTS[part]: "right" for part in held},
         [(row["method"], *(f"{row['parts'][part] / 1e6:,.1f}" for part in held)) for row in rows],
+        extra=("index", "tables", "sinks", "tail"),
     )
     if any(row["estimated"] for row in rows):
-        click.echo("\n~ an estimate: the bytes depend on the text or on the calibration")
+        say("\n~ an estimate: the bytes depend on the text or on the calibration")
 
 
 def _check_context(context: int, positions: int | None) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..catalogue import USUAL
 from ..progress import Progress
 from ..results import STDOUT
 from ..sizes import readable
@@ -20,8 +21,9 @@ from .common import (
     model_options,
     own_calibrations,
 )
-from .generate import USUAL, encode
+from .generate import encode
 from .progress import progress
+from .tables import say
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +94,7 @@ def prompt(
     }
     finish([row], json_file, model=model, dtype=dtype, device=str(network.device))
     if json_file != STDOUT:
-        click.echo(
+        say(
             f"{output}: {readable(size)}, {report.tokens} tokens with {method.spec}, read in"
             f" {seconds:.1f} s\n{report}"
         )

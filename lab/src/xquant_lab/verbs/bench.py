@@ -12,6 +12,7 @@ from xquant.cli.common import (
     MODEL,
     calibrations_for,
     calibrations_option,
+    chosen,
     find_device,
     finish,
     json_option,
@@ -21,6 +22,7 @@ from xquant.cli.common import (
     resume_option,
 )
 from xquant.cli.progress import progress
+from xquant.cli.tables import wide_option
 from xquant.kernels import KERNELS
 from xquant.results import STDOUT, environment
 
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     Part = tuple[str, Callable[[], Rows]]
     """Its name, and what measures it: contenders take turns within one."""
 
-DEFAULT_METHODS = ("kivi-4bit", "kivi-2bit")
 COMPILED = 64
 """Times that one function of a model may be compiled; with more it would run uncompiled."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -127,6 +128,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 )
 @calibrations_option
 @resume_option("the rows of every context and batch in which nothing failed")
+@wide_option
 @json_option
 def bench(
     model: str | None,
@@ -155,7 +157,8 @@ def bench(
 
     Caches are filled with random states and decode in turn, round by round. The row of the full cache
     is the best of its settings: on a CPU transformers' own (fp32 or bf16, sdpa or eager), on a GPU every
-    kernel that can be had. There the kernels of attention are replayed as a CUDA graph.
+    kernel that can be had. There the kernels of attention are replayed as a CUDA graph. Without --method the
+    recommended ones are timed that caches are decoded from.
     """
     if (model is None) == (shape is None):
         raise ValueError("give either MODEL or --shape NAME")
@@ -175,7 +178,7 @@ def bench(
     from ..bench.parts import with_dense
     from ..bench.trials import Settings
 
-    methods = [parse_method(spec) for spec in specs or DEFAULT_METHODS]
+    methods = [parse_method(spec) for spec in chosen(specs, artifacts, decoding=True)]
     if parts:
         methods = with_dense(methods)
     calibrations = calibrations_for(methods, artifacts)

@@ -4,9 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import Any
 
-import click
-
-from xquant.cli.common import print_table
+from xquant.cli.tables import print_table, say
 
 COLUMNS = {
     "method": "left",
@@ -37,6 +35,11 @@ LARGEST_COLUMNS = {
     "cache, GB": "right",
     "weights, GB": "right",
 }
+LESS = (
+    *("full at least", "least, ms a layer", "of bandwidth", "GB/s", "dtype", "kernel"),
+    *("attention, ms a layer", "weights, GB", "cache, GB", "cache, MB"),
+)
+"""What is left out first, of both."""
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -44,7 +47,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     cells = list(map(_cells, rows))
     filled = [any(column) for column in zip(*cells, strict=True)]
     columns = dict(compress(COLUMNS.items(), filled))
-    print_table(columns, [list(compress(line, filled)) for line in cells])
+    print_table(columns, [list(compress(line, filled)) for line in cells], extra=LESS)
     _print_failures(rows)
 
 
@@ -66,6 +69,7 @@ def print_largest(rows: Sequence[Mapping[str, Any]]) -> None:
             )
             for row in rows
         ],
+        extra=LESS,
     )
     _print_failures(rows)
 
@@ -101,4 +105,4 @@ def _print_failures(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         if why := row["failed"] or row.get("dropped"):
             size = f"{row['context']} tokens" + (f", batch {row['batch']}" if row["batch"] else "")
-            click.echo(f"{row['method']}, {size}: {why}")
+            say(f"{row['method']}, {size}: {why}")

@@ -10,15 +10,15 @@ from xquant.cli.common import (
     IN_FILE,
     OUT_FOLDER,
     calibrations_option,
+    chosen,
     finish,
     json_option,
-    load_calibrations,
     methods_option,
     model_options,
-    print_table,
     resume_option,
     text_options,
 )
+from xquant.cli.tables import print_table, say, wide_option
 from xquant.files import write_atomically
 from xquant.results import STDOUT, write_json
 from xquant.text import HELP_TOPICS
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from ..results.diff import Change
 
 BASELINE = "full"
-DEFAULT_METHODS = (
-    "xquant-4bit",
-    "xquant-3bit",
-    "xquant-2bit",
-    "xquant-cl-3bit",
-    "xquant-cl-2bit",
-    "kivi-4bit",
-    "kivi-2bit",
-    "crosslayer",
-)
-
-
 COLUMNS = {
     "method": "left",
     "perplexity earlier": "right",
@@ -91,6 +79,7 @@ COLUMNS = {
     help="Folder of the files; made if missing.",
 )
 @resume_option()
+@wide_option
 @json_option
 def compare(
     output: str,
@@ -107,9 +96,10 @@ def compare(
     """Compare methods on MODEL: what a cache loses against its size.
 
     Writes results.json, report.html and the pictures into --output: perplexity.svg and .png, with
-    --bench also speed.svg and .png. The full cache is always the first row; without --method a
-    selection follows it, and the method of every --calibration. Methods are judged by KL, the divergence
-    of predictions from the full cache's. Perplexity would be a worse judge: by chance it may even fall.
+    --bench also speed.svg and .png. The full cache is always the first row; without --method the
+    recommended ones follow it, and the method of every --calibration. Methods are judged by KL, the
+    divergence of predictions from the full cache's. Perplexity would be a worse judge: by chance it may
+    even fall.
     """
     # Imported before the long work, so that a missing package is told of at once.
     import jinja2  # noqa: F401
@@ -123,9 +113,7 @@ def compare(
     bench = [row for row in bench if row["speedup_vs_full"] is not None]  # what failed is not shown
     tasks = [row for file in eval_files for row in read_results(file, *page.TASK_FIELDS)]
     earlier = read_results(against, *diff.FIELDS) if against else []
-    if not specs:
-        calibrated = (made.method for made in load_calibrations(asked["artifacts"]))
-        specs = (*DEFAULT_METHODS, *calibrated)
+    specs = chosen(specs, asked["artifacts"])
     rows, subject = run(Asked(**asked), (BASELINE, *specs), text, context, windows)
     rows = finish(rows, json_file, **subject)
     folder = Path(output)
@@ -140,7 +128,7 @@ def compare(
     write_atomically(folder / "report.html", page.render_page(rows, bench, tasks, earlier))
     if json_file != STDOUT:
         print_rows(rows)
-        click.echo("\n" + verdict(rows).replace("`", ""))
+        say("\n" + verdict(rows).replace("`", ""))
         if against:
             click.echo(f"\nAgainst {against}:")
             print_changes(diff.changes(rows, earlier))
@@ -166,4 +154,5 @@ def print_changes(changes: "Sequence[Change]") -> None:
             )
             for change in changes
         ],
+        extra=("seconds earlier", "seconds now", "MB earlier", "MB now"),
     )

@@ -10,14 +10,15 @@ import click
 from xquant.cli.common import (
     calibrations_for,
     calibrations_option,
+    chosen,
     json_option,
     methods_option,
     model_options,
     own_calibrations,
-    print_table,
     resume_option,
 )
 from xquant.cli.progress import progress
+from xquant.cli.tables import print_table, wide_option
 
 from .asked import Asked, Rows, end
 
@@ -75,6 +76,7 @@ COLUMNS = {
 )
 @calibrations_option
 @resume_option()
+@wide_option
 @json_option
 def evaluate(
     specs: Sequence[str],
@@ -92,10 +94,9 @@ def evaluate(
     Prompts and metrics are those of lm-evaluation-harness. Beside its scores stands how many rows were
     answered as with the full cache.
     """
-    if not specs:
-        raise ValueError("no method to measure: give --method SPEC")
     if not names:
         raise ValueError("no task to run: give --task NAME")
+    specs = chosen(specs, asked["artifacts"])
     found = run(Asked(**asked), specs, names, data, limit, batch_size, contexts, attend)
     end(*found, json_file, print_rows)
 
@@ -175,7 +176,7 @@ def _passkey_row(row: "PasskeyRow") -> dict[str, Any]:
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     """The table on standard output."""
-    print_table(COLUMNS, map(_cells, rows))
+    print_table(COLUMNS, map(_cells, rows), extra=("seconds", "std. error", "rows"))
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

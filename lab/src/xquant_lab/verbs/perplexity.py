@@ -9,15 +9,16 @@ import click
 from xquant.cli.common import (
     calibrations_for,
     calibrations_option,
+    chosen,
     json_option,
     methods_option,
     model_options,
     own_calibrations,
-    print_table,
     resume_option,
     text_options,
 )
 from xquant.cli.progress import progress
+from xquant.cli.tables import print_table, say, wide_option
 
 from .asked import Asked, Rows, end
 
@@ -42,6 +43,7 @@ COLUMNS = {
 @text_options()
 @calibrations_option
 @resume_option()
+@wide_option
 @json_option
 def perplexity(
     specs: Sequence[str], text: str, context: int, windows: int, json_file: str | None, **asked: Any
@@ -54,8 +56,7 @@ def perplexity(
     mean divergence in nats, "same token" how often the most likely one is the same. With a method that
     drops tokens or stores codes of a layer above, all read the text a block at a time.
     """
-    if not specs:
-        raise ValueError("no method to measure: give --method SPEC")
+    specs = chosen(specs, asked["artifacts"])
     end(*run(Asked(**asked), specs, text, context, windows), json_file, print_rows)
 
 
@@ -113,6 +114,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             )
             for row in rows
         ],
+        extra=("in codes", "seconds", "std. error", "cache, MB", "of fp16 cache", "same token"),
     )
     if rows[0]["block"]:
-        click.echo(f"Read {rows[0]['block']} tokens at a time, which see each other exactly.")
+        say(f"Read {rows[0]['block']} tokens at a time, which see each other exactly.")

@@ -16,11 +16,11 @@ from xquant.cli.common import (
     finish,
     json_option,
     load_calibrations,
-    print_table,
     resume_option,
     text_options,
 )
 from xquant.cli.progress import progress
+from xquant.cli.tables import print_table, say, wide_option
 from xquant.files import write_atomically
 from xquant.results import STDOUT, write_json
 
@@ -96,6 +96,7 @@ class Sources:
     type=OUT_FOLDER,
     help="Folder for the rows and the pictures; made if missing.",
 )
+@wide_option
 @json_option
 def reproduce(
     name: str | None,
@@ -262,7 +263,7 @@ def show_list(json_file: str | None) -> None:
     if json_file != STDOUT:
         columns = ("id", "what it shows", "paper", "needs", "calibration")
         print_table(
-            dict.fromkeys(columns, "left"),
+            {**dict.fromkeys(columns, "text"), "id": "left"},
             [
                 (
                     row["id"],
@@ -273,6 +274,7 @@ def show_list(json_file: str | None) -> None:
                 )
                 for row in rows
             ],
+            extra=("calibration", "paper"),
         )
 
 
@@ -287,7 +289,7 @@ def print_rows(experiment: "Experiment", rows: Sequence[Mapping[str, Any]]) -> N
         if not shown:
             others.append(metric)
             continue
-        click.echo(f"{metric}, as measured and as in {experiment.paper}")
+        say(f"{metric}, as measured and as in {experiment.paper}")
         print_table(
             {**keys, "measured": "right", **dict.fromkeys(places, "right")},
             [
