@@ -143,4 +143,6 @@ def test_a_hub_that_answers_is_asked_as_ever_and_another_not_at_all(monkeypatch:
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
     with pytest.raises(ValueError, match="not there"):
         load_model("some/model")
-    assert seen == [("some/model", not there)]
+    with pytest.raises(ValueError, match="did you mean 'smollm2'"):
+        load_model("smolm2")
+    assert seen == [("some/model", not there), ("smolm2", not there)]

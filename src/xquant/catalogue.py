@@ -6,9 +6,10 @@ The classes of methods say this, but they import torch, which takes seconds. The
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from difflib import get_close_matches
 from fractions import Fraction
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -97,7 +98,10 @@ class Entry:
         for option in filter(None, options.split(",")):
             name, equals, text = option.partition("=")
             if name not in known or not equals:
-                raise ValueError(f"{self.name} has no option '{option}'; options are {', '.join(known)}")
+                meant = did_you_mean(name, known) if equals else ""
+                raise ValueError(
+                    f"{self.name} has no option '{option}'; options are {', '.join(known)}{meant}"
+                )
             if name != "preset":
                 written.append((name, text))
             elif text in self.presets:
@@ -158,9 +162,18 @@ def read_spec(spec: str, find: Callable[[bool], Mapping[str, Entry]]) -> tuple[s
         raise ValueError(f"'{head}' is a method of the laboratory, xquant-lab: in a clone, {LABORATORY}")
     if not named:
         names = ", ".join(dict.fromkeys([*known, *brought()]))
-        raise ValueError(f"unknown method '{spec}'; known are {names}")
+        digits = re.sub(r"^[a-z_-]*?(?=-?\d|$)", "", head)  # of kiwi-2bit: -2bit
+        like = [n + digits for n, entry in known.items() if entry.match(n + digits) is not None]
+        meant = did_you_mean(head, [*like, *(entry.example for entry in known.values())])
+        raise ValueError(f"unknown method '{spec}'; known are {names}{meant}")
     name = max(named, key=len)
     raise ValueError(f"'{spec}' is not how {name} is written; write it like '{known[name].example}'")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to say after an unknown name: which of the known ones is like it, or nothing."""
+    found = get_close_matches(name, known, 1)
+    return f"; did you mean '{found[0]}'?" if found else ""
 
 
 def check(method: str, name: str, value: Any, option: Mapping[str, Any]) -> None:

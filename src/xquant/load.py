@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from .catalogue import did_you_mean
 from .files import cache_folder, workplace
 from .hub import PACKAGED, check_model, hub_answers
 
@@ -64,7 +65,7 @@ def load_model(
             raise ValueError(f"cannot load '{name}': {_first_line(error)}") from error
         raise ValueError(
             f"cannot load '{name}': not a folder, not one of {', '.join(PACKAGED)}, and not to be had"
-            f" from the hub ({_first_line(error)})"
+            f" from the hub ({_first_line(error)}){did_you_mean(name, PACKAGED)}"
         ) from error
     if name == "smollm2-mha":
         model = repeat_kv_heads(model)

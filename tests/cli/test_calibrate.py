@@ -5,6 +5,8 @@ import pytest
 from support.word_tokenizer import text_of
 from xquant import Calibration
 from xquant.calibrators import writing
+from xquant.catalogue import recommended
+from xquant.cli.common import chosen
 
 SPEC = "kvquant-2bit-1%"
 SMALL = ("--context", 40, "--windows", 2, "--device", "cpu")
@@ -44,10 +46,12 @@ def test_an_artifact_serves_every_verb(run, model, text, artifact, tmp_path):
     )
     assert (status, err) == (0, "")
     assert SPEC in out
-    status, out, err = run("compare", model, "--text", text, *SMALL, *given, "--output", tmp_path / "out")
+    output = ("--output", tmp_path / "out")
+    status, out, err = run("compare", model, "--method", SPEC, "--text", text, *SMALL, *given, *output)
     assert (status, err) == (0, "")
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert rows[-1]["method"] == SPEC and len(rows) > 5
+    assert [row["method"] for row in rows] == ["full", SPEC]
+    assert chosen((), [str(artifact)]) == (*recommended(), SPEC)
 
 
 def test_without_a_text_the_model_writes_one(run, model, tmp_path):
@@ -128,7 +132,7 @@ def test_a_stopped_calibration_goes_on_and_ends_with_the_same_bytes(run, model, 
             "calibrate MODEL --method SPEC --context 600 --output OUT",
             "past the model's 512 positions",
         ),
-        ("calibrate MODEL --method SPEC --windows 0 --output OUT", "cannot be written"),
+        ("calibrate MODEL --method SPEC --windows 0 --output OUT", "0 is not in the range"),
         ("calibrate MODEL --method SPEC --output NONE/c", "there is no folder"),
         ("calibrate MODEL --method SPEC --output OUT --resume TEXT", "is not a folder"),
         ("calibrate MODEL --method SPEC --text TEXT --output OUT --resume NONE", "nothing to keep"),

@@ -26,6 +26,11 @@ ASKED = {
     "generate . --prompt w2": (2, "is not a model folder: it has no config.json"),
     "perplexity m --method nonsense --text t": (2, "unknown method 'nonsense'"),
     "perplexity m --method full --text NONE": (2, "there is no text file"),
+    "perplexity m --method full --text t --context 0": (2, "0 is not in the range"),
+    "generate m --prompt w2 --method kiwi-4bit": (2, "did you mean 'kivi-4bit'?"),
+    "generate m --prompt w2 --method tccl-2bit": (2, "did you mean 'tc-cl-2bit'?"),
+    "generate m --prompt w2 --method kivi-4bit:tale=1": (2, "did you mean 'tail'?"),
+    "lm-eval --help": (0, "pip install './lab[eval]'"),
     "perplexity m --text NONE": (2, "there is no text file"),
     "eval m": (2, "no task to run"),
     "perplexity m --method full --text t --json NONE/r": (2, "there is no folder"),
@@ -39,6 +44,7 @@ ASKED = {
     "bench m --method nonsense": (2, "unknown method 'nonsense'"),
     "bench": (2, "give either MODEL or --shape NAME"),
     "calibrate m --method nonsense --output o": (2, "unknown method 'nonsense'"),
+    "calibrate m --method kivi-4bit --output o --text NONE": (2, "kivi-4bit needs no calibration"),
     "calibrate m --method kvquant-3bit-1% --output o --text NONE": (2, "there is no text file"),
     "plan m --gpu nonsense": (2, "no GPU 'nonsense' in the table"),
     "plan m --gpu l4 --method nonsense": (2, "unknown method 'nonsense'"),
@@ -48,7 +54,8 @@ ASKED = {
 }
 PROGRAM = """
 import contextlib, io, json, sys
-sys.modules["torch"] = sys.modules["transformers"] = None  # importing them fails
+for name in ("torch", "transformers", "lm_eval"):
+    sys.modules[name] = None  # importing them fails
 from xquant.cli import main
 
 answers = {}

@@ -7,6 +7,7 @@ import pytest
 
 from support.word_tokenizer import text_of
 from xquant.cli import main, progress
+from xquant.cli.common import load
 from xquant.cli.progress import EVERY, FIRST, Lines, spoken
 
 
@@ -76,7 +77,7 @@ def test_times_as_they_are_said():
 COMMANDS = {
     "measuring perplexity, full": "perplexity MODEL --method int4 --text TEXT --context 40 --windows 1",
     "running tasks, full, 200 tokens": "eval MODEL --method int4 --task passkey --context 200 --limit 1",
-    "timing 12 tokens, batch 1, filling the caches": "bench MODEL --context 12 --rounds 1",
+    "timing 12 tokens, batch 1, filling the caches": "bench MODEL --method int4 --context 12 --rounds 1",
     "writing with int4, up to 3 tokens": "generate MODEL --method int4 --prompt w2 --max-new-tokens 3",
     "measuring xquant/figure3, reading the text": "reproduce xquant/figure3 MODEL --text TEXT"
     " --context 32 --windows 1",
@@ -98,7 +99,9 @@ def test_every_long_verb_says_on_stderr_what_it_does(model, tmp_path, capfd, fir
     assert err.splitlines()[-1].endswith(", done")
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_line(monkeypatch):
+def watched(monkeypatch):
+    """Standard error as if somebody watched."""
+
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -106,6 +109,17 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(monkeypatch):
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
+    return stream
+
+
+def test_while_a_model_is_loaded_there_is_one_bar(monkeypatch, model):
+    stream = watched(monkeypatch)
+    load(model, "float32", "cpu")
+    assert "loading" in stream.getvalue() and "Loading weights" not in stream.getvalue()
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line(monkeypatch):
+    stream = watched(monkeypatch)
     with progress.progress("measuring") as show:
         show(1, 4, "kivi-4bit")
     assert "kivi-4bit" in stream.getvalue() and "1/4" in stream.getvalue()

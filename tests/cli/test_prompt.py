@@ -185,3 +185,15 @@ def test_bad_input_is_one_line(run, model, saved, tmp_path, words, message):
     assert (status, out) == (2, "")
     assert message in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_in_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_read(
+    run, monkeypatch, tmp_path
+):
+    """Also one that is there and can be written: what replaces it is made beside it."""
+    (tmp_path / "there").touch()
+    monkeypatch.setattr("xquant.cli.common.os.access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr("xquant.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    for name in ("there", "new"):
+        status, out, err = run("prompt", "m", "--prompt", "w2", "--output", tmp_path / name)
+        assert (status, out) == (2, "") and "permission denied" in err

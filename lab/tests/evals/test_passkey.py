@@ -57,6 +57,21 @@ def test_what_is_found_is_counted_by_depth(reader):
     assert {row.samples for row in rows} == {3}
 
 
+@pytest.mark.parametrize(
+    ("limit", "counts"),
+    [
+        (1, {0.5: 1}),
+        (2, {0.3: 1, 0.7: 1}),
+        (7, {0.1: 1, 0.3: 2, 0.5: 1, 0.7: 2, 0.9: 1}),
+        (20, dict.fromkeys(module.DEPTHS, 4)),
+        (None, dict.fromkeys(module.DEPTHS, 4)),
+    ],
+)
+def test_a_limit_is_of_all_prompts_of_a_context(reader, limit, counts):
+    rows = passkey(reader, Letters(), ["full"], Prompts([400], limit=limit))
+    assert {row.depth: row.samples for row in rows} == counts
+
+
 @pytest.mark.parametrize("depth", [0.0, 0.25, 1.0])
 def test_a_prompt_is_as_long_as_asked_and_hides_its_number_there(depth):
     prompts = list(module.prompts_of(Letters(), 900, depth, 2))

@@ -83,7 +83,7 @@ def test_passkey_is_our_own(run, model, tmp_path, monkeypatch):
     assert (rows[1]["method"], rows[1]["value"], rows[1]["n"]) == (STORED, 0.25, 4)
     ((methods, prompts),) = asked
     assert [method.spec for method in methods] == ["full", STORED]
-    assert (prompts.contexts, prompts.samples) == ((96,), 4)
+    assert (prompts.contexts, prompts.limit) == ((96,), 4)
     assert "passkey 96 at 0.5" in run(*words)[1]
 
 

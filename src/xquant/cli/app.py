@@ -1,5 +1,6 @@
 """The verbs together, and click's usage errors as the ValueErrors that `main` reports."""
 
+import os
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -7,9 +8,11 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 
 import click
+from click.shell_completion import shell_complete
 
 from .. import __version__
 from ..catalogue import LABORATORY
+from . import cache as kept
 from . import calibrate, generate, inspect, methods, plan, prompt
 from .common import IN_FILE, how_to_go_on
 
@@ -20,7 +23,11 @@ OWN = (
     inspect.inspect,
     calibrate.calibrate,
     plan.plan,
+    kept.cache,
 )
+COMPLETE = "_XQUANT_COMPLETE"
+"""The environment variable by which shells ask how a command goes on; what a shell runs to be able to is what
+``_XQUANT_COMPLETE=bash_source xquant`` prints."""
 VERBS = "xquant.verbs"
 """The group of entry points by which other distributions add verbs."""
 
@@ -96,6 +103,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """
     if find_spec("rich") is None:  # bars of progress are made of it, once a model is loaded
         raise ModuleNotFoundError("No module named 'rich'", name="rich")
+    if asked := os.environ.get(COMPLETE):
+        shell_complete(xquant, {}, "xquant", COMPLETE, asked)
+        return
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # Not xquant.main(): it has words of its own for an interrupt.
     try:

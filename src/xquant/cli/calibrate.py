@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from ..catalogue import NONE, read_spec
 from ..results import STDOUT
 from .common import (
     OUT_FILE,
@@ -12,6 +13,7 @@ from .common import (
     SPEC,
     finish,
     json_option,
+    known_methods,
     load,
     model_options,
     resume_option,
@@ -62,18 +64,21 @@ def calibrate(
                 "--resume keeps the text that MODEL writes: with --text there is nothing to keep"
             )
         del context_of_command.meta[RESUME]
+    entry = known_methods().get(read_spec(spec, known_methods)[0])
+    if entry is not None and entry.calibration == NONE:
+        raise ValueError(f"{spec} needs no calibration")
     from ..text import read_text, text_name
 
     words = None if text is None else read_text(text)  # before torch is imported
-    import sklearn.cluster  # noqa: F401  # a missing package is told of at once
-
     from .. import parse_method
     from ..calibrators.run import calibrate as run
     from ..runs import Runs, identity
 
     method = parse_method(spec)
-    if not method.needs_calibration:
+    if not method.needs_calibration:  # with these options
         raise ValueError(f"{method.spec} needs no calibration")
+    import sklearn.cluster  # noqa: F401  # a missing package is told of at once
+
     network, tokenizer = load(model, dtype, device)
     size = context or method.calibration_size[0], windows or method.calibration_size[1]
     where = str(network.device)

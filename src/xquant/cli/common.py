@@ -6,13 +6,16 @@ What an option alone tells is checked as it is read, before a verb imports torch
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from .. import catalogue
-from ..hub import check_model
+from ..hub import PACKAGED, check_model
+from ..progress import silent
 from ..results import STDOUT, stamp, write_json
 from ..text import NAMES
 from .messages import NOTHING_KEPT
@@ -30,15 +33,34 @@ RESUME = "xquant.resume"
 """Where the context of a command holds the folder of ``--resume``, of the commands that have it."""
 
 
-class Checked(click.ParamType):
-    """A word that ``check`` takes, or raises ValueError for."""
+def nothing() -> Iterable[str]:
+    """No names."""
+    return ()
 
-    def __init__(self, name: str, check: Callable[[str], object]) -> None:
-        self.name, self.check = name, check
+
+class Checked(click.ParamType):
+    """A word that ``check`` takes, or raises ValueError for.
+
+    Shells complete it to one of the ``known`` names, or to a path: ``paths`` is ``file``, ``dir`` or empty.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        check: Callable[[str], object],
+        known: Callable[[], Iterable[str]] = nothing,
+        paths: str = "",
+    ) -> None:
+        self.name, self.check, self.known, self.paths = name, check, known, paths
 
     def convert(self, value: str, *where: Any) -> str:
         self.check(value)
         return value
+
+    def shell_complete(self, context: Any, parameter: Any, incomplete: str) -> list[CompletionItem]:
+        """What the word may go on to."""
+        found = [CompletionItem(name) for name in self.known() if name.startswith(incomplete)]
+        return found + ([CompletionItem(incomplete, self.paths)] if self.paths else [])
 
 
 def check_file(target: str) -> None:
@@ -50,7 +72,10 @@ def check_file(target: str) -> None:
         raise ValueError(f"cannot write '{target}': it is not a file name")
     if not path.parent.is_dir():
         raise ValueError(f"cannot write '{target}': there is no folder '{path.parent}'")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    # A file is made beside it, and takes its place.
+    folder = Path(os.path.realpath(path)).parent
+    special = path.exists() and not path.is_file()
+    if not os.access(path if special else folder, os.W_OK if special else os.W_OK | os.X_OK):
         raise ValueError(f"cannot write '{target}': permission denied")
 
 
@@ -79,10 +104,16 @@ def check_spec(spec: str) -> None:
     catalogue.read_spec(spec, known_methods)
 
 
-MODEL = Checked("model", check_model)
-SPEC = Checked("spec", check_spec)
-OUT_FILE = Checked("file", check_file)
-OUT_FOLDER = Checked("folder", check_folder)
+def examples() -> Iterable[str]:
+    """A spec or more of each method, the recommended ones first."""
+    recommended = (each.spec for each in catalogue.RECOMMENDED)
+    return dict.fromkeys((*recommended, *(method.example for method in known_methods().values())))
+
+
+MODEL = Checked("model", check_model, lambda: PACKAGED, "dir")
+SPEC = Checked("spec", check_spec, examples)
+OUT_FILE = Checked("file", check_file, paths="file")
+OUT_FOLDER = Checked("folder", check_folder, paths="dir")
 IN_FILE = click.Path(exists=True, dir_okay=False)
 
 json_option = click.option(
@@ -108,6 +139,13 @@ calibrations_option = click.option(
     multiple=True,
     help="Artifact of 'xquant calibrate'; may be given several times, one a method.",
 )
+
+
+def shapes(context: click.Context, option: click.Parameter, begun: str) -> list[str]:
+    """Shapes of known models whose names begin so, for shells."""
+    from ..analysis.shapes import SHAPES  # imports torch
+
+    return [name for name in SHAPES if name.startswith(begun)]
 
 
 def resume_option(kept: str = "what is finished") -> Callable[..., Any]:
@@ -175,14 +213,14 @@ def text_options(
         ),
         click.option(
             "--context",
-            type=int,
+            type=click.IntRange(1),
             default=context,
             show_default=True,
             help="Tokens of a window." + (asked if context is None else ""),
         ),
         click.option(
             "--windows",
-            type=int,
+            type=click.IntRange(1),
             default=windows,
             show_default=True,
             help="Windows from the text's start." + (asked if windows is None else ""),
@@ -208,10 +246,14 @@ def load(model: str, dtype: str, device: str | None) -> tuple[Any, Any]:
 
     from .. import load_model
 
+    where = str(find_device(device))
     logging.set_verbosity_error()
-    if not sys.stderr.isatty():
+    watched, here = sys.stderr.isatty(), model in PACKAGED or Path(model).exists()
+    if here or not watched:  # what is downloaded has the hub's bars
         logging.disable_progress_bar()
-    return load_model(model, dtype=getattr(torch, dtype), device=str(find_device(device)))
+    with progress("loading") if here and watched else nullcontext(silent) as show:
+        show(0, 1, f"loading {model}")
+        return load_model(model, dtype=getattr(torch, dtype), device=where)
 
 
 def find_device(name: str | None) -> "torch.device":

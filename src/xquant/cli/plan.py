@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..analysis.gpus import GPU, find_gpu
+from ..analysis.gpus import GPU, GPUS, find_gpu
 from ..catalogue import RECOMMENDED
 from ..results import STDOUT
-from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option
+from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option, shapes
 from .tables import print_table, say, wide_option
 
 if TYPE_CHECKING:
@@ -53,10 +53,17 @@ LESS = ("memory-bound to", "activations, GB", "fits in memory", "in all, GB", "o
 """What is left out first."""
 
 
+def gpus(context: click.Context, option: click.Parameter, begun: str) -> list[str]:
+    """GPUs whose names begin so, for shells."""
+    return [name for name in GPUS if name.startswith(begun)]
+
+
 @click.command()
 @click.argument("model", required=False, type=MODEL)
-@click.option("--shape", metavar="NAME", help="A known model's sizes, such as llama-3.1-8b.")
-@click.option("--gpu", metavar="NAME", help="Such as h100-pcie.")
+@click.option(
+    "--shape", metavar="NAME", shell_complete=shapes, help="A known model's sizes, such as llama-3.1-8b."
+)
+@click.option("--gpu", metavar="NAME", shell_complete=gpus, help="Such as h100-pcie.")
 @click.option("--engine", type=click.Choice(("vllm",)), help="Plan for an engine instead.")
 @click.option(
     "--memory",

@@ -33,10 +33,10 @@ def _bar(stream: TextIO) -> Iterator[Progress]:
     columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn()
     bar = bars.Progress(*columns, bars.TimeRemainingColumn(), console=Console(file=stream), transient=True)
     with bar:
-        task = bar.add_task("")
+        task = bar.add_task("", visible=False)
 
         def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
+            bar.update(task, completed=done, total=total, description=what, visible=True)
 
         yield show
 

@@ -11,6 +11,7 @@ import math
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -48,13 +49,23 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 @dataclass(frozen=True)
 class Prompts:
-    """Which prompts are asked: ``samples`` of them for each context and depth."""
+    """Which prompts are asked: ``samples`` of them for each context and depth, or ``limit`` for a context."""
 
     contexts: Sequence[int] = (1024, 2048, 4096)
     """Tokens of a prompt and its answer."""
     depths: Sequence[float] = DEPTHS
     """Places of the number in the text, 0 its start and 1 its end."""
     samples: int = 4
+    limit: int | None = None
+    """Prompts of a context, in all, spread over the depths."""
+
+    def counts(self) -> dict[float, int]:
+        """How many prompts each depth has; those with none are left out."""
+        if self.limit is None:
+            return dict.fromkeys(self.depths, self.samples)
+        many = len(self.depths)
+        places = Counter((2 * each + 1) * many // (2 * self.limit) for each in range(self.limit))
+        return {self.depths[place]: count for place, count in sorted(places.items())}
 
 
 @dataclass(frozen=True)
@@ -107,9 +118,9 @@ def passkey(
     made = Calibrations(calibrations)
     use = {method: made.of(method) for method in wanted}
     places = {
-        (context, depth): list(prompts_of(tokenizer, context, depth, prompts.samples))
+        (context, depth): list(prompts_of(tokenizer, context, depth, count))
         for context in prompts.contexts
-        for depth in prompts.depths
+        for depth, count in prompts.counts().items()
     }
     total = len(wanted) * len(places)
     rows: dict[tuple[Method, int, float], PasskeyRow] = {}

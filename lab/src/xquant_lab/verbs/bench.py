@@ -20,6 +20,7 @@ from xquant.cli.common import (
     methods_option,
     own_calibrations,
     resume_option,
+    shapes,
 )
 from xquant.cli.progress import progress
 from xquant.cli.tables import wide_option
@@ -50,7 +51,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @click.command()
 @click.argument("model", required=False, type=MODEL)
-@click.option("--shape", help="Attention alone, at a known model's shape: llama-3.1-8b, llama-2-7b.")
+@click.option(
+    "--shape",
+    shell_complete=shapes,
+    help="Attention alone, at a known model's shape: llama-3.1-8b, llama-2-7b.",
+)
 @methods_option
 @click.option(
     "--context",

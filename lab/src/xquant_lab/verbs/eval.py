@@ -56,7 +56,11 @@ COLUMNS = {
     type=click.Path(exists=True),
     help="File or folder of the tasks' data.  [default: the hub]",
 )
-@click.option("--limit", type=click.IntRange(1), help="First rows of a task.  [default: all]")
+@click.option(
+    "--limit",
+    type=click.IntRange(1),
+    help="First rows of a task; of passkey, prompts of a context in all.  [default: all; 20 of passkey]",
+)
 @click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Rows at a time.")
 @click.option(
     "--context",
@@ -150,8 +154,7 @@ def run(
         journal = Journal(runs, show)
         if ours:
             sizes: dict[str, Any] = {"contexts": contexts} if contexts else {}
-            sizes |= {"samples": limit} if limit else {}
-            prompts = Prompts(**sizes)
+            prompts = Prompts(**sizes, limit=limit)
             found = passkey(network, tokenizer, methods, prompts, attend, calibrations, journal)
             rows += map(_passkey_row, found)
         if theirs:

@@ -6,8 +6,11 @@ lm-eval has no way to add a model type from outside, so its command is started f
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 import click
+
+from xquant.cli.messages import EXTRAS
 
 COMMAND = "lm-eval"
 MODEL_TYPE = "xquant"
@@ -26,6 +29,13 @@ def lm_eval(words: Sequence[str]) -> None:
     All words are lm-eval's own: xquant lm-eval --model xquant --model_args pretrained=MODEL,method=SPEC
     --tasks NAME
     """
+    asks_help = not words or "-h" in words or "--help" in words
+    if asks_help and find_spec("lm_eval") is None:
+        click.echo(click.get_current_context().get_help())
+        click.echo(
+            f"\nIts options are listed once it is installed: in a clone, pip install '{EXTRAS['lm_eval']}'"
+        )
+        return
     from lm_eval.__main__ import cli_evaluate
 
     register()
