@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +10,7 @@ from xquant.cli.common import (
     calibrations_for,
     calibrations_option,
     json_option,
+    kept_calibrations,
     methods_option,
     model_options,
     own_calibrations,
@@ -20,6 +21,10 @@ from xquant.cli.common import (
 from xquant.cli.progress import progress
 
 from .asked import Asked, Rows, end
+
+if TYPE_CHECKING:
+    from xquant.calibrations import Calibrations
+    from xquant.methods import Method
 
 COLUMNS = {
     "method": "left",
@@ -75,21 +80,26 @@ def run(
     methods = [parse_method(spec) for spec in specs]
     calibrations = calibrations_for(methods, asked.artifacts)
     network, tokenizer = asked.load()
-    calibrations = own_calibrations(network, tokenizer, methods, calibrations)
-    subject = {
+    calibrations = kept_calibrations(network, methods, calibrations)
+    subject: dict[str, Any] = {
         "model": asked.model,
         "text": text_name(text),
         "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "dtype": asked.dtype,
         "device": str(network.device),
-        "calibrations": {made.method: made.text for made in calibrations},
     }
-    facts = {"context": context, "identity": identity(network, words, calibrations)}
-    runs = Runs(asked.resume, {**subject, **facts})
+    runs = Runs(asked.resume, {**subject, "context": context, "identity": identity(network, words, [])})
     with progress("measuring perplexity") as show:
+
+        def calibrate(late: "Sequence[Method]") -> "Calibrations":
+            nonlocal calibrations
+            calibrations = own_calibrations(network, tokenizer, late, calibrations, show)
+            return calibrations
+
         rows = evaluation.perplexity(
-            network, tokenizer, words, methods, context, windows, calibrations, Journal(runs, show)
+            network, tokenizer, words, methods, context, windows, calibrations, Journal(runs, show), calibrate
         )
+    subject["calibrations"] = {made.method: made.text for made in calibrations}
     return [row.to_dict() for row in rows], subject
 
 
