@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
+from xquant.contents.options import ATTEND
 from xquant.methods import Full, Method
 from xquant.models.weights import home
 from xquant.seam.hooks import attach
@@ -97,15 +98,12 @@ def perplexity(
     windows: int = 4,
     calibrations: Iterable[Calibration] = (),
     journal: Journal | None = None,
-    calibrate: Calibrate | None = None,
 ) -> list[PerplexityRow]:
     """Measure ``methods`` on the first ``windows * context`` tokens of ``text``.
 
     Args:
         calibrations: each goes to the methods that it was made for.
         journal: keeps each window that a method has read, and reports them.
-        calibrate: makes the calibrations that are missing, when all other methods are measured. It is given
-            the methods that want one.
 
     Returns:
         a row for each different method, in the order given.
@@ -118,7 +116,7 @@ def perplexity(
     if not wanted:
         raise ValueError("no method to measure")
     ids = cut_windows(model, tokenizer, text, context, windows)
-    return measure(model, ids, wanted, calibrations, journal, calibrate)
+    return measure(model, ids, wanted, calibrations, journal)
 
 
 def measure(
@@ -128,15 +126,29 @@ def measure(
     calibrations: Iterable[Calibration] = (),
     journal: Journal | None = None,
     calibrate: Calibrate | None = None,
+    attend: str = "store",
 ) -> list[PerplexityRow]:
-    """`perplexity` on windows ``ids`` ``[N, T]``. The full cache is measured in any case."""
+    """`perplexity` on windows ``ids`` ``[N, T]``. The full cache is measured in any case.
+
+    Args:
+        calibrate: makes the calibrations that are missing, when all other methods are measured. It is given
+            the methods that want one.
+        attend: ``chunk`` reads a block of tokens at a time in any case. Tokens then see their own block
+            exactly, as in generating.
+
+    Raises:
+        ValueError: as `perplexity`, and another ``attend``.
+    """
+    if attend not in ATTEND:
+        raise ValueError(f"attend={attend!r} is not one of {', '.join(ATTEND)}")
     baseline, journal = Full(), journal or Journal()
     scored: dict[Method, list[_Scored]] = {method: [] for method in (baseline, *methods)}
     made = Calibrations(calibrations)
     missing = {each.calibrated_as for each in made.lacking(scored)} if calibrate else set()
     late = [method for method in scored if method.calibrated_as in missing]
-    causal = all(method.causal for method in scored)
-    block = None if causal else max(one.group for one in methods if one != baseline)
+    through_store = attend == "store" and all(method.causal for method in scored)
+    groups = [one.group for one in methods if one != baseline] or [baseline.group]
+    block = None if through_store else max(groups)
     # Bad input is told of before the first forward pass.
     for method in late:
         method.expected(attach(model).view.compressed)

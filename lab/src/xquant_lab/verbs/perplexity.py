@@ -20,7 +20,7 @@ from xquant.cli.common import (
 )
 from xquant.cli.progress import progress
 
-from .asked import Asked, Rows, end
+from .asked import Asked, Rows, attend_option, end
 
 if TYPE_CHECKING:
     from xquant.calibrations import Calibrations
@@ -45,11 +45,18 @@ COLUMNS = {
 @model_options
 @methods_option
 @text_options()
+@attend_option("How the text is read")
 @calibrations_option
 @resume_option()
 @json_option
 def perplexity(
-    specs: Sequence[str], text: str, context: int, windows: int, json_file: str | None, **asked: Any
+    specs: Sequence[str],
+    text: str,
+    context: int,
+    windows: int,
+    attend: str,
+    json_file: str | None,
+    **asked: Any,
 ) -> None:
     """Measure MODEL's perplexity on a text with the cache compressed by each method.
 
@@ -57,27 +64,27 @@ def perplexity(
     the packed store. The full cache is measured in the same run, and each method's predictions are
     compared with its own: the standard error is that of the logarithm of the relative perplexity, KL the
     mean divergence in nats, "same token" how often the most likely one is the same. With a method that
-    drops tokens or stores codes of a layer above, all read the text a block at a time.
+    drops tokens or stores codes of a layer above, all read the text a block at a time (--attend chunk).
     """
     if not specs:
         raise ValueError("no method to measure: give --method SPEC")
-    end(*run(Asked(**asked), specs, text, context, windows), json_file, print_rows)
+    end(*run(Asked(**asked), specs, text, context, windows, attend), json_file, print_rows)
 
 
 def run(
-    asked: Asked, specs: Sequence[str], text: str, context: int, windows: int
+    asked: Asked, specs: Sequence[str], text: str, context: int, windows: int, attend: str
 ) -> tuple[Rows, dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
-    from xquant.text import read_text, text_name
+    from xquant.text import cut_windows, read_text, text_name
 
     words = read_text(text)  # before torch is imported
     from xquant import parse_method
     from xquant.runs import Runs, identity
 
-    from ..evals import perplexity as evaluation
     from ..evals.journal import Journal
+    from ..evals.perplexity import measure
 
-    methods = [parse_method(spec) for spec in specs]
+    methods = list(dict.fromkeys(map(parse_method, specs)))
     calibrations = calibrations_for(methods, asked.artifacts)
     network, tokenizer = asked.load()
     calibrations = kept_calibrations(network, methods, calibrations)
@@ -89,6 +96,7 @@ def run(
         "device": str(network.device),
     }
     runs = Runs(asked.resume, {**subject, "context": context, "identity": identity(network, words, [])})
+    ids = cut_windows(network, tokenizer, words, context, windows)
     with progress("measuring perplexity") as show:
 
         def calibrate(late: "Sequence[Method]") -> "Calibrations":
@@ -96,9 +104,7 @@ def run(
             calibrations = own_calibrations(network, tokenizer, late, calibrations, show)
             return calibrations
 
-        rows = evaluation.perplexity(
-            network, tokenizer, words, methods, context, windows, calibrations, Journal(runs, show), calibrate
-        )
+        rows = measure(network, ids, methods, calibrations, Journal(runs, show), calibrate, attend)
     subject["calibrations"] = {made.method: made.text for made in calibrations}
     return [row.to_dict() for row in rows], subject
 
