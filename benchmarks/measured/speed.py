@@ -38,7 +38,10 @@ def front() -> str:
         [name, *(f"{found[row]['ms_per_token']:.0f}" if row in found else "" for found in times)]
         for name, row, times in lines
     ]
-    head = [f"{plain[0]['full']['context']:,} tokens", *(f"{found['full']['context']:,}" for found in plain[1:])]
+    head = [
+        f"{plain[0]['full']['context']:,} tokens",
+        *(f"{found['full']['context']:,}" for found in plain[1:]),
+    ]
     return markdown(["ms a token", *head], body)
 
 
