@@ -1,11 +1,11 @@
-"""Writes the tables of measured figures into README.md and docs/, from the results files, and what commands print.
+"""Writes the tables of measured figures, and what commands print, into README.md and docs/.
 
     python benchmarks/tables.py          # write them
     python benchmarks/tables.py --check  # name the pages where a table is not what the results say; status 1
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The names are those of the functions in
-`measured/` that are marked as `table`. What stands between ``<!-- printed -->`` and ``<!-- end -->`` is printed by the
-command in the block before it. CI checks the pages.
+`measured/` that are marked as `table`; figures are those of the results files. What stands between
+``<!-- printed -->`` and ``<!-- end -->`` is printed by the command in the block before it. CI checks the pages.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def printed(command: str) -> str:
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing; fail where a table is out of date.")
 def main(check: bool) -> None:
-    """Write the tables of README.md and docs/ from the results files."""
+    """Write the tables of README.md and docs/, and what commands print."""
     stale = []
     for page in PAGES:
         text = page.read_text()

@@ -57,9 +57,7 @@ def which_method() -> str:
                 pace(each.spec) + when if each.spec in speed else "not timed",
             ]
         )
-    return markdown(
-        ["you want", "take", "bytes, of fp16", "perplexity", "tokens a second, of the full cache"], body
-    )
+    return markdown(["you want", "take", "bytes, of fp16", "perplexity", "speed, of the full cache"], body)
 
 
 @table

@@ -38,11 +38,8 @@ def front() -> str:
         [name, *(f"{found[row]['ms_per_token']:.0f}" if row in found else "" for found in times)]
         for name, row, times in lines
     ]
-    head = [
-        f"{plain[0]['full']['context']:,} tokens",
-        *(f"{found['full']['context']:,}" for found in plain[1:]),
-    ]
-    return markdown(["ms a token", *head], body)
+    first, *others = (f"{found['full']['context']:,}" for found in plain)
+    return markdown(["ms a token", f"{first} tokens", *others], body)
 
 
 @table
