@@ -6,9 +6,10 @@ The classes of methods say this, but they import torch, which takes seconds. The
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from difflib import get_close_matches
 from fractions import Fraction
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -142,6 +143,12 @@ def check(method: str, name: str, value: Any, option: Mapping[str, Any]) -> None
             raise ValueError(f"{said} is above {most}")
         if value % (step := option.get("step", value or 1)):
             raise ValueError(f"{said} is not a multiple of {step}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to add to a message that ``name`` is not known: the nearest that is; empty where none is near."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def plain(value: Any) -> str:

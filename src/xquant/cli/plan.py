@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..analysis.gpus import GPU, find_gpu
+from ..hub import check_model
 from ..results import STDOUT
-from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option, print_table
+from .common import DTYPES, IN_FILE, Checked, finish, json_option, methods_option, print_table
 
 if TYPE_CHECKING:
     import torch
 
+    from ..analysis.memory import CacheLayout
     from ..analysis.shapes import Skeleton
     from ..methods import Method
     from ..serve.build import Model
@@ -30,6 +32,8 @@ DEFAULT_METHODS = (
     "tc-2bit",
     "tc-cl-2bit",
 )
+SMALLER_METHODS = ("tc-1bit", "kvtc-1bit")
+"""Methods that are tried, too, where nothing fits."""
 RULE = (
     "The rule: take the method with the widest codes that fits. Between equals, take one that stores keys and"
     " values themselves, then one without calibration, then the smallest. 'xquant compare' measures what a"
@@ -59,10 +63,14 @@ FITS = {
 }
 
 
+def _check_model(name: str) -> None:
+    check_model(name, enough=", and a folder that holds only config.json is enough")
+
+
 @click.command()
-@click.argument("model", required=False, type=MODEL)
+@click.argument("model", required=False, type=Checked("model", _check_model))
 @click.option("--shape", metavar="NAME", help="A known model's sizes, such as llama-3.1-8b.")
-@click.option("--gpu", metavar="NAME", help="Such as h100-pcie.")
+@click.option("--gpu", metavar="NAME", help="Such as h100-pcie.  [required, or --engine]")
 @click.option("--engine", type=click.Choice(("vllm",)), help="Plan for an engine instead.")
 @click.option(
     "--memory",
@@ -114,6 +122,13 @@ FITS = {
     show_default=True,
     help="Of the weights; auto is the configuration's own, bfloat16 where it names none.",
 )
+@click.option(
+    "--weights-bits",
+    type=click.FloatRange(2, 16),
+    metavar="N",
+    help="Of a weight in linear layers and experts, in groups of 128 with a 16-bit scale, in place of the"
+    " quantization that the configuration names.",
+)
 @json_option
 def plan(
     model: str | None,
@@ -130,9 +145,12 @@ def plan(
     chunk: int,
     past_positions: bool,
     dtype: str,
+    weights_bits: float | None,
     json_file: str | None,
 ) -> None:
     """Say what the cache of MODEL takes with each method, from its configuration alone.
+
+    A folder that holds only config.json is enough.
 
     The full cache is always the first row; without --method a selection follows it. What fits is weights,
     cache and activations; the longest context is within the model's positions.
@@ -149,6 +167,7 @@ def plan(
     from transformers.utils import logging
 
     from .. import parse_method
+    from ..analysis.memory import layouts_of
     from ..analysis.plan import plan as make_plan
     from ..analysis.shapes import Skeleton, load_config, shape_config
     from ..serve.build import Model
@@ -156,7 +175,7 @@ def plan(
     asked = [parse_method(spec) for spec in (BASELINE, *(specs or DEFAULT_METHODS))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))
-    skeleton = Skeleton(config, _dtype(config, dtype))
+    skeleton = Skeleton(config, _dtype(config, dtype), weights_bits)
     positions = skeleton.positions
     if context is None:
         context = min(USUAL, positions or USUAL)
@@ -174,13 +193,23 @@ def plan(
         return
     assert known is not None
     gpu, card = known
-    rows = make_plan(skeleton, unique, card, context, batch, chunk, past_positions)
+    layouts, refused = layouts_of(skeleton, unique)
+    if specs and refused:
+        raise ValueError(next(iter(refused)))
+    rows = make_plan(layouts, card, context, batch, chunk, past_positions)
     name = str(model or shape)
-    finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))
+    finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton), weights=skeleton.weights)
     if json_file != STDOUT:
         click.echo(f"{_describe_model(name, skeleton)}\n{_describe_gpu(gpu, card)}\n")
         print_rows(rows)
-        click.echo(f"\n{advice(rows)}\n{RULE}")
+        for reason, left_out in refused.items():
+            click.echo(f"\nnot {', '.join(left_out)}: {reason}")
+        click.echo(f"\n{advice(rows)}")
+        if not any(row["fits"] for row in rows):
+            more = [parse_method(spec) for spec in (*DEFAULT_METHODS, *SMALLER_METHODS)]
+            others, _ = layouts_of(skeleton, [method for method in more if method not in unique])
+            click.echo(_what_would_fit([*layouts, *others], card, context, batch, chunk))
+        click.echo(RULE)
 
 
 def _folder(model: str | None, methods: "Sequence[Method]") -> str:
@@ -287,15 +316,28 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def _what_would_fit(layouts: "Sequence[CacheLayout]", gpu: GPU, context: int, batch: int, chunk: int) -> str:
+    """What to change so that something fits, in a sentence with the bytes of each."""
+    from ..analysis.plan import would_fit
+
+    ways = []
+    for row in would_fit(layouts, gpu, context, batch, chunk):
+        bits = row["weights_bits"]
+        how = row["method"] if bits is None else f"weights of {bits} bits with {row['method']}"
+        ways.append(f"{how} ({row['total_bytes'] / 1e9:,.2f} GB in all)")
+    if not ways:
+        return "Nor would a smaller method, or weights of 4 bits."
+    return f"What would fit: {', or '.join(ways)}."
+
+
 def _fit(row: Mapping[str, Any]) -> tuple[str, ...]:
     active = max(row["prefill_bytes"], row["decode_bytes"])
-    everything = row["peak_bytes"] + row["weights_bytes"] + row["codec_bytes"] + active
     return (
         row["method"],
         f"{'~' if row['estimated'] else ''}{row['cache_bytes'] / 1e6:,.1f}",
         f"{row['cache_bytes'] / row['full_cache_bytes']:.1%}",
         f"{active / 1e9:,.2f}",
-        f"{everything / 1e9:,.2f}",
+        f"{row['total_bytes'] / 1e9:,.2f}",
         "yes" if row["fits"] else "no",
         f"{row['max_context']:,}",
         f"{row['max_context_in_memory']:,}",
@@ -330,7 +372,7 @@ def _describe_model(name: str, skeleton: "Skeleton") -> str:
     positions = f"; {skeleton.positions:,} positions" if skeleton.positions else ""
     return (
         f"{name}: {skeleton.parameters / 1e9:,.2f} billion parameters,"
-        f" {skeleton.nbytes / 1e9:,.2f} GB in {_name(skeleton)}{positions}"
+        f" {skeleton.nbytes / 1e9:,.2f} GB in {skeleton.weights}{positions}"
     )
 
 
