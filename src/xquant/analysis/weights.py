@@ -38,14 +38,11 @@ class Packing:
         return ceil((prod(shape) * self.bits + blocks * self.scale_bits) / 8)
 
     def __str__(self) -> str:
-        blocks = {
-            (1, WHOLE): "",
-            (WHOLE, WHOLE): "",
-            (1, self.columns): f" in groups of {self.columns}",
-        }
-        return f"{self.bits:g} bits" + blocks.get(
-            (self.rows, self.columns), f" in blocks of {self.rows} x {self.columns}"
-        )
+        together = ""
+        if self.columns:
+            side = self.columns
+            together = f" in groups of {side}" if self.rows == 1 else f" in blocks of {self.rows} x {side}"
+        return f"{self.bits:g} bits{together}"
 
 
 @dataclass(frozen=True)

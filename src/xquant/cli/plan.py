@@ -163,6 +163,8 @@ def plan(
         raise ValueError("give either --gpu NAME or --engine vllm and --memory GB")
     if engine is None and (shards > 1 or drafts or artifacts):
         raise ValueError("--shards, --drafts and --calibration are for --engine")
+    if engine is not None and weights_bits is not None:
+        raise ValueError("--weights-bits is for --gpu: an engine's --memory is without its weights")
     known = None if gpu is None else find_gpu(gpu)
     from transformers.utils import logging
 
