@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.models import tiny
+
 CONFIGS = Path(__file__).parent / "configs"
 TOKENS = 8192
 WITHIN = 0.02
@@ -140,21 +142,23 @@ def test_the_weights_are_described(run, tmp_path) -> None:
 
 
 def test_it_says_what_would_fit(run) -> None:
-    asked = ("plan", "--shape", "qwen3-32b", "--gpu")
-    status, out, _ = run(*asked, "rtx-4090", "--context", 16384, "--method", "full")
+    asked = ("plan", "--shape", "gemma-3-27b", "--method", "full", "--gpu")
+    status, out, _ = run(*asked, "rtx-4090", "--context", 16384)
     assert status == 0 and "None fits: not one token" in out
-    assert "What would fit: weights of 4 bits with kivi-4bit (" in out
-    _, out, _ = run(*asked, "a100-80gb", "--context", 40960, "--batch", 2, "--method", "full")
-    assert "None fits at 40,960 tokens, batch 2: the longest context there is" in out
+    assert "What would fit: weights of 4 bits with full (18.44 GB in all)." in out
+    _, out, _ = run(*asked, "h100-sxm", "--context", 131072, "--batch", 2)
+    assert "None fits at 131,072 tokens, batch 2: the longest context there is" in out
     ways = next(line for line in out.splitlines() if line.startswith("What would fit: kivi-4bit ("))
     assert "or weights of 8 bits with full (" in ways and "or weights of 4 bits with full (" in ways
-    _, out, _ = run("plan", "--shape", "deepseek-v3", "--gpu", "l4", "--method", "full")
+    _, out, _ = run(*asked, "l4", "--context", 131072, "--batch", 8)
     assert "Nor would a smaller method, or weights of 4 bits." in out
 
 
-def test_methods_that_a_model_refuses_are_left_out_unless_they_are_asked_for(run) -> None:
-    asked = ("plan", "--shape", "glm-4.7-flash", "--gpu", "h100-sxm")
+def test_methods_that_a_model_refuses_are_left_out_unless_they_are_asked_for(run, tmp_path) -> None:
+    config = tiny("deepseek_v3").config
+    config.save_pretrained(tmp_path)
+    asked = ("plan", tmp_path, "--gpu", "h100-sxm", "--context", 300)
     status, out, _ = run(*asked)
-    assert status == 0 and "\nnot xquant-4bit, xquant-2bit, xquant-cl-2bit: Glm4MoeLite" in out
+    assert status == 0 and "\nnot xquant-4bit, xquant-2bit, xquant-cl-2bit: DeepseekV3" in out
     status, out, err = run(*asked, "--method", "xquant-4bit")
     assert (status, out) == (2, "") and "its cache keeps latents" in err
