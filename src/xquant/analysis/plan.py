@@ -97,15 +97,18 @@ def _size(layout: CacheLayout, gpu: GPU, context: int, batch: int, chunk: int) -
 
 
 def _row(layout: CacheLayout, gpu: GPU, context: int, batch: int, chunk: int, limit: int) -> dict[str, Any]:
+    size, activations = _size(layout, gpu, context, batch, chunk), Activations(layout)
+    room = gpu.memory - size["weights_bytes"] - size["codec_bytes"]
+
     def needed(tokens: int, sequences: int) -> int:
-        total: int = _size(layout, gpu, tokens, sequences, chunk)["total_bytes"]
-        return total
+        prefill = activations.prefill(tokens, sequences, chunk)
+        return layout.peak(tokens, sequences) + max(prefill, activations.decode(tokens, sequences))
 
     load = layout_load(layout)
     bound = None if load is None else load.memory_bound_context(gpu.ridge) / batch
-    longest = largest(lambda tokens: needed(tokens, batch), gpu.memory)
+    longest = largest(lambda tokens: needed(tokens, batch), room)
     return {
-        **_size(layout, gpu, context, batch, chunk),
+        **size,
         "context": context,
         "batch": batch,
         "chunk": chunk,
@@ -115,7 +118,7 @@ def _row(layout: CacheLayout, gpu: GPU, context: int, batch: int, chunk: int, li
         "gpu_bytes": round(gpu.memory),
         "max_context": min(longest, limit),
         "max_context_in_memory": longest,
-        "max_batch": largest(lambda sequences: needed(context, sequences), gpu.memory),
+        "max_batch": largest(lambda sequences: needed(context, sequences), room),
         "rematerialization_flops": None if load is None else round(load.flops),
         "memory_bound_context": bound if bound is None or math.isinf(bound) else int(bound),
     }
