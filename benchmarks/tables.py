@@ -5,7 +5,7 @@
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The names are those of the functions in
 `measured/` that are marked as `table`; figures are those of the results files. What stands between
-``<!-- printed -->`` and ``<!-- end -->`` is printed by the command in the block before it. CI checks the pages.
+``<!-- printed -->`` and ``<!-- end -->`` the command in the block before it prints. CI checks the pages.
 """
 
 import contextlib
