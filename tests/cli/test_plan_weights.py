@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.models import tiny
+from xquant.catalogue import Recommended
 
 CONFIGS = Path(__file__).parent / "configs"
 TOKENS = 8192
@@ -154,11 +155,15 @@ def test_it_says_what_would_fit(run) -> None:
     assert "Nor would a smaller method, or weights of 4 bits." in out
 
 
-def test_methods_that_a_model_refuses_are_left_out_unless_they_are_asked_for(run, tmp_path) -> None:
+def test_methods_that_a_model_refuses_are_left_out_unless_they_are_asked_for(
+    run, tmp_path, monkeypatch
+) -> None:
+    usual = (Recommended("kivi-4bit", "speed"), Recommended("xquant-4bit", "a paper's method"))
+    monkeypatch.setattr("xquant.cli.plan.RECOMMENDED", usual)
     config = tiny("deepseek_v3").config
     config.save_pretrained(tmp_path)
     asked = ("plan", tmp_path, "--gpu", "h100-sxm", "--context", 300)
     status, out, _ = run(*asked)
-    assert status == 0 and "\nnot xquant-4bit, xquant-2bit, xquant-cl-2bit: DeepseekV3" in out
+    assert status == 0 and "\nnot xquant-4bit: DeepseekV3" in out
     status, out, err = run(*asked, "--method", "xquant-4bit")
     assert (status, out) == (2, "") and "its cache keeps latents" in err

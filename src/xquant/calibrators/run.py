@@ -182,10 +182,12 @@ def expected_seconds(model: Any, tokens: int) -> float:
     """About how long `own_calibration` takes with so many tokens, by the time of one pass over `TRIED`."""
     ids = torch.zeros(TRIED, dtype=torch.int64, device=home(model))
     with torch.inference_mode():
-        model(ids)  # the first pass of a model takes longer than others
-        started = time.perf_counter()
-        model(ids)
-        return (time.perf_counter() - started) * tokens / ids.numel() * PASSES
+        taken = []
+        for _ in range(3):  # the first pass of a model takes longer than others
+            started = time.perf_counter()
+            model(ids)
+            taken.append(time.perf_counter() - started)
+    return min(taken) * tokens / ids.numel() * PASSES
 
 
 def _written(
