@@ -14,10 +14,10 @@ from typing import Any
 import click
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from xquant import Calibration, KVCache, __version__, attach, parse_method
-from xquant.analysis.shapes import SHAPES
+from xquant.analysis.shapes import shape_config
 from xquant.codecs import fingerprint
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
@@ -60,7 +60,7 @@ def main(
 def _one_layer(shape: str) -> Any:
     rest = {"intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": 1}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SHAPES[shape], **rest})).eval()
+    return LlamaForCausalLM(shape_config(shape, **rest)).eval()
 
 
 def _drawn(model: Any, spec: str, spectrum: Tensor) -> Calibration:

@@ -1,26 +1,33 @@
-"""Writes the tables of measured figures into README.md and docs/, from the results files.
+"""Writes the tables of measured figures, and what commands print, into README.md and docs/.
 
     python benchmarks/tables.py          # write them
     python benchmarks/tables.py --check  # name the pages where a table is not what the results say; status 1
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The names are those of the functions in
-`measured/` that are marked as `table`. CI checks the pages.
+`measured/` that are marked as `table`; figures are those of the results files. What stands between
+``<!-- printed -->`` and ``<!-- end -->`` the command in the block before it prints. CI checks the pages.
 """
 
+import contextlib
+import io
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import click
 from measured import TABLES
 
+from xquant.cli import main as run_xquant
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+PRINTED = re.compile(r"(```sh\n((?:(?!```).)*)```\n\n<!-- printed -->\n).*?(<!-- end -->)", re.S)
 
 
 def filled(page: str) -> str:
-    """The text of a page with its tables as the results have them.
+    """The text of a page with its tables as the results have them, and what its commands print.
 
     Raises:
         ValueError: a table that is not known.
@@ -32,13 +39,31 @@ def filled(page: str) -> str:
             raise ValueError(f"there is no table '{name}': one of {', '.join(TABLES)}")
         return begin + "\n" + TABLES[name]() + "\n" + end
 
-    return MARKED.sub(fill, page)
+    def run(found: re.Match[str]) -> str:
+        begin, command, end = found.groups()
+        return f"{begin}```text\n{printed(command)}```\n{end}"
+
+    return PRINTED.sub(run, MARKED.sub(fill, page))
+
+
+def printed(command: str) -> str:
+    """What a command of ours prints, without the blanks that end a line.
+
+    Raises:
+        ValueError: it fails.
+    """
+    name, *words = shlex.split(command.replace("\\\n", ""))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        if name != "xquant" or run_xquant(words):
+            raise ValueError(f"cannot show what '{command}' prints")
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing; fail where a table is out of date.")
 def main(check: bool) -> None:
-    """Write the tables of README.md and docs/ from the results files."""
+    """Write the tables of README.md and docs/, and what commands print."""
     stale = []
     for page in PAGES:
         text = page.read_text()

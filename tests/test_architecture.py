@@ -47,7 +47,7 @@ def test_packages_import_those_below_them() -> None:
 
 def test_the_picture_shows_the_contract(layers: list[list[str]]) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    picture = text[text.index("```text\n") :].split("```")[1].removeprefix("text\n")
+    picture = text[text.index("```text\ncli ") :].split("```")[1].removeprefix("text\n")
     drawn = [[part.split()[0] for part in line.split("|")] for line in picture.splitlines()]
     assert drawn == layers
 

@@ -129,7 +129,7 @@ def test_a_cache_is_converted_to_it_and_back() -> None:
 def test_it_is_planned_for() -> None:
     skeleton = Skeleton(tiny("llama").config, torch.float32)
     methods = [parse_method(spec) for spec in ("full", *SPECS)]
-    rows = plan(skeleton, methods, GPUS["l4"], 400, 2, 128)
+    rows = plan([CacheLayout(skeleton, method) for method in methods], GPUS["l4"], 400, 2, 128)
     full, *ours = rows
     for row, method in zip(ours, methods[1:], strict=True):
         assert row["cache_bytes"] == CacheLayout(skeleton, method).count(400, 2).total

@@ -20,7 +20,7 @@ STORY = "Write a long story about a lighthouse keeper and a storm."
 
 def stages(output: Path) -> list[tuple[str, str]]:
     """What each stage does, and its command."""
-    kvquant, tc_cl = output / "kvquant.safetensors", output / "tc-cl.safetensors"
+    kvquant, tc, tc_cl = (output / f"{name}.safetensors" for name in ("kvquant", "tc", "tc-cl"))
     saved = output / "prompt.safetensors"
     sample = f"--context 192 --windows 12 --resume {output}/text"
     story = f"--chat --prompt {shlex.quote(STORY)} --max-new-tokens 120"
@@ -30,13 +30,17 @@ def stages(output: Path) -> list[tuple[str, str]]:
             f"xquant calibrate smollm2 --method kvquant-3bit-1% {sample} --output {kvquant}",
         ),
         (
+            "Calibrate tc on the same text",
+            f"xquant calibrate smollm2 --method tc-2bit {sample} --output {tc}",
+        ),
+        (
             "Calibrate tc-cl on the same text",
             f"xquant calibrate smollm2 --method tc-cl-2bit {sample} --output {tc_cl}",
         ),
         (
             "Compare the methods: a table, a picture and a page",
             "xquant compare smollm2 --context 768 --windows 2"
-            f" --calibration {kvquant} --calibration {tc_cl} --output {output}",
+            f" --calibration {kvquant} --calibration {tc} --calibration {tc_cl} --output {output}",
         ),
         ("Write a text with the full cache", f"xquant generate smollm2 --method full {story}"),
         ("Write it with 4 bits", f"xquant generate smollm2 --method kivi-4bit {story}"),

@@ -30,7 +30,7 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("sh", "python")
-SHOWN = ("text", "json", "mermaid", "toml", "yaml", "bibtex")
+SHOWN = ("text", "json", "toml", "yaml", "bibtex")
 RULE = re.compile(r"<!-- run: (slow|setup|never)(?:, (.+?))? -->\s*$")
 # Sessions are forks of one process, so that pages wait once for what all of them import. A session runs what
 # it is given, one JSON string a line, and says after each whether it went well; null ends it.

@@ -2,38 +2,20 @@
 
 Pages link to files outside docs/ by a relative path, which works where a repository host shows them. On the
 site such a link becomes one to the repository.
-
-Mermaid draws the diagrams in the reader's browser. The theme loads it from a public host. MERMAID_JS names a
-copy of mermaid.min.js that the site carries instead, so that it loads nothing from elsewhere.
 """
 
-import os
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
 
 BRANCH = "main"
 LINK = re.compile(r"(\]\()(\.\./[^)\s]+)(\))")
 CODE = re.compile(r"<code>([^<]*)</code>")
-MARKER = re.compile(r"^<!-- (table: .*|end) -->$", re.MULTILINE)
+MARKER = re.compile(r"^<!-- (table: .*|printed|run: .*|end) -->$", re.MULTILINE)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
-MERMAID = "assets/mermaid.min.js"
-
-
-def on_config(config: Any) -> Any:
-    if os.environ.get("MERMAID_JS"):
-        config.extra_javascript.append(MERMAID)
-    return config
-
-
-def on_files(files: Any, config: Any) -> Any:
-    if copy := os.environ.get("MERMAID_JS"):
-        files.append(File.generated(config, MERMAID, abs_src_path=str(Path(copy).resolve())))
-    return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

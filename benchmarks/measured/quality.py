@@ -36,34 +36,28 @@ def quality_rows(file: str, with_tail: bool) -> str:
 
 @table
 def which_method() -> str:
-    """What each recommended method costs: SmolLM2 on WikiText-2, decoding at 8,192 tokens on 2 threads."""
+    """What each recommended method costs: SmolLM2 on WikiText-2, decoding after 8,192 tokens on 2 threads."""
     quality = by_method("wikitext2-smollm2") | by_method("tc-wikitext2-smollm2")
     speed = by_method("bench-tc-smollm2-8k") | by_method("bench-smollm2-8k")
 
-    def cost(method: str) -> str:
-        row = quality[method]
-        smaller = f"{1 / row['cache_ratio']:.1f} times smaller than fp16"
-        return f"{smaller}, perplexity +{row['ratio'] - 1:.1%}"
-
     def pace(method: str) -> str:
         times = speed[method]["speedup_vs_full"]
-        if 0.9 < times < 1.1:
-            return "decodes about as fast as the full cache"
-        if times < 1:
-            return f"decodes {1 / times:.2g} times slower than the full cache"
-        return f"decodes {times:.2g} times as fast as the full cache"
+        return f"{times:.2g} times" if times > 1 else f"1/{1 / times:.0f}"
 
-    minutes = rows("calibrate-smollm2")[0]["seconds"] / 60
     body = []
     for each in RECOMMENDED:
-        if each.spec in speed:
-            rest = pace(each.spec) + (": convert it before you go on" if each.at_rest else "")
-        else:
-            rest = f"calibrating takes {minutes:.0f} minutes"
-        body.append([each.wish, code(each.spec), f"{cost(each.spec)}; {rest}"])
-    papers = "`xquant-4bit`, `xquant-cl-2bit`, `crosslayer`, `kivi-2bit`, `asymkv-1.5bit`"
-    body.append(["a paper's method as it is", papers, "see [methods](docs/methods/index.md)"])
-    return markdown(["You want", "Take", "What it costs"], body)
+        row = quality[each.spec]
+        when = " (convert it first)" if each.at_rest else ""
+        body.append(
+            [
+                each.wish,
+                code(each.spec),
+                f"{row['cache_ratio']:.1%}",
+                f"+{row['ratio'] - 1:.1%}",
+                pace(each.spec) + when if each.spec in speed else "not timed",
+            ]
+        )
+    return markdown(["you want", "take", "bytes, of fp16", "perplexity", "speed, of the full cache"], body)
 
 
 @table

@@ -2,6 +2,8 @@
 
 import statistics
 
+from xquant.catalogue import USUAL
+
 from .common import Row, by_method, code, markdown, rows, table
 
 
@@ -16,6 +18,28 @@ def decode() -> str:
         times = (f"{found[m]['speedup_vs_full']:.2f}" if m in found else "" for m in methods)
         body.append([f"{full['context']:,}", f"{full['ms_per_token']:.0f} ms", *times])
     return markdown(["context", "full cache", *map(code, methods)], body)
+
+
+@table
+def front() -> str:
+    """SmolLM2 on two threads: a token of what is recommended for decoding, beside the strongest others."""
+    contexts = ("2k", "8k", "32k")
+    plain = [by_method(f"bench-smollm2-{each}") for each in contexts]
+    compiled = [{}, *(by_method(f"bench-compiled-{each}") for each in ("peers-8k", "smollm2-32k"))]
+    lines = (
+        ("full cache, the fastest of transformers' settings", "full", plain),
+        (f"{code(USUAL)}", USUAL, plain),
+        ("full cache, compiled model", "full", compiled),
+        (f"{code(USUAL)}, compiled model, static cache", f"{USUAL} static", compiled),
+        ("llama.cpp, f16 cache, weights in 4 bits", "llama.cpp-f16", plain),
+        ("OpenVINO GenAI, f16 cache, weights in 4 bits", "openvino-f16", plain),
+    )
+    body = [
+        [name, *(f"{found[row]['ms_per_token']:.0f}" if row in found else "" for found in times)]
+        for name, row, times in lines
+    ]
+    first, *others = (f"{found['full']['context']:,}" for found in plain)
+    return markdown(["ms a token", f"{first} tokens", *others], body)
 
 
 @table

@@ -16,9 +16,19 @@ from .calibration import Calibration, Expected, check
 from .files import cache_folder, write_atomically
 
 
+def folder() -> Path:
+    """Where artifacts and texts are kept."""
+    return cache_folder() / "calibrations"
+
+
+def unfinished() -> Path:
+    """Where parts of texts are kept until all is written."""
+    return folder() / "unfinished"
+
+
 def _file(name: str, model: str) -> Path:
     name = name.replace(":", "-").replace(",", "-")
-    return cache_folder() / "calibrations" / f"{name}-{model[:32]}.safetensors"
+    return folder() / f"{name}-{model[:32]}.safetensors"
 
 
 def find(method: str, model: str, expected: Mapping[str, Expected] | None = None) -> Calibration | None:

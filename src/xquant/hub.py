@@ -5,13 +5,14 @@ from pathlib import Path
 PACKAGED = ("smollm2", "smollm2-mha")
 
 
-def check_model(name: str) -> None:
-    """Raise ValueError where ``name`` is a folder that is not there, or that holds no model."""
+def check_model(name: str, enough: str = "") -> None:
+    """Raise ValueError where ``name`` is a folder that is not there, or that holds no model; ``enough`` ends
+    the message with what a folder need hold no more than."""
     folder = Path(name)
     if name in PACKAGED:
         return
     if folder.exists() and not (folder / "config.json").is_file():
-        raise ValueError(f"'{name}' is not a model folder: it has no config.json")
+        raise ValueError(f"'{name}' is not a model folder: it has no config.json{enough}")
     if not folder.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
         raise ValueError(f"there is no model folder '{name}'")
 

@@ -1,6 +1,7 @@
 """`load_model`: a model and its tokenizer by folder, hub id, or one of two names that need no network."""
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import io
@@ -127,7 +128,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _quiet():
+    print("xquant: converting the packaged model, once, in less than a minute", file=sys.stderr)
+    with _quiet(), _parsed_once():
         tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         model: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32
@@ -143,6 +145,20 @@ def _convert(gguf: Path, folder: Path) -> None:
             tokenizer.save_pretrained(converted)
         with contextlib.suppress(OSError):  # another process was first
             converted.rename(folder)
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Have transformers parse a GGUF file once, and not for tokenizer, configuration and weights each: that
+    takes seconds."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 @contextlib.contextmanager

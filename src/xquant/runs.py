@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -70,6 +71,11 @@ class Runs:
         part = {"name": name, "subject": json.loads(self._subject), "rows": plain}
         part["sha256"] = self._digest(name, plain)
         write_atomically(self._file(name), json.dumps(part, indent=2) + "\n")
+
+    def forget(self) -> None:
+        """Remove the parts of this subject."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _digest(self, name: str, rows: Rows) -> str:
         """SHA-256 over all that a part holds."""

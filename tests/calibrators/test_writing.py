@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.models import tiny
-from xquant.calibrators.writing import OPENINGS, write_samples
+from xquant.calibrators.writing import LENGTH, OPENINGS, write_samples
 
 
 class Letters:
@@ -16,14 +16,32 @@ class Letters:
         return {"input_ids": [2 + ord(letter) % 100 for letter in text]}
 
 
-def test_texts_begin_with_the_openings_and_have_one_length() -> None:
+def test_samples_are_made_of_texts_that_begin_with_the_openings() -> None:
     model, letters = tiny("llama"), Letters()
-    texts = write_samples(model, letters, 50, len(OPENINGS) + 2)
-    assert texts.shape == (len(OPENINGS) + 2, 50)
-    for text, opening in zip(texts.tolist(), [*OPENINGS, *OPENINGS[:2]], strict=True):
+    samples = write_samples(model, letters, 2 * LENGTH + 20, 3)
+    assert samples.shape == (3, 2 * LENGTH + 20)
+    texts = samples.flatten()[: 6 * LENGTH].view(6, LENGTH).tolist()
+    for text, opening in zip(texts, OPENINGS, strict=False):
         ids = letters(opening)["input_ids"]
-        assert text[: len(ids)] == ids[:50]
-    assert texts.min() >= 0 and texts.max() < model.config.vocab_size
+        assert text[: len(ids)] == ids
+    assert samples.min() >= 0 and samples.max() < model.config.vocab_size
+
+
+def test_a_token_that_begins_texts_stands_at_the_start_of_samples_alone() -> None:
+    class Begun(Letters):
+        bos_token_id = 1
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [1, *super().__call__(text)["input_ids"]]}
+
+    model, begun = tiny("llama"), Begun()
+    samples = write_samples(model, begun, 2 * LENGTH, 2)
+    assert samples.shape == (2, 2 * LENGTH) and samples[:, 0].tolist() == [1, 1]
+    stream = samples[:, 1:].flatten().tolist()
+    for number in range(4):
+        ids = begun(OPENINGS[number])["input_ids"][1:]
+        start = number * (LENGTH - 1)
+        assert stream[start : start + len(ids)] == ids
 
 
 def test_openings_that_are_longer_than_the_texts_are_cut() -> None:

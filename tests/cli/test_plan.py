@@ -117,7 +117,7 @@ def test_a_shape_is_planned_for_without_weights(run) -> None:
 def test_the_largest_are_the_last_that_fit(spec: str, batch: int) -> None:
     skeleton = Skeleton(tiny("gemma2").config, torch.bfloat16)
     layout, gpu = CacheLayout(skeleton, parse_method(spec)), GPUS["rtx-3090"]
-    (row,) = plan(skeleton, [layout.method], gpu, 1000, batch, 256, past_positions=True)
+    (row,) = plan([layout], gpu, 1000, batch, 256, past_positions=True)
     room = gpu.memory - row["weights_bytes"] - row["codec_bytes"]
     longest, most = row["max_context"], row["max_batch"]
     active = Activations(layout)
@@ -129,13 +129,13 @@ def test_the_largest_are_the_last_that_fit(spec: str, batch: int) -> None:
     assert needed(longest, batch) <= room < needed(longest + 1, batch)
     assert needed(1000, most) <= room < needed(1000, most + 1)
     assert row["fits"] and longest > 1000 and most > batch
-    (beyond,) = plan(skeleton, [layout.method], gpu, longest + 1, batch, 256, past_positions=True)
+    (beyond,) = plan([layout], gpu, longest + 1, batch, 256, past_positions=True)
     assert not beyond["fits"] and beyond["max_batch"] < batch
 
 
 def test_the_longest_context_is_within_the_positions() -> None:
     skeleton = Skeleton(tiny("llama").config, torch.bfloat16)
-    asked = (skeleton, [parse_method("kivi-2bit")], GPUS["l4"], 100, 1, 64)
+    asked = ([CacheLayout(skeleton, parse_method("kivi-2bit"))], GPUS["l4"], 100, 1, 64)
     (row,), (past,) = plan(*asked), plan(*asked, past_positions=True)
     assert row["max_context"] == skeleton.positions == 512
     assert row["max_context_in_memory"] == past["max_context"] == past["max_context_in_memory"] > 512
@@ -157,7 +157,8 @@ ROOMY, TIGHT = GPUS["h200"], GPU(20e9, 1e12, 1e14)
 )
 def test_one_method_is_to_be_taken(gpu: GPU, specs: str, taken: str | None) -> None:
     skeleton = Skeleton(shape_config("llama-3.1-8b"), torch.bfloat16)
-    rows = plan(skeleton, [parse_method(s) for s in specs.split()], gpu, 32768, 1, 512)
+    layouts = [CacheLayout(skeleton, parse_method(spec)) for spec in specs.split()]
+    rows = plan(layouts, gpu, 32768, 1, 512)
     assert [row["method"] for row in rows if row["take"]] == ([] if taken is None else [taken])
     said = advice(rows)
     assert said.startswith("None fits" if taken is None else f"Take {taken}")
@@ -181,8 +182,12 @@ def test_nothing_fits_where_the_weights_do_not(run) -> None:
         ("plan --gpu l4", "give either MODEL or --shape"),
         ("plan MODEL --shape llama-7b --gpu l4", "give either MODEL or --shape"),
         ("plan MODEL --gpu h900", "no GPU 'h900' in the table: one of a100-40gb"),
+        ("plan MODEL --gpu rtx4900", "; did you mean 'rtx-4090'?"),
         ("plan --shape llama-9 --gpu l4", "no shape 'llama-9': one of llama-7b"),
-        ("plan TMP --gpu l4", "it has no config.json"),
+        ("plan --shape qwen3-32 --gpu l4", "; did you mean 'qwen3-32b'?"),
+        ("plan TMP --gpu l4", "it has no config.json, and a folder that holds only config.json is enough"),
+        ("plan MODEL --engine vllm --memory 1 --weights-bits 4", "--weights-bits is for --gpu"),
+        ("plan MODEL --gpu l4 --weights-bits 1", "1.0 is not in the range"),
         ("plan NONE --gpu l4", "no model folder"),
         ("plan MODEL --gpu l4 --context 513", "past the model's 512 positions"),
         ("plan --shape tiny --gpu l4 --context 4097", "past the model's 4096 positions: --past"),

@@ -28,14 +28,14 @@ def lines():
 
 def test_a_stage_begins_with_a_line_and_tells_its_time_once_a_part_is_done(lines):
     show, clock, stream = lines[0].show, *lines[1:]
-    show(0, 10, "writing a text")
-    assert stream.getvalue() == "[0:00] calibrating m, writing a text\n"
+    show(0, 10, "writing texts")
+    assert stream.getvalue() == "[0:00] calibrating m, writing texts\n"
     clock.now += 2 * FIRST
-    show(0, 10, "writing a text")  # nothing is done: nothing is known
+    show(0, 10, "writing texts")  # nothing is done: nothing is known
     assert stream.getvalue().count("\n") == 1
     clock.now += 50
-    show(1, 10, "writing a text")
-    assert stream.getvalue().endswith("[1:00] calibrating m, writing a text: 1 of 10, about 9 min left\n")
+    show(1, 10, "writing texts")
+    assert stream.getvalue().endswith("[1:00] calibrating m, writing texts: 1 of 10, about 9 min left\n")
     show(0, 4, "pass 1")
     assert stream.getvalue().endswith("[1:00] calibrating m, pass 1\n")
     clock.now += 2 * FIRST
@@ -81,7 +81,7 @@ COMMANDS = {
     "writing with int4, up to 3 tokens": "generate MODEL --method int4 --prompt w2 --max-new-tokens 3",
     "measuring xquant/figure3, reading the text": "reproduce xquant/figure3 MODEL --text TEXT"
     " --context 32 --windows 1",
-    "calibrating kvquant-2bit-1%, writing a text": "calibrate MODEL --method kvquant-2bit-1% --context 20"
+    "calibrating kvquant-2bit-1%, writing texts": "calibrate MODEL --method kvquant-2bit-1% --context 20"
     " --windows 3 --output OUT",
 }
 

@@ -7,9 +7,10 @@ import torch
 from support.models import tiny
 from support.word_tokenizer import text_of, word_tokenizer
 from xquant import KVCache, parse_method
+from xquant.calibrators.run import calibrate_on
 from xquant.runs import Runs
 from xquant_lab.evals.journal import Journal
-from xquant_lab.evals.perplexity import perplexity
+from xquant_lab.evals.perplexity import measure, perplexity
 from xquant_lab.pyramid.cache import PyramidCache
 
 
@@ -151,3 +152,33 @@ def test_blocks_are_read_through_one_cache(model):
     logits = torch.cat(parts)[:-1]
     nll = -logits.log_softmax(-1).gather(1, ids[1:, None]).mean().item()
     assert row.window_nll == pytest.approx([nll], rel=1e-5)
+
+
+def test_a_text_can_be_read_as_in_generating(model):
+    ids = torch.tensor(word_tokenizer()(text_of(80), verbose=False)["input_ids"]).view(2, 40)
+    method = parse_method("kivi-2bit:group=16")
+    stored, blocks = (measure(model, ids, [method], attend=attend)[0] for attend in ("store", "chunk"))
+    assert stored.block is None and blocks.block == 16
+    assert blocks.kl < stored.kl
+    with pytest.raises(ValueError, match="attend='later'"):
+        measure(model, ids, [method], attend="later")
+
+
+def test_a_method_that_must_be_calibrated_waits_for_the_others(model):
+    ids = torch.tensor(word_tokenizer()(text_of(80), verbose=False)["input_ids"]).view(2, 40)
+    waiting, ready = parse_method("tc-2bit:group=16"), parse_method("kivi-2bit:group=16")
+    order, made = [], []
+
+    def calibrate(methods):
+        order.append("calibrate")
+        made.extend(calibrate_on(model, ids, method) for method in methods)
+        return made
+
+    journal = Journal(tell=lambda done, total, what: order.append(what))
+    rows = measure(model, ids, [waiting, ready], journal=journal, calibrate=calibrate)
+    measured = [what.partition("-")[0] for what in order]
+    assert measured[:7] == [*("full", "kivi") * 2, "calibrate", "tc", "tc"]
+    assert [row.method for row in rows] == [waiting.spec, ready.spec]
+    # As where it is there from the start.
+    again, _ = measure(model, ids, [waiting, ready], made)
+    assert again.window_nll == rows[0].window_nll and again.kl == rows[0].kl

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ..catalogue import did_you_mean
+
 
 @dataclass(frozen=True)
 class GPU:
@@ -47,7 +49,8 @@ def find_gpu(name: str) -> tuple[str, GPU]:
     for known, gpu in GPUS.items():
         if _letters(known) == _letters(name):
             return known, gpu
-    raise ValueError(f"no GPU '{name}' in the table: one of {', '.join(GPUS)}")
+    near = did_you_mean(name.lower(), GPUS)
+    raise ValueError(f"no GPU '{name}' in the table: one of {', '.join(GPUS)}{near}")
 
 
 def _letters(name: str) -> str:

@@ -3,7 +3,8 @@
 The method builds its codecs for a model without weights, and their quantizers say what they store.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -130,6 +131,20 @@ class CacheLayout:
         seen = max(tokens - self.method.sink, 0)
         every = (s.expected_outliers(blocks, self.method.group, seen) for s in self._sparse)
         return round(sum(every))
+
+
+def layouts_of(
+    skeleton: Skeleton, methods: Iterable[Method]
+) -> tuple[list[CacheLayout], dict[str, list[str]]]:
+    """The layouts of the methods that a model allows; and the specs of the others, by the reason."""
+    layouts: list[CacheLayout] = []
+    refused: dict[str, list[str]] = defaultdict(list)
+    for method in methods:
+        try:
+            layouts.append(CacheLayout(skeleton, method))
+        except ValueError as reason:
+            refused[str(reason)].append(method.spec)
+    return layouts, refused
 
 
 def _calibration(method: Method, views: list[AttentionView]) -> Calibration | None:

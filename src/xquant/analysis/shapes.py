@@ -1,95 +1,38 @@
 """Shapes of known models, configurations by name, and models without weights."""
 
-from functools import cache
+import json
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import compat
+from ..catalogue import did_you_mean
 from ..hub import PACKAGED, check_model, hub_answers
 from ..models import layers_of, view_model
 from ..models.weights import message_of
 from ..positions import positions_of
+from .weights import Quantization, quantization_of, stored_nbytes
 
-_SMOLLM2: dict[str, Any] = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-}
+SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+"""What people run, the models of the papers' tables and the packaged ones, as a ``model_type`` and the
+arguments of its configuration. The sizes are those of the models' own ``config.json``; of models that also
+see, those of the part that writes. Mistral 7B is built as Llama is. "tiny" is no known model: it is for
+trying out commands that take a shape."""
 
 
-def _llama(
-    size: tuple[int, int, int, int],
-    kv_heads: int,
-    vocabulary: int = 32000,
-    positions: int = 2048,
-    **more: Any,
-) -> dict[str, Any]:
-    """A decoder of Llama's kind, with heads of 128; ``size``: hidden, MLP, layers and query heads."""
-    hidden, intermediate, layers, heads = size
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 128,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": positions,
-        **more,
-    }
-
-
-_7B, _13B = (4096, 11008, 32, 32), (5120, 13824, 40, 40)
-_30B, _65B = (6656, 17920, 60, 52), (8192, 22016, 80, 64)
-_8B, _70B = (4096, 14336, 32, 32), (8192, 28672, 80, 64)
-# Sizes as in the models' own config.json. Mistral is built as Llama is.
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-7b": _llama(_7B, 32),
-    "llama-13b": _llama(_13B, 40),
-    "llama-30b": _llama(_30B, 52),
-    "llama-65b": _llama(_65B, 64),
-    "llama-2-7b": _llama(_7B, 32, positions=4096),
-    "llama-2-13b": _llama(_13B, 40, positions=4096),
-    "llama-2-70b": _llama(_70B, 8, positions=4096),
-    "llama-3-8b": _llama(_8B, 8, 128256, 8192),
-    "llama-3-70b": _llama(_70B, 8, 128256, 8192),
-    "llama-3.1-8b": _llama(
-        _8B,
-        8,
-        128256,
-        131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    ),
-    "mistral-7b-v0.2": _llama(_8B, 8, positions=32768),
-    "mistral-7b-v0.3": _llama(_8B, 8, 32768, 32768),
-    "tiny": _llama((128, 256, 2, 4), 2, 256, 4096, head_dim=32),
-    "smollm2": _SMOLLM2,
-    "smollm2-mha": {**_SMOLLM2, "num_key_value_heads": 9},
-}
-"""The models of the papers' tables and the packaged ones, as arguments of ``LlamaConfig``. "tiny" is no known
-model: it is for trying out commands that take a shape."""
-
-
-def shape_config(name: str) -> Any:
-    """The configuration of a known model.
+def shape_config(name: str, **changed: Any) -> Any:
+    """The configuration of a known model, with other arguments where some are ``changed``.
 
     Raises:
         ValueError: no such shape.
     """
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
     if name not in SHAPES:
-        raise ValueError(f"no shape '{name}': one of {', '.join(SHAPES)}")
-    return LlamaConfig(**SHAPES[name])
+        raise ValueError(f"no shape '{name}': one of {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}")
+    return AutoConfig.for_model(**{**SHAPES[name], **changed})
 
 
 def load_config(name: str) -> Any:
@@ -120,13 +63,18 @@ def load_config(name: str) -> Any:
 class Skeleton:
     """A model without its weights: the modules that a configuration asks for, on torch's meta device.
 
+    Args:
+        dtype: of states, and of the weights that are not quantized.
+        weights_bits: the bits of weights in linear layers, in place of what the configuration says.
+
     Raises:
         ValueError: no causal language model, or one of a family that cannot be served.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, weights_bits: float | None = None) -> None:
         from transformers import AutoModelForCausalLM
 
+        self._config, self._weights_bits = config, weights_bits
         try:
             with torch.device("meta"):
                 self.model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -147,10 +95,33 @@ class Skeleton:
         """The number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.model.parameters())
 
-    @property
+    @cached_property
+    def quantization(self) -> Quantization | None:
+        """How the weights are stored; None where they are all in the skeleton's dtype.
+
+        Raises:
+            ValueError: a quantization whose bytes are not known.
+        """
+        return quantization_of(self._config, self._weights_bits)
+
+    @cached_property
+    def _stored(self) -> dict[int, int]:
+        return stored_nbytes(self.model, self.quantization)
+
+    @cached_property
     def nbytes(self) -> int:
-        """Bytes of the weights, in the skeleton's dtype."""
-        return sum(p.nbytes for p in self.model.parameters())
+        """Bytes of the weights, as they are stored."""
+        return sum(self._stored.values())
+
+    @property
+    def weights(self) -> str:
+        """What the weights are, in words."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return dtype if self.quantization is None else f"{self.quantization}, the rest {dtype}"
+
+    def nbytes_at(self, bits: float) -> int:
+        """Bytes of the weights if linear layers had so many bits."""
+        return sum(stored_nbytes(self.model, quantization_of(None, bits)).values())
 
     @property
     def positions(self) -> int | None:
@@ -160,7 +131,7 @@ class Skeleton:
     def layer_nbytes(self, index: int) -> int:
         """Bytes of the weights of one decoder layer."""
         layers = list(layers_of(self.view.decoder))
-        return sum(p.nbytes for p in layers[index].parameters())
+        return sum(self._stored[id(p)] for p in layers[index].parameters())
 
     def skipped_nbytes(self, context: int) -> int:
         """Bytes of one sequence in the layers that are not compressed, as transformers' own cache holds

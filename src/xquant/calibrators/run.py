@@ -1,6 +1,7 @@
 """`calibrate`: from a model, a method and some text to an artifact."""
 
 import hashlib
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -12,8 +13,9 @@ from .. import __version__, calibration_store, compat
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import Method
+from ..models.weights import home
 from ..progress import Progress, silent
-from ..runs import Runs
+from ..runs import Runs, identity
 from ..seam.hooks import attach
 from ..spec import parse_method
 from ..text import cut_windows
@@ -21,6 +23,11 @@ from .collect import collect
 from .find import find_calibrator
 from .writing import GENERATED, write_samples
 
+TRIED = (16, 8)
+"""Texts and tokens of each that are read to see how fast a model is."""
+PASSES = 6
+"""Times that calibrating takes what such a pass over its tokens does: they are written one by one, read once
+more with gradients, and statistics are made of them."""
 NAMED = 200
 """Characters of a text's name that an artifact keeps."""
 
@@ -49,7 +56,8 @@ def calibrate(
         name: the text's name in the artifact.
         seed: of the text that the model writes.
         progress: called as ``progress(done, total, what)``.
-        runs: keeps the texts that the model has written, and has those of a run that was stopped.
+        runs: keeps the texts that the model has written, and has those of a run that was stopped. Without it
+            they are kept in the package's own folder until all are written.
 
     Raises:
         ValueError: unknown method, or one that needs no calibration; a text that is too short; a model
@@ -71,7 +79,7 @@ def calibrate(
     windows = by_default[1] if windows is None else windows
     if text is None:
         name = f"{GENERATED} (seed {seed})"
-        samples = write_samples(model, tokenizer, context, windows, seed, progress, runs)
+        samples = _written(model, tokenizer, (context, windows), seed, progress, runs)
     else:
         samples = cut_windows(model, tokenizer, text, context, windows)
     return calibrate_on(model, samples, method, name, progress)
@@ -145,17 +153,57 @@ def own_calibration(
         >>> cache = KVCache(model, "tc-2bit")
         >>> smaller = KVCache(model, "tc-1.5bit")  # one calibration serves any number of bits
     """
-    method, views = parse_method(method), attach(model).view.compressed
-    with torch.no_grad():
-        find_calibrator(method, views)  # raises for bad input before the long work
-    own = fingerprint(views)
-    found = calibration_store.find(method.calibrated_as, own, method.expected(views))
+    method = parse_method(method)
+    found = kept_calibration(model, method)
     if found is None:
-        words = compat.text_config(model).vocab_size
-        ids = calibration_store.find_text(method.calibration_size, own, words)
+        own, size = fingerprint(attach(model).view.compressed), method.calibration_size
+        ids = calibration_store.find_text(size, own, compat.text_config(model).vocab_size)
         if ids is None:
-            ids = write_samples(model, tokenizer, *method.calibration_size, progress=progress)
+            ids = _written(model, tokenizer, size, 0, progress, None)
             calibration_store.keep_text(ids, own)
         found = calibrate_on(model, ids, method, f"{GENERATED} (seed 0)", progress)
         calibration_store.keep(found)
     return found
+
+
+def kept_calibration(model: Any, method: Method) -> Calibration | None:
+    """What `own_calibration` has kept of this model; None where it has not yet made it.
+
+    Raises:
+        ValueError: as `own_calibration`.
+    """
+    views = attach(model).view.compressed
+    with torch.no_grad():
+        find_calibrator(method, views)  # raises for bad input before the long work
+    return calibration_store.find(method.calibrated_as, fingerprint(views), method.expected(views))
+
+
+def expected_seconds(model: Any, tokens: int) -> float:
+    """About how long `own_calibration` takes with so many tokens, by the time of one pass over `TRIED`."""
+    ids = torch.zeros(TRIED, dtype=torch.int64, device=home(model))
+    with torch.inference_mode():
+        taken = []
+        for _ in range(3):  # the first pass of a model takes longer than others
+            started = time.perf_counter()
+            model(ids)
+            taken.append(time.perf_counter() - started)
+    return min(taken) * tokens / ids.numel() * PASSES
+
+
+def _written(
+    model: Any,
+    tokenizer: Any,
+    size: tuple[int, int],
+    seed: int,
+    progress: Progress | None,
+    runs: Runs | None,
+) -> Tensor:
+    """The samples of ``size`` (their tokens and their number) that the model writes. Without ``runs``, a run
+    that was stopped goes on from what it had finished all the same, and nothing of it is left in the end."""
+    if runs is not None:
+        return write_samples(model, tokenizer, *size, seed, progress, runs)
+    subject = {"size": size, "seed": seed, "identity": identity(model, "", [])}
+    unfinished = Runs(calibration_store.unfinished(), subject)
+    samples = write_samples(model, tokenizer, *size, seed, progress, unfinished)
+    unfinished.forget()
+    return samples

@@ -15,6 +15,8 @@ from ..runs import Runs
 
 GENERATED = "generated"
 """The name of such a text in an artifact."""
+LENGTH = 128
+"""Tokens of a text."""
 TOKENS_AT_ONCE = 20480
 LEAST = 1e-4
 """Probability below which no token is sampled: a small model that samples one does not return to sensible
@@ -90,7 +92,9 @@ def write_samples(
     progress: Progress | None = None,
     runs: Runs | None = None,
 ) -> Tensor:
-    """Let the model write ``windows`` texts of ``context`` tokens, each from one of `OPENINGS` on.
+    """Let the model write ``windows`` samples of ``context`` tokens. A sample is made of texts of `LENGTH`
+    tokens, each written from one of `OPENINGS` on. A step of writing reads all weights once for all texts,
+    and many short texts take fewer steps than few long ones.
 
     Args:
         runs: keeps the texts that are finished, and has those of a run of the same model, sizes and seed that
@@ -107,30 +111,35 @@ def write_samples(
             f"{windows} texts of {context} tokens cannot be written: at least 1 of 2 tokens is needed"
         )
     check_context(model, context)
-    openings = [tokenizer(text)["input_ids"][: context - 1] for text in OPENINGS]
+    length = min(LENGTH, context)
+    openings = [tokenizer(text)["input_ids"][: length - 1] for text in OPENINGS]
     if not all(openings):
         raise ValueError("the tokenizer makes no tokens of words: give a calibration text")
-    begun = list(islice(cycle(openings), windows))
-    together = max(TOKENS_AT_ONCE // context, 1)
-    starts, runs, tell = range(0, windows, together), runs or Runs(None, {}), progress or silent
+    # A token that begins every text begins every sample, and stands nowhere else.
+    first = openings[0][:1] if openings[0][0] == getattr(tokenizer, "bos_token_id", None) else []
+    own = context - len(first)
+    begun = list(islice(cycle(openings), -(-own * windows // (length - len(first)))))
+    together = max(TOKENS_AT_ONCE // length, 1)
+    starts, runs, tell = range(0, len(begun), together), runs or Runs(None, {}), progress or silent
     texts: list[list[int]] = []
     devices = [home(model)] if home(model).type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         for number, start in enumerate(starts):
 
-            def written(count: int, before: int = number * context) -> None:
-                tell(before + count, len(starts) * context, "writing a text")
+            def written(count: int, before: int = number * length) -> None:
+                tell(before + count, len(starts) * length, "writing texts")
 
             name = f"texts from {start} on"
             held = runs.load(name)
             if held is None:
-                ids = _continued(model, begun[start : start + together], context, written)
+                ids = _continued(model, begun[start : start + together], length, written)
                 held = [{"ids": ids, "random": _random_state(devices)}]
                 runs.save(name, held)
             _set_random_state(devices, held[0]["random"])
             texts += held[0]["ids"]
-    return torch.tensor(texts, device="cpu")
+    inner = torch.tensor(texts, device="cpu")[:, len(first) :].flatten()[: windows * own].view(windows, own)
+    return torch.cat([torch.tensor(first, dtype=torch.int64, device="cpu").expand(windows, -1), inner], 1)
 
 
 def _random_state(devices: list[torch.device]) -> list[list[int]]:

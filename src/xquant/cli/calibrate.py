@@ -70,7 +70,7 @@ def calibrate(
     from ..text import read_text, text_name
 
     words = None if text is None else read_text(text)  # before torch is imported
-    from .. import parse_method
+    from .. import calibration_store, parse_method
     from ..calibrators.run import calibrate as run
     from ..runs import Runs, identity
 
@@ -83,6 +83,9 @@ def calibrate(
     size = context or method.calibration_size[0], windows or method.calibration_size[1]
     where = str(network.device)
     asked = {"model": model, "dtype": dtype, "device": where, "size": size, "seed": seed}
+    if text is None and resume is None:
+        context_of_command.meta[RESUME] = calibration_store.unfinished()
+    runs = Runs(resume, {**asked, "identity": identity(network, "", [])}) if resume else None
     started = time.perf_counter()
     with progress(f"calibrating {method.calibrated_as}") as show:
         found = run(
@@ -95,7 +98,7 @@ def calibrate(
             name="" if text is None else text_name(text),
             seed=seed,
             progress=show,
-            runs=Runs(resume, {**asked, "identity": identity(network, "", [])}),
+            runs=runs,
         )
     seconds = time.perf_counter() - started
     found.save(output)

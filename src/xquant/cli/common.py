@@ -3,6 +3,7 @@
 What an option alone tells is checked as it is read, before a verb imports torch.
 """
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,11 +16,11 @@ from click.shell_completion import CompletionItem
 
 from .. import catalogue
 from ..hub import PACKAGED, check_model
-from ..progress import silent
+from ..progress import Progress, silent
 from ..results import STDOUT, stamp, write_json
 from ..text import NAMES
 from .messages import NOTHING_KEPT
-from .progress import progress
+from .progress import progress, spoken
 
 if TYPE_CHECKING:
     import torch
@@ -318,18 +319,49 @@ def chosen(specs: Sequence[str], artifacts: Sequence[str], decoding: bool = Fals
     return tuple(dict.fromkeys((*catalogue.recommended(decoding), *calibrated)))
 
 
+def kept_calibrations(model: Any, methods: "Sequence[Method]", given: "Calibrations") -> "Calibrations":
+    """``given``, and those that methods which calibrate themselves have made of this model before."""
+    from ..calibrations import Calibrations
+    from ..calibrators.run import kept_calibration
+
+    kept = (kept_calibration(model, method) for method in given.lacking(methods))
+    return Calibrations([*given, *filter(None, kept)])
+
+
 def own_calibrations(
-    model: Any, tokenizer: Any, methods: "Sequence[Method]", given: "Calibrations"
+    model: Any,
+    tokenizer: Any,
+    methods: "Sequence[Method]",
+    given: "Calibrations",
+    show: Progress | None = None,
 ) -> "Calibrations":
-    """``given``, and those of the methods that lack one, all of which calibrate themselves."""
+    """``given``, and those of the methods that lack one, all of which calibrate themselves. What is made now
+    is announced. ``show``: of the work that they are a part of, where there is one."""
     from ..calibrations import Calibrations
     from ..calibrators.run import own_calibration
 
+    kept = kept_calibrations(model, methods, given)
     made = []
-    for method in given.lacking(methods):
-        with progress(f"calibrating {method.calibrated_as}") as show:
-            made.append(own_calibration(model, tokenizer, method, show))
-    return Calibrations([*given, *made])
+    for method in kept.lacking(methods):
+        announce(model, method)
+        with nullcontext(show) if show else progress(f"calibrating {method.calibrated_as}") as told:
+            made.append(own_calibration(model, tokenizer, method, told))
+    return Calibrations([*kept, *made])
+
+
+def announce(model: Any, method: "Method") -> None:
+    """Say on stderr that a method is calibrated now, why, for how long, and where the result is kept."""
+    from .. import calibration_store
+    from ..calibrators.run import expected_seconds
+
+    tokens = math.prod(method.calibration_size)
+    click.echo(
+        f"{method.calibrated_as} must know this model before it can store anything. The model now writes"
+        f" {tokens:,} tokens and their statistics are taken: about {spoken(expected_seconds(model, tokens))}."
+        f" This is done once a model. It is kept in '{calibration_store.folder()}'; so is what is written so"
+        " far, should you stop it.",
+        err=True,
+    )
 
 
 def finish(rows: Iterable[Mapping[str, Any]], json_file: str | None, **subject: Any) -> list[dict[str, Any]]:

@@ -7,13 +7,15 @@ import click
 
 from ..analysis.gpus import GPU, GPUS, find_gpu
 from ..catalogue import RECOMMENDED
+from ..hub import PACKAGED, check_model
 from ..results import STDOUT
-from .common import DTYPES, IN_FILE, MODEL, finish, json_option, methods_option, shapes
+from .common import DTYPES, IN_FILE, Checked, finish, json_option, methods_option, shapes
 from .tables import print_table, say, wide_option
 
 if TYPE_CHECKING:
     import torch
 
+    from ..analysis.memory import CacheLayout
     from ..analysis.shapes import Skeleton
     from ..methods import Method
     from ..serve.build import Model
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 BASELINE = "full"
 USUAL = 8192
 """Tokens that are planned for where nothing is said."""
+SMALLER_METHODS = ("kivi-2bit", "tc-1bit", "kvtc-1bit")
+"""Methods that are tried, too, where nothing fits."""
 RULE = (
     "The rule: take the method with the widest codes that fits. Between equals, take one that stores keys and"
     " values themselves, then one without calibration, then the smallest. 'xquant compare' measures what a"
@@ -58,12 +62,18 @@ def gpus(context: click.Context, option: click.Parameter, begun: str) -> list[st
     return [name for name in GPUS if name.startswith(begun)]
 
 
+def _check_model(name: str) -> None:
+    check_model(name, enough=", and a folder that holds only config.json is enough")
+
+
 @click.command()
-@click.argument("model", required=False, type=MODEL)
+@click.argument("model", required=False, type=Checked("model", _check_model, lambda: PACKAGED, "dir"))
 @click.option(
     "--shape", metavar="NAME", shell_complete=shapes, help="A known model's sizes, such as llama-3.1-8b."
 )
-@click.option("--gpu", metavar="NAME", shell_complete=gpus, help="Such as h100-pcie.")
+@click.option(
+    "--gpu", metavar="NAME", shell_complete=gpus, help="Such as h100-pcie.  [required, or --engine]"
+)
 @click.option("--engine", type=click.Choice(("vllm",)), help="Plan for an engine instead.")
 @click.option(
     "--memory",
@@ -115,6 +125,13 @@ def gpus(context: click.Context, option: click.Parameter, begun: str) -> list[st
     show_default=True,
     help="Of the weights; auto is the configuration's own, bfloat16 where it names none.",
 )
+@click.option(
+    "--weights-bits",
+    type=click.FloatRange(2, 16),
+    metavar="N",
+    help="Of a weight in linear layers and experts, in groups of 128 with a 16-bit scale, in place of the"
+    " quantization that the configuration names.",
+)
 @wide_option
 @json_option
 def plan(
@@ -132,9 +149,12 @@ def plan(
     chunk: int,
     past_positions: bool,
     dtype: str,
+    weights_bits: float | None,
     json_file: str | None,
 ) -> None:
     """Say what the cache of MODEL takes with each method, from its configuration alone.
+
+    A folder that holds only config.json is enough.
 
     The full cache is always the first row; without --method the recommended ones follow it. What fits is
     weights, cache and activations; the longest context is within the model's positions.
@@ -147,18 +167,22 @@ def plan(
         raise ValueError("give either --gpu NAME or --engine vllm and --memory GB")
     if engine is None and (shards > 1 or drafts or artifacts):
         raise ValueError("--shards, --drafts and --calibration are for --engine")
+    if engine is not None and weights_bits is not None:
+        raise ValueError("--weights-bits is for --gpu: an engine's --memory is without its weights")
     known = None if gpu is None else find_gpu(gpu)
     from transformers.utils import logging
 
     from .. import parse_method
+    from ..analysis.memory import layouts_of
     from ..analysis.plan import plan as make_plan
     from ..analysis.shapes import Skeleton, load_config, shape_config
     from ..serve.build import Model
 
-    asked = [parse_method(spec) for spec in (BASELINE, *(specs or (each.spec for each in RECOMMENDED)))]
+    recommended = [each.spec for each in RECOMMENDED]
+    asked = [parse_method(spec) for spec in (BASELINE, *(specs or recommended))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))
-    skeleton = Skeleton(config, _dtype(config, dtype))
+    skeleton = Skeleton(config, _dtype(config, dtype), weights_bits)
     positions = skeleton.positions
     if context is None:
         context = min(USUAL, positions or USUAL)
@@ -176,13 +200,23 @@ def plan(
         return
     assert known is not None
     gpu, card = known
-    rows = make_plan(skeleton, unique, card, context, batch, chunk, past_positions)
+    layouts, refused = layouts_of(skeleton, unique)
+    if specs and refused:
+        raise ValueError(next(iter(refused)))
+    rows = make_plan(layouts, card, context, batch, chunk, past_positions)
     name = str(model or shape)
-    finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton))
+    finish(rows, json_file, model=name, gpu=gpu, dtype=_name(skeleton), weights=skeleton.weights)
     if json_file != STDOUT:
         say(f"{_describe_model(name, skeleton)}\n{_describe_gpu(gpu, card)}\n")
         print_rows(rows)
-        say(f"\n{advice(rows)}\n{RULE}")
+        for reason, left_out in refused.items():
+            say(f"\nnot {', '.join(left_out)}: {reason}")
+        say(f"\n{advice(rows)}")
+        if not any(row["fits"] for row in rows):
+            more = [parse_method(spec) for spec in (*recommended, *SMALLER_METHODS)]
+            others, _ = layouts_of(skeleton, [method for method in more if method not in unique])
+            say(_what_would_fit([*layouts, *others], card, context, batch, chunk))
+        say(RULE)
 
 
 def _folder(model: str | None, methods: "Sequence[Method]") -> str:
@@ -290,15 +324,28 @@ def advice(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def _what_would_fit(layouts: "Sequence[CacheLayout]", gpu: GPU, context: int, batch: int, chunk: int) -> str:
+    """What to change so that something fits, in a sentence with the bytes of each."""
+    from ..analysis.plan import would_fit
+
+    ways = []
+    for row in would_fit(layouts, gpu, context, batch, chunk):
+        bits = row["weights_bits"]
+        how = row["method"] if bits is None else f"weights of {bits} bits with {row['method']}"
+        ways.append(f"{how} ({row['total_bytes'] / 1e9:,.2f} GB in all)")
+    if not ways:
+        return "Nor would a smaller method, or weights of 4 bits."
+    return f"What would fit: {', or '.join(ways)}."
+
+
 def _fit(row: Mapping[str, Any]) -> tuple[str, ...]:
     active = max(row["prefill_bytes"], row["decode_bytes"])
-    everything = row["peak_bytes"] + row["weights_bytes"] + row["codec_bytes"] + active
     return (
         row["method"],
         f"{'~' if row['estimated'] else ''}{row['cache_bytes'] / 1e6:,.1f}",
         f"{row['cache_bytes'] / row['full_cache_bytes']:.1%}",
         f"{active / 1e9:,.2f}",
-        f"{everything / 1e9:,.2f}",
+        f"{row['total_bytes'] / 1e9:,.2f}",
         "yes" if row["fits"] else "no",
         f"{row['max_context']:,}",
         f"{row['max_context_in_memory']:,}",
@@ -333,7 +380,7 @@ def _describe_model(name: str, skeleton: "Skeleton") -> str:
     positions = f"; {skeleton.positions:,} positions" if skeleton.positions else ""
     return (
         f"{name}: {skeleton.parameters / 1e9:,.2f} billion parameters,"
-        f" {skeleton.nbytes / 1e9:,.2f} GB in {_name(skeleton)}{positions}"
+        f" {skeleton.nbytes / 1e9:,.2f} GB in {skeleton.weights}{positions}"
     )
 
 

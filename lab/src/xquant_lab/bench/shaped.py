@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from xquant import __version__
-from xquant.analysis.shapes import SHAPES, shape_config
+from xquant.analysis.shapes import shape_config
 from xquant.calibration import Calibration, Expected
 from xquant.codecs import fingerprint
 from xquant.methods import Method
@@ -69,11 +69,8 @@ def fitting_layers(
     return layers
 
 
-def _attention_config(name: str, layers: int) -> LlamaConfig:
-    if name not in SHAPES:
-        raise ValueError(f"no shape '{name}': one of {', '.join(SHAPES)}")
-    rest = {"intermediate_size": 32, "vocab_size": 32, "num_hidden_layers": layers}
-    return LlamaConfig(**{**SHAPES[name], **rest})
+def _attention_config(name: str, layers: int) -> Any:
+    return shape_config(name, intermediate_size=32, vocab_size=32, num_hidden_layers=layers)
 
 
 def _build(config: Any, device: str | torch.device, dtype: torch.dtype) -> Any:

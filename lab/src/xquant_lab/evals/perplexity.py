@@ -13,7 +13,7 @@ predictions are compared with the full cache's, token by token.
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,8 +23,10 @@ from torch.nn import functional as F
 
 from xquant.calibration import Calibration
 from xquant.calibrations import Calibrations
+from xquant.contents.options import ATTEND
 from xquant.methods import Full, Method
 from xquant.models.weights import home
+from xquant.seam.hooks import attach
 from xquant.spec import parse_method
 from xquant.text import cut_windows
 
@@ -32,6 +34,8 @@ from ..pyramid.cache import AnyCache, cache_of
 from .journal import Journal
 from .reading import logits_of
 
+Calibrate = Callable[[Sequence[Method]], Iterable[Calibration]]
+"""Makes the calibrations of methods."""
 SCORED_AT_ONCE = 256
 """Positions whose log-probabilities are computed at a time, in fp32."""
 
@@ -121,34 +125,59 @@ def measure(
     methods: Sequence[Method],
     calibrations: Iterable[Calibration] = (),
     journal: Journal | None = None,
+    calibrate: Calibrate | None = None,
+    attend: str = "store",
 ) -> list[PerplexityRow]:
-    """`perplexity` on windows ``ids`` ``[N, T]``. The full cache is measured in any case."""
+    """`perplexity` on windows ``ids`` ``[N, T]``. The full cache is measured in any case.
+
+    Args:
+        calibrate: makes the calibrations that are missing, when all other methods are measured. It is given
+            the methods that want one.
+        attend: ``chunk`` reads a block of tokens at a time in any case. Tokens then see their own block
+            exactly, as in generating.
+
+    Raises:
+        ValueError: as `perplexity`, and another ``attend``.
+    """
+    if attend not in ATTEND:
+        raise ValueError(f"attend={attend!r} is not one of {', '.join(ATTEND)}")
     baseline, journal = Full(), journal or Journal()
     scored: dict[Method, list[_Scored]] = {method: [] for method in (baseline, *methods)}
     made = Calibrations(calibrations)
-    use = {method: made.of(method) for method in scored}
-    causal = all(method.causal for method in scored)
-    block = None if causal else max(one.group for one in methods if one != baseline)
-    for method in scored:  # raises for bad input before the first forward pass
-        _empty(model, method, use[method], block)
+    missing = {each.calibrated_as for each in made.lacking(scored)} if calibrate else set()
+    late = [method for method in scored if method.calibrated_as in missing]
+    through_store = attend == "store" and all(method.causal for method in scored)
+    groups = [one.group for one in methods if one != baseline] or [baseline.group]
+    block = None if through_store else max(groups)
+    # Bad input is told of before the first forward pass.
+    for method in late:
+        method.expected(attach(model).view.compressed)
+    early = [method for method in scored if method not in late]
+    for method in early:
+        _empty(model, method, made.of(method), block)
     total, done = len(ids) * len(scored), 0
-    for number, window in enumerate(ids.to(home(model))):
-        full = None  # logits, computed where a method has not finished this window
-        for method, windows in scored.items():
-            journal.tell(done, total, method.spec)
-            name = f"{method.spec} window {number}" + (f" by {block}" if block else "")
-            held = journal.runs.load(name)
-            if held is None:
-                if full is None:
-                    full, whole = _forward(model, window, baseline, None, block)
-                logits, part = full, whole
-                if method != baseline:
-                    logits, part = _forward(model, window, method, use[method], block)
-                part |= _score(logits, full, window)
-                held = [part]
-                journal.runs.save(name, held)
-            windows.append(_Scored(**held[0]))
-            done += 1
+    for group in filter(None, (early, late)):
+        if group is late and calibrate:
+            made = Calibrations([*made, *calibrate(late)])
+        for number, window in enumerate(ids.to(home(model))):
+            full = None  # logits, computed where a method has not finished this window
+            for method in group:
+                journal.tell(done, total, method.spec)
+                calibration = made.of(method)
+                name = f"{method.spec} window {number}" + (f" by {block}" if block else "")
+                name += f" by calibration {calibration.digest}" if calibration else ""
+                held = journal.runs.load(name)
+                if held is None:
+                    if full is None:
+                        full, whole = _forward(model, window, baseline, None, block)
+                    logits, part = full, whole
+                    if method != baseline:
+                        logits, part = _forward(model, window, method, calibration, block)
+                    part |= _score(logits, full, window)
+                    held = [part]
+                    journal.runs.save(name, held)
+                scored[method].append(_Scored(**held[0]))
+                done += 1
     journal.tell(done, total, method.spec)
     return [_row(method.spec, scored[method], scored[baseline], ids, block) for method in methods]
 

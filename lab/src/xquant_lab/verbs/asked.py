@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import click
+
 from xquant.cli.common import finish, load
 from xquant.results import STDOUT
 
@@ -45,3 +47,15 @@ def end(
     finish(rows, json_file, **subject)
     if json_file != STDOUT:
         show(rows)
+
+
+def attend_option(what: str) -> Callable[..., Any]:
+    """``--attend`` of a verb; ``what`` is read, and how, is what it says."""
+    return click.option(
+        "--attend",
+        type=click.Choice(("store", "chunk")),
+        default="store",
+        show_default=True,
+        help=f"{what}: every token through the packed store, or a part at a time, whose tokens see each"
+        " other exactly, as in generate().",
+    )

@@ -24,7 +24,7 @@ from xquant.results import STDOUT, write_json
 from xquant.text import HELP_TOPICS
 
 from ..results.read import read_results
-from .asked import Asked
+from .asked import Asked, attend_option
 from .perplexity import print_rows, run
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ COLUMNS = {
 @model_options
 @methods_option
 @text_options(default=HELP_TOPICS)
+@attend_option("How the text is read")
 @calibrations_option
 @click.option(
     "--bench",
@@ -87,6 +88,7 @@ def compare(
     text: str,
     context: int,
     windows: int,
+    attend: str,
     bench_files: Sequence[str],
     eval_files: Sequence[str],
     against: str | None,
@@ -114,7 +116,7 @@ def compare(
     tasks = [row for file in eval_files for row in read_results(file, *page.TASK_FIELDS)]
     earlier = read_results(against, *diff.FIELDS) if against else []
     specs = chosen(specs, asked["artifacts"])
-    rows, subject = run(Asked(**asked), (BASELINE, *specs), text, context, windows)
+    rows, subject = run(Asked(**asked), (BASELINE, *specs), text, context, windows, attend)
     rows = finish(rows, json_file, **subject)
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)

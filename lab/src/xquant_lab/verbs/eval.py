@@ -20,7 +20,7 @@ from xquant.cli.common import (
 from xquant.cli.progress import progress
 from xquant.cli.tables import print_table, wide_option
 
-from .asked import Asked, Rows, end
+from .asked import Asked, Rows, attend_option, end
 
 if TYPE_CHECKING:
     from ..evals.passkey import PasskeyRow
@@ -70,14 +70,7 @@ COLUMNS = {
     help="Tokens of the prompts of passkey and RULER; may be given several times."
     "  [default: 1024, 2048 and 4096 for passkey, 4096 for RULER]",
 )
-@click.option(
-    "--attend",
-    type=click.Choice(("store", "chunk")),
-    default="store",
-    show_default=True,
-    help="How the prompts of passkey are read: every token through the packed store, or exactly, as in"
-    " generate(), so that the answer alone reads it.",
-)
+@attend_option("How the prompts of passkey are read")
 @calibrations_option
 @resume_option()
 @wide_option

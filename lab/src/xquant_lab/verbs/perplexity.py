@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,7 @@ from xquant.cli.common import (
     calibrations_option,
     chosen,
     json_option,
+    kept_calibrations,
     methods_option,
     model_options,
     own_calibrations,
@@ -20,7 +21,11 @@ from xquant.cli.common import (
 from xquant.cli.progress import progress
 from xquant.cli.tables import print_table, say, wide_option
 
-from .asked import Asked, Rows, end
+from .asked import Asked, Rows, attend_option, end
+
+if TYPE_CHECKING:
+    from xquant.calibrations import Calibrations
+    from xquant.methods import Method
 
 COLUMNS = {
     "method": "left",
@@ -41,12 +46,19 @@ COLUMNS = {
 @model_options
 @methods_option
 @text_options()
+@attend_option("How the text is read")
 @calibrations_option
 @resume_option()
 @wide_option
 @json_option
 def perplexity(
-    specs: Sequence[str], text: str, context: int, windows: int, json_file: str | None, **asked: Any
+    specs: Sequence[str],
+    text: str,
+    context: int,
+    windows: int,
+    attend: str,
+    json_file: str | None,
+    **asked: Any,
 ) -> None:
     """Measure MODEL's perplexity on a text with the cache compressed by each method.
 
@@ -54,43 +66,47 @@ def perplexity(
     the packed store. The full cache is measured in the same run, and each method's predictions are
     compared with its own: the standard error is that of the logarithm of the relative perplexity, KL the
     mean divergence in nats, "same token" how often the most likely one is the same. With a method that
-    drops tokens or stores codes of a layer above, all read the text a block at a time.
+    drops tokens or stores codes of a layer above, all read the text a block at a time (--attend chunk).
     """
     specs = chosen(specs, asked["artifacts"])
-    end(*run(Asked(**asked), specs, text, context, windows), json_file, print_rows)
+    end(*run(Asked(**asked), specs, text, context, windows, attend), json_file, print_rows)
 
 
 def run(
-    asked: Asked, specs: Sequence[str], text: str, context: int, windows: int
+    asked: Asked, specs: Sequence[str], text: str, context: int, windows: int, attend: str
 ) -> tuple[Rows, dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
-    from xquant.text import read_text, text_name
+    from xquant.text import cut_windows, read_text, text_name
 
     words = read_text(text)  # before torch is imported
     from xquant import parse_method
     from xquant.runs import Runs, identity
 
-    from ..evals import perplexity as evaluation
     from ..evals.journal import Journal
+    from ..evals.perplexity import measure
 
-    methods = [parse_method(spec) for spec in specs]
+    methods = list(dict.fromkeys(map(parse_method, specs)))
     calibrations = calibrations_for(methods, asked.artifacts)
     network, tokenizer = asked.load()
-    calibrations = own_calibrations(network, tokenizer, methods, calibrations)
-    subject = {
+    calibrations = kept_calibrations(network, methods, calibrations)
+    subject: dict[str, Any] = {
         "model": asked.model,
         "text": text_name(text),
         "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "dtype": asked.dtype,
         "device": str(network.device),
-        "calibrations": {made.method: made.text for made in calibrations},
     }
-    facts = {"context": context, "identity": identity(network, words, calibrations)}
-    runs = Runs(asked.resume, {**subject, **facts})
+    runs = Runs(asked.resume, {**subject, "context": context, "identity": identity(network, words, [])})
+    ids = cut_windows(network, tokenizer, words, context, windows)
     with progress("measuring perplexity") as show:
-        rows = evaluation.perplexity(
-            network, tokenizer, words, methods, context, windows, calibrations, Journal(runs, show)
-        )
+
+        def calibrate(late: "Sequence[Method]") -> "Calibrations":
+            nonlocal calibrations
+            calibrations = own_calibrations(network, tokenizer, late, calibrations, show)
+            return calibrations
+
+        rows = measure(network, ids, methods, calibrations, Journal(runs, show), calibrate, attend)
+    subject["calibrations"] = {made.method: made.text for made in calibrations}
     return [row.to_dict() for row in rows], subject
 
 
