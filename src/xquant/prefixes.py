@@ -164,10 +164,10 @@ class PrefixStore:
         """A cache of the longest stored prefix of a prompt, which leaves at least one token to be read.
 
         ``model.generate(tokens, past_key_values=cache)`` goes on from it with the whole prompt.
+        The other arguments are those of `KVCache`; the method is the store's by default.
 
         Args:
             tokens: ids of one prompt, ``[T]`` or ``[1, T]``, without padding.
-            method, calibration, kernel: of the cache, as of `KVCache`; the store's method by default.
 
         Returns:
             None where no chunk of the prompt is stored.

@@ -49,11 +49,10 @@ def compress(
     (``cache_implementation="static"``) or for none is left alone, and so are engines with memory of their own
     (continuous batching) and, with a warning, ``generate`` of a model with prefix tuning (peft). A model that
     is compressed already is compressed anew. It holds in every thread; within a block of `compressed` the
-    block's method comes first.
+    block's method comes first. The other arguments are those of `KVCache`.
 
     Args:
         model: a causal language model of transformers, or what holds one, such as a PEFT model.
-        method, attend, calibration, kernel, offload: as of `KVCache`.
 
     Raises:
         ValueError, OSError, TypeError: as of `KVCache`, at once; the model is then as it was.
