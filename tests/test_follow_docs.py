@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from follow_docs import WAYS, Block, Clock
 
-TOOLS = Path(__file__).parent.parent / "tools"
+ROOT = Path(__file__).parent.parent
+TOOLS = ROOT / "tools"
+
 GOOD = """
 ```python
 name = "written"
@@ -81,3 +84,22 @@ def test_a_session_that_ends_is_a_failure(tmp_path: Path, code: int) -> None:
     found = follow(tmp_path / "page.md", page)
     assert "2 blocks, 1 failed" in found.stdout
     assert "the session ended" in found.stderr
+
+
+def test_every_way_leads_over_pages_that_exist() -> None:
+    pages = [page for way in WAYS.values() for page in way]
+    assert len(WAYS) == 4 and len(pages) == len(set(pages))
+    assert all((ROOT / "docs" / f"{page}.md").is_file() for page in pages)
+
+
+def test_the_first_result_is_what_follows_the_install() -> None:
+    page, other, clock = Path("README.md"), Path("other.md"), Clock()
+    for block, seconds in [
+        (Block(page, 1, "sh", "pip", "setup"), 90.0),
+        (Block(page, 2, "python", "first"), 20.0),
+        (Block(page, 3, "python", "second"), 5.0),
+        (Block(other, 1, "sh", "third"), 7.0),
+    ]:
+        clock.add(block, seconds)
+    assert clock.first == 20 and clock.pages == {page: 115.0, other: 7.0}
+    assert "20.0 s  from the install" in list(clock.lines())[-1]

@@ -3,6 +3,7 @@
     python tools/follow_docs.py                 # in this environment, what takes seconds
     python tools/follow_docs.py --slow          # also what takes minutes
     python tools/follow_docs.py --fresh --slow  # in an empty environment, which the README's commands fill
+    python tools/follow_docs.py --fresh --way laptop  # what one kind of user reads, see WAYS
 
 Blocks run in a clone of this checkout. A block of code says what it is: ``sh`` and ``python`` are run, and
 a page's Python blocks are one session; ``text`` and other kinds are shown only. A comment before a block says
@@ -22,7 +23,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -30,6 +31,14 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("sh", "python")
+WAYS = {
+    "laptop": ("start", "choose", "behaviour"),
+    "research": ("methods/index", "papers/index", "evaluation", "calibration", "add-a-method"),
+    "platform": ("plan", "serving", "at-rest", "models"),
+    "doubt": ("quality", "speed", "rivals", "format", "evaluation-tasks"),
+}
+"""The pages that follow the README for someone on a laptop, someone who does research, someone who plans and
+serves for others, and someone who doubts every claim."""
 SHOWN = ("text", "json", "toml", "yaml", "bibtex")
 RULE = re.compile(r"<!-- run: (slow|setup|never)(?:, (.+?))? -->\s*$")
 # Sessions are forks of one process, so that pages wait once for what all of them import. A session runs what
@@ -101,6 +110,28 @@ def blocks_of(page: Path) -> Iterator[Block]:
                 yield Block(page, line, kind, token.content, rule, why)
         if token.type in ("html_block", "fence", "inline"):
             before = token.content if token.type == "html_block" else ""
+
+
+@dataclass
+class Clock:
+    """How long pages took, and when an environment that was filled gave its first result."""
+
+    pages: dict[Path, float] = field(default_factory=dict)
+    installed: bool = False
+    first: float | None = None
+
+    def add(self, block: Block, seconds: float) -> None:
+        self.pages[block.page] = self.pages.get(block.page, 0) + seconds
+        if block.rule == "setup":
+            self.installed = True
+        elif self.installed and self.first is None:
+            self.first = seconds
+
+    def lines(self) -> Iterator[str]:
+        for page, seconds in self.pages.items():
+            yield f"{seconds:9.1f} s  all of {os.path.relpath(page, ROOT)}"
+        if self.first is not None:
+            yield f"{self.first:9.1f} s  from the install to the first result"
 
 
 class Follower:
@@ -189,10 +220,13 @@ def environment(folder: Path, fresh: bool) -> dict[str, str]:
 @click.option("--slow", is_flag=True, help="Also run what takes minutes.")
 @click.option("--fresh", is_flag=True, help="Begin with an empty environment.")
 @click.option("--show", is_flag=True, help="Show what each block prints.")
-def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool) -> None:
+@click.option("--way", type=click.Choice(list(WAYS)), help="The README and the pages that such a user reads.")
+def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool, way: str | None) -> None:
     """Run each command and snippet of PAGES; by default of README.md and all of docs/."""
-    readme = ROOT / "README.md"
-    chosen = pages or (readme, *sorted((ROOT / "docs").rglob("*.md")))
+    readme, docs = ROOT / "README.md", ROOT / "docs"
+    if way:
+        pages = (readme, *(docs / f"{page}.md" for page in WAYS[way]), *pages)
+    chosen = pages or (readme, *sorted(docs.rglob("*.md")))
     # An empty environment is filled by what the README says.
     if fresh and readme not in chosen:
         chosen = (readme, *chosen)
@@ -201,7 +235,7 @@ def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool) -> None:
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     wanted = {"": True, "slow": slow, "setup": fresh, "never": False}
-    failed = 0
+    failed, clock = 0, Clock()
     with tempfile.TemporaryDirectory(prefix="follow-docs-") as place:
         folder = Path(place) / "checkout"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
@@ -213,6 +247,7 @@ def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool) -> None:
             started = time.perf_counter()
             well, printed = follower.run(block)
             seconds = time.perf_counter() - started
+            clock.add(block, seconds)
             click.echo(f"{'ok' if well else 'FAILED':>6} {seconds:5.1f} s  {block}")
             if not well:
                 failed += 1
@@ -220,6 +255,7 @@ def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool) -> None:
             elif show:
                 click.echo(printed)
         follower.end()
+    click.echo("\n".join(clock.lines()))
     click.echo(f"{len(blocks)} blocks, {failed} failed")
     sys.exit(1 if failed else 0)
 
