@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.models import tiny
-from xquant.calibrators.writing import LENGTH, OPENINGS, write_samples
+from xquant.calibrators.writing import LEAST, LENGTH, OPENINGS, Draw, write_samples
 
 
 class Letters:
@@ -71,3 +71,28 @@ def test_a_tokenizer_without_tokens_is_refused() -> None:
 
     with pytest.raises(ValueError, match="makes no tokens"):
         write_samples(tiny("llama"), silent, 10, 1)
+
+
+def drawn(likely: torch.Tensor, times: int) -> torch.Tensor:
+    """How often each token is drawn by probabilities ``[V]``, of ``times``."""
+    torch.manual_seed(3)
+    scores = likely.log().expand(times, -1)
+    return Draw()(torch.empty(times, 0), scores).argmax(-1).bincount(minlength=len(likely))
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    likely = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3, 0.0])
+    counts = drawn(likely, 20_000)
+    assert counts[likely == 0].sum() == 0
+    assert torch.allclose(counts / 20_000, likely, atol=0.015)
+
+
+def test_unlikely_tokens_are_never_drawn() -> None:
+    likely = torch.full((2_000,), 0.4 * LEAST)
+    likely[7] = 1 - likely.sum() + likely[7]
+    assert drawn(likely, 2_000).nonzero().flatten().tolist() == [7]
+
+
+def test_where_no_token_is_likely_each_can_be_drawn() -> None:
+    counts = drawn(torch.full((20_000,), 0.5 * LEAST), 4_000)
+    assert counts[:10_000].sum() > 1_500 and counts[10_000:].sum() > 1_500

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from ..models.weights import home
@@ -80,6 +81,19 @@ class Counter(BaseStreamer):
 
     def end(self) -> None:
         pass
+
+
+class Draw(LogitsProcessor):
+    """Samples, as a processor for `generate` without its own sampling: leaves the highest score to a token
+    that it draws by the model's probabilities. One random number a text is enough, where `torch.multinomial`
+    takes one for every word of the vocabulary."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        likely = scores.softmax(-1)
+        least = likely.amax(-1, keepdim=True).clamp(max=LEAST)
+        reached = likely.where(likely >= least, 0).cumsum(-1)
+        point = (1 - torch.rand(len(scores), 1, device=scores.device)) * reached[:, -1:]  # above 0
+        return scores.scatter(1, torch.searchsorted(reached, point), torch.inf)
 
 
 @torch.inference_mode()
@@ -170,12 +184,9 @@ def _continued(
         attention_mask=mask.long().to(home(model)),
         max_new_tokens=new,
         min_new_tokens=new,
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        epsilon_cutoff=LEAST,
+        do_sample=False,
         repetition_penalty=1.0,
+        logits_processor=[Draw()],
         pad_token_id=0,
         streamer=Counter(written),
     )

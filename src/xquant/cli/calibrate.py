@@ -77,8 +77,6 @@ def calibrate(
     method = parse_method(spec)
     if not method.needs_calibration:  # with these options
         raise ValueError(f"{method.spec} needs no calibration")
-    import sklearn.cluster  # noqa: F401  # a missing package is told of at once
-
     network, tokenizer = load(model, dtype, device)
     size = context or method.calibration_size[0], windows or method.calibration_size[1]
     where = str(network.device)
