@@ -10,10 +10,12 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. The names 
 
 import contextlib
 import io
+import os
 import re
 import shlex
 import sys
 from pathlib import Path
+from unittest import mock
 
 import click
 from measured import TABLES
@@ -23,6 +25,8 @@ from xquant.cli import main as run_xquant
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.S)
+PAGE_WIDTH = 100
+"""Characters of a block of code that a page shows without a scroll bar."""
 PRINTED = re.compile(r"(```sh\n((?:(?!```).)*)```\n\n<!-- printed -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -46,18 +50,25 @@ def filled(page: str) -> str:
     return PRINTED.sub(run, MARKED.sub(fill, page))
 
 
+class Terminal(io.StringIO):
+    """Keeps what is printed, as wide as a block of a page."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def printed(command: str) -> str:
-    """What a command of ours prints, without the blanks that end a line.
+    """What a command of ours prints in a terminal of `PAGE_WIDTH`, without the blanks that end a line.
 
     Raises:
         ValueError: it fails.
     """
     name, *words = shlex.split(command.replace("\\\n", ""))
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
+    out, wide = Terminal(), mock.patch.dict(os.environ, COLUMNS=str(PAGE_WIDTH))
+    with contextlib.redirect_stdout(out), wide:
         if name != "xquant" or run_xquant(words):
             raise ValueError(f"cannot show what '{command}' prints")
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    return "".join(f"{line.rstrip()}\n" for line in click.unstyle(out.getvalue()).splitlines())
 
 
 @click.command()

@@ -46,14 +46,14 @@ FITS = {
     "cache, MB": "right",
     "of fp16 cache": "right",
     "activations, GB": "right",
-    "in all, GB": "right",
+    "total, GB": "right",
     "fits": "right",
     "longest context": "right",
     "fits in memory": "right",
     "largest batch": "right",
     "memory-bound to": "right",
 }
-LESS = ("memory-bound to", "activations, GB", "fits in memory", "in all, GB", "of fp16 cache")
+LESS = ("memory-bound to", "activations, GB", "fits in memory", "total, GB", "of fp16 cache")
 """What is left out first."""
 
 
