@@ -31,7 +31,7 @@ class KVQuantCalibrator:
 
     def __init__(self, method: KVQuant, views: Sequence[AttentionView]) -> None:
         if method.has_levels:
-            import sklearn.cluster  # noqa: F401  # a missing package is told of before the long work
+            import sklearn.cluster  # noqa: F401  # a missing package is reported before the long work
         self.method = method
         self.found: Found = [{} for _ in views]
         # A quantizer makes the codec take out the bias of keys, as in the cache. Its codes are not used.

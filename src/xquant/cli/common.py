@@ -344,8 +344,8 @@ def own_calibrations(
     made = []
     for method in kept.lacking(methods):
         announce(model, method)
-        with nullcontext(show) if show else progress(f"calibrating {method.calibrated_as}") as told:
-            made.append(own_calibration(model, tokenizer, method, told))
+        with nullcontext(show) if show else progress(f"calibrating {method.calibrated_as}") as shown:
+            made.append(own_calibration(model, tokenizer, method, shown))
     return Calibrations([*kept, *made])
 
 

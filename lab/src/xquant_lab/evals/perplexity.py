@@ -149,7 +149,7 @@ def measure(
     through_store = attend == "store" and all(method.causal for method in scored)
     groups = [one.group for one in methods if one != baseline] or [baseline.group]
     block = None if through_store else max(groups)
-    # Bad input is told of before the first forward pass.
+    # Bad input is refused before the first forward pass.
     for method in late:
         method.expected(attach(model).view.compressed)
     early = [method for method in scored if method not in late]

@@ -103,7 +103,7 @@ def compare(
     divergence of predictions from the full cache's. Perplexity would be a worse judge: by chance it may
     even fall.
     """
-    # Imported before the long work, so that a missing package is told of at once.
+    # Imported before the long work, so that a missing package is reported at once.
     import jinja2  # noqa: F401
     import matplotlib  # noqa: F401
 

@@ -151,7 +151,7 @@ def run(
     printed = chosen(experiment, tasks)
     check_needs(experiment, sources, asked.artifacts)
     if output is not None and experiment.draw is not None:
-        import matplotlib  # noqa: F401  # a missing package is told of at once
+        import matplotlib  # noqa: F401  # a missing package is reported at once
     calibrations = load_calibrations(asked.artifacts)
     network, tokenizer = asked.load()
     with progress(f"measuring {experiment.id}") as show:
@@ -211,7 +211,7 @@ def check_needs(experiment: "Experiment", sources: Sources, artifacts: Sequence[
             f"{experiment.id} runs tasks, and the hub, which has their data, cannot be reached: give --data"
             " DIR, a folder with the data"
         )
-    import lm_eval  # noqa: F401  # a missing package is told of at once
+    import lm_eval  # noqa: F401  # a missing package is reported at once
 
 
 def chosen(experiment: "Experiment", tasks: Sequence[str]) -> list[dict[str, Any]]:
