@@ -55,7 +55,7 @@ class KVTC(Method):
     summary = "principal components of all layers, bits by dynamic programming"
     example = "kvtc-1bit"
     head_pattern = r"-(?P<bits>[\d.]+)bit"
-    calibration_size = (512, 40)
+    calibration_size = (256, 32)
     calibrates_itself = True
     sized_by_calibration = True
     not_causal = "codes layers together"

@@ -44,7 +44,7 @@ class Oscar(CodedMethod):
     paper = "OSCAR, arXiv 2605.17757"
     summary = "heads in a basis found from queries, clipped, uniform codes"
     example = "oscar-2bit"
-    calibration_size = (512, 40)
+    calibration_size = (256, 32)
     calibrates_itself = True
 
     sink: int = option(64, SINK)

@@ -42,7 +42,7 @@ class Transform(Method):
     summary = "keys and values in the basis where bits cost least, any bits a value"
     example = "tc-2bit"
     head_pattern = r"-(?P<bits>[\d.]+)bit"
-    calibration_size = (512, 40)
+    calibration_size = (256, 32)
     calibrates_itself = True
     narrowest: ClassVar[float] = 1
     """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and
