@@ -18,9 +18,9 @@ class Letters:
 
 def test_samples_are_made_of_texts_that_begin_with_the_openings() -> None:
     model, letters = tiny("llama"), Letters()
-    samples = write_samples(model, letters, 2 * LENGTH + 20, 3)
-    assert samples.shape == (3, 2 * LENGTH + 20)
-    texts = samples.flatten()[: 6 * LENGTH].view(6, LENGTH).tolist()
+    samples = write_samples(model, letters, LENGTH + 20, 3)
+    assert samples.shape == (3, LENGTH + 20)
+    texts = samples.flatten()[: 3 * LENGTH].view(3, LENGTH).tolist()
     for text, opening in zip(texts, OPENINGS, strict=False):
         ids = letters(opening)["input_ids"]
         assert text[: len(ids)] == ids

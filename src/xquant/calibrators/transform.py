@@ -1,7 +1,7 @@
 """Statistics for transform coding: the basis of a layer's keys and values in which bits are worth most.
 
 Letters: ``W`` numbers of a token, its keys before RoPE and its values; ``C`` channels of the basis. Rows of
-all layers are kept in fp16 until the end: ``2 W`` bytes a token and layer, 2.7 GB for 20,480 tokens of a
+all layers are kept in fp16 until the end: ``2 W`` bytes a token and layer, 1.1 GB for 8,192 tokens of a
 model with 32 layers of ``W = 2,048``.
 """
 

@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import compat
 from ..cache.growing import KVCache
+from ..kernels import cpu
 from ..models.weights import home
 from ..positions import check_context
 from ..progress import Progress, silent
@@ -23,8 +24,8 @@ LENGTH = 256
 weights once for all texts."""
 TOKENS_AT_ONCE = 20480
 WRITER = "kivi-4bit:group=32"
-"""What holds the texts on a CPU while they are written: attention reads it many times faster than torch reads
-the full cache."""
+"""What holds the texts while they are written, where native kernels read it: torch takes half the time of a
+step to read the full cache."""
 LEAST = 1e-4
 """Probability below which no token is sampled: a small model that samples one does not return to sensible
 text. Sampling from the likeliest 95% (`top_p`) leaves out as much, but sorts the vocabulary for every
@@ -174,6 +175,14 @@ def _set_random_state(devices: list[torch.device], states: list[list[int]]) -> N
         torch.cuda.set_rng_state(state, device)
 
 
+def _writer(model: Any) -> KVCache | None:
+    """The `WRITER`; None, for a cache of transformers' own, where no native kernel reads it."""
+    try:
+        return KVCache(model, WRITER, kernel=cpu.best().name)
+    except ValueError:
+        return None
+
+
 def fast_products(device: torch.device) -> torch.autocast:
     """A context in which products of fp32 weights are made in bf16, on a CPU that has instructions for that:
     in half the time, and exactly enough to write. Elsewhere nothing changes."""
@@ -192,7 +201,6 @@ def _continued(
     ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=home(model))
     mask = torch.arange(widest, device="cpu")[None] >= widest - torch.tensor(lengths, device="cpu")[:, None]
     new = context - min(lengths)
-    caches = {compat.CACHE: KVCache(model, WRITER)} if home(model).type == "cpu" else {}
     with fast_products(home(model)):
         texts = model.generate(
             ids,
@@ -204,7 +212,7 @@ def _continued(
             logits_processor=[Draw()],
             pad_token_id=0,
             streamer=Counter(written),
-            **caches,
+            **{compat.CACHE: _writer(model)},
         )
     whole = zip(texts.tolist(), lengths, strict=True)
     return [row[widest - n : widest - n + context] for row, n in whole]
