@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from support.rendered import WIDTHS, check_whole
+from xquant.cli.cache import cache
+
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
@@ -48,3 +51,10 @@ def test_an_unknown_kind_is_refused(run, kept):
     status, out, err = run("cache", "--clear", "everything")
     assert (status, out) == (2, "") and "'everything' is not one of" in err
     assert (kept / "cuda" / "a.cubin").exists()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_names_are_whole_at_any_width(kept, width, capsys, monkeypatch):
+    monkeypatch.chdir(kept)
+    monkeypatch.setenv("XQUANT_CACHE", ".")
+    check_whole(lambda: cache.callback((), None), width, capsys, monkeypatch)
