@@ -186,7 +186,7 @@ def _writer(model: Any) -> KVCache | None:
 def fast_products(device: torch.device) -> torch.autocast:
     """A context in which products of fp32 weights are made in bf16, on a CPU that has instructions for that:
     in half the time, and exactly enough to write. Elsewhere nothing changes."""
-    can = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
+    can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
     bf16 = device.type == "cpu" and any(can.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
