@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from support.models import tiny
+from xquant import KVCache, compat
 from xquant.calibrators.writing import LEAST, LENGTH, OPENINGS, Draw, write_samples
+from xquant.kernels.cpu import library
 
 
 class Letters:
@@ -57,6 +59,23 @@ def test_the_same_seed_writes_the_same_and_leaves_randomness_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(write_samples(model, Letters(), 45, 3, seed=1), first)
     assert not torch.equal(write_samples(model, Letters(), 45, 3, seed=2), first)
+
+
+@pytest.mark.skipif(not library.isas(), reason="no native kernels")
+@pytest.mark.parametrize(("size", "ours"), [(32, True), (12, False)])
+def test_native_kernels_read_the_texts_where_they_can(
+    size: int, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = tiny("llama", head_dim=size), []
+    generate = model.generate
+
+    def noted(*args: Any, **options: Any) -> Any:
+        given.append(options[compat.CACHE])
+        return generate(*args, **options)
+
+    monkeypatch.setattr(model, "generate", noted)
+    assert write_samples(model, Letters(), 40, 3).shape == (3, 40)
+    assert [isinstance(cache, KVCache) for cache in given] == [ours]
 
 
 @pytest.mark.parametrize(("context", "windows"), [(1, 3), (10, 0)])
