@@ -99,7 +99,9 @@ class Draw(LogitsProcessor):
         likely = scores.softmax(-1)
         least = likely.amax(-1, keepdim=True).clamp(max=LEAST)
         reached = likely.where(likely >= least, 0).cumsum(-1)
-        point = (1 - torch.rand(len(scores), 1, device=scores.device)) * reached[:, -1:]  # above 0
+        point = (1 - torch.rand(len(scores), 1, device=scores.device, dtype=scores.dtype)) * reached[
+            :, -1:
+        ]  # above 0
         return scores.scatter(1, torch.searchsorted(reached, point), torch.inf)
 
 
