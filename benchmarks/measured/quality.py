@@ -69,7 +69,8 @@ def calibration() -> str:
     for name, text in {"wikitext2": "WikiText-2", "c4": "C4", "code": "source code"}.items():
         before, after = by_method(f"tc-{name}-smollm2"), by_method(f"own-{name}-smollm2")
         for method, now in after.items():
-            cells = [f"{row['ratio']:.4f} {error(row)} (KL {row['kl']:.4f})" for row in (before[method], now)]
+            pair = before[method], now
+            cells = [f"{row['ratio']:.4f} ± {error(row)} (KL {row['kl']:.4f})" for row in pair]
             body.append([text, code(method), *cells])
     return markdown(["text", "method", "40 texts of 512 tokens", "32 of 256"], body)
 
