@@ -61,7 +61,6 @@ def test_the_same_seed_writes_the_same_and_leaves_randomness_alone() -> None:
     assert not torch.equal(write_samples(model, Letters(), 45, 3, seed=2), first)
 
 
-@pytest.mark.skipif(not library.isas(), reason="no native kernels")
 @pytest.mark.parametrize(("size", "ours"), [(32, True), (12, False)])
 def test_native_kernels_read_the_texts_where_they_can(
     size: int, ours: bool, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +74,7 @@ def test_native_kernels_read_the_texts_where_they_can(
 
     monkeypatch.setattr(model, "generate", noted)
     assert write_samples(model, Letters(), 40, 3).shape == (3, 40)
-    assert [isinstance(cache, KVCache) for cache in given] == [ours]
+    assert [isinstance(cache, KVCache) for cache in given] == [ours and bool(library.isas())]
 
 
 @pytest.mark.parametrize(("context", "windows"), [(1, 3), (10, 0)])

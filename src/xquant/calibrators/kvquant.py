@@ -5,6 +5,7 @@ ranges, and then fits the ranges to the levels. Sinks are left out.
 """
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class KVQuantCalibrator:
 
     def __init__(self, method: KVQuant, views: Sequence[AttentionView]) -> None:
         if method.has_levels:
-            import sklearn.cluster  # noqa: F401  # a missing package is reported before the long work
+            import_module("sklearn.cluster")  # a missing package is reported before the long work
         self.method = method
         self.found: Found = [{} for _ in views]
         # A quantizer makes the codec take out the bias of keys, as in the cache. Its codes are not used.

@@ -26,7 +26,7 @@ from .writing import GENERATED, write_samples
 TRIED = (16, 8)
 """Texts and tokens of each that are read to see how fast a model is."""
 PASSES = 4
-"""Times that calibrating takes what such a pass over its tokens does: they are written one by one, read once
+"""Times that calibrating takes what such a pass over its tokens does: they are written, read once
 more with gradients, and statistics are made of them."""
 NAMED = 200
 """Characters of a text's name that an artifact keeps."""

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from .. import compat
 from ..cache.growing import KVCache
 from ..kernels import cpu
+from ..methods.base import OWN_TEXTS
 from ..models.weights import home
 from ..positions import check_context
 from ..progress import Progress, silent
@@ -19,10 +20,11 @@ from ..runs import Runs
 
 GENERATED = "generated"
 """The name of such a text in an artifact."""
-LENGTH = 256
+LENGTH = OWN_TEXTS[0]
 """Tokens of a text. Longer ones calibrate better and take longer to write, since a step of writing reads all
 weights once for all texts."""
 TOKENS_AT_ONCE = 20480
+"""Tokens of the texts that are written together, and kept together."""
 WRITER = "kivi-4bit:group=32"
 """What holds the texts while they are written, where native kernels read it: torch takes half the time of a
 step to read the full cache."""
@@ -99,10 +101,8 @@ class Draw(LogitsProcessor):
         likely = scores.softmax(-1)
         least = likely.amax(-1, keepdim=True).clamp(max=LEAST)
         reached = likely.where(likely >= least, 0).cumsum(-1)
-        point = (1 - torch.rand(len(scores), 1, device=scores.device, dtype=scores.dtype)) * reached[
-            :, -1:
-        ]  # above 0
-        return scores.scatter(1, torch.searchsorted(reached, point), torch.inf)
+        part = 1 - torch.rand(len(scores), 1, device=scores.device, dtype=scores.dtype)  # above 0
+        return scores.scatter(1, torch.searchsorted(reached, part * reached[:, -1:]), torch.inf)
 
 
 @torch.no_grad()  # in inference mode, autocast would convert all weights at every step
@@ -185,7 +185,7 @@ def _writer(model: Any) -> KVCache | None:
         return None
 
 
-def fast_products(device: torch.device) -> torch.autocast:
+def _fast_products(device: torch.device) -> torch.autocast:
     """A context in which products of fp32 weights are made in bf16, on a CPU that has instructions for that:
     in half the time, and exactly enough to write. Elsewhere nothing changes."""
     can: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.6 has none
@@ -203,7 +203,7 @@ def _continued(
     ids = torch.tensor([[0] * (widest - len(i)) + i for i in openings], device=home(model))
     mask = torch.arange(widest, device="cpu")[None] >= widest - torch.tensor(lengths, device="cpu")[:, None]
     new = context - min(lengths)
-    with fast_products(home(model)):
+    with _fast_products(home(model)):
         texts = model.generate(
             ids,
             attention_mask=mask.long().to(home(model)),

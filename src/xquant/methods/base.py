@@ -28,6 +28,10 @@ Tensors = dict[str, Tensor]
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
+OWN_TEXTS = 256, 32
+"""Tokens of a text and texts that a model writes for a method that calibrates itself: the same for all such
+methods, so that they share the texts."""
+
 CALIBRATED_AT = 2
 """The bits in the name of an artifact that is for any number of bits."""
 

@@ -11,7 +11,7 @@ from ..models import AttentionView
 from ..models.base import linear
 from ..quant import Affine, Plain, Segment
 from ..quant.affine import FP16_MAX
-from .base import CALIBRATED_AT, SINK, TAIL, Method, Tensors, option, spans
+from .base import CALIBRATED_AT, OWN_TEXTS, SINK, TAIL, Method, Tensors, option, spans
 from .codec import LayerCodec, by_block
 from .cost import RebuildCost
 from .key_value import StateCodec
@@ -55,7 +55,7 @@ class KVTC(Method):
     summary = "principal components of all layers, bits by dynamic programming"
     example = "kvtc-1bit"
     head_pattern = r"-(?P<bits>[\d.]+)bit"
-    calibration_size = (256, 32)
+    calibration_size = OWN_TEXTS
     calibrates_itself = True
     sized_by_calibration = True
     not_causal = "codes layers together"

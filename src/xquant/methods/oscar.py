@@ -7,7 +7,7 @@ from torch import Tensor
 from ..calibration import Expected
 from ..models import AttentionView
 from ..quant import Affine, Quantizer, hadamard
-from .base import CALIBRATED_AT, SINK, TAIL, CodedMethod, Tensors, option
+from .base import CALIBRATED_AT, OWN_TEXTS, SINK, TAIL, CodedMethod, Tensors, option
 from .rotated import RotatedCodec, range_channels
 
 
@@ -44,7 +44,7 @@ class Oscar(CodedMethod):
     paper = "OSCAR, arXiv 2605.17757"
     summary = "heads in a basis found from queries, clipped, uniform codes"
     example = "oscar-2bit"
-    calibration_size = (256, 32)
+    calibration_size = OWN_TEXTS
     calibrates_itself = True
 
     sink: int = option(64, SINK)

@@ -13,7 +13,7 @@ from ..models.base import linear
 from ..quant import Segment
 from ..quant.affine import FP16_MAX
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
-from .base import CALIBRATED_AT, SINK, Method, Tensors, option
+from .base import CALIBRATED_AT, OWN_TEXTS, SINK, Method, Tensors, option
 from .codec import LayerCodec, Rematerialized, by_block
 from .key_value import StateCodec
 
@@ -42,7 +42,7 @@ class Transform(Method):
     summary = "keys and values in the basis where bits cost least, any bits a value"
     example = "tc-2bit"
     head_pattern = r"-(?P<bits>[\d.]+)bit"
-    calibration_size = (256, 32)
+    calibration_size = OWN_TEXTS
     calibrates_itself = True
     narrowest: ClassVar[float] = 1
     """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ Weights = dict[str, Tensor]
 def table5(setup: Setup, printed: Rows) -> Rows:
     """Perplexities by weights and method, all with their ratio to fp16 weights and the full cache. Where
     weights are quantized, everything else is calibrated on the model that has them."""
-    import sklearn  # noqa: F401  # a missing package is reported at once
+    import_module("sklearn")  # a missing package is reported at once
 
     add_cache_ratios(printed)
     add_ratios(printed)

@@ -1,6 +1,7 @@
 """``xquant compare``: methods beside each other, as a table, a picture and a page."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +105,8 @@ def compare(
     even fall.
     """
     # Imported before the long work, so that a missing package is reported at once.
-    import jinja2  # noqa: F401
-    import matplotlib  # noqa: F401
+    import_module("jinja2")
+    import_module("matplotlib")
 
     from ..results import diff, page
     from ..results.front import verdict

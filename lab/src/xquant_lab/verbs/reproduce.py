@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,7 +152,7 @@ def run(
     printed = chosen(experiment, tasks)
     check_needs(experiment, sources, asked.artifacts)
     if output is not None and experiment.draw is not None:
-        import matplotlib  # noqa: F401  # a missing package is reported at once
+        import_module("matplotlib")  # a missing package is reported at once
     calibrations = load_calibrations(asked.artifacts)
     network, tokenizer = asked.load()
     with progress(f"measuring {experiment.id}") as show:
@@ -211,7 +212,7 @@ def check_needs(experiment: "Experiment", sources: Sources, artifacts: Sequence[
             f"{experiment.id} runs tasks, and the hub, which has their data, cannot be reached: give --data"
             " DIR, a folder with the data"
         )
-    import lm_eval  # noqa: F401  # a missing package is reported at once
+    import_module("lm_eval")  # a missing package is reported at once
 
 
 def chosen(experiment: "Experiment", tasks: Sequence[str]) -> list[dict[str, Any]]:
