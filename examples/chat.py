@@ -37,7 +37,7 @@ def main(model_name: str, method: str, max_new_tokens: int) -> None:
             cache.crop(agreeing)
         out = model.generate(
             **inputs,
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=max_new_tokens,
             streamer=streamer,
             do_sample=False,

@@ -55,7 +55,7 @@ class PrefixStore:
         >>> store.get(prompt.input_ids) is None
         True
         >>> cache = KVCache(model, "kivi-4bit")
-        >>> _ = model(**prompt, past_key_values=cache)
+        >>> _ = model(**prompt, cache=cache)
         >>> store.put(cache, prompt.input_ids)
         [256]
         >>> store.get(prompt.input_ids, "int8").get_seq_length()
@@ -163,7 +163,7 @@ class PrefixStore:
     ) -> KVCache | None:
         """A cache of the longest stored prefix of a prompt, which leaves at least one token to be read.
 
-        ``model.generate(tokens, past_key_values=cache)`` goes on from it with the whole prompt.
+        ``model.generate(tokens, cache=cache)`` goes on from it with the whole prompt.
         The other arguments are those of `KVCache`; the method is the store's by default.
 
         Args:

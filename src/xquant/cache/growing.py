@@ -56,7 +56,7 @@ class KVCache(ChangingCache, RestingCache):
 
     Examples:
         >>> cache = KVCache(model, "kivi-4bit")
-        >>> out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> out = model.generate(**inputs, cache=cache, max_new_tokens=8)
         >>> out.shape[1] - cache.get_seq_length()  # the newest token has not been read yet
         1
     """
@@ -227,7 +227,7 @@ class KVCache(ChangingCache, RestingCache):
 
         Examples:
             >>> cache = KVCache(model, "kivi-4bit")
-            >>> _ = model(**prompt, past_key_values=cache)
+            >>> _ = model(**prompt, cache=cache)
             >>> cache.report().tokens, cache.report().code_bits
             (300, 4.0)
         """

@@ -45,7 +45,7 @@ def compress(
     """Give every call of ``model`` that passes no cache a compressed one of its own, until `decompress`.
 
     That is every ``model.generate(...)``, with all that calls it (pipelines, chats), and every
-    ``model(..., use_cache=True)``. A call that passes ``past_key_values``, asks for another kind of cache
+    ``model(..., use_cache=True)``. A call that passes a cache, asks for another kind of cache
     (``cache_implementation="static"``) or for none is left alone, and so are engines with memory of their own
     (continuous batching) and, with a warning, ``generate`` of a model with prefix tuning (peft). A model that
     is compressed already is compressed anew. It holds in every thread; within a block of `compressed` the
@@ -61,7 +61,7 @@ def compress(
         >>> from xquant import compress, decompress
         >>> compress(model, "kivi-4bit")
         >>> out = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
-        >>> type(out.past_key_values).__name__
+        >>> type(out.cache).__name__
         'KVCache'
         >>> decompress(model)
     """
@@ -78,7 +78,7 @@ def decompress(model: nn.Module) -> None:
         >>> compress(model, "int8")
         >>> decompress(model)
         >>> out = model.generate(**inputs, max_new_tokens=4, return_dict_in_generate=True)
-        >>> type(out.past_key_values).__name__
+        >>> type(out.cache).__name__
         'DynamicCache'
     """
     with _CHANGING:

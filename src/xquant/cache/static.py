@@ -54,7 +54,7 @@ class StaticKVCache(CompressedCache):
     Examples:
         >>> from xquant import StaticKVCache
         >>> cache = StaticKVCache(model, "kivi-4bit", room=512)
-        >>> out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> out = model.generate(**inputs, cache=cache, max_new_tokens=8)
         >>> out.shape[1] - cache.get_seq_length()  # the newest token has not been read yet
         1
     """

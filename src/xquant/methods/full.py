@@ -16,7 +16,7 @@ class Full(Method):
     Examples:
         >>> from xquant import Full, KVCache
         >>> cache = KVCache(model, Full())  # or KVCache(model, "full")
-        >>> _ = model(**prompt, past_key_values=cache)
+        >>> _ = model(**prompt, cache=cache)
         >>> cache.report().bits_per_value  # this model is in fp32
         32.0
     """

@@ -22,7 +22,7 @@ class Kivi(QuantizedMethod):
         >>> Kivi(bits=2, tail=128, group=32, rope="post").spec  # the paper's setting
         'kivi-2bit:tail=128,group=32,rope=post'
         >>> cache = KVCache(model, Kivi(bits=4, value_bits=2))
-        >>> _ = model(**prompt, past_key_values=cache)
+        >>> _ = model(**prompt, cache=cache)
         >>> cache.report().code_bits
         3.0
     """

@@ -26,7 +26,7 @@ class TurboQuant(CodedMethod):
     Examples:
         >>> from xquant import KVCache, TurboQuant
         >>> cache = KVCache(model, TurboQuant(bits=3, qjl=True))
-        >>> _ = model(**prompt, past_key_values=cache)
+        >>> _ = model(**prompt, cache=cache)
         >>> cache.report().code_bits
         3.0
     """

@@ -26,7 +26,7 @@ class XQuant(QuantizedMethod):
     Examples:
         >>> from xquant import KVCache, XQuant
         >>> cache = KVCache(model, XQuant(bits=4, sink=1))  # or "xquant-4bit:sink=1"
-        >>> _ = model(**prompt, past_key_values=cache)
+        >>> _ = model(**prompt, cache=cache)
         >>> cache.report().codec_bytes > 0  # the bases of the latents
         True
     """

@@ -62,7 +62,7 @@ class RestingCache(Cache):
 
         Examples:
             >>> small = KVCache(model, "kivi-2bit")
-            >>> _ = model(**prompt, past_key_values=small)
+            >>> _ = model(**prompt, cache=small)
             >>> small.converted("int8").get_seq_length()
             300
         """
@@ -154,7 +154,7 @@ class SavedCache:
         >>> import pickle
         >>> from xquant import KVCache
         >>> cache = KVCache(model, "kivi-4bit")
-        >>> _ = model(**inputs, past_key_values=cache)
+        >>> _ = model(**inputs, cache=cache)
         >>> saved = pickle.loads(pickle.dumps(cache))
         >>> saved.load(model).get_seq_length() == cache.get_seq_length()
         True

@@ -31,7 +31,7 @@ class Pyramid(Method):
         >>> from xquant_lab.pyramid import Pyramid
         >>> from xquant_lab.pyramid.cache import PyramidCache
         >>> cache = PyramidCache(model, Pyramid(keep=0.25, tail=32, group=32))
-        >>> _ = model(**prompt, past_key_values=cache)
+        >>> _ = model(**prompt, cache=cache)
         >>> report = cache.report()
         >>> report.tokens, report.cache_bytes < 0.4 * 2 * report.full_cache_bytes  # this model is in fp32
         (300, True)
