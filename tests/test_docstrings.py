@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import xquant
+from support.called import as_called
 from support.models import tiny
 from support.word_tokenizer import text_of, word_tokenizer
 
@@ -43,6 +44,8 @@ def test_examples_print_what_they_say(name: str, names: dict[str, Any]) -> None:
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     for test in tests:
         test.globs.update(names)
+        for example in test.examples:
+            example.source = as_called(example.source)
         report: list[str] = []
         runner.run(test, out=report.append)
         assert runner.failures == 0, "".join(report)

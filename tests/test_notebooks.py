@@ -6,6 +6,8 @@ import nbclient
 import nbformat
 import pytest
 
+from support.called import as_called
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 FIRST, *OTHERS = NOTEBOOKS
 RUN = [FIRST, *(pytest.param(file, marks=pytest.mark.long) for file in OTHERS)]
@@ -18,7 +20,7 @@ SMALL = {"TOKENS": "300", "NEW": "4", "CONTEXT": "128", "WINDOWS": "2", "OMP_NUM
 def test_a_notebook_runs(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in SMALL.items():
         monkeypatch.setenv(name, value)
-    notebook = nbformat.read(file, 4)
+    notebook = nbformat.reads(as_called(file.read_text("utf-8")), 4)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": tmp_path}}).execute()
     printed = [out for cell in notebook.cells for out in cell.get("outputs", ()) if "text" in out]
     assert printed

@@ -46,7 +46,10 @@ def test_shapes_have_as_many_parameters_as_their_models(name: str) -> None:
     skeleton = Skeleton(shape_config(name), torch.bfloat16)
     assert skeleton.parameters == PARAMETERS.get(name, skeleton.parameters)
     if skeleton.quantization is None:
-        assert skeleton.nbytes == 2 * skeleton.parameters
+        routers = sum(p.numel() for n, p in skeleton.model.named_parameters() if "mlp.gate." in n)
+        kept = skeleton.nbytes - 2 * skeleton.parameters
+        # From 5.24 on transformers keeps the routers of some models in float32.
+        assert kept in ((0, 2 * routers) if name.startswith("glm-4") else (0,))
     assert skeleton.positions == SHAPES[name]["max_position_embeddings"]
 
 

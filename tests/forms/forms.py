@@ -149,7 +149,6 @@ def static_compiled(held: Held, ids: Tensor, inputs: dict[str, Any]) -> None:
 
 def _compile(held: Held) -> None:
     """Graphs stay from test to test, where they fit; what is compiled too often is an error here, and not run
-    uncompiled."""
-    patch = {"fail_on_recompile_limit_hit": True, "recompile_limit": 256}
-    held.stack.enter_context(torch._dynamo.config.patch(**patch))
-    held.calls = torch.compile(held.model, backend="eager", dynamic=True)
+    uncompiled. Threads have settings of their own, so they are made at each call."""
+    patch = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=256)
+    held.calls = patch(torch.compile(held.model, backend="eager", dynamic=True).__call__)

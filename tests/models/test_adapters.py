@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 from transformers import DynamicCache
 
 from support.models import prompt, tiny
 from xquant import KVCache, StaticKVCache, attach, compress, compressed, decompress
 from xquant.calibrators.run import calibrate_on
+from xquant.compat import CACHE
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -32,6 +34,11 @@ AHEAD: dict[str, Callable[[], Any]] = {
     "prompt": lambda: peft.PromptTuningConfig(**BEFORE),
     "p-tuning": lambda: peft.PromptEncoderConfig(**BEFORE, encoder_hidden_size=16),
 }
+UNSEEN = pytest.mark.skipif(
+    CACHE == "cache" and Version(peft.__version__) <= Version("0.21.2"),
+    reason="this peft looks for `past_key_values` where `generate` of transformers 5.24 has `cache`: with any"
+    " cache it puts a prompt before each step, and leaves a prefix out",
+)
 SPECS = ["kivi-16bit:group=32", "xquant-16bit:group=32", "xquant-cl-16bit:group=32,first_bits=16"]
 PREFIX = "peft's prefix tuning gives the model a cache with the prefix in it, in place of any other"
 
@@ -55,7 +62,7 @@ def tokens(model: Any, **options: Any) -> Tensor:
     return model.generate(input_ids=ids, **given, **options)
 
 
-@pytest.mark.parametrize("kind", [*INSIDE, *AHEAD])
+@pytest.mark.parametrize("kind", [*INSIDE, *(pytest.param(kind, marks=UNSEEN) for kind in AHEAD)])
 def test_every_form_generates_as_without(kind: str) -> None:
     model = tuned({**INSIDE, **AHEAD}[kind]())
     inner = model.get_base_model()
@@ -98,6 +105,7 @@ def lasting(model: Any, spec: str) -> Iterator[None]:
     decompress(model)
 
 
+@UNSEEN
 @pytest.mark.parametrize("block", [compressed, lasting])
 def test_prefix_tuning_is_left_alone_within_compressed(block: Callable[..., Any]) -> None:
     model = prefixed()
@@ -118,6 +126,7 @@ def test_prefix_tuning_is_left_alone_within_compressed(block: Callable[..., Any]
     assert torch.equal(tokens(model), want)
 
 
+@UNSEEN
 def test_prefix_tuning_takes_no_cache_of_ours_and_says_so() -> None:
     model = prefixed()
     inner = model.get_base_model()
