@@ -1,4 +1,4 @@
-"""Packed weights: the outputs of ordinary ones, which can be had back."""
+"""Packed weights: the outputs of ordinary ones, which can be had back, and in fewer bits of rounded ones."""
 
 import copy
 from collections.abc import Callable
@@ -7,19 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from support.models import pickled, prompt, saved, tiny
-from xquant import KVCache, pack_weights, unpack_weights
-from xquant.linear import PackedLinear
+from xquant import KVCache, load_model, pack_weights, unpack_weights
+from xquant.linear.grouped import GroupedWeight
+from xquant.linear.layer import PackedLinear
+from xquant.load import packaged_gguf
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+EACH = pytest.mark.parametrize("bits", [None, 4, 8])
+CLOSE = 1e-3
+"""Of logits, what rounding rows to 15 bits makes of the norm."""
+WIDE = {"hidden_size": 64, "intermediate_size": 96}
 
 
-def packed(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
-    model = tiny(family).to(dtype)
-    pack_weights(model)
+def packed(family: str = "llama", dtype: torch.dtype = torch.float32, bits: int | None = None) -> Any:
+    model = tiny(family, **WIDE).to(dtype)
+    pack_weights(model, bits)
+    return model
+
+
+def plain(bits: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """A model without packed weights whose numbers are those of packed ones."""
+    model = packed(dtype=dtype, bits=bits)
+    unpack_weights(model)
     return model
 
 
@@ -33,63 +48,142 @@ def names_packed(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.0)])
 def test_outputs_are_those_of_ordinary_weights(family: str, dtype: torch.dtype, close: float) -> None:
     ids = prompt(2, 9)
-    want = tiny(family).to(dtype)(ids).logits
+    want = tiny(family, **WIDE).to(dtype)(ids).logits
     torch.testing.assert_close(packed(family, dtype)(ids).logits, want, rtol=0, atol=close)
 
 
-def test_what_methods_read_is_not_packed() -> None:
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
+@pytest.mark.parametrize("bits, loss", [(4, 0.8), (8, 0.08)])
+def test_outputs_in_fewer_bits_are_those_of_rounded_weights(family: str, bits: int, loss: float) -> None:
+    ids, model = prompt(2, 9), packed(family, bits=bits)
+    found, exact = model(ids).logits, tiny(family, **WIDE)(ids).logits
+    unpack_weights(model)
+    assert not names_packed(model)
+    assert (found - model(ids).logits).norm() < CLOSE * exact.norm()
+    assert CLOSE * exact.norm() < (found - exact).norm() < loss * exact.norm()
+
+
+@given(
+    outputs=st.integers(1, 40),
+    groups=st.integers(1, 5),
+    rows=st.integers(1, 20),
+    bits=st.sampled_from([4, 8]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    bias=st.booleans(),
+    size=st.sampled_from([0.05, 1.0, 100.0]),
+)
+def test_products_are_those_of_what_codes_mean(
+    outputs: int, groups: int, rows: int, bits: int, dtype: torch.dtype, bias: bool, size: float
+) -> None:
+    torch.manual_seed(outputs + rows)
+    weight = size * torch.randn(outputs, 32 * groups)
+    whole = GroupedWeight(weight, bits)
+    numbers = whole.dense()
+    step = weight.view(outputs, groups, 32).aminmax(dim=-1)
+    width = (step.max - step.min) / 15 if bits == 4 else 2 * weight.view_as(numbers).abs().amax() / 127
+    assert ((numbers - weight).view(outputs, groups, 32).abs().amax(-1) <= 0.6 * width + 1e-3 * size).all()
+    assert torch.equal(GroupedWeight(numbers, bits).dense(), numbers)
+
+    x, added = torch.randn(rows, 32 * groups).to(dtype), torch.randn(outputs).to(dtype) if bias else None
+    found = whole.applied(lambda t: t.to(dtype)).multiply(x, added)
+    want = x.double() @ numbers.double().T + (0 if added is None else added.double())
+    error = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert found.dtype == dtype
+    bound = x.double().abs() @ numbers.double().abs().T + want.abs()
+    assert ((found.double() - want).abs() <= error * bound + 1e-6 * size).all()
+
+
+def test_nothing_of_a_row_that_is_not_finite_looks_like_a_number() -> None:
+    x = torch.randn(3, 64)
+    x[0, 3], x[1, 40] = torch.nan, torch.inf
+    found = GroupedWeight(torch.randn(32, 64), 4).multiply(x, None)
+    assert found.isfinite().all(1).tolist() == [False, False, True]
+
+
+@pytest.mark.smollm2
+def test_the_packaged_model_has_the_codes_of_its_file() -> None:
+    plain, stored = (load_model("smollm2", weights=weights)[0] for weights in ("dense", "as-stored"))
+    for ours, theirs in zip(stored.modules(), plain.modules(), strict=True):
+        if isinstance(theirs, nn.Linear):
+            assert isinstance(ours, PackedLinear)
+            assert torch.equal(ours.weight, theirs.weight)
+    codes = sum(m.packed.nbytes for m in stored.modules() if isinstance(m, PackedLinear))
+    assert codes < packaged_gguf().stat().st_size < codes + 4e6
+
+
+def test_what_cannot_be_kept_as_it_is_stored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weights are one of dense, as-stored, not 'int4'"):
+        load_model("smollm2", weights="int4")
+    with pytest.raises(ValueError, match=r"is not read from a file of 4 bits.*pack_weights\(model, bits=4\)"):
+        load_model(str(tmp_path), weights="as-stored")
+    with pytest.raises(ValueError, match="in 4 or 8 bits, not in 3"):
+        pack_weights(tiny("llama"), bits=3)
+
+
+def test_what_methods_read_is_packed_in_fewer_bits_alone() -> None:
     names = {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"}
     assert names_packed(packed()) == names
+    assert names_packed(packed(bits=4)) == names | {"k_proj", "v_proj"}
     assert names_packed(packed("deepseek_v3")).isdisjoint({"kv_a_proj_with_mqa", "kv_b_proj"})
+    assert not names_packed(packed(bits=4)) & names_packed(tiny("llama"))
 
 
 @torch.no_grad()
-def test_caches_work_as_before() -> None:
-    model = tiny("llama")
-    cache = KVCache(model, "xquant-16bit:group=8")
+@EACH
+@pytest.mark.parametrize(
+    "spec", ["xquant-16bit:group=8", "kivi-16bit:group=8", "xquant-cl-16bit:group=8,first_bits=16"]
+)
+def test_caches_work_as_before(bits: int | None, spec: str) -> None:
+    model = plain(bits)
+    cache = KVCache(model, spec)
     ids = prompt(1, 30)
     want = model(ids, past_key_values=cache).logits
     nbytes = cache.report().model_bytes
-    pack_weights(model)
-    again = KVCache(model, "xquant-16bit:group=8")
-    torch.testing.assert_close(model(ids, past_key_values=again).logits, want, rtol=0, atol=1e-4)
+    pack_weights(model, bits)
+    again = KVCache(model, spec)
+    assert (model(ids, past_key_values=again).logits - want).norm() < CLOSE * want.norm()
     model(ids[:, :1], past_key_values=cache)  # those that hold tokens, too
-    assert again.report().model_bytes == nbytes
-    pack_weights(model)
+    assert (again.report().model_bytes == nbytes) == (bits is None)
     unpack_weights(model)
     assert not names_packed(model)
-    assert torch.equal(model(ids).logits, tiny("llama")(ids).logits)
+    assert torch.equal(model(ids).logits, plain(bits)(ids).logits)
 
 
 @torch.no_grad()
+@EACH
 @pytest.mark.parametrize("way", [pickled, saved, copy.deepcopy])
-def test_packed_models_are_copied(way: Callable[[Any], Any]) -> None:
-    model = packed()
+def test_packed_models_are_copied(way: Callable[[Any], Any], bits: int | None) -> None:
+    model = packed(bits=bits)
     assert torch.equal(way(model)(prompt()).logits, model(prompt()).logits)
 
 
 @torch.no_grad()
-def test_packed_models_are_saved_as_ordinary_ones(tmp_path: Path) -> None:
-    model, plain = packed(), tiny("llama")
-    assert model.state_dict().keys() == plain.state_dict().keys()
+@EACH
+def test_packed_models_are_saved_as_ordinary_ones(tmp_path: Path, bits: int | None) -> None:
+    model, ordinary = packed(bits=bits), plain(bits)
+    assert model.state_dict().keys() == ordinary.state_dict().keys()
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded(prompt()).logits, plain(prompt()).logits)
+    assert torch.equal(loaded(prompt()).logits, ordinary(prompt()).logits)
 
 
 @torch.no_grad()
-def test_a_cast_packs_anew_and_what_cannot_be_packed_is_refused() -> None:
-    model = packed().to(torch.bfloat16)
-    want = tiny("llama").to(torch.bfloat16)(prompt()).logits
-    assert torch.equal(model(prompt()).logits, want)
-    for to in (torch.float16, "meta"):
+@EACH
+def test_a_cast_packs_anew_and_what_cannot_be_packed_is_refused(bits: int | None) -> None:
+    model = packed(bits=bits).to(torch.bfloat16)
+    want = plain(bits).to(torch.bfloat16)(prompt()).logits
+    loss = (model(prompt()).logits - want).norm() / want.norm()
+    assert loss == 0 if bits is None else loss < 0.1  # codes stay, ordinary weights are rounded to bfloat16
+    for to in ("meta", torch.float16) if bits is None else ("meta", torch.float64):
         with pytest.raises(ValueError, match=r"unpack_weights\(model\) first"):
-            packed().lm_head.to(to)
+            packed(bits=bits).lm_head.to(to)
 
 
-def test_gradients_of_inputs() -> None:
-    layers = packed().lm_head, tiny("llama").lm_head
-    x = torch.randn(3, 48)
+@EACH
+def test_gradients_of_inputs(bits: int | None) -> None:
+    layers = packed(bits=bits).lm_head, plain(bits).lm_head
+    x = torch.randn(3, WIDE["hidden_size"])
     found = []
     for layer in layers:
         given = x.clone().requires_grad_()
@@ -99,9 +193,10 @@ def test_gradients_of_inputs() -> None:
 
 
 @torch.no_grad()
-def test_packed_weights_compile() -> None:
+@EACH
+def test_packed_weights_compile(bits: int | None) -> None:
     torch._dynamo.reset()
-    model = packed()
+    model = packed(bits=bits)
     want = model(prompt(1, 5)).logits
     got = torch.compile(model, backend="aot_eager", fullgraph=True)(prompt(1, 5)).logits
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import compat
 from .digests import digest, sample
-from .linear import PackedLinear
+from .linear.layer import PackedLinear
 from .models import ModelView
 from .models.names import FINAL_NORMS, ROTARY, layers_of, module_of
 from .models.weights import PLAIN, REFUSALS, InFile, at_hand, message_of, version
@@ -166,7 +166,8 @@ def _module(module: nn.Module, path: str, apart: Collection[int]) -> Iterator[Pa
     held = {name: value for name, value in vars(module).items() if _counts(name)}
     held |= {**module._parameters, **module._buffers}
     if packed:
-        held["weight"] = held.pop("packed")
+        del held["packed"]
+        held["weight"] = module.weight
     for name, value in sorted(held.items()):
         if isinstance(value, dict):
             value = {key: part for key, part in value.items() if key not in idle}

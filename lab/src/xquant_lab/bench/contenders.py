@@ -15,6 +15,7 @@ from xquant.cache.static import StaticKVCache
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.trial import random_states
 from xquant.linear import pack_weights
+from xquant.linear.layer import PackedLinear
 from xquant.methods import Method
 from xquant.models import AttentionView
 
@@ -318,6 +319,7 @@ class Models:
 
 def _copy(model: Any, dtype: torch.dtype) -> Any:
     """The model in ``dtype``, with a configuration of its own; weights are shared where they can be."""
-    tensors = [*model.parameters(), *model.buffers()]
-    memo = {id(t): t for t in tensors} if model.dtype == dtype else {}
+    held = [*model.parameters(), *model.buffers()] if model.dtype == dtype else []
+    held += [m.packed for m in model.modules() if isinstance(m, PackedLinear)]
+    memo = {id(each): each for each in held}
     return copy.deepcopy(model, memo).to(dtype)

@@ -196,6 +196,7 @@ def _row(
         "dtype": str(shown.dtype).removeprefix("torch."),
         "kernel": shown.setting,
         "packed": shown.packed,
+        "weights_bits": settings.weights_bits,
         "compiled": shown.compiled,
         "failed": shown.failed or None,
         "dropped": None if best else _dropped(tried, decisive),

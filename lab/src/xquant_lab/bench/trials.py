@@ -36,8 +36,10 @@ class Settings:
     """Also time how tokens are appended and sealed."""
     packed: bool = False
     """Compressed caches decode with packed weights; the full cache is tried with them, too."""
+    weights_bits: int | None = None
+    """Of the model's weights, which all caches decode with; None: as many as the dtype has."""
     compiled: bool = False
-    """The same of compiled models."""
+    """Compressed caches decode with compiled models; the full cache is tried with them, too."""
     static: bool = False
     """Every method also takes part with a cache in memory of a fixed size."""
     parts: bool = False

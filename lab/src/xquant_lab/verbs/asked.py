@@ -26,6 +26,8 @@ class Asked:
     """Files that ``xquant calibrate`` wrote."""
     resume: str | None
     """The folder that keeps what is finished. None keeps nothing."""
+    weights_bits: int | None = None
+    """As of `pack_weights`."""
 
     def load(self) -> tuple[Any, Any]:
         """The model and its tokenizer.
@@ -33,7 +35,7 @@ class Asked:
         Raises:
             ValueError: no such device or model, or a damaged one.
         """
-        return load(self.model, self.dtype, self.device)
+        return load(self.model, self.dtype, self.device, self.weights_bits)
 
 
 def end(

@@ -21,6 +21,7 @@ from xquant.cli.common import (
     own_calibrations,
     resume_option,
     shapes,
+    weights_bits_option,
 )
 from xquant.cli.progress import progress
 from xquant.cli.tables import wide_option
@@ -114,6 +115,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
     is_flag=True,
     help="Weights in oneDNN's layout for the compressed caches, and for more settings of the full one (CPU).",
 )
+@weights_bits_option
 @click.option("--compile", "compiled", is_flag=True, help="Models are compiled, in the same way (CPU).")
 @click.option(
     "--static",
@@ -150,6 +152,7 @@ def bench(
     parts: bool,
     peers: bool,
     packed: bool,
+    weights_bits: int | None,
     compiled: bool,
     static: bool,
     largest_batch: bool,
@@ -173,8 +176,12 @@ def bench(
         raise ValueError("--parts times attention, and --largest-batch whole steps: give one of them")
     if peers and shape is not None:
         raise ValueError("--peers decode with a MODEL, not with a shape")
-    if (packed or compiled or static) and shape is not None:
-        raise ValueError("--packed, --compile and --static time whole steps of a MODEL, not a shape")
+    if (packed or weights_bits or compiled or static) and shape is not None:
+        raise ValueError(
+            "--packed, --weights-bits, --compile and --static time steps of a MODEL, not a shape"
+        )
+    if packed and weights_bits:
+        raise ValueError("--packed keeps all bits of the weights: give it or --weights-bits")
     import torch
 
     from xquant import parse_method
@@ -205,6 +212,7 @@ def bench(
         whole=shape is None,
         sealing=sealing,
         packed=packed,
+        weights_bits=weights_bits,
         compiled=compiled,
         static=static,
         parts=parts,
@@ -212,7 +220,7 @@ def bench(
     facts = {"calibrations": " ".join(sorted(made.digest for made in calibrations))}
     if shape is None:
         assert model is not None
-        subjects, facts = _loaded(model, methods, dtypes[0], where, calibrations)
+        subjects, facts = _loaded(model, methods, dtypes[0], where, calibrations, weights_bits)
         todo = _sizes(subjects, methods, settings, contexts, batches, model if peers else None)
     elif largest_batch:
         todo = _largest(shape, methods, settings, contexts, where, memory, calibrations)
@@ -282,6 +290,7 @@ def _loaded(
     dtype: "torch.dtype",
     device: "torch.device",
     calibrations: "Calibrations",
+    weights_bits: int | None,
 ) -> "tuple[Subjects, dict[str, str]]":
     """A model with its weights, and what they are."""
     from xquant.runs import identity
@@ -289,7 +298,7 @@ def _loaded(
     from ..bench.contenders import Models
 
     name = str(dtype).removeprefix("torch.") if device.type == "cuda" else "float32"
-    network, tokenizer = load(model, name, str(device))
+    network, tokenizer = load(model, name, str(device), weights_bits)
     found = own_calibrations(network, tokenizer, methods, calibrations)
     facts = identity(network, "", found)
     models = Models(network)

@@ -17,6 +17,7 @@ from xquant.cli.common import (
     own_calibrations,
     resume_option,
     text_options,
+    weights_bits_option,
 )
 from xquant.cli.progress import progress
 from xquant.cli.tables import print_table, say, wide_option
@@ -48,6 +49,7 @@ COLUMNS = {
 @text_options()
 @attend_option("How the text is read")
 @calibrations_option
+@weights_bits_option
 @resume_option()
 @wide_option
 @json_option
@@ -94,6 +96,7 @@ def run(
         "text": text_name(text),
         "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
         "dtype": asked.dtype,
+        "weights_bits": asked.weights_bits,
         "device": str(network.device),
     }
     runs = Runs(asked.resume, {**subject, "context": context, "identity": identity(network, words, [])})

@@ -170,6 +170,14 @@ class RankedAttend(Structure):
     ]
 
 
+class Linear(Structure):
+    __slots__ = ()
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
+        *((name, c_int32) for name in ("rows", "channels", "outputs", "bits", "dtype", "threads")),
+    ]
+
+
 CALLS = {
     "attend": Attend,
     "affine_encode": AffineBlocks,
@@ -180,6 +188,7 @@ CALLS = {
     "rebuild_sum": RebuildSum,
     "ranked_attend": RankedAttend,
     "weigh": Weigh,
+    "linear": Linear,
 }
 """The functions of an instruction set, and what each is called with."""
 

@@ -9,6 +9,7 @@
 #include "ranked_sealing.h"
 #include "ranked.h"
 #include "weigh.h"
+#include "linear.h"
 
 #define XQ_JOIN2(a, b) a##b
 #define XQ_JOIN(a, b) XQ_JOIN2(a, b)
@@ -50,3 +51,4 @@ XQ_FUNCTION(ranked_encode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_decode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_attend, xq_ranked_attend)
 XQ_FUNCTION(weigh, xq_weigh)
+XQ_FUNCTION(linear, xq_linear)

@@ -218,3 +218,13 @@ typedef struct {
     const float *value_mean;     // [G * D] added to values
     int32_t value_dtype, unused;
 } xq_ranked_attend;
+
+// xq_linear: products of rows with a packed weight (linear.h, linear/grouped.py).
+typedef struct {
+    const void *x;          // [rows, channels]
+    const uint8_t *packed;
+    const void *bias;       // [outputs]; null: none
+    void *out;              // [rows, outputs]
+    int32_t rows, channels, outputs, bits;  // of codes, 4 or 8
+    int32_t dtype, threads;                 // of x, bias and out
+} xq_linear;

@@ -1,0 +1,141 @@
+"""Weights of 4 or 8 bits in groups of 32 channels, the formats Q4_1 and Q8_0 of GGUF files.
+
+A weight is ``code * scale + zero``. Of 4 bits, a group's lowest and highest number are codes 0 and 15; of 8,
+codes are those of numbers from minus to plus the group's largest magnitude, and ``zero`` is -128 times the
+scale. Scales and zeros are fp16: 5.0 and 8.5 bits a number. Numbers that were such codes once are found
+exactly: whoever packs what was read from a file of that format has the file's own codes again.
+
+The packed weight is ``[ceil(N / 16), C / 32, bytes]``: of 16 outputs and 32 channels the codes, then the 16
+scales, then, of 4 bits, the 16 zeros. Codes of an output are the 32-bit lanes of a few vectors: lane ``v``
+has ``2p`` channels (``p`` = 16 / bits), of which ``2i`` is in the lower half from bit ``i * bits`` on, and
+``2i + 1`` in the upper half. The native library (csrc/linear.h) multiplies rows, rounded to 15 bits, with
+the codes.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..kernels.cpu import library as native
+from ..operators import operator
+from .layer import PackedWeight, refused
+
+GROUP = 32
+LANES = 16
+DTYPES = tuple(dtype for dtype in native.DTYPES if dtype.is_floating_point)
+FP16_MAX = torch.finfo(torch.float16).max
+
+
+class GroupedWeight(PackedWeight):
+    """A weight ``[N, C]`` in groups; ``C`` is a multiple of 32."""
+
+    def __init__(self, weight: Tensor, bits: int) -> None:
+        self.bits, self.dtype, (self.outputs, self.channels) = bits, weight.dtype, weight.shape
+        self._packed = _pack(weight.float(), bits)
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    def dense(self) -> Tensor:
+        return _unpack(self._packed, self.bits)[: self.outputs].to(self.dtype)
+
+    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        multiply = _operator if torch.compiler.is_dynamo_compiling() else _multiply
+        out: Tensor = multiply(rows, self._packed, bias, self.outputs, self.bits)
+        return out
+
+    def applied(self, fn: Callable[[Tensor], Tensor]) -> "GroupedWeight":
+        like = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
+        if like.device.type != "cpu" or like.dtype not in DTYPES:
+            raise refused(like)
+        made = object.__new__(GroupedWeight)
+        made.__dict__.update(self.__dict__, dtype=like.dtype)
+        return made
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether a weight can be packed in groups."""
+    return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % GROUP == 0
+
+
+def _pack(weight: Tensor, bits: int) -> Tensor:
+    outputs, channels = weight.shape
+    groups = F.pad(weight, (0, 0, 0, -outputs % LANES)).view(-1, LANES, channels // GROUP, GROUP)
+    if bits == 4:
+        low, high = groups.aminmax(dim=-1)
+        scale, zero = (high - low) / 15, low
+        ranges = torch.stack((scale, zero), 2)
+    else:
+        scale = groups.abs().amax(-1) / 127
+        zero = -128 * scale
+        ranges = scale[:, :, None]
+    # Ranges [tiles, lanes, kinds, groups], in fp16 from here on.
+    ranges = ranges.clamp(-FP16_MAX, FP16_MAX).half()
+    scale = ranges[:, :, 0].float()
+    zero = ranges[:, :, 1].float() if bits == 4 else -128 * scale
+    whole = (groups - zero[..., None]) / scale[..., None].where(scale[..., None] > 0, 1)
+    codes = whole.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+    pairs = 16 // bits
+    lanes = codes.view(*codes.shape[:3], -1, pairs, 2).to(
+        torch.int32
+    )  # [tiles, lanes, groups, vectors, pairs, 2]
+    places = torch.tensor([[bits * i, 16 + bits * i] for i in range(pairs)], dtype=torch.int32, device="cpu")
+    words = (lanes << places).sum((-2, -1)).to(torch.int32)
+    words = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
+    return torch.cat((words, ranges.permute(0, 3, 2, 1).contiguous().view(torch.uint8).flatten(2)), -1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """fp32 ``[N, C]``, ``N`` a multiple of 16."""
+    tiles, groups, _ = packed.shape
+    pairs = 16 // bits
+    size = GROUP * LANES * bits // 8
+    words = packed[..., :size].contiguous().view(torch.int32).view(tiles, groups, -1, LANES)
+    places = torch.tensor([[bits * i, 16 + bits * i] for i in range(pairs)], dtype=torch.int32, device="cpu")
+    codes = (words[..., None, None] >> places) & (2**bits - 1)  # [tiles, groups, vectors, lanes, pairs, 2]
+    codes = codes.permute(0, 3, 1, 2, 4, 5).reshape(tiles, LANES, groups, GROUP)
+    ranges = packed[..., size:].contiguous().view(torch.float16).view(tiles, groups, -1, LANES).float()
+    scale = ranges[:, :, 0].mT[..., None]
+    zero = ranges[:, :, 1].mT[..., None] if bits == 4 else -128 * scale
+    return (codes * scale + zero).reshape(tiles * LANES, groups * GROUP)
+
+
+@cache
+def _native() -> Callable[[native.Linear], None] | None:
+    isas = native.isas()
+    return native.function("linear", isas[0]) if isas else None
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits: int) -> Tensor:
+    run = _native()
+    if run is None:
+        return F.linear(x, _unpack(packed, bits)[:outputs].to(x.dtype), bias)
+    x = x.contiguous()
+    out = x.new_empty(len(x), outputs)
+    where: tuple[Any, ...] = (
+        native.address(x, DTYPES, len(x), packed.shape[1] * GROUP),
+        packed.data_ptr(),
+        None if bias is None else native.address(bias, x.dtype, outputs),
+        out.data_ptr(),
+    )
+    sizes = len(x), x.shape[1], outputs, bits
+    run(native.Linear(*where, *sizes, native.DTYPES[x.dtype], torch.get_num_threads()))
+    return out
+
+
+def _shape(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits: int) -> Tensor:
+    return x.new_empty(len(x), outputs)
+
+
+_operator = operator(
+    "linear_grouped",
+    "(Tensor x, Tensor packed, Tensor? bias, int outputs, int bits) -> Tensor",
+    _multiply,
+    _shape,
+)
+"""`_multiply` as the compiler takes it."""
