@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .saved.resting import SavedCache
     from .seam.hooks import attach, detach
     from .spec import parse_method
+    from .steps import compile_steps
 
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "XQuantCL",
     "attach",
     "calibrate",
+    "compile_steps",
     "compress",
     "compressed",
     "decompress",
@@ -99,6 +101,7 @@ _HOMES = {
     "StaticKVCache": "cache.static",
     "load_model": "load",
     **dict.fromkeys(("pack_weights", "unpack_weights"), "linear"),
+    "compile_steps": "steps",
     "parse_method": "spec",
 }
 

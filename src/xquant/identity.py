@@ -165,8 +165,8 @@ def _module(module: nn.Module, path: str, apart: Collection[int]) -> Iterator[Pa
     yield f"{path} is {nn.Linear.__name__ if packed else type(module).__name__}"
     held = {name: value for name, value in vars(module).items() if _counts(name)}
     held |= {**module._parameters, **module._buffers}
-    if packed:
-        del held["packed"]
+    if isinstance(module, PackedLinear):
+        held = {name: value for name, value in held.items() if name not in module.held()}
         held["weight"] = module.weight
     for name, value in sorted(held.items()):
         if isinstance(value, dict):

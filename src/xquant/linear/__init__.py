@@ -3,16 +3,15 @@
 A decode step multiplies every weight with one row, so it takes as long as reading the weights takes.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import compat
 from ..models import view_model
 from . import grouped, onednn
-from .layer import PackedLinear, PackedWeight
+from .layer import PackedLinear
 
 BITS = 4, 8
 OUTPUT_BITS = 8
@@ -62,14 +61,11 @@ def pack_weights(model: nn.Module, bits: int | None = None) -> None:
         own = "forward" in vars(module)  # accelerate's, which also brings offloaded weights in
         if type(module) is not nn.Linear or own or type(module.weight) is not nn.Parameter:
             continue  # torchao's weights are of other types
-        pack: Callable[[Tensor], PackedWeight]
         if bits is None:
             if module not in read and onednn.packs(module.weight):
-                PackedLinear.take(module, onednn.OneDnnWeight)
+                onednn.OneDnnLinear.take(module)
         elif grouped.packs(module.weight):
-            own_bits = OUTPUT_BITS if module is output else bits
-            pack = partial(grouped.GroupedWeight, bits=own_bits)
-            PackedLinear.take(module, pack)
+            grouped.GroupedLinear.take(module, bits=OUTPUT_BITS if module is output else bits)
 
 
 def unpack_weights(model: nn.Module) -> None:

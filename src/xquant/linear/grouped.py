@@ -14,7 +14,6 @@ the codes.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,45 +21,47 @@ from torch.nn import functional as F
 
 from ..kernels.cpu import library as native
 from ..operators import operator
-from .layer import PackedWeight, refused
+from .layer import PackedLinear
 
 GROUP = 32
 LANES = 16
-DTYPES = tuple(dtype for dtype in native.DTYPES if dtype.is_floating_point)
 FP16_MAX = torch.finfo(torch.float16).max
 
 
-class GroupedWeight(PackedWeight):
-    """A weight ``[N, C]`` in groups; ``C`` is a multiple of 32."""
+class GroupedLinear(PackedLinear):
+    """A linear layer with its weight ``[N, C]`` in groups; ``C`` is a multiple of 32."""
 
-    def __init__(self, weight: Tensor, bits: int) -> None:
-        self.bits, self.dtype, (self.outputs, self.channels) = bits, weight.dtype, weight.shape
-        self._packed = _pack(weight.float(), bits)
+    dtypes = tuple(dtype for dtype in native.DTYPES if dtype.is_floating_point)
+    bits: int
+    dtype: torch.dtype
+    """Of the weight that it gives."""
 
-    @property
-    def nbytes(self) -> int:
-        return self._packed.nbytes
+    @classmethod
+    def held(cls) -> tuple[str, ...]:
+        return "packed", "bits", "dtype"
+
+    def pack(self, weight: Tensor) -> None:
+        self.packed, self.dtype = _pack(weight.float(), self.bits), weight.dtype
 
     def dense(self) -> Tensor:
-        return _unpack(self._packed, self.bits)[: self.outputs].to(self.dtype)
+        return _unpack(self.packed, self.bits)[: self.out_features].to(self.dtype)
 
-    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, rows: Tensor) -> Tensor:
         multiply = _operator if torch.compiler.is_dynamo_compiling() else _multiply
-        out: Tensor = multiply(rows, self._packed, bias, self.outputs, self.bits)
+        out: Tensor = multiply(rows, self.packed, self.bias, self.out_features, self.bits)
         return out
 
-    def applied(self, fn: Callable[[Tensor], Tensor]) -> "GroupedWeight":
+    def pack_applied(self, fn: Callable[[Tensor], Tensor]) -> None:
         like = fn(torch.empty(0, dtype=self.dtype, device="cpu"))
-        if like.device.type != "cpu" or like.dtype not in DTYPES:
-            raise refused(like)
-        made = object.__new__(GroupedWeight)
-        made.__dict__.update(self.__dict__, dtype=like.dtype)
-        return made
+        self.refuse_unpackable(like)
+        self.dtype = like.dtype  # codes stay, and so do their ranges
 
 
 def packs(weight: Tensor) -> bool:
     """Whether a weight can be packed in groups."""
-    return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.shape[1] % GROUP == 0
+    return (
+        weight.device.type == "cpu" and weight.dtype in GroupedLinear.dtypes and weight.shape[1] % GROUP == 0
+    )
 
 
 def _pack(weight: Tensor, bits: int) -> Tensor:
@@ -116,20 +117,22 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits
     if run is None:
         return F.linear(x, _unpack(packed, bits)[:outputs].to(x.dtype), bias)
     x = x.contiguous()
-    out = x.new_empty(len(x), outputs)
-    where: tuple[Any, ...] = (
-        native.address(x, DTYPES, len(x), packed.shape[1] * GROUP),
+    rows, channels = x.shape
+    out = x.new_empty((rows, outputs))
+    call = native.Linear(
+        native.address(x, GroupedLinear.dtypes, rows, packed.shape[1] * GROUP),
         packed.data_ptr(),
         None if bias is None else native.address(bias, x.dtype, outputs),
         out.data_ptr(),
+        *(rows, channels, outputs, bits),
+        *(native.DTYPES[x.dtype], torch.get_num_threads()),
     )
-    sizes = len(x), x.shape[1], outputs, bits
-    run(native.Linear(*where, *sizes, native.DTYPES[x.dtype], torch.get_num_threads()))
+    run(call)
     return out
 
 
 def _shape(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits: int) -> Tensor:
-    return x.new_empty(len(x), outputs)
+    return x.new_empty(x.shape[0], outputs)
 
 
 _operator = operator(

@@ -11,47 +11,44 @@ import torch
 from torch import Tensor
 
 from ..operators import operator
-from .layer import PackedWeight, refused
+from .layer import PackedLinear
 
-DTYPES = torch.float32, torch.bfloat16
 ROWS = 512
 """oneDNN is asked for the layout for so many rows: it is as fast on one as the layout for one."""
 
 
-class OneDnnWeight(PackedWeight):
-    """A weight in oneDNN's layout. torch copies and pickles no such tensor: that is done as rows."""
+class OneDnnLinear(PackedLinear):
+    """A linear layer with its weight in oneDNN's layout."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._blocks: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+    dtypes = torch.float32, torch.bfloat16
 
-    @property
-    def nbytes(self) -> int:
-        return self._blocks.nbytes
+    def pack(self, weight: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
 
     def dense(self) -> Tensor:
-        return self._blocks.to_dense()
+        return self.packed.to_dense()
 
-    def multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+    def multiply(self, rows: Tensor) -> Tensor:
         multiply = _operator if torch.compiler.is_dynamo_compiling() else _multiply
-        out: Tensor = multiply(rows, self._blocks, bias)
+        out: Tensor = multiply(rows, self.packed, self.bias)
         return out
 
-    def applied(self, fn: Callable[[Tensor], Tensor]) -> "OneDnnWeight":
+    def pack_applied(self, fn: Callable[[Tensor], Tensor]) -> None:
         weight = fn(self.dense())
-        if not packs(weight):
-            raise refused(weight)
-        return OneDnnWeight(weight)
+        self.refuse_unpackable(weight)
+        self.pack(weight)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"weight": self.dense()}
+    def __getstate__(self) -> dict[str, Any]:  # torch copies and pickles no tensor in such a layout
+        return {**self.__dict__, "packed": self.dense()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["weight"])  # type: ignore[misc]
+        super().__setstate__(state)
+        self.pack(state["packed"])
 
 
 def packs(weight: Tensor) -> bool:
     """Whether oneDNN has a layout for a weight."""
-    return weight.device.type == "cpu" and weight.dtype in DTYPES
+    return weight.device.type == "cpu" and weight.dtype in OneDnnLinear.dtypes
 
 
 def _multiply(x: Tensor, blocks: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from xquant.linear import pack_weights
 from xquant.linear.layer import PackedLinear
 from xquant.methods import Method
 from xquant.models import AttentionView
+from xquant.steps import OPTIONS
 
 from ..pyramid import Pyramid
 from ..pyramid.cache import PyramidCache
@@ -68,11 +69,14 @@ class Contender(ABC):
         return self._compiled is not None
 
     def prepare(self, packed: bool, compiled: bool, **how: Any) -> None:
-        """Have steps run with packed weights, and compiled; ``how`` is what ``torch.compile`` is told."""
+        """Have steps run with packed weights, and compiled; ``how`` is what ``torch.compile`` is told, as of
+        `compile_steps` otherwise."""
         if packed:
             pack_weights(self.model)
         self.packed = packed
-        self._compiled = torch.compile(self.model, **how) if compiled else None
+        self._compiled = (
+            torch.compile(self.model, **(how or {"options": dict(OPTIONS)})) if compiled else None
+        )
 
     def newest(self) -> tuple[Tensor, Tensor, Tensor]:
         """A random query ``[B, H, 1, D]``, and the key and value ``[B, G, 1, D]`` of its token."""

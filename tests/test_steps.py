@@ -1,0 +1,81 @@
+"""Compiled decode steps: the tokens of those that are not, and prompts as they were."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import DynamicCache
+
+from support.models import pickled, prompt, tiny
+from xquant import KVCache, StaticKVCache, compile_steps
+
+SPEC = "kivi-4bit:group=32"
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "growing": lambda model: KVCache(model, SPEC),
+    "static": lambda model: StaticKVCache(model, SPEC, room=128),
+    "full": lambda model: DynamicCache(config=model.config),
+}
+
+
+@pytest.fixture(autouse=True)
+def _without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs run as they are: to have them compiled takes minutes."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(_compile_eagerly, torch.compile))
+    yield
+    torch._dynamo.reset()
+
+
+def _compile_eagerly(compile_: Callable[..., Any], function: Any, options: dict[str, Any]) -> Any:
+    assert options == {"size_asserts": False}
+    return compile_(function, backend="eager")
+
+
+def tokens(model: Any, cache: Any, length: int = 40) -> torch.Tensor:
+    ids = prompt(2, length)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
+    return model.generate(ids, past_key_values=cache, **given)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_steps_are_compiled_and_prompts_are_not(kind: str) -> None:
+    model = tiny("llama")
+    want = tokens(model, CACHES[kind](model))
+    compile_steps(model)
+    with torch.no_grad():
+        model(prompt(2, 30), past_key_values=CACHES[kind](model))
+    assert not counters["frames"]
+    assert torch.equal(tokens(model, CACHES[kind](model)), want)
+    compiled = counters["frames"]["ok"]
+    assert compiled
+    assert torch.equal(tokens(model, CACHES[kind](model)), want)
+    assert counters["frames"]["ok"] == compiled, "a second text compiles nothing anew"
+    del model.forward
+    assert torch.equal(tokens(model, CACHES[kind](model)), want)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
+def test_a_copy_has_steps_of_its_own(way: Callable[[Any], Any]) -> None:
+    model = tiny("llama")
+    want = tokens(model, CACHES["static"](model))
+    compile_steps(model)
+    compile_steps(model)  # once is enough
+    other = way(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert torch.equal(tokens(other, CACHES["static"](other)), want)
+    assert counters["frames"]["ok"]
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    model = tiny("llama")
+    model.forward = model.forward
+    with pytest.raises(ValueError, match=r"model\.forward was replaced"):
+        compile_steps(model)
+    with pytest.raises(TypeError):
+        compile_steps(torch.nn.Linear(2, 2))
