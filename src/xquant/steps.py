@@ -1,18 +1,17 @@
 """Decode steps that run compiled, of ``generate()`` and of whoever gives a model one token at a time."""
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from .linear.joined import Joined
 from .models import view_model
+from .models.names import LISTS
 from .seam.inputs import tokens_among
-
-OPTIONS = {"size_asserts": False}
-"""Of inductor. It asserts the sizes and strides of every tensor that an operator returns, in each step, which
-takes a tenth of a small model's."""
 
 
 def compile_steps(model: nn.Module) -> None:
@@ -21,6 +20,9 @@ def compile_steps(model: nn.Module) -> None:
     A step is a call with one new token of each sequence. Other calls run as before, so that prompts of many
     lengths compile nothing. A step is compiled when it first runs, once for every kind of cache, which takes
     from some seconds to a few minutes. ``del model.forward`` undoes it.
+
+    What is within the decoder's layers is looked at when a step is compiled, and not again before each step.
+    After weights were packed or adapters switched, call this once more: steps are then compiled anew.
 
     Args:
         model: a causal language model of transformers.
@@ -39,10 +41,15 @@ def compile_steps(model: nn.Module) -> None:
     view_model(model)
     own = vars(model).get("forward")
     if isinstance(own, CompiledSteps):
-        return
-    if own is not None:
+        torch.compiler.reset()
+    elif own is not None:
         raise ValueError("model.forward was replaced, as by accelerate or torch.compile: undo that first")
     model.forward = CompiledSteps(model)
+
+
+def has_compiled_steps(model: nn.Module | None) -> bool:
+    """Whether the steps of a model are those of `compile_steps`."""
+    return model is not None and isinstance(vars(model).get("forward"), CompiledSteps)
 
 
 class CompiledSteps:
@@ -57,10 +64,11 @@ class CompiledSteps:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tokens = tokens_among(args, kwargs)
-        if tokens is None or tokens.shape[1] != 1 or torch.compiler.is_compiling():
+        one = tokens is not None and tokens.shape[1] == 1 and not self._model.training
+        if not one or torch.compiler.is_compiling():
             return self._forward(self._model, *args, **kwargs)
         if self._compiled is None:
-            self._compiled = torch.compile(self._forward, options=dict(OPTIONS))
+            self._compiled = torch.compile(self._forward, options=_options())
         return self._compiled(self._model, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,3 +76,21 @@ class CompiledSteps:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["model"])  # type: ignore[misc]
+
+
+def _options() -> dict[str, Any]:
+    """Of a step, sizes of what operators return are not asserted, and what layers are made of is not looked
+    at, but for their hooks, by which caches come and go. Products of one input are one operator."""
+    options: dict[str, Any] = {"size_asserts": False, "post_grad_custom_pre_pass": Joined()}
+    if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that lets guards be chosen
+        options["guard_filter_fn"] = _guards
+    return options
+
+
+def _guards(found: Sequence[Any]) -> list[bool]:
+    """Which guards are asked before every step."""
+    return ["hook" in guard.name or not any(part in guard.name for part in _WITHIN) for guard in found]
+
+
+_WITHIN = [f"._modules['{name}']._modules[" for name in LISTS]
+"""What Dynamo's names of layers have in them."""

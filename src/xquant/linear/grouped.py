@@ -12,8 +12,9 @@ has ``2p`` channels (``p`` = 16 / bits), of which ``2i`` is in the lower half fr
 the codes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,26 +114,39 @@ def _native() -> Callable[[native.Linear], None] | None:
 
 
 def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits: int) -> Tensor:
+    return _multiply_joined(x, [packed], [bias], [outputs], bits)[0]
+
+
+def _multiply_joined(
+    x: Tensor, packed: Sequence[Tensor], biases: Sequence[Tensor | None], outputs: Sequence[int], bits: int
+) -> list[Tensor]:
     run = _native()
     if run is None:
-        return F.linear(x, _unpack(packed, bits)[:outputs].to(x.dtype), bias)
+        each = zip(packed, biases, outputs, strict=True)
+        return [F.linear(x, _unpack(one, bits)[:count].to(x.dtype), bias) for one, bias, count in each]
     x = x.contiguous()
     rows, channels = x.shape
-    out = x.new_empty((rows, outputs))
     call = native.Linear(
-        native.address(x, GroupedLinear.dtypes, rows, packed.shape[1] * GROUP),
-        packed.data_ptr(),
-        None if bias is None else native.address(bias, x.dtype, outputs),
-        out.data_ptr(),
-        *(rows, channels, outputs, bits),
-        *(native.DTYPES[x.dtype], torch.get_num_threads()),
+        native.address(x, GroupedLinear.dtypes, rows, packed[0].shape[1] * GROUP),
+        *(rows, channels, bits, native.DTYPES[x.dtype], torch.get_num_threads(), len(packed)),
     )
+    found = []
+    for weight, bias, count, part in zip(packed, biases, outputs, call.parts, strict=False):
+        out = x.new_empty((rows, count))
+        part.packed, part.out, part.outputs = weight.data_ptr(), out.data_ptr(), count
+        if bias is not None:
+            part.bias = native.address(bias, x.dtype, count)
+        found.append(out)
     run(call)
-    return out
+    return found
 
 
 def _shape(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits: int) -> Tensor:
     return x.new_empty(x.shape[0], outputs)
+
+
+def _shapes(x: Tensor, packed: Any, biases: Any, outputs: Sequence[int], bits: int) -> list[Tensor]:
+    return [x.new_empty(x.shape[0], count) for count in outputs]
 
 
 _operator = operator(
@@ -142,3 +156,12 @@ _operator = operator(
     _shape,
 )
 """`_multiply` as the compiler takes it."""
+_joined = operator(
+    "linear_joined",
+    "(Tensor x, Tensor[] packed, Tensor?[] biases, int[] outputs, int bits) -> Tensor[]",
+    _multiply_joined,
+    _shapes,
+)
+GROUPED, JOINED = _operator, _joined
+MOST = native.LINEAR_PARTS
+"""Weights that are multiplied with one input in one go."""

@@ -18,7 +18,7 @@ from xquant.linear import pack_weights
 from xquant.linear.layer import PackedLinear
 from xquant.methods import Method
 from xquant.models import AttentionView
-from xquant.steps import OPTIONS
+from xquant.steps import compile_steps, has_compiled_steps
 
 from ..pyramid import Pyramid
 from ..pyramid.cache import PyramidCache
@@ -66,17 +66,18 @@ class Contender(ABC):
     @property
     def compiled(self) -> bool:
         """Whether steps run compiled."""
-        return self._compiled is not None
+        return self._compiled is not None or has_compiled_steps(self.model)
 
     def prepare(self, packed: bool, compiled: bool, **how: Any) -> None:
-        """Have steps run with packed weights, and compiled; ``how`` is what ``torch.compile`` is told, as of
-        `compile_steps` otherwise."""
+        """Have steps run with packed weights, and compiled: by `compile_steps`, or by ``torch.compile`` as
+        ``how`` says."""
         if packed:
             pack_weights(self.model)
         self.packed = packed
-        self._compiled = (
-            torch.compile(self.model, **(how or {"options": dict(OPTIONS)})) if compiled else None
-        )
+        if compiled and how:
+            self._compiled = torch.compile(self.model, **how)
+        elif compiled and not has_compiled_steps(self.model):
+            compile_steps(self.model)
 
     def newest(self) -> tuple[Tensor, Tensor, Tensor]:
         """A random query ``[B, H, 1, D]``, and the key and value ``[B, G, 1, D]`` of its token."""

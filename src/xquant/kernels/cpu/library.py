@@ -170,11 +170,21 @@ class RankedAttend(Structure):
     ]
 
 
+LINEAR_PARTS = 4
+"""As ``XQ_LINEAR_PARTS``."""
+
+
+class LinearPart(Structure):
+    __slots__ = ()
+    _fields_ = [*((name, c_void_p) for name in ("packed", "bias", "out")), ("outputs", c_int64)]
+
+
 class Linear(Structure):
     __slots__ = ()
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "packed", "bias", "out")),
-        *((name, c_int32) for name in ("rows", "channels", "outputs", "bits", "dtype", "threads")),
+        ("x", c_void_p),
+        *((name, c_int32) for name in ("rows", "channels", "bits", "dtype", "threads", "count")),
+        ("parts", LinearPart * LINEAR_PARTS),
     ]
 
 

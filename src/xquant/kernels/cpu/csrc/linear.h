@@ -91,14 +91,13 @@ inline void multiply_tile(const uint8_t* packed, const RoundedRows& x, int first
 }
 
 template <int BITS, int DTYPE, int ROWS>
-inline void multiply_rows(const xq_linear& call, const RoundedRows& x, int tile, int first) {
-    const int start = tile * WEIGHT_LANES, count = std::min(WEIGHT_LANES, call.outputs - start);
+inline void multiply_rows(const xq_linear_part& part, const RoundedRows& x, int tile, int first) {
+    const int start = tile * WEIGHT_LANES, count = std::min(WEIGHT_LANES, (int)part.outputs - start);
     const size_t size = (size_t)x.groups * (BITS == 4 ? 320 : 544);
     Floats y[ROWS];
-    for (auto& row : y) row = call.bias ? load_as<DTYPE>(call.bias, start, count) : broadcast_float(0);
-    multiply_tile<BITS, ROWS>(call.packed + tile * size, x, first, y);
-    for (int r = 0; r < ROWS; r++)
-        store_as<DTYPE>(call.out, (int64_t)(first + r) * call.outputs + start, y[r], count);
+    for (auto& row : y) row = part.bias ? load_as<DTYPE>(part.bias, start, count) : broadcast_float(0);
+    multiply_tile<BITS, ROWS>(part.packed + tile * size, x, first, y);
+    for (int r = 0; r < ROWS; r++) store_as<DTYPE>(part.out, (first + r) * part.outputs + start, y[r], count);
 }
 
 template <int BITS, int DTYPE>
@@ -106,15 +105,22 @@ inline int multiply_all(const xq_linear& call) {
     static thread_local Workspace workspace;
     if (!workspace.reserve(RoundedRows::bytes(call.rows, call.channels))) return XQ_NO_MEMORY;
     const RoundedRows x(workspace, call.rows, call.channels);
-    const int tiles = (call.outputs + WEIGHT_LANES - 1) / WEIGHT_LANES, threads = std::max(call.threads, 1);
+    const int threads = std::max(call.threads, 1);
+    int ends[XQ_LINEAR_PARTS], tiles = 0;
+    for (int i = 0; i < call.count; i++)
+        ends[i] = tiles += (int)(call.parts[i].outputs + WEIGHT_LANES - 1) / WEIGHT_LANES;
 #pragma omp parallel for num_threads(threads) schedule(static) if (call.rows > 8)
     for (int r = 0; r < call.rows; r++) round_row<DTYPE>(call.x, r, x);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int number = 0; number < tiles; number++) {
+        int i = 0;
+        while (number >= ends[i]) i++;
+        const xq_linear_part& part = call.parts[i];
+        const int tile = number - (i ? ends[i - 1] : 0);
         int r = 0;
-        for (; r + MAX_ROWS <= call.rows; r += MAX_ROWS) multiply_rows<BITS, DTYPE, MAX_ROWS>(call, x, tile, r);
-        for (; r + 2 <= call.rows; r += 2) multiply_rows<BITS, DTYPE, 2>(call, x, tile, r);
-        for (; r < call.rows; r++) multiply_rows<BITS, DTYPE, 1>(call, x, tile, r);
+        for (; r + MAX_ROWS <= call.rows; r += MAX_ROWS) multiply_rows<BITS, DTYPE, MAX_ROWS>(part, x, tile, r);
+        for (; r + 2 <= call.rows; r += 2) multiply_rows<BITS, DTYPE, 2>(part, x, tile, r);
+        for (; r < call.rows; r++) multiply_rows<BITS, DTYPE, 1>(part, x, tile, r);
     }
     return XQ_DONE;
 }

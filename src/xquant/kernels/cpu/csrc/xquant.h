@@ -219,12 +219,17 @@ typedef struct {
     int32_t value_dtype, unused;
 } xq_ranked_attend;
 
-// xq_linear: products of rows with a packed weight (linear.h, linear/grouped.py).
+// xq_linear: products of rows with packed weights (linear.h, linear/grouped.py).
+enum { XQ_LINEAR_PARTS = 4 };
 typedef struct {
-    const void *x;          // [rows, channels]
     const uint8_t *packed;
-    const void *bias;       // [outputs]; null: none
-    void *out;              // [rows, outputs]
-    int32_t rows, channels, outputs, bits;  // of codes, 4 or 8
-    int32_t dtype, threads;                 // of x, bias and out
+    const void *bias;  // [outputs]; null: none
+    void *out;         // [rows, outputs]
+    int64_t outputs;
+} xq_linear_part;
+typedef struct {
+    const void *x;     // [rows, channels]
+    int32_t rows, channels, bits;   // of codes, 4 or 8
+    int32_t dtype, threads, count;  // of x, biases and outputs; of parts
+    xq_linear_part parts[XQ_LINEAR_PARTS];
 } xq_linear;
