@@ -17,6 +17,7 @@ from xquant import KVCache, load_model, pack_weights, unpack_weights
 from xquant.linear.grouped import GroupedLinear
 from xquant.linear.layer import PackedLinear
 from xquant.load import packaged_gguf
+from xquant.models import view_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 EACH = pytest.mark.parametrize("bits", [None, 4, 8])
@@ -157,6 +158,18 @@ def test_caches_work_as_before(bits: int | None, spec: str) -> None:
     unpack_weights(model)
     assert not names_packed(model)
     assert torch.equal(model(ids).logits, plain(bits)(ids).logits)
+
+
+@torch.no_grad()
+@EACH
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_a_packed_model_is_seen_as_what_it_was(family: str, bits: int | None) -> None:
+    model = packed(family, bits=bits)
+    found = view_model(model)
+    unpack_weights(model)
+    for ours, theirs in zip(found.layers, view_model(model).layers, strict=True):
+        assert (ours.key_module, ours.key_norm) == (theirs.key_module, theirs.key_norm)
+        assert (ours.unknown_keys, ours.unknown_values) == ("", "")
 
 
 @torch.no_grad()

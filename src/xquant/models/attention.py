@@ -182,7 +182,8 @@ def _reads(module: nn.Module, given: probe.Given) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return all(parameter.dim() < 2 for parameter in module.parameters()) or "Norm" in type(module).__name__
+    small = all(parameter.dim() < 2 for parameter in module.parameters())
+    return (small and not isinstance(module, nn.Linear)) or "Norm" in type(module).__name__
 
 
 def _placed(
