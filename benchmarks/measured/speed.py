@@ -24,15 +24,16 @@ def decode() -> str:
 def front() -> str:
     """SmolLM2 on two threads: a token of what is recommended for decoding, beside the strongest others."""
     contexts = ("2k", "8k", "32k")
-    plain = [by_method(f"bench-smollm2-{each}") for each in contexts]
-    compiled = [{}, *(by_method(f"bench-compiled-{each}") for each in ("peers-8k", "smollm2-32k"))]
+    plain, stored = (
+        [by_method(f"{name}-{each}") for each in contexts] for name in ("bench-smollm2", "step-peers")
+    )
     lines = (
         ("full cache, the fastest of transformers' settings", "full", plain),
         (f"{code(USUAL)}", USUAL, plain),
-        ("full cache, compiled model", "full", compiled),
-        (f"{code(USUAL)}, compiled model, static cache", f"{USUAL} static", compiled),
-        ("llama.cpp, f16 cache, weights in 4 bits", "llama.cpp-f16", plain),
-        ("OpenVINO GenAI, f16 cache, weights in 4 bits", "openvino-f16", plain),
+        ("full cache, weights in 4 bits, compiled", "full", stored),
+        (f"{code(USUAL)}, weights in 4 bits, compiled, static cache", f"{USUAL} static", stored),
+        ("llama.cpp, f16 cache, weights in 4 bits", "llama.cpp-f16", stored),
+        ("OpenVINO GenAI, f16 cache, weights in 4 bits", "openvino-f16", stored),
     )
     body = [
         [name, *(f"{found[row]['ms_per_token']:.0f}" if row in found else "" for found in times)]
@@ -85,6 +86,12 @@ def compiled_32k() -> str:
         for m, row in by_method("bench-compiled-smollm2-32k").items()
     ]
     return markdown(head, body)
+
+
+@table
+def peers_4_bits() -> str:
+    """The same where all have the packaged file's weights in 4 bits, in bf16, compiled."""
+    return _beside(**{"2K": "step-peers-2k", "8K": "step-peers-8k", "32K": "step-peers-32k"})
 
 
 def _beside(**files: str) -> str:

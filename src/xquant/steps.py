@@ -89,8 +89,10 @@ def _options() -> dict[str, Any]:
 
 def _guards(found: Sequence[Any]) -> list[bool]:
     """Which guards are asked before every step."""
-    return ["hook" in guard.name or not any(part in guard.name for part in _WITHIN) for guard in found]
+    return [_HOOKS in guard.name or not any(part in guard.name for part in _WITHIN) for guard in found]
 
 
 _WITHIN = [f"._modules['{name}']._modules[" for name in LISTS]
 """What Dynamo's names of layers have in them."""
+_HOOKS = "._forward_"
+"""What those of hooks have that a step runs: those of gradients it does not."""

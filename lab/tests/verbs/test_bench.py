@@ -111,3 +111,16 @@ def test_bench_finds_the_largest_batch(run):
 def test_bench_refuses_in_one_line(run, arguments, words):
     status, out, err = run("bench", *arguments)
     assert (status, out) == (2, "") and words in err and err.count("\n") == 1
+
+
+def test_weights_in_fewer_bits(run, model):
+    asked = ("bench", model, "--method", "kivi-4bit:group=8", "--context", 20, "--rounds", 1)
+    asked += ("--device", "cpu", "--weights-bits", 8)
+    status, out, err = run(*asked, "--json", "-")
+    assert (status, err) == (0, "")
+    assert [row["weights_bits"] for row in json.loads(out)] == [8, 8]
+    for more in ("--packed", "--shape"):
+        bad = ("bench", "--shape", "smollm2", *asked[2:]) if more == "--shape" else (*asked, more)
+        status, out, err = run(*bad)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "--weights-bits" in err

@@ -33,6 +33,14 @@ def test_a_finished_part_of_a_run_is_not_measured_again(run, model, text, tmp_pa
     assert len(list((tmp_path / "parts").iterdir())) == 2
 
 
+def test_weights_in_fewer_bits_are_another_model(run, model, text, tmp_path):
+    asked = ("perplexity", model, "--text", text, "--context", 40, "--windows", 2, "--json", "-")
+    asked += ("--resume", tmp_path / "parts", "--method", "full", "--device", "cpu")
+    rows = [json.loads(run(*asked, *more)[1])[0] for more in ((), ("--weights-bits", 4), ())]
+    assert [row["weights_bits"] for row in rows] == [None, 4, None]
+    assert rows[0]["window_nll"] == rows[2]["window_nll"] != rows[1]["window_nll"]
+
+
 @pytest.mark.parametrize("content", ["[]", "null", '{"name": "a", "rows": [{"nll": "1"}]}'])
 def test_a_part_of_a_run_that_is_something_else_is_measured_again(run, model, text, tmp_path, content):
     asked = ("perplexity", model, "--text", text, "--context", 40, "--windows", 1, "--json", "-")

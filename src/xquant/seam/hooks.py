@@ -304,12 +304,14 @@ class Attachment(Attached):
             raise refused("states are collected in it")
         if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             raise refused("gradients are recorded; call the model under torch.no_grad()")
-        if any(hooks.passes_on is None for hooks in self.hooks.values()):
+        passing = [hooks.passes_on for hooks in self.hooks.values()]
+        if None in passing:
             with torch.no_grad():
                 module(*replaced(args, cache), **replaced(kwargs, cache))
-        for hooks in self.hooks.values():
-            if not hooks.passes_on:
-                raise refused(f"layer {hooks.index} has {hooks.why_whole}")
+            passing = [hooks.passes_on for hooks in self.hooks.values()]
+        if not all(passing):
+            hooks = next(hooks for hooks in self.hooks.values() if not hooks.passes_on)
+            raise refused(f"layer {hooks.index} has {hooks.why_whole}")
 
     # -- a cache asks at a layer ---------------------------------------------------------------
 
