@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from support.models import pickled, prompt, saved, tiny
 from xquant import KVCache, load_model, pack_weights, unpack_weights
-from xquant.linear.grouped import GroupedLinear
 from xquant.linear.layer import PackedLinear
 from xquant.load import packaged_gguf
 from xquant.models import view_model
@@ -37,14 +34,6 @@ def plain(bits: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
     model = packed(dtype=dtype, bits=bits)
     unpack_weights(model)
     return model
-
-
-def grouped(weight: torch.Tensor, bits: int, bias: torch.Tensor | None = None) -> Any:
-    """A layer with this weight ``[N, C]`` in groups."""
-    layer: Any = nn.Linear(*weight.T.shape, bias=False)
-    layer.weight, layer.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
-    GroupedLinear.take(layer, bits=bits)
-    return layer
 
 
 def names_packed(model: nn.Module) -> set[str]:
@@ -71,44 +60,6 @@ def test_outputs_in_fewer_bits_are_those_of_rounded_weights(family: str, bits: i
     assert not names_packed(model)
     assert (found - model(ids).logits).norm() < CLOSE * exact.norm()
     assert CLOSE * exact.norm() < (found - exact).norm() < loss * exact.norm()
-
-
-@given(
-    outputs=st.integers(1, 40),
-    groups=st.integers(1, 5),
-    rows=st.integers(1, 20),
-    bits=st.sampled_from([4, 8]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    bias=st.booleans(),
-    size=st.sampled_from([0.05, 1.0, 100.0]),
-)
-def test_products_are_those_of_what_codes_mean(
-    outputs: int, groups: int, rows: int, bits: int, dtype: torch.dtype, bias: bool, size: float
-) -> None:
-    torch.manual_seed(outputs + rows)
-    weight = size * torch.randn(outputs, 32 * groups)
-    numbers = grouped(weight, bits).weight
-    step = weight.view(outputs, groups, 32).aminmax(dim=-1)
-    width = (step.max - step.min) / 15 if bits == 4 else 2 * weight.view_as(numbers).abs().amax() / 127
-    assert ((numbers - weight).view(outputs, groups, 32).abs().amax(-1) <= 0.6 * width + 1e-3 * size).all()
-    assert torch.equal(grouped(numbers, bits).weight, numbers)
-
-    x, added = torch.randn(rows, 32 * groups).to(dtype), torch.randn(outputs).to(dtype) if bias else None
-    with torch.no_grad():
-        found = grouped(numbers, bits, added).to(dtype)(x)
-    want = x.double() @ numbers.double().T + (0 if added is None else added.double())
-    error = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
-    assert found.dtype == dtype
-    bound = x.double().abs() @ numbers.double().abs().T + want.abs()
-    assert ((found.double() - want).abs() <= error * bound + 1e-6 * size).all()
-
-
-def test_nothing_of_a_row_that_is_not_finite_looks_like_a_number() -> None:
-    x = torch.randn(3, 64)
-    x[0, 3], x[1, 40] = torch.nan, torch.inf
-    with torch.no_grad():
-        found = grouped(torch.randn(32, 64), 4)(x)
-    assert found.isfinite().all(1).tolist() == [False, False, True]
 
 
 @pytest.mark.smollm2
