@@ -161,8 +161,9 @@ def _module(module: nn.Module, path: str, apart: Collection[int]) -> Iterator[Pa
     for child in module._modules.values():
         named: Any = getattr(child, "items", {}.items)()
         apart = {*apart, *(id(part) for name, part in named if name in idle)}
-    packed = isinstance(module, PackedLinear)  # computes what the layer did before
-    yield f"{path} is {nn.Linear.__name__ if packed else type(module).__name__}"
+    # A packed layer computes what it did before.
+    kind = nn.Linear if isinstance(module, PackedLinear) else type(module)
+    yield f"{path} is {kind.__name__}"
     held = {name: value for name, value in vars(module).items() if _counts(name)}
     held |= {**module._parameters, **module._buffers}
     if isinstance(module, PackedLinear):

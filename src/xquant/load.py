@@ -89,7 +89,8 @@ def load_model(
         model = repeat_kv_heads(model)
     if stored:
         pack_weights(model, bits=4)
-    return model.eval().to(device or "cpu", dtype), tokenizer
+        model = model.to(dtype)
+    return model.eval().to(device or "cpu"), tokenizer
 
 
 def repeat_kv_heads(model: Any) -> Any:

@@ -71,11 +71,8 @@ class CompiledSteps:
             self._compiled = torch.compile(self._forward, options=_options())
         return self._compiled(self._model, *args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self._model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["model"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledSteps, (self._model,)
 
 
 def _options() -> dict[str, Any]:

@@ -4,6 +4,7 @@ A decode step multiplies every weight with one row, so it takes as long as readi
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,10 +55,10 @@ def pack_weights(model: nn.Module, bits: int | None = None) -> None:
         raise ValueError(f"weights are packed in 4 or 8 bits, not in {bits}")
     if bits is None and not torch.backends.mkldnn.is_available():
         raise ValueError("weights are packed by oneDNN, which this build of torch does not have")
-    model = compat.uncompiled(model)
-    read = set(_read_by_methods(model))
-    output = model.get_output_embeddings()  # type: ignore[operator]
-    for module in model.modules():
+    network: Any = compat.uncompiled(model)
+    read = set(_read_by_methods(network))
+    output = network.get_output_embeddings()
+    for module in network.modules():
         own = "forward" in vars(module)  # accelerate's, which also brings offloaded weights in
         if type(module) is not nn.Linear or own or type(module.weight) is not nn.Parameter:
             continue  # torchao's weights are of other types

@@ -48,7 +48,7 @@ class GroupedLinear(PackedLinear):
         return _unpack(self.packed, self.bits)[: self.out_features].to(self.dtype)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        multiply = _operator if torch.compiler.is_dynamo_compiling() else _multiply
+        multiply = GROUPED if torch.compiler.is_dynamo_compiling() else _multiply
         out: Tensor = multiply(rows, self.packed, self.bias, self.out_features, self.bits)
         return out
 
@@ -70,24 +70,18 @@ def _pack(weight: Tensor, bits: int) -> Tensor:
     groups = F.pad(weight, (0, 0, 0, -outputs % LANES)).view(-1, LANES, channels // GROUP, GROUP)
     if bits == 4:
         low, high = groups.aminmax(dim=-1)
-        scale, zero = (high - low) / 15, low
-        ranges = torch.stack((scale, zero), 2)
+        ranges = torch.stack(((high - low) / 15, low), 2)
     else:
-        scale = groups.abs().amax(-1) / 127
-        zero = -128 * scale
-        ranges = scale[:, :, None]
+        ranges = groups.abs().amax(-1)[:, :, None] / 127
     # Ranges [tiles, lanes, kinds, groups], in fp16 from here on.
     ranges = ranges.clamp(-FP16_MAX, FP16_MAX).half()
     scale = ranges[:, :, 0].float()
     zero = ranges[:, :, 1].float() if bits == 4 else -128 * scale
     whole = (groups - zero[..., None]) / scale[..., None].where(scale[..., None] > 0, 1)
     codes = whole.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
-    pairs = 16 // bits
-    lanes = codes.view(*codes.shape[:3], -1, pairs, 2).to(
-        torch.int32
-    )  # [tiles, lanes, groups, vectors, pairs, 2]
-    places = torch.tensor([[bits * i, 16 + bits * i] for i in range(pairs)], dtype=torch.int32, device="cpu")
-    words = (lanes << places).sum((-2, -1)).to(torch.int32)
+    # [tiles, lanes, groups, vectors, pairs, 2]
+    lanes = codes.view(*codes.shape[:3], -1, 16 // bits, 2).to(torch.int32)
+    words = (lanes << _places(bits)).sum((-2, -1)).to(torch.int32)
     words = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
     return torch.cat((words, ranges.permute(0, 3, 2, 1).contiguous().view(torch.uint8).flatten(2)), -1)
 
@@ -95,16 +89,22 @@ def _pack(weight: Tensor, bits: int) -> Tensor:
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """fp32 ``[N, C]``, ``N`` a multiple of 16."""
     tiles, groups, _ = packed.shape
-    pairs = 16 // bits
     size = GROUP * LANES * bits // 8
     words = packed[..., :size].contiguous().view(torch.int32).view(tiles, groups, -1, LANES)
-    places = torch.tensor([[bits * i, 16 + bits * i] for i in range(pairs)], dtype=torch.int32, device="cpu")
-    codes = (words[..., None, None] >> places) & (2**bits - 1)  # [tiles, groups, vectors, lanes, pairs, 2]
+    codes = (words[..., None, None] >> _places(bits)) & (
+        2**bits - 1
+    )  # [tiles, groups, vectors, lanes, pairs, 2]
     codes = codes.permute(0, 3, 1, 2, 4, 5).reshape(tiles, LANES, groups, GROUP)
     ranges = packed[..., size:].contiguous().view(torch.float16).view(tiles, groups, -1, LANES).float()
     scale = ranges[:, :, 0].mT[..., None]
     zero = ranges[:, :, 1].mT[..., None] if bits == 4 else -128 * scale
     return (codes * scale + zero).reshape(tiles * LANES, groups * GROUP)
+
+
+def _places(bits: int) -> Tensor:
+    """The bits of a lane from which each of its pairs of codes lie, int32 ``[pairs, 2]``."""
+    low = torch.arange(0, 16, bits, dtype=torch.int32, device="cpu")
+    return torch.stack((low, low + 16), 1)
 
 
 @cache
@@ -149,19 +149,18 @@ def _shapes(x: Tensor, packed: Any, biases: Any, outputs: Sequence[int], bits: i
     return [x.new_empty(x.shape[0], count) for count in outputs]
 
 
-_operator = operator(
+GROUPED = operator(
     "linear_grouped",
     "(Tensor x, Tensor packed, Tensor? bias, int outputs, int bits) -> Tensor",
     _multiply,
     _shape,
 )
 """`_multiply` as the compiler takes it."""
-_joined = operator(
+JOINED = operator(
     "linear_joined",
     "(Tensor x, Tensor[] packed, Tensor?[] biases, int[] outputs, int bits) -> Tensor[]",
     _multiply_joined,
     _shapes,
 )
-GROUPED, JOINED = _operator, _joined
 MOST = native.LINEAR_PARTS
 """Weights that are multiplied with one input in one go."""

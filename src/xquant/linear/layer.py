@@ -1,8 +1,4 @@
-"""A linear layer whose weight is packed: an ``nn.Linear`` that became one in place.
-
-What it holds lies in the module itself, as a tensor and numbers: Dynamo looks at those of a module in one
-go, and at other objects one by one before every step.
-"""
+"""A linear layer whose weight is packed: an ``nn.Linear`` that became one in place."""
 
 from abc import abstractmethod
 from collections.abc import Callable

@@ -101,12 +101,11 @@ class StaticLayer(PagedPast, PastLayer):
         """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
         padding, and each comes before the next."""
         self._check_dtype(call.key, call.value)
-        one = call.query.shape[2] == 1  # then fewer views do, in a step that makes some for every layer
-        query, key, value = (t.squeeze(2) if one else t.transpose(1, 2).flatten(0, 1) for t in call[:3])
-        out = query.new_empty(query.shape)
+        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
         rows = call._replace(query=query, key=key, value=value, mask=None, sink_logits=None)
         self.attend_in_place(rows, sequences, out)
-        return out.unsqueeze(1) if one else out.unflatten(0, (call.query.shape[0], -1))
+        return out.unflatten(0, (call.query.shape[0], -1))
 
     def append(self, key: Tensor, value: Tensor) -> Tensor:
         """Keep the newest tokens: pack whole blocks, and give the others to rings in `fill_rings`.
