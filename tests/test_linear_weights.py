@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from support.models import pickled, prompt, saved, tiny
 from xquant import KVCache, load_model, pack_weights, unpack_weights
+from xquant.linear import onednn
 from xquant.linear.layer import PackedLinear
 from xquant.load import packaged_gguf
 from xquant.models import view_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+BFLOAT16 = pytest.mark.skipif(bool(onednn.why_not(torch.bfloat16)), reason="no AVX-512")
 EACH = pytest.mark.parametrize("bits", [None, 4, 8])
 CLOSE = 1e-3
 """Of logits, what rounding rows to 15 bits makes of the norm."""
@@ -43,7 +45,9 @@ def names_packed(model: nn.Module) -> set[str]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "deepseek_v3"])
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-4), (torch.bfloat16, 0.0)])
+@pytest.mark.parametrize(
+    "dtype, close", [(torch.float32, 1e-4), pytest.param(torch.bfloat16, 0.0, marks=BFLOAT16)]
+)
 def test_outputs_are_those_of_ordinary_weights(family: str, dtype: torch.dtype, close: float) -> None:
     ids = prompt(2, 9)
     want = tiny(family, **WIDE).to(dtype)(ids).logits
@@ -141,8 +145,18 @@ def test_packed_models_are_saved_as_ordinary_ones(tmp_path: Path, bits: int | No
     assert torch.equal(loaded(prompt()).logits, ordinary(prompt()).logits)
 
 
+def test_bfloat16_is_refused_where_onednn_multiplies_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    model = tiny("llama").to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"multiplies no bfloat16 on this CPU.*float32, or"):
+        pack_weights(model)
+    assert not names_packed(model)
+    with pytest.raises(ValueError, match="multiplies no bfloat16 on this CPU"):
+        packed().to(torch.bfloat16)
+
+
 @torch.no_grad()
-@EACH
+@pytest.mark.parametrize("bits", [pytest.param(None, marks=BFLOAT16), 4, 8])
 def test_a_cast_packs_anew_and_what_cannot_be_packed_is_refused(bits: int | None) -> None:
     model = packed(bits=bits).to(torch.bfloat16)
     want = plain(bits).to(torch.bfloat16)(prompt()).logits

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from support.models import pickled, prompt, tiny
-from xquant import KVCache, StaticKVCache, compile_steps, detach, pack_weights
+from xquant import KVCache, StaticKVCache, compile_steps, detach, pack_weights, uncompile_steps
 
 SPEC = "kivi-4bit:group=32"
 CACHES: dict[str, Callable[[Any], Any]] = {
@@ -55,7 +55,7 @@ def test_steps_are_compiled_and_prompts_are_not(kind: str) -> None:
     assert compiled
     assert torch.equal(tokens(model, CACHES[kind](model)), want)
     assert counters["frames"]["ok"] == compiled, "a second text compiles nothing anew"
-    del model.forward
+    uncompile_steps(model)
     assert torch.equal(tokens(model, CACHES[kind](model)), want)
 
 
@@ -73,8 +73,8 @@ def test_a_copy_has_steps_of_its_own(way: Callable[[Any], Any]) -> None:
 
 def test_what_cannot_be_compiled_is_refused() -> None:
     model = tiny("llama")
-    model.forward = model.forward
-    with pytest.raises(ValueError, match=r"model\.forward was replaced"):
+    model.model.forward = model.model.forward
+    with pytest.raises(ValueError, match="the decoder's forward was replaced"):
         compile_steps(model)
     with pytest.raises(TypeError):
         compile_steps(torch.nn.Linear(2, 2))
@@ -88,7 +88,7 @@ def test_what_layers_are_made_of_is_looked_at_anew_when_asked() -> None:
     compile_steps(model)
     found = tokens(model, CACHES["static"](model))
     compiled = counters["frames"]["ok"]
-    del model.forward
+    uncompile_steps(model)
     assert torch.equal(tokens(model, CACHES["static"](model)), found)
     assert counters["frames"]["ok"] == compiled
 
@@ -103,5 +103,5 @@ def test_caches_come_and_go() -> None:
     detach(model)
     assert torch.equal(tokens(model, CACHES["full"](model)), want)
     first = tokens(model, CACHES["static"](model))
-    del model.forward
+    uncompile_steps(model)
     assert torch.equal(tokens(model, CACHES["static"](model)), first)

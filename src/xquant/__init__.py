@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .saved.resting import SavedCache
     from .seam.hooks import attach, detach
     from .spec import parse_method
-    from .steps import compile_steps
+    from .steps import compile_steps, uncompile_steps
 
 __version__ = "0.1.0"
 
@@ -85,6 +85,7 @@ __all__ = [
     "pack_weights",
     "parse_method",
     "register",
+    "uncompile_steps",
     "unpack_weights",
 ]
 
@@ -101,7 +102,7 @@ _HOMES = {
     "StaticKVCache": "cache.static",
     "load_model": "load",
     **dict.fromkeys(("pack_weights", "unpack_weights"), "linear"),
-    "compile_steps": "steps",
+    **dict.fromkeys(("compile_steps", "uncompile_steps"), "steps"),
     "parse_method": "spec",
 }
 

@@ -1,17 +1,16 @@
 """Decode steps that run compiled, of ``generate()`` and of whoever gives a model one token at a time."""
 
-import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from .linear.joined import Joined
-from .models import view_model
+from .models import find_decoder, view_model
 from .models.names import LISTS
-from .seam.inputs import tokens_among
+from .operators import call_directly
+from .seam.compiled_steps import CompiledSteps, steps_of
 
 
 def compile_steps(model: nn.Module) -> None:
@@ -19,7 +18,7 @@ def compile_steps(model: nn.Module) -> None:
 
     A step is a call with one new token of each sequence. Other calls run as before, so that prompts of many
     lengths compile nothing. A step is compiled when it first runs, once for every kind of cache, which takes
-    from some seconds to a few minutes. ``del model.forward`` undoes it.
+    from some seconds to a few minutes. `uncompile_steps` undoes it.
 
     What is within the decoder's layers is looked at when a step is compiled, and not again before each step.
     After weights were packed or adapters switched, call this once more: steps are then compiled anew.
@@ -29,55 +28,46 @@ def compile_steps(model: nn.Module) -> None:
 
     Raises:
         TypeError: ``model`` is not a transformers model.
-        ValueError: its ``forward`` was replaced by something else, or the model cannot be served.
+        ValueError: the ``forward`` of its decoder was replaced, or the model cannot be served.
 
     Examples:
-        >>> from xquant import StaticKVCache, compile_steps
+        >>> from xquant import StaticKVCache, compile_steps, uncompile_steps
         >>> compile_steps(model)
         >>> cache = StaticKVCache(model, "kivi-4bit", room=64)
         >>> out = model.generate(**inputs, cache=cache, max_new_tokens=8)
-        >>> del model.forward
+        >>> uncompile_steps(model)
     """
-    view_model(model)
-    own = vars(model).get("forward")
-    if isinstance(own, CompiledSteps):
+    decoder = view_model(model).decoder
+    if steps_of(decoder) is not None:
         torch.compiler.reset()
-    elif own is not None:
-        raise ValueError("model.forward was replaced, as by accelerate or torch.compile: undo that first")
-    model.forward = CompiledSteps(model)
+    elif "forward" in vars(decoder):
+        raise ValueError("the decoder's forward was replaced, as by accelerate: undo that first")
+    decoder.forward = CompiledSteps(decoder, compiler_options())
+
+
+def uncompile_steps(model: nn.Module) -> None:
+    """Have the decode steps of a model run as before `compile_steps`. Does nothing where they do.
+
+    Examples:
+        >>> from xquant import compile_steps, uncompile_steps
+        >>> compile_steps(model)
+        >>> uncompile_steps(model)
+    """
+    decoder = find_decoder(model)
+    if decoder is not None and steps_of(decoder) is not None:
+        del decoder.forward
 
 
 def has_compiled_steps(model: nn.Module | None) -> bool:
     """Whether the steps of a model are those of `compile_steps`."""
-    return model is not None and isinstance(vars(model).get("forward"), CompiledSteps)
+    return model is not None and steps_of(find_decoder(model)) is not None
 
 
-class CompiledSteps:
-    """The ``forward`` of a model, compiled for single tokens. A copy of the model has one of its own."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._forward = type(model).forward
-        self._compiled: Any = None
-        self.__signature__ = inspect.signature(partial(self._forward, model))
-        """For ``generate()``, which looks at what a model takes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tokens = tokens_among(args, kwargs)
-        one = tokens is not None and tokens.shape[1] == 1 and not self._model.training
-        if not one or torch.compiler.is_compiling():
-            return self._forward(self._model, *args, **kwargs)
-        if self._compiled is None:
-            self._compiled = torch.compile(self._forward, options=_options())
-        return self._compiled(self._model, *args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CompiledSteps, (self._model,)
-
-
-def _options() -> dict[str, Any]:
-    """Of a step, sizes of what operators return are not asserted, and what layers are made of is not looked
-    at, but for their hooks, by which caches come and go. Products of one input are one operator."""
+def compiler_options() -> dict[str, Any]:
+    """Of `torch.compile`, for steps. Sizes of what operators return are not asserted. What layers are made
+    of is not looked at, but for their hooks, by which caches come and go. Products of one input are one call.
+    """
+    call_directly()
     options: dict[str, Any] = {"size_asserts": False, "post_grad_custom_pre_pass": Joined()}
     if hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):  # torch that lets guards be chosen
         options["guard_filter_fn"] = _guards

@@ -220,18 +220,23 @@ class StaticKVCache(CompressedCache):
         """Compute the attention of one token in every layer, and keep nothing, for benchmarks."""
         self.begin(len(call.query), 1, PassMask())
         assert self._layout is not None
-        self._sequences = self._layout.sequences()
+        self._sequences, out = self._layout.sequences(), call.new_out()
         for layer in self.layers:
-            layer.attend_newest(call, self._sequences)
+            layer.attend_newest(call, self._sequences, out)
         self._forget_pass()
 
     def attend(self, index: int, call: AttentionCall) -> Tensor | None:
+        out = call.new_out()
+        self.attend_in_place(index, call, out)
+        return out
+
+    def attend_in_place(self, index: int, call: AttentionCall, out: Tensor) -> None:
         layer: StaticLayer = self.layers[index]
         if layer is self.layers[-1] and finite.asked_at_once(call.key.device):
             # What is not finite in a layer is not finite in those above it.
             for states in (call.key, call.value):
                 finite.check_rows(states, index)
-        return layer.attend_newest(call, self._sequences)
+        layer.attend_newest(call, self._sequences, out)
 
     def answer(
         self, index: int, key: Tensor, value: Tensor, mask: Tensor | None

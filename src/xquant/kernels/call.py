@@ -40,6 +40,11 @@ class AttentionCall(NamedTuple):
             return False
         return mask is None or (mask.dtype in MASKED and mask.dim() == 4 and mask.shape[1] == 1)
 
+    def new_out(self) -> Tensor:
+        """``[B, t, H, D]``, not written yet."""
+        batch, heads, count, size = self.query.shape
+        return self.query.new_empty((batch, count, heads, size))
+
     def fitted(self, layer: "CompressedLayer") -> "AttentionCall | None":
         """The same call for a kernel, which goes through memory by what this says of it: states in one dtype,
         the query's. None where the reference must answer. Under autocast a model may give keys and values

@@ -14,6 +14,7 @@ the codes.
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import local
 from typing import Any
 
 import torch
@@ -26,7 +27,19 @@ from .layer import PackedLinear
 
 GROUP = 32
 LANES = 16
+MOST_KEPT = 4096
+"""Calls that a thread keeps: see `_call`."""
 FP16_MAX = torch.finfo(torch.float16).max
+
+
+class _Kept(local):
+    """The calls of a thread."""
+
+    def __init__(self) -> None:
+        self.calls: dict[tuple[Any, ...], native.Linear] = {}
+
+
+_KEPT = _Kept()
 
 
 class GroupedLinear(PackedLinear):
@@ -49,7 +62,8 @@ class GroupedLinear(PackedLinear):
 
     def multiply(self, rows: Tensor) -> Tensor:
         multiply = GROUPED if torch.compiler.is_dynamo_compiling() else _multiply
-        out: Tensor = multiply(rows, self.packed, self.bias, self.out_features, self.bits)
+        biases = [] if self.bias is None else [self.bias]
+        out: Tensor = multiply(rows, [self.packed], biases, [self.out_features], self.bits)
         return out
 
     def pack_applied(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -113,54 +127,69 @@ def _native() -> Callable[[native.Linear], None] | None:
     return native.function("linear", isas[0]) if isas else None
 
 
-def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits: int) -> Tensor:
-    return _multiply_joined(x, [packed], [bias], [outputs], bits)[0]
+def _multiply(
+    x: Tensor, packed: Sequence[Tensor], biases: Sequence[Tensor], outputs: Sequence[int], bits: int
+) -> Tensor:
+    out = _shape(x, packed, biases, outputs)
+    _multiply_into(x, *packed, *biases, outputs, bits, out=out)
+    return out
 
 
-def _multiply_joined(
-    x: Tensor, packed: Sequence[Tensor], biases: Sequence[Tensor | None], outputs: Sequence[int], bits: int
-) -> list[Tensor]:
+def _multiply_into(x: Tensor, *given: Any, out: Tensor) -> None:
+    """Products of rows ``[M, C]`` with weights, which are given before as many biases or none, how many
+    outputs each has, and the bits of all: ``[M, N]`` of all after each other."""
+    *tensors, outputs, bits = given
+    weights, biases = tensors[: len(outputs)], tensors[len(outputs) :]
     run = _native()
     if run is None:
-        each = zip(packed, biases, outputs, strict=True)
-        return [F.linear(x, _unpack(one, bits)[:count].to(x.dtype), bias) for one, bias, count in each]
+        each = zip(out.split([*outputs], 1), weights, outputs, biases or [None] * len(weights), strict=True)
+        for found, weight, count, bias in each:
+            found.copy_(F.linear(x, _unpack(weight, bits)[:count].to(x.dtype), bias))
+        return
     x = x.contiguous()
-    rows, channels = x.shape
-    call = native.Linear(
-        native.address(x, GroupedLinear.dtypes, rows, packed[0].shape[1] * GROUP),
-        *(rows, channels, bits, native.DTYPES[x.dtype], torch.get_num_threads(), len(packed)),
-    )
-    found = []
-    for weight, bias, count, part in zip(packed, biases, outputs, call.parts, strict=False):
-        out = x.new_empty((rows, count))
-        part.packed, part.out, part.outputs = weight.data_ptr(), out.data_ptr(), count
-        if bias is not None:
-            part.bias = native.address(bias, x.dtype, count)
-        found.append(out)
+    call = _call(x, weights, biases, outputs, bits)
+    call.x, start, size = x.data_ptr(), out.data_ptr(), out.itemsize
+    for part, count in zip(call.parts, outputs, strict=False):
+        part.out = start
+        start += count * size
+    call.threads = torch.get_num_threads()
     run(call)
-    return found
 
 
-def _shape(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, bits: int) -> Tensor:
-    return x.new_empty(x.shape[0], outputs)
+def _call(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], outputs: Sequence[int], bits: int
+) -> native.Linear:
+    """What the library is asked, but for where ``x`` is and the outputs go. A step asks for what the one
+    before did, so this thread keeps it: it says nothing but what it is kept by."""
+    places = [t.data_ptr() for t in (*weights, *biases)]
+    key = (x.shape, x.dtype, bits, *outputs, *places, *[bias.dtype for bias in biases])
+    if (known := _KEPT.calls.get(key)) is not None:
+        return known
+    rows, channels = x.shape
+    native.address(x, GroupedLinear.dtypes, rows, weights[0].shape[1] * GROUP)
+    sizes = rows, channels, bits, native.DTYPES[x.dtype], 0, len(weights), sum(outputs)
+    call = native.Linear(None, *sizes)
+    for i, (part, weight, count) in enumerate(zip(call.parts, weights, outputs, strict=False)):
+        part.packed, part.outputs = weight.data_ptr(), count
+        if biases:
+            part.bias = native.address(biases[i], x.dtype, count)
+    if len(_KEPT.calls) == MOST_KEPT:
+        _KEPT.calls.clear()
+    _KEPT.calls[key] = call
+    return call
 
 
-def _shapes(x: Tensor, packed: Any, biases: Any, outputs: Sequence[int], bits: int) -> list[Tensor]:
-    return [x.new_empty(x.shape[0], count) for count in outputs]
+def _shape(x: Tensor, packed: Any, biases: Any, outputs: Sequence[int], bits: int = 0) -> Tensor:
+    return x.new_empty(x.shape[0], sum(outputs))
 
 
 GROUPED = operator(
     "linear_grouped",
-    "(Tensor x, Tensor packed, Tensor? bias, int outputs, int bits) -> Tensor",
+    "(Tensor x, Tensor[] packed, Tensor[] biases, int[] outputs, int bits) -> Tensor",
     _multiply,
     _shape,
+    into=_multiply_into,
 )
 """`_multiply` as the compiler takes it."""
-JOINED = operator(
-    "linear_joined",
-    "(Tensor x, Tensor[] packed, Tensor?[] biases, int[] outputs, int bits) -> Tensor[]",
-    _multiply_joined,
-    _shapes,
-)
 MOST = native.LINEAR_PARTS
 """Weights that are multiplied with one input in one go."""

@@ -2,39 +2,43 @@
 those that an MLP begins with. A step calls fewer operators, each of which takes microseconds by itself.
 """
 
-from operator import getitem
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from .grouped import GROUPED, JOINED, MOST
+from .grouped import GROUPED, MOST
 
 
 class Joined(CustomGraphPass):
     """A pass of inductor over the graph of a step."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        found: dict[tuple[Any, int], list[Any]] = {}
+        found: dict[tuple[Any, ...], list[Any]] = {}
         for node in graph.find_nodes(op="call_function", target=GROUPED):
-            found.setdefault((_viewed(node.args[0]), node.args[4]), []).append(node)
-        for (_, bits), nodes in found.items():
+            rows, _, biases, _, bits = node.args
+            found.setdefault((_viewed(rows), bits, bool(biases)), []).append(node)
+        for nodes in found.values():
             for start in range(0, len(nodes), MOST):
                 some = nodes[start : start + MOST]
                 if len(some) > 1:
-                    self._join(graph, bits, some)
+                    self._join(graph, some)
         graph.lint()
 
-    def _join(self, graph: torch.fx.Graph, bits: int, nodes: list[Any]) -> None:
+    def _join(self, graph: torch.fx.Graph, nodes: list[Any]) -> None:
         # Weights and biases are inputs of the graph, so all is there where the first product is.
-        packed, biases, outputs = ([node.args[i] for node in nodes] for i in (1, 2, 3))
-        with graph.inserting_before(nodes[0]):
-            joined = graph.call_function(JOINED, (nodes[0].args[0], packed, biases, outputs, bits))
-            joined.meta["val"] = [node.meta["val"] for node in nodes]
-            for i, node in enumerate(nodes):
-                one = graph.call_function(getitem, (joined, i))
-                one.meta["val"] = node.meta["val"]
+        packed, biases, outputs = ([each for node in nodes for each in node.args[i]] for i in (1, 2, 3))
+        first = nodes[0]
+        with graph.inserting_before(first):
+            joined = graph.call_function(GROUPED, (first.args[0], packed, biases, outputs, first.args[4]))
+            joined.meta["val"] = torch.cat([node.meta["val"] for node in nodes], 1)
+            start = 0
+            for node, count in zip(nodes, outputs, strict=True):
+                cut = (joined, 1, start, start + count)
+                one = graph.call_function(torch.ops.aten.slice.Tensor, cut)
+                one.meta["val"] = joined.meta["val"][:, start : start + count]
                 node.replace_all_uses_with(one)
+                start += count
         for node in nodes:
             graph.erase_node(node)
 

@@ -17,6 +17,18 @@ ROWS = 512
 """oneDNN is asked for the layout for so many rows: it is as fast on one as the layout for one."""
 
 
+def why_not(dtype: torch.dtype) -> str:
+    """Why weights of ``dtype`` cannot be packed on this machine; empty where they can."""
+    if not torch.backends.mkldnn.is_available():
+        return "weights are packed by oneDNN, which this build of torch does not have"
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return (
+            "oneDNN multiplies no bfloat16 on this CPU, which has no AVX-512: load the model in float32, or"
+            " pack its weights in 8 or 4 bits"
+        )
+    return ""
+
+
 class OneDnnLinear(PackedLinear):
     """A linear layer with its weight in oneDNN's layout."""
 
@@ -36,6 +48,8 @@ class OneDnnLinear(PackedLinear):
     def pack_applied(self, fn: Callable[[Tensor], Tensor]) -> None:
         weight = fn(self.dense())
         self.refuse_unpackable(weight)
+        if why := why_not(weight.dtype):
+            raise ValueError(why)
         self.pack(weight)
 
     def __getstate__(self) -> dict[str, Any]:  # torch copies and pickles no tensor in such a layout

@@ -123,9 +123,11 @@ class PagedPast:
     def attend_in_place(self, call: "AttentionCall", sequences: Sequences, out: Tensor) -> None:
         """`PagedAttention.attend`, where the layer is `in_place`; rings keep states in their own dtype."""
         assert self._paged is not None
-        key, value = (t.to(self._rings.dtype) for t in call[1:3])
+        dtype = self._rings.dtype
+        if not call.key.dtype == call.value.dtype == dtype:
+            call = call._replace(key=call.key.to(dtype), value=call.value.to(dtype))
         with as_written(call.query):
-            self._paged.attend(call._replace(key=key, value=value), sequences, out)
+            self._paged.attend(call, sequences, out)
 
     def write_rings(self, rows: Tensor, chunks: Chunks) -> None:
         """Put the rows ``[., W]`` of `Chunks.kept` into rings."""

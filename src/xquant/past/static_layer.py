@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 def common_dtype(key: Tensor, value: Tensor) -> torch.dtype:
     """What holds both as they are: under autocast they may differ."""
-    return torch.promote_types(key.dtype, value.dtype)
+    return key.dtype if key.dtype == value.dtype else torch.promote_types(key.dtype, value.dtype)
+
+
+def _rows(states: Tensor) -> Tensor:
+    """States ``[B, H, t, D]`` of each new token, ``[B t, H, D]``."""
+    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
 
 
 class StaticLayer(PagedPast, PastLayer):
@@ -97,15 +102,13 @@ class StaticLayer(PagedPast, PastLayer):
         self.seen = False
         """Whether this pass has come to the layer."""
 
-    def attend_newest(self, call: "AttentionCall", sequences: Sequences) -> Tensor:
-        """Attention of the newest tokens, ``[B, t, H, D]``, which are kept. Reads no mask: none of them is
-        padding, and each comes before the next."""
+    def attend_newest(self, call: "AttentionCall", sequences: Sequences, out: Tensor) -> None:
+        """Attention of the newest tokens, which are kept, into ``out`` ``[B, t, H, D]``. Reads no mask: none
+        of them is padding, and each comes before the next."""
         self._check_dtype(call.key, call.value)
-        query, key, value = (t.transpose(1, 2).flatten(0, 1) for t in call[:3])
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        query, key, value = (_rows(states) for states in call[:3])
         rows = call._replace(query=query, key=key, value=value, mask=None, sink_logits=None)
-        self.attend_in_place(rows, sequences, out)
-        return out.unflatten(0, (call.query.shape[0], -1))
+        self.attend_in_place(rows, sequences, out.flatten(0, 1))
 
     def append(self, key: Tensor, value: Tensor) -> Tensor:
         """Keep the newest tokens: pack whole blocks, and give the others to rings in `fill_rings`.

@@ -34,11 +34,13 @@ from ..identity import Identity
 from ..methods import AttentionInputs
 from ..models import ModelView, find_decoder, view_model
 from . import attention
+from .compiled_steps import steps_of
 from .inputs import between, cache_among, ids_among, replaced, tokens_among
 from .layer import NAME, LayerHooks
 from .masks import PassMask, mask_among
 from .naming import name_functions
 from .passes import (
+    ATTACHMENT,
     PREFIX_TUNED,
     Attached,
     ForwardPass,
@@ -46,15 +48,15 @@ from .passes import (
     PassStart,
     ReturnedStates,
     Route,
+    attachment_of,
     hold,
     let_go,
     nothing,
     split_axes,
 )
-from .traced import RUNNING, checked, in_one_graph, outside_graphs, refused
+from .traced import RUNNING, UNSEEN, checked, in_one_graph, outside_graphs, refused, why_uncompiled
 from .watched import Watched, watch
 
-_ATTACHMENT = "_xquant_attachment"
 _ATTACHING = RLock()
 
 attention.register()
@@ -77,7 +79,7 @@ def attach(model: nn.Module) -> "Attachment":
     if compat.has_prefix(model):
         raise ValueError(f"{PREFIX_TUNED}: pass none")
     with _ATTACHING:
-        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
+        attachment: Attachment | None = attachment_of(find_decoder(model))
         if attachment is not None and attachment.view.outdated:
             attachment.detach()
             attachment = None
@@ -98,7 +100,7 @@ def attached(model: nn.Module) -> Iterator["Attachment"]:
     except BaseException:
         with _ATTACHING:
             attachment.asked -= 1
-            here = getattr(attachment.view.decoder, _ATTACHMENT, None) is attachment
+            here = attachment_of(attachment.view.decoder) is attachment
             if here and not attachment.asked:
                 attachment.detach()
         raise
@@ -117,7 +119,7 @@ def detach(model: nn.Module) -> None:
     """
     model = compat.uncompiled(model)
     with _ATTACHING:
-        attachment: Attachment | None = getattr(find_decoder(model), _ATTACHMENT, None)
+        attachment: Attachment | None = attachment_of(find_decoder(model))
         if attachment is not None:
             attachment.detach()
 
@@ -137,7 +139,7 @@ class Attachment(Attached):
         self._local = local()
         self._handles: list[Any] = []
         self._see(view.decoder, self.decoder_begins, self.decoder_ends)
-        setattr(view.decoder, _ATTACHMENT, self)
+        setattr(view.decoder, ATTACHMENT, self)
         for hooks in self.hooks.values():
             layer = hooks.view
             setattr(layer.module, NAME, hooks)
@@ -191,7 +193,7 @@ class Attachment(Attached):
             name.give_back()
         for hooks in self.hooks.values():
             delattr(hooks.view.module, NAME)
-        delattr(self.view.decoder, _ATTACHMENT)
+        delattr(self.view.decoder, ATTACHMENT)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to a thread: models with hooks are copied, pickled and saved."""
@@ -267,6 +269,10 @@ class Attachment(Attached):
         self.see_implementation()
         if compiled:
             self._check_compiled(module, args, kwargs, cache)
+        else:
+            steps = steps_of(module)
+            asked = steps is not None and steps.takes(args, kwargs)
+            compiled = asked and not why_uncompiled(self.hooks, module, cache)
         batch, length = inputs.shape[:2]
         given = mask_among(module, args, kwargs)
         mask = PassMask.of(given, outer[1], batch, cache.get_seq_length() + length)
@@ -279,7 +285,7 @@ class Attachment(Attached):
         if ids is not None and ids.shape != (batch, length):
             ids = None
         positions = split_axes(kwargs.get("position_ids"), self.view.rope.axes)
-        current = ForwardPass(cache, positions, ids)
+        current = ForwardPass(cache, positions, ids, compiled)
         self._local.current = hold(cache, current)
         self._local.last = ref(cache)
         RUNNING.attachment = ref(self)
@@ -298,20 +304,15 @@ class Attachment(Attached):
         that a cache returns is seen in a pass before, with a copy of the cache.
 
         Raises:
-            ValueError: gradients are recorded, or layers want whole keys and values.
+            ValueError: for a reason of `why_uncompiled`.
         """
-        if not cache.traceable:
-            raise refused("states are collected in it")
-        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
-            raise refused("gradients are recorded; call the model under torch.no_grad()")
-        passing = [hooks.passes_on for hooks in self.hooks.values()]
-        if None in passing:
+        why = why_uncompiled(self.hooks, module, cache)
+        if why == UNSEEN:
             with torch.no_grad():
                 module(*replaced(args, cache), **replaced(kwargs, cache))
-            passing = [hooks.passes_on for hooks in self.hooks.values()]
-        if not all(passing):
-            hooks = next(hooks for hooks in self.hooks.values() if not hooks.passes_on)
-            raise refused(f"layer {hooks.index} has {hooks.why_whole}")
+            why = why_uncompiled(self.hooks, module, cache)
+        if why:
+            raise refused(why)
 
     # -- a cache asks at a layer ---------------------------------------------------------------
 

@@ -68,6 +68,15 @@ class Attached(ABC):
         """Layer ``index`` was given its newest states alone, and did something else with them."""
 
 
+ATTACHMENT = "_xquant_attachment"
+"""Of the attribute of a decoder that has what hangs on it."""
+
+
+def attachment_of(decoder: nn.Module | None) -> Any:
+    """What hangs on a decoder; None where nothing does."""
+    return getattr(decoder, ATTACHMENT, None)
+
+
 class ObservingCache:
     """What a cache offers to the seam."""
 
@@ -106,6 +115,10 @@ class ObservingCache:
         """The attention of layer ``index`` itself, ``[B, T, H, D]``; None to have it done by the model's
         own implementation on what `answer` gives."""
         return None
+
+    def attend_in_place(self, index: int, call: AttentionCall, out: Tensor) -> None:
+        """The same of a decode step that runs compiled: ``out`` ``[B, T, H, D]`` is written to."""
+        raise NotImplementedError
 
     def latents(self, index: int) -> tuple[Tensor, Tensor]:
         """All latents ``[B, 1, T, r]`` of layer ``index`` and their rotated parts ``[B, 1, T, R]``."""
@@ -236,10 +249,13 @@ class ForwardPass:
         cache: ObservingCache,
         positions: tuple[Tensor | None, Tensor | None],
         ids: Tensor | None,
+        compiled: bool = False,
     ) -> None:
         self._cache, self.ids = ref(cache), ids
         self.positions, self.axes = positions
         """As the decoder was given them, for layers that are given none."""
+        self.compiled = compiled
+        """Whether the decoder runs compiled."""
         self.inputs: dict[int, LayerPass] = {}
         self.returned: dict[int, ReturnedStates] = {}
 

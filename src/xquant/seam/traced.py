@@ -6,7 +6,7 @@ layer runs, the operator shows it to the cache as hooks do in a pass that is not
 layers of a decode step are one graph. Begin and end of the pass stay with hooks that are not compiled.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from threading import local
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ from .. import compat
 from ..kernels.call import AttentionCall
 from ..operators import operator
 from .layer import LayerHooks, unusual
-from .passes import Attached, ForwardPass, LayerPass, nothing
+from .passes import Attached, ForwardPass, LayerPass, ObservingCache, nothing
 
 RUNNING = local()
 """``attachment``: a reference to that whose decoder runs in this thread."""
+UNSEEN = "a pass that is not compiled must come before it"
 PASSED = ("scaling", "softcap", "s_aux", "is_causal")
 """Options of an attention function that the operator passes on."""
 
@@ -171,26 +172,21 @@ _operator = operator(
 )
 
 
-def _attend_in_place(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mark: Tensor,
-    index: int,
-    why: str,
-    scaling: float | None,
-    softcap: float | None,
-) -> Tensor:
+def _attend_in_place(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> Tensor:
+    out = _empty_in_place(query, key, value)
+    _attend_into(query, key, value, *given, out=out)
+    return out
+
+
+def _attend_into(query: Tensor, key: Tensor, value: Tensor, mark: Tensor, *given: Any, out: Tensor) -> None:
+    index, why, scaling, softcap = given
     if why:
         raise refused(why)
     attachment, current = _current()
     view = attachment.hooks[index].view
     query, key = view.as_in_cache(query), view.as_in_cache(key)
     scaling = scaling or query.shape[-1] ** -0.5
-    call = AttentionCall(query, key, value, None, scaling, softcap)
-    out = current.cache.attend(index, call)
-    assert out is not None
-    return out
+    current.cache.attend_in_place(index, AttentionCall(query, key, value, None, scaling, softcap), out)
 
 
 def _empty_in_place(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
@@ -204,6 +200,7 @@ _operator_in_place = operator(
     " float? softcap) -> Tensor",
     _attend_in_place,
     _empty_in_place,
+    into=_attend_into,
 )
 
 
@@ -224,7 +221,7 @@ def _checked(key: Tensor, index: int) -> Tensor:
 
 def _check_seen(hooks: LayerHooks) -> None:
     if hooks.passes_on is None:
-        raise refused("a pass that is not compiled must come before it")
+        raise refused(UNSEEN)
     if not hooks.passes_on:
         raise refused(f"layer {hooks.index} has {hooks.why_whole}")
 
@@ -232,6 +229,22 @@ def _check_seen(hooks: LayerHooks) -> None:
 _operator_checked = operator(
     "checked", "(Tensor key, int index) -> Tensor", _checked, lambda key, _: key.clone()
 )
+
+
+def why_uncompiled(hooks: Mapping[int, LayerHooks], module: nn.Module, cache: ObservingCache) -> str:
+    """Why a pass of ``module`` cannot run compiled: gradients are recorded, layers want whole keys and
+    values, or it is not known yet what they want. Empty where it can."""
+    if not cache.traceable:
+        return "states are collected in it"
+    if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+        return "gradients are recorded; call the model under torch.no_grad()"
+    passing = [each.passes_on for each in hooks.values()]
+    if all(passing):
+        return ""
+    if None in passing:
+        return UNSEEN
+    first = next(each for each in hooks.values() if not each.passes_on)
+    return f"layer {first.index} has {first.why_whole}"
 
 
 def refused(why: str) -> ValueError:

@@ -184,6 +184,7 @@ class Linear(Structure):
     _fields_ = [
         ("x", c_void_p),
         *((name, c_int32) for name in ("rows", "channels", "bits", "dtype", "threads", "count")),
+        ("out_stride", c_int64),
         ("parts", LinearPart * LINEAR_PARTS),
     ]
 

@@ -43,6 +43,7 @@ class NativePages(PagedAttention):
         for each in to.exact:
             each.head_stride = to.head_size
         self._new.causal = to.append = 1
+        self._forms: list[tuple[object, ...]] = []
         if angles is not None:
             cos, sin = (t[None] for t in angles.starts)
             kernel.set_angles(BlockAngles(angles.within, (cos, sin)))
@@ -57,31 +58,45 @@ class NativePages(PagedAttention):
             to.dtype = native.DTYPES[rows.dtype]
             to.batch_stride, to.token_stride, _ = rows.stride()
         self._held.capacity, self._dtype = rings.shape[1], rings.dtype
+        self._forms = []
 
     def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
-        query, key, value = call[:3]
+        query, key, value = call.query, call.key, call.value
         if query.stride(2) != 1:
             query = query.contiguous()
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
+        forms = [_form(states) for states in (query, key, value, out)]
+        if forms != self._forms:
+            self._check(query, key, value, out)
+            self._forms = forms
         to, held, new, sinks = self._kernel.to, self._held, self._new, self._sinks
-        at, size = addresses_of(sequences), to.head_size
-        shape = len(key), self._query_heads, size
-        native.address(query, FLOATS, *shape, rows=True)
-        native.address(out, query.dtype, *shape, rows=True)
-        to.batch, to.queries = len(sequences.limits), sequences.queries
+        at = addresses_of(sequences)
+        to.batch, to.queries = sequences.first.shape[0], sequences.queries
         to.limits, to.query_batches = at["limits"], at["first"]
         to.table, to.table_stride = at["table"], sequences.table.stride(0)
         held.runs, held.count = at["held"], sequences.most_held
         new.runs, new.count = at["new"], sequences.queries
-        shape = len(key), to.kv_heads, size
-        new.key = native.address(key, self._dtype, *shape, rows=True)
-        new.value = native.address(value, self._dtype, *shape, rows=True)
-        new.dtype = native.DTYPES[key.dtype]
-        new.batch_stride = new.token_stride = key.stride(0)
+        new.key, new.value = key.data_ptr(), value.data_ptr()
         to.exact_count = 2
         if sequences.sinks is not None:
             sinks.runs, sinks.count = at["sinks"], sequences.sink
             sinks.column, to.exact_count = at["sink_places"], 3
         to.threads = torch.get_num_threads()
         self._kernel.attend(call._replace(query=query, key=key, value=value), out, sequences)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """Whether a kernel can go through these, and how. Most steps ask for what the one before did."""
+        to, new = self._kernel.to, self._new
+        shape = key.shape[0], self._query_heads, to.head_size
+        native.address(query, FLOATS, *shape, rows=True)
+        native.address(out, query.dtype, *shape, rows=True)
+        for states in (key, value):
+            native.address(states, self._dtype, shape[0], to.kv_heads, to.head_size, rows=True)
+        new.dtype = native.DTYPES[key.dtype]
+        new.batch_stride = new.token_stride = key.stride(0)
+
+
+def _form(states: Tensor) -> tuple[object, ...]:
+    """All that `NativePages` asks of a tensor but where it lies."""
+    return states.shape, states.stride(), states.dtype, states.is_cpu

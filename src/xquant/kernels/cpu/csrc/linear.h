@@ -91,13 +91,13 @@ inline void multiply_tile(const uint8_t* packed, const RoundedRows& x, int first
 }
 
 template <int BITS, int DTYPE, int ROWS>
-inline void multiply_rows(const xq_linear_part& part, const RoundedRows& x, int tile, int first) {
+inline void multiply_rows(const xq_linear_part& part, int64_t stride, const RoundedRows& x, int tile, int first) {
     const int start = tile * WEIGHT_LANES, count = std::min(WEIGHT_LANES, (int)part.outputs - start);
     const size_t size = (size_t)x.groups * (BITS == 4 ? 320 : 544);
     Floats y[ROWS];
     for (auto& row : y) row = part.bias ? load_as<DTYPE>(part.bias, start, count) : broadcast_float(0);
     multiply_tile<BITS, ROWS>(part.packed + tile * size, x, first, y);
-    for (int r = 0; r < ROWS; r++) store_as<DTYPE>(part.out, (first + r) * part.outputs + start, y[r], count);
+    for (int r = 0; r < ROWS; r++) store_as<DTYPE>(part.out, (first + r) * stride + start, y[r], count);
 }
 
 template <int BITS, int DTYPE>
@@ -118,9 +118,9 @@ inline int multiply_all(const xq_linear& call) {
         const xq_linear_part& part = call.parts[i];
         const int tile = number - (i ? ends[i - 1] : 0);
         int r = 0;
-        for (; r + MAX_ROWS <= call.rows; r += MAX_ROWS) multiply_rows<BITS, DTYPE, MAX_ROWS>(part, x, tile, r);
-        for (; r + 2 <= call.rows; r += 2) multiply_rows<BITS, DTYPE, 2>(part, x, tile, r);
-        for (; r < call.rows; r++) multiply_rows<BITS, DTYPE, 1>(part, x, tile, r);
+        for (; r + MAX_ROWS <= call.rows; r += MAX_ROWS) multiply_rows<BITS, DTYPE, MAX_ROWS>(part, call.out_stride, x, tile, r);
+        for (; r + 2 <= call.rows; r += 2) multiply_rows<BITS, DTYPE, 2>(part, call.out_stride, x, tile, r);
+        for (; r < call.rows; r++) multiply_rows<BITS, DTYPE, 1>(part, call.out_stride, x, tile, r);
     }
     return XQ_DONE;
 }
