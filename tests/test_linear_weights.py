@@ -78,7 +78,7 @@ def test_the_packaged_model_has_the_codes_of_its_file() -> None:
 
 
 def test_what_cannot_be_kept_as_it_is_stored_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="weights are one of dense, as-stored, not 'int4'"):
+    with pytest.raises(ValueError, match="weights are one of dense, as-stored, 4, 8, not 'int4'"):
         load_model("smollm2", weights="int4")
     with pytest.raises(ValueError, match=r"is not read from a file of 4 bits.*pack_weights\(model, bits=4\)"):
         load_model(str(tmp_path), weights="as-stored")

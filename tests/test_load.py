@@ -7,10 +7,12 @@ import platformdirs
 import pytest
 import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
+from transformers import AutoModelForCausalLM
 from transformers.utils.hub import httpx
 
 from support.models import prompt, tiny
-from xquant import KVCache, calibration_store, files, load, load_model
+from support.word_tokenizer import word_tokenizer
+from xquant import KVCache, calibration_store, compat, files, load, load_model
 from xquant.analysis.shapes import load_config
 from xquant.hub import hub_answers
 
@@ -35,6 +37,38 @@ def test_what_cannot_be_loaded_is_one_clear_line(tmp_path: Path, monkeypatch: An
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot load"):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("weights", ["dense", 8])
+def test_what_transformers_keeps_in_float32_stays_so(tmp_path: Path, weights: str | int) -> None:
+    """The choice among experts, and frequencies of RoPE, which no file has."""
+    tiny("deepseek_v3", hidden_size=64).save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    found = load_model(str(tmp_path), torch.bfloat16, weights=weights)[0]
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {name: held for name, held in named(expected).items() if held.dtype == torch.float32}
+    assert {name.rpartition(".")[2] for name in kept} > {"e_score_correction_bias", "inv_freq"}
+    assert found.dtype == torch.bfloat16
+    assert all(torch.equal(named(found)[name], held) for name, held in kept.items())
+    others = named(found).keys() - kept.keys()
+    assert others and all(named(found)[name].dtype == torch.bfloat16 for name in others)
+
+
+def test_repeated_heads_are_turned_by_the_same_angles() -> None:
+    model = tiny("llama")
+    compat.cast(model, torch.bfloat16)
+    wide = load.repeat_kv_heads(model)
+    assert wide.dtype == torch.bfloat16
+    assert torch.equal(wide.model.rotary_emb.inv_freq, tiny("llama").model.rotary_emb.inv_freq)
+
+
+def named(model: Any) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def test_packed_weights_are_on_the_cpu_alone(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="packed weights are multiplied on the CPU, not on cuda"):
+        load_model(str(tmp_path), device="cuda", weights=4)
 
 
 def test_packaged_models_say_what_to_install(monkeypatch: Any) -> None:

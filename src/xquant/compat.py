@@ -7,6 +7,7 @@ rotary embeddings of Qwen2-VL and Qwen2.5-VL gave the angles of three axes, and 
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,6 +38,24 @@ def uncompiled(model: nn.Module) -> nn.Module:
     """What ``torch.compile`` wrapped; any other model itself."""
     original: nn.Module = getattr(model, "_orig_mod", model)
     return original
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have a model's weights in ``dtype``, but for what loading it so would leave in float32: numbers that
+    its class keeps so, and those that no file has, such as the frequencies of RoPE."""
+    kept = "|".join(part.replace("*", ".*") for part in model._get_dtype_plan(dtype))  # type: ignore[operator]
+    held = [
+        (place, name, tensor, tensor.data)
+        for path, module in model.named_modules()
+        for place in (module._parameters, module._buffers)
+        for name, tensor in place.items()
+        if tensor is not None
+        and (name in module._non_persistent_buffers_set or (kept and re.search(kept, f"{path}.{name}")))
+    ]
+    model.to(dtype)
+    for place, name, tensor, data in held:
+        tensor.data = data
+        place[name] = tensor
 
 
 def has_prefix(model: nn.Module) -> bool:

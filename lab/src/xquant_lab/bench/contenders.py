@@ -327,4 +327,7 @@ def _copy(model: Any, dtype: torch.dtype) -> Any:
     held = [*model.parameters(), *model.buffers()] if model.dtype == dtype else []
     held += [m.packed for m in model.modules() if isinstance(m, PackedLinear)]
     memo = {id(each): each for each in held}
-    return copy.deepcopy(model, memo).to(dtype)
+    made = copy.deepcopy(model, memo)
+    if made.dtype != dtype:
+        compat.cast(made, dtype)
+    return made
