@@ -70,4 +70,4 @@ def largest(machine: Machine) -> Iterator[list[Row]]:
     kernel = machine.sizes.largest_kernel
     for context in machine.sizes.largest:
         room = machine.sizes.memory or capacity.free_bytes(machine.device)
-        yield largest_batches(models, methods, context, machine.dtype, kernel, room, silent)
+        yield list(largest_batches(models, methods, context, machine.dtype, kernel, room, silent))

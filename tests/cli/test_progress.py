@@ -77,7 +77,8 @@ def test_times_as_they_are_said():
 COMMANDS = {
     "measuring perplexity, full": "perplexity MODEL --method int4 --text TEXT --context 40 --windows 1",
     "running tasks, full, 200 tokens": "eval MODEL --method int4 --task passkey --context 200 --limit 1",
-    "timing 12 tokens, batch 1, filling the caches": "bench MODEL --method int4 --context 12 --rounds 1",
+    "timing 12 tokens, batch 1, filling full, float32 sdpa": "bench MODEL --method int4 --context 12"
+    " --rounds 1",
     "writing with int4, up to 3 tokens": "generate MODEL --method int4 --prompt w2 --max-new-tokens 3",
     "measuring xquant/figure3, reading the text": "reproduce xquant/figure3 MODEL --text TEXT"
     " --context 32 --windows 1",

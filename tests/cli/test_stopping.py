@@ -1,9 +1,11 @@
-"""Ctrl-C: one line that says how to go on, and status 130."""
+"""Ctrl-C and SIGTERM: one line that says how to go on, and status 130."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from importlib import import_module
 
 import pytest
@@ -66,6 +68,17 @@ def test_others_say_that_nothing_was_kept(run, monkeypatch, text, tmp_path, argu
 def test_an_interrupt_while_the_command_is_imported(run, monkeypatch):
     monkeypatch.setattr(import_module("xquant.cli.app"), "run", stop)
     assert run("methods") == (130, "", "xquant: stopped; nothing was kept\n")
+
+
+def test_a_request_to_end_is_a_stop(run, monkeypatch):
+    def ask(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)  # ended by the signal
+
+    monkeypatch.setattr("xquant.load_model", ask)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run("generate", "m", "--prompt", "w2") == (130, "", "xquant: stopped; nothing was kept\n")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 SIGNALLED = """

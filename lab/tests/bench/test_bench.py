@@ -1,8 +1,10 @@
 """The benchmark's rows, on a model small enough to be timed in a moment. Nothing asserts a time."""
 
+import gc
 import time
 from collections import Counter
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from xquant_lab.bench import capacity, clocks, flash, trials
 from xquant_lab.bench import run as evaluation
 from xquant_lab.bench.ceilings import Ceilings, copy_bandwidth, matrix_rate, read_bandwidth
 from xquant_lab.bench.clocks import HostClock
-from xquant_lab.bench.contenders import Compressed, Full, Models, fill
+from xquant_lab.bench.contenders import Compressed, Full, Models, fill, random_cache
 from xquant_lab.bench.parts import with_dense
 from xquant_lab.bench.roofline import attention_step
 from xquant_lab.bench.run import bench
@@ -53,6 +55,68 @@ def test_a_row_for_the_full_cache_and_for_every_method() -> None:
     assert len(full["tried"]) == 4  # fp32 and bf16, sdpa and eager
     assert full["ms_per_token"] in full["tried"].values()
     assert full["speedup_vs_full"] == 1
+
+
+def test_rows_come_after_every_round() -> None:
+    seen: list[list[dict[str, Any]]] = []
+    settings = Settings(context=70, rounds=3, warm_up=1, dtypes=BF16)
+    methods = [parse_method("kivi-4bit:group=32")]
+    models = Models(tiny("llama", head_dim=32))
+    found = bench(models, methods, settings, lambda *_: None, see=seen.append)
+    assert [[row["rounds"] for row in rows] for rows in seen] == [[1, 1], [2, 2], [3, 3]]
+    assert {row["rounds_asked"] for rows in seen for row in rows} == {3}
+    for number, rows in enumerate(seen):
+        assert [row["method"] for row in rows] == ["full", "kivi-4bit:group=32"]
+        for row in rows:
+            assert row["ms_per_token"] > 0 and row["speedup_vs_full"] > 0
+            assert (row["ms_min_max"][0] == row["ms_min_max"][1]) == (number == 0)
+    assert [row["ms_per_token"] for row in seen[-1]] == [row["ms_per_token"] for row in found]
+
+
+def test_what_is_filled_and_what_is_timed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, options: run(function, backend="eager"))
+    torch._dynamo.reset()
+    said: list[str] = []
+    settings = Settings(context=70, rounds=1, warm_up=1, dtypes=BF16, static=True, compiled=True)
+    methods = [parse_method("kivi-4bit:group=32")]
+    bench(Models(tiny("llama", head_dim=32)), methods, settings, lambda *shown: said.append(shown[-1]))
+    ours = "kivi-4bit:group=32"
+    full = [f"full, bfloat16 {attention}" for attention in ("sdpa", "eager")]
+    filled = [*full, f"{ours}, bfloat16", f"{ours}, static, bfloat16", *(f"{each} compiled" for each in full)]
+    assert said[: len(filled)] == [f"filling {what}" for what in filled]
+    turns = said[len(filled) :][: len(filled)]
+    assert turns[:2] == full
+    assert [what.split(", ")[0] for what in turns[2:4]] == [f"compiling {ours}", f"compiling {ours} static"]
+    assert turns[4:] == [f"compiling {each} compiled" for each in full]
+
+
+def test_the_full_caches_settings_share_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def watched(model: Any, *size: int) -> DynamicCache:
+        made.append(random_cache(model, *size))
+        return made[-1]
+
+    monkeypatch.setattr(trials, "random_cache", watched)
+    rows(["kivi-4bit:group=32"])
+    assert [cache.layers[0].keys.dtype for cache in made] == [torch.float32, torch.bfloat16]
+    assert {cache.get_seq_length() for cache in made} == {70}
+
+
+def test_a_cache_that_others_share_holds_the_same_after_a_turn() -> None:
+    model = tiny("llama", head_dim=32)
+    shared = random_cache(model, 20, 2)
+    states = [layer.keys for layer in shared.layers]
+    full, other = (Full(model, "sdpa", 20, 2, shared) for _ in range(2))
+    for contender in (full, other, full):
+        with torch.inference_mode():
+            contender.step()
+            contender.step()
+            assert shared.get_seq_length() == 22
+        contender.rewind()
+        assert shared.get_seq_length() == 20
+        assert all(layer.keys is keys for layer, keys in zip(shared.layers, states, strict=True))
 
 
 def test_a_cache_that_drops_tokens_is_timed_with_those_it_keeps() -> None:
@@ -116,12 +180,18 @@ def test_a_shape_has_as_many_layers_as_leave_room_for_every_cache() -> None:
     assert fitting(0) == 1
 
 
-def test_settings_twice_as_slow_as_another_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_twice_as_slow_as_another_are_given_up_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: Counter[tuple[torch.dtype, str]] = Counter()
+    alive: WeakSet[Full] = WeakSet()
+    left: set[tuple[torch.dtype, str]] = set()
 
     def step(contender: Full) -> None:
         setting = contender.dtype, contender.setting
         turns[setting] += 1
+        alive.add(contender)
+        if turns[setting] == 6:
+            gc.collect()
+            left.update({(each.dtype, each.setting) for each in alive})
         time.sleep(0.02 if setting == (torch.float32, "sdpa") else 0.2)
 
     monkeypatch.setattr(Full, "step", step)
@@ -130,6 +200,7 @@ def test_settings_twice_as_slow_as_another_are_given_up(monkeypatch: pytest.Monk
     assert len(full["tried"]) == 4
     assert turns.pop((torch.float32, "sdpa")) == 6  # three rounds, twice each
     assert set(turns.values()) == {2}
+    assert left == {(torch.float32, "sdpa")}  # the others were freed
 
 
 def test_what_the_machine_can_do_is_measured() -> None:

@@ -21,7 +21,8 @@ SEQUENCE = 5 * 2 * ROOM * 2 * 32 * 4
 def found(sequences: float, specs: tuple[str, ...] = (SPEC,)) -> list[dict[str, Any]]:
     models, methods = Models(tiny("llama", head_dim=32)), [parse_method(spec) for spec in specs]
     memory = sequences * SEQUENCE / capacity.SHARE
-    return largest.largest_batches(models, methods, CONTEXT, torch.float32, "auto", memory, lambda *_: None)
+    asked = models, methods, CONTEXT, torch.float32, "auto", memory, lambda *_: None
+    return list(largest.largest_batches(*asked))
 
 
 @needs_flash

@@ -1,6 +1,7 @@
 """Caches of other packages as contenders, by stand-ins for those packages. Nothing asserts a time."""
 
 import ctypes
+import gc
 import sys
 import time
 from collections import Counter
@@ -24,8 +25,8 @@ def network() -> Any:
     return tiny("llama", head_dim=32)
 
 
-def names(makers: list[Any]) -> Counter[str]:
-    return Counter(getattr(maker, "func", maker).__name__ for maker in makers)
+def names(makers: dict[str, Any]) -> Counter[str]:
+    return Counter(getattr(maker, "func", maker).__name__ for maker in makers.values())
 
 
 def test_peers_are_those_whose_packages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,7 @@ def test_a_peer_far_slower_than_the_full_cache_is_dropped(
         Sleeper("near", "other", 0.2),
     ]
     settings = Settings(context=70, rounds=2, warm_up=1)
-    makers = [lambda settings, each=each: each for each in every]
+    makers = {f"{each.name}, {each.setting}": lambda settings, each=each: each for each in every}
     rows = bench(Models(network()), [], settings, lambda *_: None, (), makers)
     assert [each.turns for each in every] == [2, 2, settings.steps, 2]
     full, far, near = rows
@@ -101,6 +102,7 @@ class Library(SimpleNamespace):
     LLAMA_FLASH_ATTN_TYPE_ENABLED, LLAMA_FLASH_ATTN_TYPE_DISABLED = 1, 0
     GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 = 1, 8, 2
     llama_context_default_params = SimpleNamespace
+    llama_free = staticmethod(lambda cells: cells.held.clear())
 
     def __init__(self) -> None:
         super().__init__(cells=Cells(), most=0, asked=None)
@@ -166,6 +168,14 @@ def test_llama_cpps_cache_holds_every_token_once(library: Library, context: int)
     assert library.most <= library.asked.n_ctx
     assert library.asked.n_threads == torch.get_num_threads()
     assert library.asked.type_k == library.asked.type_v == library.GGML_TYPE_Q8_0
+
+
+def test_a_context_that_is_not_used_is_freed(library: Library) -> None:
+    peer = llama_cpp.LlamaCpp(network(), "f16", True, Settings(CONTEXT))
+    assert library.cells.held
+    del peer
+    gc.collect()
+    assert not library.cells.held
 
 
 @pytest.mark.parametrize(("form", "bits"), [("f16", 16), ("q8_0", 8.5), ("q4_0", 4.5)])

@@ -3,6 +3,8 @@ import json
 import pytest
 
 from xquant_lab.bench import run as bench
+from xquant_lab.verbs import bench_report
+from xquant_lab.verbs.bench_report import Report
 
 
 def test_bench_prints_a_table_or_json(run, model):
@@ -62,6 +64,40 @@ def test_a_stopped_bench_goes_on_with_the_sizes_that_are_left(run, tmp_path, mon
     monkeypatch.setattr(bench, "bench", lambda *_: [])
     assert run(*asked, "--method", "kivi-2bit")[0] == 0
     assert rows() == []
+
+
+def test_a_bench_that_is_stopped_shows_its_rounds(run, tmp_path, monkeypatch):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 3)
+    asked += ("--context", 12, "--device", "cpu", "--resume", tmp_path / "kept")
+    file, see = tmp_path / "rows.json", Report.see
+
+    def stop(report, rows):
+        see(report, rows)
+        if rows[0]["rounds"] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Report, "see", stop)
+    status, out, _ = run(*asked, "--json", file)
+    assert status == 130 and "12 tokens, batch 1: 2 of 3 rounds" in out
+    (table, *_) = out.splitlines()
+    assert table.startswith("method") and "kivi-4bit" in out
+    assert {(row["rounds"], row["rounds_asked"]) for row in json.loads(file.read_text())} == {(2, 3)}
+    status, out, _ = run(*asked, "--json", "-")
+    assert status == 130 and {row["rounds"] for row in json.loads(out)} == {2}
+    # What is not finished is not taken for finished.
+    monkeypatch.setattr(Report, "see", see)
+    status, out, _ = run(*asked, "--json", file)
+    assert status == 0 and " rounds" not in out
+    assert {row["rounds"] for row in json.loads(file.read_text())} == {3}
+
+
+def test_a_first_table_comes_before_the_last_round(run, monkeypatch):
+    asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 2)
+    monkeypatch.setattr(bench_report, "FIRST", 0)
+    status, out, err = run(*asked, "--context", 12, "--context", 16, "--device", "cpu")
+    notes = [line for line in err.splitlines() if "rounds" in line]
+    assert status == 0 and " rounds" not in out
+    assert notes == [f"{context} tokens, batch 1: 1 of 2 rounds" for context in (12, 16)]
 
 
 def test_what_failed_is_tried_again(run, tmp_path, monkeypatch):

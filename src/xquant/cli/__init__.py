@@ -12,8 +12,8 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 2 (bad input) or 130 (stopped by Ctrl-C), the last two
-    with one line on stderr."""
+    """Run the command and return its exit status: 0, 2 (bad input) or 130 (stopped by Ctrl-C or
+    SIGTERM), the last two with one line on stderr."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
         # Ours, which says why it is slow on this machine.

@@ -1,11 +1,14 @@
 """The verbs together, and click's usage errors as the ValueErrors that `main` reports."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from threading import current_thread, main_thread
 
 import click
 from click.shell_completion import shell_complete
@@ -94,6 +97,19 @@ def xquant() -> None:
     """Compress the KV cache of language models, and measure what that costs."""
 
 
+@contextmanager
+def _ended_as_by_ctrl_c() -> Iterator[None]:
+    """SIGTERM, by which schedulers and time limits end a process, stops the command as Ctrl-C does."""
+    if current_thread() is not main_thread():  # which alone may say what signals do
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; by default that of the process.
 
@@ -109,7 +125,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     # Not xquant.main(): it has words of its own for an interrupt.
     try:
-        with xquant.make_context("xquant", words) as context:
+        with _ended_as_by_ctrl_c(), xquant.make_context("xquant", words) as context:
             try:
                 xquant.invoke(context)
             except KeyboardInterrupt:

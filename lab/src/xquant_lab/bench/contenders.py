@@ -2,6 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -68,11 +69,15 @@ class Contender(ABC):
         """Whether steps run compiled."""
         return self._compiled is not None or has_compiled_steps(self.model)
 
+    def rewind(self) -> None:
+        """Called after its turn: has a cache that others share hold what it held before."""
+        # A step puts new tensors in the place of those that are held, and does not write to them.
+        for layer, held in zip(self.cache.layers if self._held else (), self._held, strict=True):
+            vars(layer).update(held)
+
     def prepare(self, packed: bool, compiled: bool, **how: Any) -> None:
-        """Have steps run with packed weights, and compiled: by `compile_steps`, or by ``torch.compile`` as
-        ``how`` says."""
-        if packed:
-            pack_weights(self.model)
+        """Say whether the model's weights are packed, and have steps run compiled: by `compile_steps`, or by
+        ``torch.compile`` as ``how`` says."""
         self.packed = packed
         if compiled and how:
             self._compiled = torch.compile(self.model, **how)
@@ -94,6 +99,8 @@ class Contender(ABC):
 
     _batch: int
     _compiled: Any = None
+    _held: Sequence[dict[str, Any]] = ()
+    """The layers of a cache that others share, as they were."""
 
     @property
     def device(self) -> torch.device:
@@ -215,19 +222,22 @@ class Static(Contender):
 
 
 class Full(Contender):
-    """transformers' own uncompressed cache, with one of its attention implementations."""
+    """transformers' own uncompressed cache, with one of its attention implementations.
+
+    Args:
+        cache: `random_cache`, which several share; by default one of its own.
+    """
 
     name = "full"
 
-    def __init__(self, model: Any, attention: str, context: int, batch: int) -> None:
+    def __init__(
+        self, model: Any, attention: str, context: int, batch: int, cache: DynamicCache | None = None
+    ) -> None:
         self.model, self._batch, self.setting = model, batch, attention
         self.dtype = next(model.parameters()).dtype
-        self.cache = DynamicCache(config=model.config)
-        _, key, _ = self._newest = self.newest()
-        shape = (batch, key.shape[1], context, key.shape[3])
-        for i in range(len(self.cache.layers)):
-            states = (torch.randn(shape, dtype=self.dtype, device=model.device) for _ in range(2))
-            self.cache.update(*states, i)
+        self.cache = random_cache(model, context, batch) if cache is None else cache
+        self._held = [] if cache is None else [dict(vars(layer)) for layer in cache.layers]
+        self._newest = self.newest()
         config = compat.text_config(model)
         config._attn_implementation = attention
 
@@ -241,6 +251,17 @@ class Full(Contender):
             layer = self.cache.layers[module.layer_idx]
             own = compat.attention_function(self.setting, module)
             own(module, query, layer.keys, layer.values, None, scaling=query.shape[-1] ** -0.5)
+
+
+def random_cache(model: Any, context: int, batch: int) -> DynamicCache:
+    """transformers' own cache with ``context`` random tokens in every layer, in the model's dtype."""
+    cache = DynamicCache(config=model.config)
+    _, heads, size = head_sizes(model)
+    shape = batch, heads, context, size
+    dtype = next(model.parameters()).dtype
+    for i in range(len(cache.layers)):
+        cache.update(*(torch.randn(shape, dtype=dtype, device=model.device) for _ in range(2)), i)
+    return cache
 
 
 def grouped(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -301,25 +322,32 @@ def attentions(model: Any) -> list[Any]:
 
 
 class Models:
-    """Copies of a model by dtype; those of one dtype share their weights."""
+    """Copies of a model by dtype, with its weights as they are or packed; copies of one kind share them."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._pairs: dict[torch.dtype, tuple[Any, Any]] = {}
+        self._made: dict[tuple[torch.dtype, bool, bool], Any] = {}
 
-    def plain(self, dtype: torch.dtype) -> Any:
+    def plain(self, dtype: torch.dtype, packed: bool = False) -> Any:
         """A new copy with a configuration of its own, for the full cache: it has no hooks of ours."""
-        return _copy(self._pair(dtype)[0], dtype)
+        return _copy(self._shared(dtype, packed), dtype)
 
-    def attached(self, dtype: torch.dtype) -> Any:
+    def attached(self, dtype: torch.dtype, packed: bool = False) -> Any:
         """The copy that compressed caches share, so that they prepare what they need of its weights once."""
-        return self._pair(dtype)[1]
+        return self._shared(dtype, packed, attached=True)
 
-    def _pair(self, dtype: torch.dtype) -> tuple[Any, Any]:
-        if dtype not in self._pairs:
-            plain = _copy(self.model, dtype)
-            self._pairs[dtype] = plain, _copy(plain, dtype)
-        return self._pairs[dtype]
+    def _shared(self, dtype: torch.dtype, packed: bool, attached: bool = False) -> Any:
+        kind = dtype, packed, attached
+        if kind not in self._made:
+            if attached:
+                made = self.plain(dtype, packed)
+            elif packed:
+                made = self.plain(dtype)
+                pack_weights(made)
+            else:
+                made = _copy(self.model, dtype)
+            self._made[kind] = made
+        return self._made[kind]
 
 
 def _copy(model: Any, dtype: torch.dtype) -> Any:

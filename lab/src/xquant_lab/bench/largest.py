@@ -1,7 +1,7 @@
 """The largest batch that fits beside a model's weights, and how many tokens a second are decoded with it."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ def largest_batches(
     memory: float,
     progress: Progress,
     calibrations: Iterable[Calibration] = (),
-) -> list[Row]:
+) -> Iterator[Row]:
     """A row for the full cache and for every method: the largest batch, and the time of decoding steps with
     it.
 
@@ -56,7 +56,7 @@ def largest_batches(
     # The full cache tries its backends before the steps that are timed.
     further = steps + WARM_UP * (1 + 2 * len(flash.BACKENDS))
     config = compat.text_config(models.model)
-    rows: list[Row] = []
+    full: float | None = None
     takes: dict[str, tuple[Make, Callable[[int], int]]] = {
         "full": (
             partial(_full, models.plain(dtype), dtype, context, further),
@@ -73,11 +73,11 @@ def largest_batches(
         progress(number, len(takes), name)
         estimate = largest(nbytes, capacity.SHARE * memory)
         row: Row = {"method": name, "context": context, "steps": steps, "estimated_batch": estimate}
-        rows.append(row | _measured(make, estimate, steps))
-        full = rows[0]["tokens_per_second"]
-        rate = rows[-1]["tokens_per_second"]
-        rows[-1]["times_full"] = rate / full if rate and full else None
-    return rows
+        row |= _measured(make, estimate, steps)
+        rate = row["tokens_per_second"]
+        if number == 0:
+            full = rate
+        yield {**row, "times_full": rate / full if rate and full else None}
 
 
 def _full(model: Any, dtype: torch.dtype, context: int, room: int, batch: int) -> Contender:

@@ -1,6 +1,7 @@
 """llama.cpp as a contender: the packaged model in its own format, with each type of its cache."""
 
 import ctypes
+import weakref
 from functools import cache
 from typing import Any
 
@@ -50,6 +51,7 @@ class LlamaCpp(Peer):
         self._context = lib.llama_init_from_model(_weights(), asked)
         if not self._context:
             raise RuntimeError(f"{self.name}: llama.cpp makes no such context")
+        weakref.finalize(self, lib.llama_free, self._context)
         self._fill(settings.context)
 
     @property

@@ -1,7 +1,6 @@
 """Caches of other packages, which are timed beside ours where they are installed."""
 
 import importlib.util
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,31 +8,31 @@ import torch
 from transformers import QuantizedCache
 
 from . import llama_cpp, openvino
-from .contenders import Contender, Peer
-from .trials import Settings
-
-Maker = Callable[[Settings], Contender]
+from .contenders import Peer
+from .trials import Maker, Settings
 
 
-def available(model: str, network: Any, batch: int = 1) -> list[Maker]:
-    """Makers of the contenders whose packages are installed.
+def available(model: str, network: Any, batch: int = 1) -> dict[str, Maker]:
+    """Makers of the contenders whose packages are installed, by what they are called while they are filled.
 
     Engines run the packaged model from its own file, one sequence at a time, on a CPU.
 
     Args:
         model: its name.
     """
-    found: list[Maker] = []
+    found: dict[str, Maker] = {}
     for backend, package in (("quanto", "optimum.quanto"), ("hqq", "hqq")):
         if _installed(package):
-            found.append(partial(Quantized, network, backend))
+            found[f"QuantizedCache, {backend}"] = partial(Quantized, network, backend)
     if model != "smollm2" or network.device.type != "cpu" or batch > 1:
         return found
     if _installed("llama_cpp"):
         for form, flash in llama_cpp.SETTINGS:
-            found.append(partial(llama_cpp.LlamaCpp, network, form, flash))
+            name = f"llama.cpp, {form}" + ", flash attention" * flash
+            found[name] = partial(llama_cpp.LlamaCpp, network, form, flash)
     if all(map(_installed, openvino.PACKAGES)):
-        found += [partial(openvino.OpenVino, network, precision) for precision in openvino.BITS]
+        for precision in openvino.BITS:
+            found[f"openvino, {precision}"] = partial(openvino.OpenVino, network, precision)
     return found
 
 

@@ -2,8 +2,9 @@
 run."""
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,23 +18,20 @@ from xquant.progress import Progress
 from . import appending as sealing
 from . import capacity, trials
 from .ceilings import Ceilings, ceilings
-from .clocks import Clock, GraphClock, HostClock, Job
-from .contenders import STATIC, Compressed, Contender, Models, Peer, attentions
+from .clocks import GraphClock, HostClock
+from .contenders import STATIC, Compressed, Models, attentions
 from .parts import dense, parts_of
 from .roofline import attention_step
-from .trials import Settings, Trial
-
-HOPELESS = 2.0
-"""A trial that takes so many times as long as another of its name is given up."""
-FAR = 4.0
-"""And so is a peer that takes so many times as long as the full cache."""
-STEP, ATTENTION = "step", "attend"
-"""The jobs that are timed, by the names of `Contender`'s methods."""
+from .rounds import ATTENTION, STEP, MakeClock, Rounds, Told, nobody
+from .trials import Maker, Settings, Trial
 
 Row = dict[str, Any]
-MakeClock = Callable[[Job, torch.device], Clock]
-Clocks = dict[tuple[int, str], Clock]
-"""By the number of the trial and the job."""
+See = Callable[[list[Row]], None]
+NO_PEERS: Mapping[str, Maker] = MappingProxyType({})
+
+
+def unseen(rows: list[Row]) -> None:
+    """A `See` that looks at nothing."""
 
 
 @torch.inference_mode()
@@ -43,8 +41,9 @@ def bench(
     settings: Settings,
     progress: Progress,
     calibrations: Iterable[Calibration] = (),
-    peers: Sequence[Callable[[Settings], Contender]] = (),
+    peers: Mapping[str, Maker] = NO_PEERS,
     limits: Ceilings | None = None,
+    see: See = unseen,
 ) -> list[Row]:
     """A row for the full cache (the fastest of its settings) and for every method.
 
@@ -52,29 +51,30 @@ def bench(
 
     Args:
         methods: for `Settings.parts` with those of `parts.with_dense`.
-        peers: makers of further contenders.
+        peers: makers of further contenders, by what they are called while they are filled.
         limits: of the device; they are measured here where they are not given.
+        see: given the rows after every round, as they are then: without shares of a bandwidth that is yet to
+            be measured, and without what is timed after the rounds.
     """
     device = models.model.device
     on_gpu = device.type == "cuda"
     if on_gpu and limits is None:
         limits = ceilings(device)
-    progress(0, 1, "filling the caches")
-    gather = trials.on_gpu if on_gpu else trials.on_cpu
-    every = gather(models, methods, settings, Calibrations(calibrations))
-    every += [Trial.of(make(settings)) for make in peers]
-    if on_gpu:
-        measure_on_gpu(every, settings, progress)
-    else:
-        measure_on_cpu(every, settings, progress)
-    limits = limits or ceilings(device)
     layers = len(attentions(models.model))
+    gather, measure = (trials.on_gpu, measure_on_gpu) if on_gpu else (trials.on_cpu, measure_on_cpu)
+    every = gather(models, methods, settings, Calibrations(calibrations), peers, progress)
+
+    def rows_now() -> list[tuple[Row, Trial | None]]:
+        names = dict.fromkeys(trial.name for trial in every)
+        return [_row(name, every, settings, layers, limits or Ceilings()) for name in names]
+
+    measure(every, settings, progress, lambda: see([row for row, _ in rows_now()]))
+    limits = limits or ceilings(device)
     known = {method.spec: method for method in methods}
     rows = []
-    for name in dict.fromkeys(trial.name for trial in every):
-        row, best = _row(name, every, settings, layers, limits)
+    for row, best in rows_now():
         if limits.copy and limits.multiply:
-            of_method = known.get(name.removesuffix(f" {STATIC}"))
+            of_method = known.get(row["method"].removesuffix(f" {STATIC}"))
             row["roofline"] = _predict(row, models.model, of_method, limits)
         asked = settings.sealing or settings.parts
         if asked and best is not None and isinstance(best.contender, Compressed):
@@ -91,93 +91,21 @@ def bench(
     return rows
 
 
-def measure_on_cpu(every: Sequence[Trial], settings: Settings, progress: Progress) -> None:
+def measure_on_cpu(every: Sequence[Trial], settings: Settings, progress: Progress, see: Told) -> None:
     """Time decoding steps, and their attention alone, in the same rounds."""
     jobs = (STEP, ATTENTION) if settings.whole else (ATTENTION,)
-    _measure(every, _clocks(every, jobs, HostClock), jobs, settings, progress)
+    Rounds(every, jobs, HostClock, settings).run(progress, see)
 
 
-def measure_on_gpu(every: Sequence[Trial], settings: Settings, progress: Progress) -> None:
+def measure_on_gpu(every: Sequence[Trial], settings: Settings, progress: Progress, see: Told) -> None:
     """Time attention in all rounds first, then decoding steps: a graph reads memory that decoding changes."""
     phases: dict[str, MakeClock] = {ATTENTION: GraphClock}
     if settings.whole:
         phases[STEP] = HostClock
-    for job, kind in phases.items():
-        _measure(every, _clocks(every, (job,), kind), (job,), settings, progress, tolerant=True)
-
-
-def _clocks(every: Sequence[Trial], jobs: Sequence[str], kind: MakeClock) -> Clocks:
-    return {
-        (i, job): kind(getattr(trial.contender, job), trial.contender.device)
-        for i, trial in enumerate(every)
-        for job in jobs
-        if trial.contender is not None and (job != ATTENTION or trial.contender.alone)
-    }
-
-
-def _measure(
-    every: Sequence[Trial],
-    clocks: Clocks,
-    jobs: Sequence[str],
-    settings: Settings,
-    progress: Progress,
-    tolerant: bool = False,
-) -> None:
-    """Time ``jobs`` of all trials, round by round.
-
-    After the warm-up, trials are given up that are far slower at the first job than another of their name,
-    and peers that are than the full cache: they would take most of the time. They keep the times of the
-    warm-up.
-
-    Args:
-        tolerant: a trial that raises has failed, and the others go on.
-    """
-    total = settings.warm_up + settings.rounds
-    for trial in every:
-        trial.slow = False
-        trial.seconds |= {job: [] for job in jobs}
-    for number in range(total):
-        if number == settings.warm_up:
-            _give_up(every, jobs[0])
-        for i, trial in enumerate(every):
-            progress(number * len(every) + i, total * len(every), trial.name)
-            if trial.failed or trial.slow:
-                continue
-            own = {job: clocks[i, job] for job in jobs if (i, job) in clocks}
-            if number == settings.warm_up:
-                trial.seconds |= {job: [] for job in jobs}
-            if tolerant:
-                with trial.noting_failure():
-                    _time(trial, own, number == 0)
-            else:
-                _time(trial, own, number == 0)
-            if trial.failed:
-                for job in own:
-                    del clocks[i, job]
-                capacity.release()
-    for (i, job), clock in clocks.items():
-        every[i].timed_by[job] = clock.how
-
-
-def _time(trial: Trial, clocks: dict[str, Clock], first: bool) -> None:
-    """One round of a trial."""
-    for job, clock in clocks.items():
-        if first:
-            clock.settle()
-        trial.seconds[job].append(clock())
-
-
-def _give_up(every: Sequence[Trial], job: str) -> None:
-    """Mark the trials that are `HOPELESS`, and the peers that are `FAR` behind."""
-    found = [min(trial.seconds[job], default=0.0) for trial in every]
-    best: dict[str, float] = {}
-    for trial, taken in zip(every, found, strict=True):
-        if not trial.failed:
-            best[trial.name] = min(taken, best.get(trial.name, taken))
-    for trial, taken in zip(every, found, strict=True):
-        trial.slow = not trial.failed and taken > HOPELESS * best[trial.name]
-        if isinstance(trial.contender, Peer) and taken > FAR * best.get("full", taken):
-            trial.slow, trial.behind = True, taken / best["full"]
+    for number, (job, kind) in enumerate(phases.items(), 1):
+        last = number == len(phases)  # which rows are of
+        rounds = Rounds(every, (job,), kind, settings, tolerant=True, frees=last)
+        rounds.run(progress, see if last else nobody)
 
 
 def _row(
@@ -189,6 +117,7 @@ def _row(
     best = _best(tried, decisive)
     shown = best or tried[0]
     full = _best([trial for trial in every if trial.name == "full"], decisive)
+    counted = best or full
     row = {
         "method": name,
         "context": settings.context,
@@ -203,13 +132,14 @@ def _row(
         "measured": "decode" if settings.whole else f"attention of {layers} layers",
         **_times(best, full, decisive),
         **_attention(best, layers, limits),
-        "rounds": settings.rounds,
+        "rounds": len(counted.seconds[decisive]) if counted else 0,
+        "rounds_asked": settings.rounds,
         "timed_by": shown.timed_by,
         "tried": {e.label: statistics.median(e.seconds[decisive]) * 1e3 for e in tried if not e.failed},
         "refused": {e.label: e.failed for e in tried if e.failed},
     }
-    if row["dropped"] and shown.contender is not None:
-        row["cache_bytes"] = shown.contender.cache_bytes
+    if row["dropped"]:
+        row["cache_bytes"] = shown.cache_bytes
     return row, best
 
 

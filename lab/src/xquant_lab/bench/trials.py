@@ -1,23 +1,27 @@
 """Trials: the contenders of a benchmark with what is measured of each. The full cache takes part in all its
 forms, and so does every method."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import product
 
 import torch
+from transformers import DynamicCache
 
 from xquant import compat
 from xquant.calibrations import Calibrations
 from xquant.methods import Method
+from xquant.progress import Progress
 
 from . import capacity, flash
 from .clocks import reason
-from .contenders import Contender, Full, Grouped, Models, Static, contender_of
+from .contenders import STATIC, Contender, Full, Grouped, Models, Static, contender_of, random_cache
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-FULL_SETTINGS = tuple((dtype, attention) for dtype in DTYPES for attention in ("sdpa", "eager"))
+ATTENTIONS = "sdpa", "eager"
+"""transformers' own."""
 
 
 @dataclass
@@ -56,6 +60,19 @@ class Settings:
         return 2 * (self.warm_up + self.rounds)
 
 
+Maker = Callable[[Settings], Contender]
+MakeOurs = Callable[[Models, Method, torch.dtype, Settings, Calibrations], Contender]
+
+
+def label(dtype: torch.dtype, setting: str, packed: bool, compiled: bool) -> str:
+    """What tells the settings of one contender apart."""
+    return " ".join([_name(dtype), setting, *["packed"] * packed, *["compiled"] * compiled])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass
 class Trial:
     """A contender in one dtype and setting, with its times or the reason why there are none."""
@@ -69,6 +86,8 @@ class Trial:
     """Whether it was given up, because another trial of this name, or the full cache, was much faster."""
     behind: float = 0
     """How many times as long as the full cache it took, where it was given up for that."""
+    cache_bytes: int | None = None
+    """Of a cache that was freed."""
     packed: bool = False
     compiled: bool = False
     """Both as of the contender."""
@@ -86,8 +105,17 @@ class Trial:
     @property
     def label(self) -> str:
         """Dtype and setting, as a row names them."""
-        words = str(self.dtype).removeprefix("torch."), self.setting
-        return " ".join([*words, *["packed"] * self.packed, *["compiled"] * self.compiled])
+        return label(self.dtype, self.setting, self.packed, self.compiled)
+
+    @property
+    def what(self) -> str:
+        """Its name and `label`."""
+        return f"{self.name}, {self.label}"
+
+    def free(self) -> None:
+        """Free its cache, which is timed no more."""
+        assert self.contender is not None
+        self.cache_bytes, self.contender = self.contender.cache_bytes, None
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -102,54 +130,95 @@ class Trial:
 
 
 def on_cpu(
-    models: Models, methods: Sequence[Method], settings: Settings, calibrations: Calibrations
+    models: Models,
+    methods: Sequence[Method],
+    settings: Settings,
+    calibrations: Calibrations,
+    peers: Mapping[str, Maker],
+    progress: Progress,
 ) -> list[Trial]:
-    """The full cache in transformers' settings, and every method, in every dtype."""
-    contenders: list[Contender] = []
-    for dtype, attention in FULL_SETTINGS:
-        if dtype in settings.dtypes:
-            contenders += _full_on_cpu(models, dtype, attention, settings)
-    for method in methods:
-        for dtype in settings.dtypes if settings.whole else settings.dtypes[:1]:
-            compressed = _compressed(models, method, dtype, settings, calibrations)
-            compressed.prepare(settings.packed, settings.compiled)
-            contenders.append(compressed)
-            if settings.static:
-                static = _static(models, method, dtype, settings, calibrations)
-                static.prepare(settings.packed, settings.compiled)
-                contenders.append(static)
-    return [Trial.of(contender) for contender in contenders]
+    """The full cache in transformers' settings, every method in every dtype, and the peers. Last come those
+    that take minutes to compile: the full cache's settings."""
+    states = cache(lambda dtype: random_cache(models.plain(dtype), *settings.size))
+    plans = {
+        **_full_on_cpu(models, settings, states, False),
+        **_methods_on_cpu(models, methods, settings, calibrations),
+        **peers,
+        **(_full_on_cpu(models, settings, states, True) if settings.compiled else {}),
+    }
+    trials = []
+    for number, (what, make) in enumerate(plans.items()):
+        progress(number, len(plans), f"filling {what}")
+        trials.append(Trial.of(make(settings)))
+    return trials
 
 
 def _full_on_cpu(
-    models: Models, dtype: torch.dtype, attention: str, settings: Settings
-) -> Iterator[Contender]:
-    ways = (sorted({False, asked}) for asked in (settings.packed, settings.compiled))
-    for packed, compiled in product(*ways):
-        full = Full(models.plain(dtype), attention, *settings.size)
+    models: Models, settings: Settings, states: Callable[[torch.dtype], DynamicCache], compiled: bool
+) -> dict[str, Maker]:
+    """The settings of the full cache that are compiled or not. Those of one dtype share its ``states``."""
+    found: dict[str, Maker] = {}
+
+    def make(kind: type[Full], dtype: torch.dtype, attention: str, packed: bool, asked: Settings) -> Full:
+        full = kind(models.plain(dtype, packed), attention, *asked.size, states(dtype))
         full.prepare(packed, compiled)
-        yield full
-    if not settings.whole and dtype == torch.bfloat16 and attention == "sdpa":
-        yield Grouped(models.plain(dtype), attention, *settings.size)
+        return full
+
+    for dtype, attention, packed in product(settings.dtypes, ATTENTIONS, sorted({False, settings.packed})):
+        name = label(dtype, attention, packed, compiled)
+        found[f"full, {name}"] = partial(make, Full, dtype, attention, packed)
+        if not settings.whole and (dtype, attention) == (torch.bfloat16, "sdpa"):
+            found[f"{Grouped.name}, {name}"] = partial(make, Grouped, dtype, attention, packed)
+    return found
+
+
+def _methods_on_cpu(
+    models: Models, methods: Sequence[Method], settings: Settings, calibrations: Calibrations
+) -> dict[str, Maker]:
+    found: dict[str, Maker] = {}
+
+    def make(kind: MakeOurs, method: Method, dtype: torch.dtype, asked: Settings) -> Contender:
+        made = kind(models, method, dtype, asked, calibrations)
+        made.prepare(asked.packed, asked.compiled)
+        return made
+
+    kinds: dict[str, MakeOurs] = {"": _compressed}
+    if settings.static:
+        kinds[f", {STATIC}"] = _static
+    dtypes = settings.dtypes if settings.whole else settings.dtypes[:1]
+    for method, dtype, (word, kind) in product(methods, dtypes, kinds.items()):
+        found[f"{method.spec}{word}, {_name(dtype)}"] = partial(make, kind, method, dtype)
+    return found
 
 
 def on_gpu(
-    models: Models, methods: Sequence[Method], settings: Settings, calibrations: Calibrations
+    models: Models,
+    methods: Sequence[Method],
+    settings: Settings,
+    calibrations: Calibrations,
+    peers: Mapping[str, Maker],
+    progress: Progress,
 ) -> list[Trial]:
-    """The full cache with every kernel over the same states, and every method. Those that do not fit into
-    memory have failed."""
+    """The full cache with every kernel over the same states, every method, and the peers. Methods that do not
+    fit into memory have failed."""
     device, config = models.model.device, compat.text_config(models.model)
+    dtypes = settings.dtypes if settings.whole else settings.dtypes[:1]
+    total = 1 + len(methods) * len(dtypes) + len(peers)
+    progress(0, total, "filling full")
     trials = [each for dtype in settings.dtypes for each in _full_on_gpu(models, dtype, settings)]
-    for method in methods:
-        for dtype in settings.dtypes if settings.whole else settings.dtypes[:1]:
-            trial = Trial(method.spec, dtype, settings.kernel)
-            trials.append(trial)
-            layout = capacity.layout(config, method, dtype)
-            trial.failed = capacity.lacking(capacity.needed_bytes(layout, *settings.size), device)
-            if not trial.failed:
-                with trial.noting_failure():
-                    made = _compressed(models, method, dtype, settings, calibrations)
-                    trial.contender, trial.setting = made, made.setting
+    for number, (method, dtype) in enumerate(product(methods, dtypes), 1):
+        trial = Trial(method.spec, dtype, settings.kernel)
+        progress(number, total, f"filling {trial.what}")
+        trials.append(trial)
+        layout = capacity.layout(config, method, dtype)
+        trial.failed = capacity.lacking(capacity.needed_bytes(layout, *settings.size), device)
+        if not trial.failed:
+            with trial.noting_failure():
+                made = _compressed(models, method, dtype, settings, calibrations)
+                trial.contender, trial.setting = made, made.setting
+    for number, (what, make) in enumerate(peers.items(), total - len(peers)):
+        progress(number, total, f"filling {what}")
+        trials.append(Trial.of(make(settings)))
     return trials
 
 
@@ -163,33 +232,25 @@ def _full_on_gpu(models: Models, dtype: torch.dtype, settings: Settings) -> list
     states.failed = capacity.lacking(nbytes, model.device)
     if not states.failed:
         with states.noting_failure():
-            cache = flash.filled(model, dtype, *settings.size, steps)
+            held = flash.filled(model, dtype, *settings.size, steps)
     for trial in trials:
         trial.failed = states.failed
         if not trial.failed:
             with trial.noting_failure():
                 make = flash.Stepping if whole else flash.Flash
-                trial.contender = make(model, cache, trial.setting)
+                trial.contender = make(model, held, trial.setting)
     return trials
 
 
 def _static(
-    models: Models,
-    method: Method,
-    dtype: torch.dtype,
-    settings: Settings,
-    calibrations: Calibrations,
-) -> Static:
+    models: Models, method: Method, dtype: torch.dtype, settings: Settings, calibrations: Calibrations
+) -> Contender:
     own = calibrations.of(method), settings.kernel
-    return Static(models.attached(dtype), method, settings.size, settings.steps, *own)
+    return Static(models.attached(dtype, settings.packed), method, settings.size, settings.steps, *own)
 
 
 def _compressed(
-    models: Models,
-    method: Method,
-    dtype: torch.dtype,
-    settings: Settings,
-    calibrations: Calibrations,
+    models: Models, method: Method, dtype: torch.dtype, settings: Settings, calibrations: Calibrations
 ) -> Contender:
-    calibration = calibrations.of(method)
-    return contender_of(models.attached(dtype), method, *settings.size, calibration, settings.kernel)
+    model, calibration = models.attached(dtype, settings.packed), calibrations.of(method)
+    return contender_of(model, method, *settings.size, calibration, settings.kernel)

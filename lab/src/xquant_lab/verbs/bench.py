@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,7 +14,6 @@ from xquant.cli.common import (
     calibrations_option,
     chosen,
     find_device,
-    finish,
     json_option,
     load,
     methods_option,
@@ -26,8 +25,9 @@ from xquant.cli.common import (
 from xquant.cli.progress import progress
 from xquant.cli.tables import wide_option
 from xquant.kernels import KERNELS
-from xquant.results import STDOUT, environment
+from xquant.results import environment
 
+from .bench_report import Report
 from .bench_tables import print_largest, print_rows
 
 if TYPE_CHECKING:
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
     Subjects = Callable[[int, int], tuple[Models, Calibrations]]
     """What decodes, and the calibrations for it, at a context and a batch."""
-    Part = tuple[str, Callable[[], Rows]]
-    """Its name, and what measures it: contenders take turns within one."""
+    See = Callable[[Rows], None]
+    Part = tuple[str, Callable[[See], Rows]]
+    """Its name, and what measures it: contenders take turns within one. It shows its rows as they come."""
 
 COMPILED = 64
 """Times that one function of a model may be compiled; with more it would run uncompiled."""
@@ -167,6 +168,9 @@ def bench(
     is the best of its settings: on a CPU transformers' own (fp32 or bf16, sdpa or eager), on a GPU every
     kernel that can be had. There the kernels of attention are replayed as a CUDA graph. Without --method the
     recommended ones are timed that caches are decoded from.
+
+    The file of --json has the rows after every round. A first table comes after the first round, and a run
+    that is stopped shows what it has: rows say how many rounds they are of.
     """
     if (model is None) == (shape is None):
         raise ValueError("give either MODEL or --shape NAME")
@@ -238,22 +242,17 @@ def bench(
         "machine": [machine[fact] for fact in ("cpu", "threads", "gpu", "torch", "transformers")],
     }
     runs = Runs(resume, asked)
-    rows: list[dict[str, Any]] = []
-    for name, measure in todo:
-        held = runs.load(name)
-        if held is None:
-            held = measure()
-            if not any(row["failed"] or (row.get("sealing") or {}).get("failed") for row in held):
-                runs.save(name, held)  # what failed is tried again
-        rows += held
-        if json_file != STDOUT:  # what was measured stays, whatever becomes of the rest
-            finish(rows, json_file, **subject)
-    if json_file == STDOUT:
-        finish(rows, json_file, **subject)
-    elif largest_batch:
-        print_largest(rows)
-    else:
-        print_rows(rows)
+    report = Report(print_largest if largest_batch else print_rows, json_file, subject)
+    try:
+        for name, measure in todo:
+            held = runs.load(name)
+            if held is None:
+                held = measure(report.see)
+                if not any(row["failed"] or (row.get("sealing") or {}).get("failed") for row in held):
+                    runs.save(name, held)  # what failed is tried again
+            report.add(held)
+    finally:  # what was measured stays, whatever becomes of the rest
+        report.end()
 
 
 def _sizes(
@@ -271,14 +270,14 @@ def _sizes(
 
     limits = cache(ceilings)  # on a GPU for all sizes; on a CPU after each, as its load changes
 
-    def measure(context: int, batch: int) -> "Rows":
+    def measure(context: int, batch: int, see: "See") -> "Rows":
         models, calibrations = subjects(context, batch)
         device = models.model.device
         known = None if device.type == "cpu" else limits(device)
-        makers = available(peers_of, models.model, batch) if peers_of else []
+        makers = available(peers_of, models.model, batch) if peers_of else {}
         asked = replace(settings, context=context, batch=batch)
         with progress(f"timing {context} tokens, batch {batch}") as show:
-            return evaluation.bench(models, methods, asked, show, calibrations, makers, known)
+            return evaluation.bench(models, methods, asked, show, calibrations, makers, known, see)
 
     for context, batch in product(contexts, batches):
         yield f"{context} tokens, batch {batch}", partial(measure, context, batch)
@@ -358,14 +357,17 @@ def _largest(
     dtype = settings.dtypes[-1]
     made = cache(lambda: Models(whole_model(shape, device, dtype)))
 
-    def measure(context: int) -> "Rows":
+    def measure(context: int, see: "See") -> "Rows":
         models = made()
         weights = sum(p.nbytes for p in models.model.parameters())
         room = capacity.free_bytes(device) if memory is None else memory * 1e9 - weights
         with progress(f"finding the largest batch of {context} tokens") as show:
-            return largest.largest_batches(
+            rows = []
+            for row in largest.largest_batches(
                 models, methods, context, dtype, settings.kernel, room, show, calibrations
-            )
+            ):
+                see(rows := [*rows, row])
+            return rows
 
     for context in contexts:
         yield f"{context} tokens", partial(measure, context)

@@ -48,7 +48,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     filled = [any(column) for column in zip(*cells, strict=True)]
     columns = dict(compress(COLUMNS.items(), filled))
     print_table(columns, [list(compress(line, filled)) for line in cells], extra=LESS)
-    _print_failures(rows)
+    _print_notes(rows)
 
 
 def print_largest(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -71,7 +71,7 @@ def print_largest(rows: Sequence[Mapping[str, Any]]) -> None:
         ],
         extra=LESS,
     )
-    _print_failures(rows)
+    _print_notes(rows)
 
 
 def _cells(row: Mapping[str, Any]) -> Sequence[str]:
@@ -101,8 +101,13 @@ def _show(number: float | None, form: str, unit: float = 1) -> str:
     return format(number / unit if unit != 1 else number, form)
 
 
-def _print_failures(rows: Sequence[Mapping[str, Any]]) -> None:
+def _print_notes(rows: Sequence[Mapping[str, Any]]) -> None:
+    few = {}
     for row in rows:
+        size = f"{row['context']} tokens" + (f", batch {row['batch']}" if row["batch"] else "")
         if why := row["failed"] or row.get("dropped"):
-            size = f"{row['context']} tokens" + (f", batch {row['batch']}" if row["batch"] else "")
             say(f"{row['method']}, {size}: {why}")
+        elif row.get("rounds", 0) < row.get("rounds_asked", 0):  # rows of older runs do not say
+            few[size] = f"{row['rounds']} of {row['rounds_asked']} rounds"
+    for size, rounds in few.items():
+        say(f"{size}: {rounds}")
