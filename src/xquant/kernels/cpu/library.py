@@ -99,6 +99,18 @@ class AffineBlocks(Structure):
     ]
 
 
+class CodebookBlocks(Structure):
+    __slots__ = ()
+    _fields_ = [
+        ("blocks", AffineBlocks),
+        *((name, c_void_p) for name in ("levels", "edges", "offline_scale", "offline_zero")),
+        *((name, c_void_p) for name in ("lowest", "highest")),
+        *((name, c_int32) for name in ("outliers", "last_outliers")),
+        *((f"outlier_{name}", c_void_p) for name in ("count", "excess", "channel")),
+        *((name, c_int32) for name in ("count_bytes", "unused")),
+    ]
+
+
 class RankedBlocks(Structure):
     __slots__ = ()
     _fields_ = [
@@ -193,6 +205,7 @@ CALLS = {
     "attend": Attend,
     "affine_encode": AffineBlocks,
     "affine_decode": AffineBlocks,
+    "codebook_encode": CodebookBlocks,
     "ranked_encode": RankedBlocks,
     "ranked_decode": RankedBlocks,
     "rebuild_scores": RebuildScores,

@@ -1,7 +1,8 @@
-"""Blocks packed and unpacked by the native library, in one go: csrc/sealing.h and ranked_sealing.h.
+"""Blocks packed and unpacked by the native library, in one go: csrc/sealing.h, codebook_sealing.h and
+ranked_sealing.h.
 
-It equals `Affine` and `Ranked` in torch, bit for bit but for the sign of a zero, which torch leaves to the
-order in which it looks for the lowest.
+It equals `Affine`, `Codebook` and `Ranked` in torch, bit for bit but for the sign of a zero, which torch
+leaves to the order in which it looks for the lowest.
 """
 
 import ctypes
@@ -11,7 +12,11 @@ import torch
 from torch import Tensor
 
 from ...past.packer import Packer
-from ...quant import Affine, Packed, Quantizer
+from ...quant import Affine, Codebook, Packed, Quantizer, Ragged
+from ...quant.codebook import outlier_count
+from ...quant.grouped import Grouped
+from ...quant.levels import edges_of
+from ...quant.outliers import RAGGED
 from ...quant.quantizer import dense
 from ...quant.ranked import (
     Ranked,
@@ -35,20 +40,20 @@ class NativePacker(Packer):
         self._isa = isa
 
     def pack(self, quantizer: Quantizer, x: Tensor, excluded: Tensor | None) -> Packed:
-        own = _KNOWN.get(type(quantizer)) if _within_reach(x) else None
+        own = _PACKED.get(type(quantizer)) if _within_reach(x) else None
         if own is None:
             return super().pack(quantizer, x, excluded)
         rows = x if x.stride(-1) == 1 else x.contiguous()
         hidden = None if excluded is None else excluded.contiguous()
-        found: Packed = own[0](self._isa, quantizer, rows, hidden)
+        found: Packed = own(self._isa, quantizer, rows, hidden)
         return found
 
     def unpack(self, quantizer: Quantizer, packed: Packed, out: Tensor) -> None:
-        own = _KNOWN.get(type(quantizer)) if _within_reach(out) else None
+        own = _UNPACKED.get(type(quantizer)) if _within_reach(out) else None
         if own is None or out.stride(-1) != 1 or 0 in out.stride():
             return super().unpack(quantizer, packed, out)
         fields = {name: dense(packed, name).contiguous() for name in packed}
-        own[1](self._isa, quantizer, fields, out)
+        own(self._isa, quantizer, fields, out)
 
 
 def _within_reach(rows: Tensor) -> bool:
@@ -81,8 +86,8 @@ def _point(call: ctypes.Structure, quantizer: Quantizer, rows: Tensor, packed: P
     """Point ``call`` to what is packed of blocks ``rows`` ``[N, n, C]``, and to the rows."""
     blocks, tokens, channels = rows.shape
     for name, field in quantizer.fields(tokens, channels).items():
-        where = native.address(dense(packed, name), field.dtype, blocks, *field.shape)
-        setattr(call, name, where)
+        if field.part != "outliers":
+            setattr(call, name, native.address(dense(packed, name), field.dtype, blocks, *field.shape))
     call.rows = native.address(rows, FLOATS, *rows.shape, rows=True)
     call.block_stride, call.token_stride, _ = rows.stride()
     call.blocks, call.tokens, call.channels = blocks, tokens, channels
@@ -93,6 +98,15 @@ def _call(
     what: str, isa: str, quantizer: Affine, rows: Tensor, packed: Packed, hidden: Tensor | None
 ) -> None:
     call = native.AffineBlocks()
+    _describe(call, quantizer, rows, packed, hidden)
+    call.zero_shift = quantizer.eta * (2**quantizer.bits - 1)
+    call.scale_factor = 1 - 2 * quantizer.eta
+    native.function(what, isa)(call)
+
+
+def _describe(
+    call: native.AffineBlocks, quantizer: Grouped, rows: Tensor, packed: Packed, hidden: Tensor | None
+) -> None:
     _point(call, quantizer, rows, packed)
     if hidden is not None:
         call.excluded = native.address(hidden, torch.bool, *rows.shape[:2])
@@ -102,9 +116,43 @@ def _call(
     if tile is not None:
         call.head = tile.head if tile.fits(rows.shape[1]) else 0
         call.channel_lanes = tile.lanes == "channels"
-    call.zero_shift = quantizer.eta * (2**quantizer.bits - 1)
-    call.scale_factor = 1 - 2 * quantizer.eta
-    native.function(what, isa)(call)
+
+
+def pack_codebook(isa: str, quantizer: Codebook, x: Tensor, excluded: Tensor | None) -> Packed:
+    """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous.
+
+    Raises:
+        ValueError: NaN, or tensors that do not fit each other.
+    """
+    (blocks, tokens, channels), call = x.shape, native.CodebookBlocks()
+    packed = _empty(quantizer, x)
+    _describe(call.blocks, quantizer, x, packed, excluded)
+    levels = quantizer.levels.to("cpu").float()
+    edges = edges_of(levels)
+    call.levels, call.edges = levels.data_ptr(), edges.data_ptr()
+    offline = quantizer.operand(tokens, channels).offline
+    if offline is not None:
+        call.blocks.per_token, call.blocks.group = 0, tokens
+        call.offline_scale, call.offline_zero = (native.address(t, torch.float16, channels) for t in offline)
+    bounds = [t.to("cpu").float().expand(channels).contiguous() for t in quantizer.threshold or ()]
+    if bounds:
+        call.lowest, call.highest = (t.data_ptr() for t in bounds)
+    elif quantizer.share and offline is None:
+        length, group = channels if call.blocks.per_token else tokens, call.blocks.group
+        call.outliers = outlier_count(quantizer.share, group)
+        call.last_outliers = outlier_count(quantizer.share, (length - 1) % group + 1)
+    if not quantizer.sparse:
+        native.function("codebook_encode", isa)(call)
+        return packed
+    counts = dense(packed, "outlier_count")
+    room = {n: torch.empty(blocks, tokens * channels, dtype=kind, device="cpu") for n, kind in RAGGED.items()}
+    call.outlier_count, call.count_bytes = counts.data_ptr(), counts.itemsize
+    call.outlier_excess, call.outlier_channel = (room[name].data_ptr() for name in RAGGED)
+    native.function("codebook_encode", isa)(call)
+    found = (counts.long() & 0xFFFF).sum(-1).tolist()
+    for name, held in room.items():
+        packed[name] = Ragged(row[:count].clone() for row, count in zip(held, found, strict=True))
+    return packed
 
 
 def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
@@ -153,9 +201,7 @@ def _ranked_call(quantizer: Ranked, rows: Tensor, packed: Packed) -> native.Rank
     return call
 
 
-_KNOWN: dict[type, tuple[Any, Any]] = {
-    Affine: (pack_affine, unpack_affine),
-    Ranked: (pack_ranked, unpack_ranked),
-}
+_PACKED: dict[type, Any] = {Affine: pack_affine, Codebook: pack_codebook, Ranked: pack_ranked}
+_UNPACKED: dict[type, Any] = {Affine: unpack_affine, Ranked: unpack_ranked}
 """The quantizers whose arithmetic the library has, of these classes and no other: one that is derived from
 them may do something else."""

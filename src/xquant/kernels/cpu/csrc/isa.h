@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "rebuild.h"
 #include "sealing.h"
+#include "codebook_sealing.h"
 #include "ranked_sealing.h"
 #include "ranked.h"
 #include "weigh.h"
@@ -47,6 +48,7 @@ XQ_FUNCTION(rebuild_scores, xq_rebuild_scores)
 XQ_FUNCTION(rebuild_sum, xq_rebuild_sum)
 XQ_FUNCTION(affine_encode, xq_affine_blocks)
 XQ_FUNCTION(affine_decode, xq_affine_blocks)
+XQ_FUNCTION(codebook_encode, xq_codebook_blocks)
 XQ_FUNCTION(ranked_encode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_decode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_attend, xq_ranked_attend)

@@ -31,6 +31,7 @@ int xq_interface() { return 2; }
 size_t xq_attend_size() { return sizeof(xq_attend); }
 size_t xq_affine_encode_size() { return sizeof(xq_affine_blocks); }
 size_t xq_affine_decode_size() { return sizeof(xq_affine_blocks); }
+size_t xq_codebook_encode_size() { return sizeof(xq_codebook_blocks); }
 size_t xq_ranked_encode_size() { return sizeof(xq_ranked_blocks); }
 size_t xq_ranked_decode_size() { return sizeof(xq_ranked_blocks); }
 size_t xq_rebuild_scores_size() { return sizeof(xq_rebuild_scores); }

@@ -117,6 +117,20 @@ typedef struct {
     float zero_shift, scale_factor;  // eta * (2^bits - 1) and 1 - 2 eta (quant/affine.py); only encoding reads them
 } xq_affine_blocks;
 
+// xq_codebook_encode: blocks of codes of a codebook (codebook_sealing.h). A block has no more than n * C outliers; of
+// those memory one after the other is written, as far as there are outliers.
+typedef struct {
+    xq_affine_blocks blocks;  // rows, codes and ranges; its shift and factor are not read
+    const float *levels;      // [2^bits]
+    const float *edges;       // [2^bits - 1] in the middle of neighbouring levels
+    const uint16_t *offline_scale, *offline_zero;  // fp16 [C] of all blocks, per channel; null: they are found and stored
+    const float *lowest, *highest;  // [C] what is outside is an outlier; null: so many of a range are, that is the lowest
+    int32_t outliers, last_outliers;  // and the highest, and so many of the last range of a vector
+    void *outlier_count;      // [N, n]; null: outliers are not stored
+    uint16_t *outlier_excess, *outlier_channel;  // [N, n * C]
+    int32_t count_bytes, unused;
+} xq_codebook_blocks;
+
 // xq_ranked_encode and xq_ranked_decode: blocks of ranked codes (ranked_sealing.h).
 typedef struct {
     void *rows;               // [N, n, C], contiguous in C; encoding wants fp32
