@@ -30,6 +30,7 @@ from xquant.kernels.triton.device import Slots
 from xquant.methods import LayerCodec
 from xquant.models import view_model
 from xquant.past.angles import Angles
+from xquant.past.packer import TORCH
 from xquant.past.pages import ALIGNMENT, PageLayout, Pages
 from xquant.past.sequences import Sequences
 from xquant.serve.build import codecs_of
@@ -87,7 +88,7 @@ class Memory:
         stride = self.layout.nbytes + beside * ALIGNMENT
         self.pool = torch.full((PAGES, stride), NAN, dtype=torch.uint8, device=DEVICE)
         self.memory = self.pool[:, stride - self.layout.nbytes :]
-        self.pages = Pages(self.layout, self.memory)
+        self.pages = Pages(self.layout, self.memory, TORCH)
         written = torch.arange(1, PAGES, device=DEVICE)  # page 0 is nobody's
         width = 2 * view.kv_width
         self.pages.write(written, torch.randn(PAGES - 1, BLOCK, width, device=DEVICE))

@@ -15,6 +15,7 @@ from support.models import tiny
 from xquant import attach, parse_method
 from xquant.methods import AttentionInputs
 from xquant.past.growing_layer import CompressedLayer
+from xquant.past.packer import TORCH
 from xquant.past.sealing import seal
 from xquant.past.tokens import TokenIndex
 from xquant.quant import Ragged
@@ -30,7 +31,7 @@ def stack(model: Any, spec: str) -> tuple[list[CompressedLayer], TokenIndex]:
     index = TokenIndex(method.sink, attachment.view.rope)
     layers: list[CompressedLayer] = []
     for codec in attachment.codecs.of(method, calibration(model, method)):
-        layers.append(CompressedLayer(codec, method, index, False, layers[-1] if layers else None))
+        layers.append(CompressedLayer(codec, method, index, False, layers[-1] if layers else None, TORCH))
     CompressedLayer.link(layers)
     return layers, index
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from xquant.past.packer import TORCH
 from xquant.past.pages import ALIGNMENT, PageLayout, Pages
 from xquant.past.sealing import pack_rows
 from xquant.past.stream import Stream
@@ -30,7 +31,7 @@ def segments(request: pytest.FixtureRequest) -> tuple[Segment, ...]:
 
 
 def _stream(segments: tuple[Segment, ...], rows: torch.Tensor) -> tuple[Stream, list[Packed]]:
-    stream = Stream(segments, BLOCK)
+    stream = Stream(segments, BLOCK, TORCH)
     packed = pack_rows([stream], [rows], None)[0]
     stream.seal(packed, 1)
     return stream, packed
@@ -46,7 +47,7 @@ def test_a_page_has_the_bytes_of_a_block(segments: tuple[Segment, ...], beside: 
     layout, rows = PageLayout(segments, BLOCK), _rows(segments, 3)
     memory = torch.full((7, layout.nbytes + beside), 171, dtype=torch.uint8)
     numbers = torch.tensor([5, 0, 2])
-    Pages(layout, memory[:, : layout.nbytes]).write(numbers, rows)
+    Pages(layout, memory[:, : layout.nbytes], TORCH).write(numbers, rows)
 
     stream, packed = _stream(segments, rows)
     filled = torch.zeros_like(memory, dtype=torch.bool)
@@ -63,7 +64,7 @@ def test_a_page_has_the_bytes_of_a_block(segments: tuple[Segment, ...], beside: 
 def test_pages_read_what_a_stream_reads(segments: tuple[Segment, ...]) -> None:
     torch.manual_seed(1)
     layout, rows = PageLayout(segments, BLOCK), _rows(segments, 4)
-    pages = Pages(layout, torch.zeros(9, layout.nbytes, dtype=torch.uint8))
+    pages = Pages(layout, torch.zeros(9, layout.nbytes, dtype=torch.uint8), TORCH)
     numbers = torch.tensor([8, 3, 4, 1])
     pages.write(numbers, rows)
     stream, _ = _stream(segments, rows)
@@ -78,7 +79,7 @@ def test_nan_leaves_pages_as_they_were() -> None:
     memory = torch.zeros(1, layout.nbytes, dtype=torch.uint8)
     rows[0, 3, -1] = torch.nan  # in the second segment
     with pytest.raises(ValueError, match="NaN"):
-        Pages(layout, memory).write(torch.tensor([0]), rows)
+        Pages(layout, memory, TORCH).write(torch.tensor([0]), rows)
     assert not memory.any()
 
 
@@ -97,7 +98,7 @@ SPARSE = (
 def test_outliers_have_a_room() -> None:
     torch.manual_seed(2)
     layout, rows = PageLayout(SPARSE, BLOCK), _rows(SPARSE, 3)
-    pages = Pages(layout, torch.full((5, layout.nbytes), 99, dtype=torch.uint8))
+    pages = Pages(layout, torch.full((5, layout.nbytes), 99, dtype=torch.uint8), TORCH)
     numbers = torch.tensor([4, 0, 2])
     pages.write(numbers, rows)
     stream, _ = _stream(SPARSE, rows)
@@ -113,7 +114,7 @@ def test_outliers_beyond_it_are_left_to_their_codes() -> None:
     segments = (Segment(64, Codebook(2, "token", 0, LEVELS, share=0.1, threshold=narrow)),)
     layout, rows = PageLayout(segments, BLOCK), _rows(segments, 2)
     memory = torch.zeros(2, layout.nbytes, dtype=torch.uint8)
-    pages, numbers = Pages(layout, memory), torch.tensor([0, 1])
+    pages, numbers = Pages(layout, memory, TORCH), torch.tensor([0, 1])
     pages.write(numbers, rows)
     stream, packed = _stream(segments, rows)
     whole = stream.read(torch.float32, 2 * BLOCK).view_as(rows)

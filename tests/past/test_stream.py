@@ -37,7 +37,7 @@ STEPS = st.lists(
 @given(STEPS, st.integers(0, 2**32 - 1))
 def test_a_stream_reads_what_was_sealed_whatever_happened_since(steps: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    stream = Stream(LAYOUT, BLOCK)
+    stream = Stream(LAYOUT, BLOCK, TORCH)
     rows = torch.empty(2, 0, CHANNELS)
     for step, argument in steps:
         if step == "seal":
@@ -67,7 +67,7 @@ def seal(stream: Stream, blocks: torch.Tensor) -> None:
 
 
 def test_copies_of_a_sequence_share_blocks_and_lost_blocks_are_dropped() -> None:
-    stream = Stream(LAYOUT, BLOCK)
+    stream = Stream(LAYOUT, BLOCK, TORCH)
     seal(stream, torch.randn(2, 3, BLOCK, CHANNELS))
     stream.select(torch.tensor([0, 0, 1, 0]))
     assert stream.blocks == 6
@@ -78,7 +78,7 @@ def test_copies_of_a_sequence_share_blocks_and_lost_blocks_are_dropped() -> None
 
 
 def test_growing_does_not_touch_the_outliers_that_are_there() -> None:
-    stream = Stream(LAYOUT, BLOCK)
+    stream = Stream(LAYOUT, BLOCK, TORCH)
     seal(stream, torch.randn(1, 3, BLOCK, CHANNELS))
     before = stream.pool[3]["outlier_excess"]
     assert isinstance(before, Ragged) and before.nbytes
@@ -90,8 +90,8 @@ def test_growing_does_not_touch_the_outliers_that_are_there() -> None:
 
 
 def test_shared_codes_follow_their_source_layer_through_every_change() -> None:
-    source = Stream((Segment(3, Affine(2, "channel", BLOCK)),), BLOCK)
-    sharer = Stream((Segment(3, Affine(2, "channel", BLOCK), shared=True),), BLOCK)
+    source = Stream((Segment(3, Affine(2, "channel", BLOCK)),), BLOCK, TORCH)
+    sharer = Stream((Segment(3, Affine(2, "channel", BLOCK), shared=True),), BLOCK, TORCH)
     sharer.source = source
     blocks = torch.randn(2, 3, BLOCK, 3)
     lent = pack_rows([source], [blocks.flatten(0, 1)], None)[0]
@@ -111,7 +111,7 @@ def test_shared_codes_follow_their_source_layer_through_every_change() -> None:
 
 
 def test_a_restored_stream_holds_what_it_held_and_grows_from_there() -> None:
-    stream = Stream(LAYOUT, BLOCK)
+    stream = Stream(LAYOUT, BLOCK, TORCH)
     seal(stream, torch.randn(2, 2, BLOCK, CHANNELS))
     state, before, nbytes = stream.snapshot(), stream.read(torch.float32, 12), stream.nbytes
     seal(stream, torch.randn(2, 3, BLOCK, CHANNELS) * 9)
@@ -119,7 +119,7 @@ def test_a_restored_stream_holds_what_it_held_and_grows_from_there() -> None:
     assert stream.nbytes == nbytes
     assert torch.equal(stream.read(torch.float32, 12), before)
     blocks = torch.randn(2, 1, BLOCK, CHANNELS)
-    alone = Stream(LAYOUT, BLOCK)
+    alone = Stream(LAYOUT, BLOCK, TORCH)
     for one in (stream, alone):
         seal(one, blocks)
     assert torch.equal(stream.read(torch.float32, 18)[:, :12], before)

@@ -10,6 +10,7 @@ from support.caches import calibration
 from support.models import tiny
 from xquant import parse_method
 from xquant.models import view_model
+from xquant.past.packer import TORCH
 from xquant.past.sealing import pack_rows
 from xquant.past.stream import Stream
 from xquant.serve import fit
@@ -33,7 +34,7 @@ def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _decoded(codec: Any, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that come back of ``[T, W]``."""
     rows = states.unflatten(0, (-1, BLOCK))
-    stream = Stream(codec.segments, BLOCK)
+    stream = Stream(codec.segments, BLOCK, TORCH)
     stream.seal(pack_rows([stream], [codec.encode(rows[None], None)[0]], None)[0], 1)
     read = codec.recall(stream.read(torch.float32, len(states)), None, sealing=False)
     keys, values = codec.rebuild(read)

@@ -12,8 +12,10 @@ from xquant import KVCache, parse_method
 from xquant.kernels.torch import REFERENCE
 from xquant.models import view_model
 from xquant.past.angles import Angles
+from xquant.past.packer import TORCH, Packer
 from xquant.past.paged import PagedPast
 from xquant.past.slots import Slots
+from xquant.quant import Packed
 from xquant.serve.build import codecs_of
 from xquant.serve.recode import Blocks, Recoder, Stored
 
@@ -47,12 +49,14 @@ def angles_of(model: Any) -> Angles:
 class Held:
     """Layers of an engine, with a sequence of whole blocks in pages that lie anywhere."""
 
-    def __init__(self, model: Any, spec: str) -> None:
+    def __init__(self, model: Any, spec: str, packer: Packer = TORCH) -> None:
         method, self.angles = parse_method(spec), angles_of(model)
         views = view_model(model).compressed
         self.codecs = codecs_of(method, views, calibration(model, spec))
         self.layers = [
-            PagedPast(codec, BLOCK, None if codec.rotated else self.angles, REFERENCE, sink=method.sink)
+            PagedPast(
+                codec, BLOCK, None if codec.rotated else self.angles, REFERENCE, packer, sink=method.sink
+            )
             for codec in self.codecs
         ]
         for layer in self.layers:
@@ -119,6 +123,34 @@ def test_pages_are_stored_as_they_are(model: Any, spec: str) -> None:
     again.unpack(stored, other.at([3, 4, 0]))
     for mine, theirs in zip(held.blocks([7, 2, 11]), other.blocks([3, 4, 0]), strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Counted(Packer):
+    """Counts what it is asked."""
+
+    packed = unpacked = 0
+
+    def pack(self, *of: Any) -> Packed:
+        self.packed += 1
+        return super().pack(*of)
+
+    def unpack(self, *of: Any) -> None:
+        self.unpacked += 1
+        super().unpack(*of)
+
+
+def test_blocks_are_packed_and_read_by_the_packer_of_their_layers(model: Any) -> None:
+    packer = Counted()
+    held = Held(model, "full:group=32", packer)
+    held.keep(rows_of(cached(model)), [5, 9, 1])
+    packer.packed = packer.unpacked = 0
+    recoder = held.recoder(model, "kivi-2bit:group=32")
+    kept = recoder.pack(held.at([5, 9, 1]))
+    keys_and_values = 2 * len(held.layers)
+    assert packer.packed == keys_and_values
+    packer.unpacked = 0
+    recoder.unpack(kept, held.at([0, 1, 2]))
+    assert packer.unpacked == keys_and_values
 
 
 @pytest.mark.parametrize("stored", STORED)

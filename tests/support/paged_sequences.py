@@ -14,6 +14,7 @@ from xquant.kernels.torch import REFERENCE
 from xquant.methods import LayerCodec
 from xquant.models import view_model
 from xquant.past.angles import Angles
+from xquant.past.packer import TORCH
 from xquant.past.paged import PagedPast
 from xquant.past.sealing import pack_rows
 from xquant.past.slots import Slots
@@ -49,7 +50,7 @@ class Engine:
         retention = replace(retention, slots=Slots(self.sink) if self.sink else None)
         self.codec, self.view, self.retention = codec, codec.view, retention
         self.angles = angles_of(self.view.head_size)
-        self.layer = PagedPast(codec, BLOCK, self.angles, backend or REFERENCE, sink=self.sink)
+        self.layer = PagedPast(codec, BLOCK, self.angles, backend or REFERENCE, TORCH, sink=self.sink)
         self.softcap = softcap
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
         self.rings = torch.full((8, retention.capacity, self.layer.row), torch.nan)
@@ -127,7 +128,7 @@ class Engine:
         if not self.codec.rotated:
             keys = self.angles.remove_rope(keys.unflatten(0, (-1, BLOCK)), places[::BLOCK]).flatten(0, 1)
         rows = torch.cat([keys.flatten(1), values.flatten(1)], -1).unflatten(0, (-1, BLOCK))
-        stream = Stream(self.codec.segments, BLOCK)
+        stream = Stream(self.codec.segments, BLOCK, TORCH)
         excluded = (torch.arange(len(keys)) < self.sink).view(-1, BLOCK)
         packed = pack_rows([stream], [self.codec.encode(rows[None], None)[0]], excluded)[0]
         stream.seal(packed, 1)

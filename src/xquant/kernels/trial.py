@@ -176,7 +176,7 @@ class Trial:
         layers: list[CompressedLayer] = []
         for one in codecs:
             below = layers[-1] if layers else None
-            layers.append(CompressedLayer(one, self.method, index, False, below))
+            layers.append(CompressedLayer(one, self.method, index, False, below, TORCH))
         CompressedLayer.link(layers)
         sealed = self.method.tail + BLOCKS * self.method.group
         for start, stop in ((0, sealed), (sealed, sealed + TAIL)):

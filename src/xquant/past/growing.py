@@ -15,7 +15,7 @@ from ..quant import Packed
 from . import finite
 from .built import BuiltTail
 from .layer import other_dtype
-from .packer import TORCH, Packer
+from .packer import Packer
 from .pass_state import PassState
 from .rows import GrowingRows
 from .sealing import pack, seal
@@ -58,7 +58,7 @@ class GrowingPast:
         index: TokenIndex,
         through_store: bool,
         below: "GrowingPast | None",
-        packer: Packer = TORCH,
+        packer: Packer,
     ) -> None:
         self.codec, self.method, self.index = codec, method, index
         self.through_store, self.below = through_store, below

@@ -15,7 +15,7 @@ from ..quant.quantizer import as_written
 from . import finite
 from .angles import Angles, RotatedStates
 from .exact import ExactAttention, torch_attention
-from .packer import TORCH, Packer
+from .packer import Packer
 from .pages import PageLayout, Pages
 from .sequences import Sequences
 from .step import Chunk, Chunks, Step
@@ -51,13 +51,13 @@ class PagedPast:
         block: int,
         angles: Angles | None,
         backend: "Backend",
-        packer: Packer = TORCH,
+        packer: Packer,
         exact: ExactAttention = torch_attention,
         sink: int = 0,
     ) -> None:
         self.codec, self.block = codec, block
         self.layout = PageLayout(codec.segments, block)
-        self._angles, self._packer, self._exact = angles, packer, exact
+        self._angles, self.packer, self._exact = angles, packer, exact
         self._rotated = RotatedStates(codec, angles)
         self._sink, self._bound = sink, (0, 0)
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -86,7 +86,7 @@ class PagedPast:
             return
         shape, strides = (len(pool), self.layout.nbytes), (pool.stride(0), 1)
         self._pool = pool.as_strided(shape, strides, pool.storage_offset() + moved)
-        self._pages = Pages(self.layout, self._pool, self._packer)
+        self._pages = Pages(self.layout, self._pool, self.packer)
         rows = rings.view(len(rings), -1)[:, : capacity * self.row]
         self._rings, self._bound = rows.unflatten(1, (capacity, self.row)), memory
         self.sinks = rings.new_zeros(slots, self._sink, self.row)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..quant import Packed, Segment
 from ..quant.outliers import RAGGED, from_room, into_room
 from ..quant.quantizer import Field, dense
-from .packer import TORCH, Packer
+from .packer import Packer
 
 ALIGNMENT = 64
 """Every field of a page starts at a multiple of so many bytes: a line of the CPU's cache."""
@@ -119,7 +119,7 @@ class Pages:
         packer: what packs and unpacks blocks.
     """
 
-    def __init__(self, layout: PageLayout, pages: Tensor, packer: Packer = TORCH) -> None:
+    def __init__(self, layout: PageLayout, pages: Tensor, packer: Packer) -> None:
         self.layout, self.packer = layout, packer
         self._fields, self._device = layout.fields(pages), pages.device
         self.dropped = 0

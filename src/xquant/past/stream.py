@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..quant import Packed, Ragged, Segment
 from ..quant.quantizer import dense
-from .packer import TORCH, Packer
+from .packer import Packer
 from .slabs import Slabs
 
 Pool = dict[str, Slabs | Ragged]
@@ -39,7 +39,7 @@ class Stream:
         packer: what packs and unpacks blocks.
     """
 
-    def __init__(self, segments: Sequence[Segment], block: int, packer: Packer = TORCH) -> None:
+    def __init__(self, segments: Sequence[Segment], block: int, packer: Packer) -> None:
         self.segments = tuple(segments)
         self.block, self.packer = block, packer
         self.source: Stream | None = None  # whose codes the shared segments use

@@ -185,7 +185,7 @@ class _Repacked(_Way):
         encoded = self.codec.encode(features[None], own)[0]
         made = torch.zeros(len(rows), self.layout.nbytes, dtype=torch.uint8, device="cpu")
         numbers = torch.arange(len(rows), device="cpu")
-        Pages(self.layout, made).write(numbers, encoded, self._sinks_of(starts))
+        Pages(self.layout, made, self.layer.packer).write(numbers, encoded, self._sinks_of(starts))
         recalled = self._recall(made, rows.dtype, predicted)
         above = self._above(recalled, below, features, starts)
         return self.layout.compact(made), rows[:, : self.sink], above
@@ -219,10 +219,9 @@ class _Repacked(_Way):
 
     def _recall(self, pages: Tensor, dtype: torch.dtype, predicted: Tensor | None) -> Tensor:
         """What the codec recalls of its pages, ``[1, m n, .]``."""
-        rows = (
-            Pages(self.layout, pages).read(torch.arange(len(pages), device="cpu"), dtype).flatten(0, 1)[None]
-        )
-        return self.codec.recall(rows, predicted, sealing=True)
+        numbers = torch.arange(len(pages), device="cpu")
+        rows = Pages(self.layout, pages, self.layer.packer).read(numbers, dtype)
+        return self.codec.recall(rows.flatten(0, 1)[None], predicted, sealing=True)
 
     def _above(self, recalled: Tensor, below: Tensor | None, exact: Tensor, starts: Tensor) -> Tensor | None:
         """What the layer above is predicted from, ``[m, n, .]``; sinks in it are ``exact`` ``[m, n, W]``."""
