@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..kernels.backend import LayerAttention, Shared
 from ..kernels.call import AttentionCall
-from ..kernels.choose import Choice, choose, packer_of
+from ..kernels.choose import Choice, choose, chunks_of, packer_of
 from ..kernels.rope import RopeTable
 from ..kernels.trial import Trial
 from ..kernels.workspace import Workspace
@@ -41,7 +41,7 @@ class LayerStack:
         options: CacheOptions,
         rope: Rope,
     ) -> None:
-        self.codecs = codecs
+        self.codecs, self._options = codecs, options
         method, through_store, kernel = options.method, options.through_store, options.kernel
         self.index = TokenIndex(method.sink, rope, codecs[0].embedding)
         trial = Trial(codecs, method, rope)
@@ -69,7 +69,9 @@ class LayerStack:
 
     def _attach_backends(self) -> None:
         self.shared = Shared(RopeTable(self.index), Workspace())
+        self._chunks = chunks_of(self._options.kernel, self._options.through_store)
         self._attentions: dict[int, LayerAttention] = {}
+        self._numbered = {layer.codec.view.index: layer for layer in self.layers}
         for layer in self.layers:
             number = layer.codec.view.index
             backend = self.choices[number].backend
@@ -80,7 +82,7 @@ class LayerStack:
         """Layers with the same tokens. What attends over them holds their addresses, so it is made anew."""
         memo.update((id(codec), codec) for codec in self.codecs)
         other = memo[id(self)] = object.__new__(type(self))
-        other.codecs, other.choices = self.codecs, self.choices
+        other.codecs, other.choices, other._options = self.codecs, self.choices, self._options
         other.index = copy.deepcopy(self.index, memo)
         memo[id(self.offloader)] = None
         other.layers = copy.deepcopy(self.layers, memo)
@@ -105,10 +107,10 @@ class LayerStack:
         attention, queries = self._attentions[number], call.query.shape[2]
         if self.index.length == queries:  # nothing came before
             return None
-        if queries > MOST_QUERIES and not attention.reads_chunks:
-            return None
         with as_written(call.query):
-            return attention.attend(call)
+            if queries <= MOST_QUERIES or attention.reads_chunks:
+                return attention.attend(call)
+            return None if self._chunks is None else self._chunks.attend(self._numbered[number], call)
 
     def complete(self, before: int) -> bool:
         """End a forward pass that began with ``before`` tokens: seal what layers hold for its end. False
@@ -154,6 +156,8 @@ class LayerStack:
         """Forget what holds for one forward pass only."""
         self.forget_unsealed()
         self.shared.rope.clear()
+        if self._chunks is not None:
+            self._chunks.forget()
         self.index.forget()
         for layer in self.layers:
             layer.release()

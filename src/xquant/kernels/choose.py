@@ -11,6 +11,7 @@ from ..past.packer import Packer
 from . import KERNELS, cpu, cuda, triton
 from .backend import NOTHING_PACKED, Backend, unread
 from .torch import FOLDED, REFERENCE
+from .torch.chunks import ChunkAttention
 from .trial import Trial
 
 BACKENDS: dict[str, Backend] = {
@@ -92,6 +93,12 @@ def _warn(why: str) -> None:
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def chunks_of(wanted: str, through_store: bool) -> ChunkAttention | None:
+    """What attends for chunks of a prompt at layers whose backend does not read them in place; None where the
+    model's own attention is asked for, or every token reads the store."""
+    return None if wanted == REFERENCE.name or through_store else ChunkAttention()
 
 
 def packer_of(wanted: str, device: torch.device) -> Packer:

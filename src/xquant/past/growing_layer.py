@@ -31,7 +31,7 @@ class CompressedLayer(GrowingPast, PastLayer):
         """
         past = self.tokens - key.shape[2]
         if self.through_store:
-            parts = self._rotated_parts(past + key.shape[2])
+            parts = self.read_parts(past + key.shape[2])
             if self.of_pass.fresh is not None:
                 exact = self.codec.exact(self.of_pass.fresh)
                 start = past + key.shape[2] - self.of_pass.fresh.shape[1]
@@ -40,7 +40,7 @@ class CompressedLayer(GrowingPast, PastLayer):
             states = _join(parts)
         elif past:
             new = key.transpose(1, 2), value.transpose(1, 2)
-            states = _join([*self._rotated_parts(past), new])
+            states = _join([*self.read_parts(past), new])
         else:
             states = key, value
         self.release_below()
@@ -48,7 +48,7 @@ class CompressedLayer(GrowingPast, PastLayer):
 
     def states(self) -> States:
         """Keys and values of all tokens as attention would read them, two ``[B, G, T, D]``."""
-        states = _join(self._rotated_parts(self.tokens))
+        states = _join(self.read_parts(self.tokens))
         self.release_below()
         return states
 
@@ -97,8 +97,9 @@ class CompressedLayer(GrowingPast, PastLayer):
             parts.append(exact_tail)
         return parts
 
-    def _rotated_parts(self, tokens: int) -> list[States]:
-        """The same as attention reads them: rotated heads ``[B, t, G, D]``."""
+    def read_parts(self, tokens: int) -> list[States]:
+        """The first ``tokens`` tokens as attention reads them, rotated heads ``[B, t, G, D]``: those that
+        come from codes, then the others. The layer below is still to be released."""
         parts, start = [], 0
         for states in self._parts(tokens, self.through_store):
             parts.append(self.heads(states, start))
