@@ -78,11 +78,12 @@ def test_what_is_sealed_is_predicted_once(monkeypatch: Any) -> None:
         def count(
             below: Tensor | None,
             embedded: Tensor,
+            sealing: bool,
             number: int = number,
             own: Any = layer.codec.predicted,
         ) -> Any:
             predicted[number] = predicted.get(number, 0) + embedded.shape[1]
-            return own(below, embedded)
+            return own(below, embedded, sealing)
 
         monkeypatch.setattr(layer.codec, "predicted", count)
     model(prompt(1, 48), past_key_values=cache)

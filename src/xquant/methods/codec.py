@@ -127,10 +127,12 @@ class LayerCodec(ABC):
         """The rows to keep, ``[B, T, W]``: copies or elementwise functions of ``inputs``, so that
         a token's row does not depend on which tokens came with it."""
 
-    def predicted(self, below: Tensor | None, embedded: Tensor | None = None) -> Tensor | None:
+    def predicted(
+        self, below: Tensor | None, embedded: Tensor | None = None, sealing: bool = True
+    ) -> Tensor | None:
         """What the features of tokens ``[B, T, W]`` are predicted to be, from what the layer below has
         accumulated of them, and from their rows of `embedding` ``[B, T, E]``; None where there is neither.
-        It must not depend on which blocks come together."""
+        When ``sealing`` it must not depend on which blocks come together."""
         return below
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:

@@ -226,6 +226,8 @@ class GrowingPast:
             sinks = self.sinks or Sinks.none_yet(*own)
             self.sinks = sinks.kept(rows, start, self.index.sink)
         self.stream.seal(packed, self.tail.shape[0])
+        if self.of_pass.sealed_from is None:
+            self.of_pass.sealed_from = start
         self.span[0].of_pass.decoded = None
         self._hold(self.tail[:, count:].clone())  # a view would keep the sealed rows alive
         self.built.drop(count)
@@ -248,7 +250,14 @@ class GrowingPast:
         if not parts:
             return None
         rows = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
-        return self.codec.recall(rows, self._predicted(rows.shape[1]), sealing)
+        # The layer above makes codes from what is sealed in this pass. What was there before is only read.
+        first = self.of_pass.sealed_from or 0 if sealing else rows.shape[1]
+        recalled = []
+        if first:
+            recalled.append(self.codec.recall(rows[:, :first], self._predict(0, first, sealing=False), False))
+        if first < rows.shape[1]:
+            recalled.append(self.codec.recall(rows[:, first:], self._predicted(first, rows.shape[1])))
+        return torch.cat(recalled, 1) if len(recalled) > 1 else recalled[0]
 
     def _read(self, dtype: torch.dtype, tokens: int) -> Tensor:
         """The decoded rows ``[B, T, C]`` of the first ``tokens`` sealed tokens; where layers are coded
@@ -264,25 +273,26 @@ class GrowingPast:
             first.of_pass.decoded = None
         return decoded[:, :tokens]
 
-    def _predict(self, start: int, stop: int) -> Tensor | None:
-        """What the codec predicts these tokens to be, from the layer below and from their ids."""
+    def _predict(self, start: int, stop: int, sealing: bool = True) -> Tensor | None:
+        """What the codec predicts these tokens to be, from the layer below and from their ids; ``sealing``:
+        see `LayerCodec.predicted`."""
         embedded = self.index.embedded(start, stop, self.codec.view.dtype)
         if embedded is not None:
             embedded = embedded.to(self.codec.view.device)
-        return self.codec.predicted(self._below(start, stop), embedded)
+        return self.codec.predicted(self._below(start, stop), embedded, sealing)
 
-    def _predicted(self, tokens: int) -> Tensor | None:
-        """What the first ``tokens`` tokens are predicted to be."""
+    def _predicted(self, first: int, stop: int) -> Tensor | None:
+        """What tokens ``first`` to ``stop - 1`` are predicted to be, to make codes from."""
         held, self.of_pass.predicted = self.of_pass.predicted, []
         # What was encoded in this pass are the newest tokens, one part after the other.
-        start = min((start for start, _ in held), default=tokens)
+        start = min((start for start, _ in held), default=stop)
         parts = [part for _, part in held]
-        if start:
-            older = self._predict(0, start)
+        if first < start:
+            older = self._predict(first, start)
             if older is None:
                 return None
             parts.insert(0, older)
-        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :tokens]
+        return (torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, : stop - first]
 
     def accumulate(self, sealing: bool = False) -> None:
         """Recall what is stored, where the layer above needs it; ``sealing``: to make codes from."""

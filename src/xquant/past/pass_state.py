@@ -11,6 +11,8 @@ class PassState:
 
     predicted: list[tuple[int, Tensor]] = field(default_factory=list)
     """Predictions of the tokens that were encoded, each with the number of its first token."""
+    sealed_from: int | None = None
+    """The first token that was sealed; None where none was."""
     recalled: Tensor | None = None
     """What the codec recalled; held only where the layer above needs it."""
     accumulated: Tensor | None = None
