@@ -8,7 +8,8 @@ a change of the machine's speed meets all of them; ratios are taken round by rou
     python benchmarks/prefill.py --past 16384 --tokens 512 --method kivi-4bit --json results.json
 
 Caches then hold so many tokens of random states before, and are cropped to them after every round. The peak
-of the resident set is taken of a process that does this once with one cache, the model included.
+of the resident set is taken of a process that does this once with one cache, the model included, unless
+`--no-peak` says that it is not asked for.
 """
 
 import statistics
@@ -38,6 +39,7 @@ FULL = "DynamicCache"
 @click.option("--calibration", "artifacts", multiple=True, help="Of methods that need one.")
 @click.option("--kernel", default="auto", show_default=True, help="'reference' seals in torch.")
 @click.option("--past", default=0, show_default=True, help="Tokens that caches hold before.")
+@click.option("--peak/--no-peak", default=True, show_default=True, help="With --past.")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--json", "target")
 @click.option("--one", hidden=True)
@@ -49,6 +51,7 @@ def main(
     artifacts: tuple[str, ...],
     kernel: str,
     past: int,
+    peak: bool,
     dtype: str,
     target: str | None,
     one: str | None,
@@ -95,7 +98,7 @@ def main(
                 "ratio_to_dynamic_cache": statistics.median(ratios),
                 "ratio_min_max": [ratios[0], ratios[-1]],
             }
-            if past:
+            if past and peak:
                 row["peak_mb"] = _peak_of_process(name, length)
             rows.append(row)
             ratio, peak = row["ratio_to_dynamic_cache"], row.get("peak_mb", 0)
