@@ -191,6 +191,23 @@ def prompts() -> str:
     return markdown([*head, "peak, MB"], body)
 
 
+@table
+def prompts_avx2() -> str:
+    """The same in fp32 on a CPU without AVX-512, before and after codebooks were sealed natively and chunks
+    had an attention of their own."""
+    body = []
+    for name, what, tokens in ("prefill", "2,048 tokens", 2048), ("prefill-past", "512 after 16,384", 512):
+        before, after = (rows(f"{name}-avx2-{when}") for when in ("before", "after"))
+        for method in dict.fromkeys(row["method"] for row in after if row["method"] != "DynamicCache"):
+            cells = [code(method), what]
+            for found in before, after:
+                row = _prompt(found, method, tokens)
+                low, high = row["ratio_min_max"]
+                cells.append(f"{row['ratio_to_dynamic_cache']:.2f} ({low:.2f} to {high:.2f})")
+            body.append(cells)
+    return markdown(["cache", "read", "before", "after"], body)
+
+
 def _prompt(found: list[Row], method: str, tokens: int) -> Row:
     return next(row for row in found if (row["method"], row["tokens"]) == (method, tokens))
 
