@@ -8,8 +8,6 @@ namespace {
 
 constexpr float FP16_MAX = 65504;  // the largest finite
 
-inline float fp16_to_float(uint16_t h) { return _cvtsh_ss(h); }
-
 inline float load_element(const void* p, int dtype, int64_t i) {
     switch (dtype) {
         case XQ_FLOAT32: return ((const float*)p)[i];
@@ -33,7 +31,7 @@ inline void store_element(void* p, int dtype, int64_t i, float f) {
             ((uint16_t*)p)[i] = bits >> 16;
             break;
         }
-        default: ((uint16_t*)p)[i] = _cvtss_sh(f, 0);
+        default: ((uint16_t*)p)[i] = float_to_fp16(f);
     }
 }
 
@@ -91,7 +89,7 @@ inline void store_as(void* p, int64_t i, Floats a, int count) {
     for (int j = 0; j < count; j++) store_element(p, DTYPE, i + j, x[j]);
 }
 
-// NaN stays NaN: both instructions return their second operand where one of the two is NaN.
+// NaN stays NaN: both functions return their second operand where one of the two is NaN.
 inline Floats clamp_to_fp16(Floats x) {
     return minimum(broadcast_float(FP16_MAX), maximum(broadcast_float(-FP16_MAX), x));
 }

@@ -196,7 +196,8 @@ struct PackedKeys : PackedOperand {
             for (int j = g * D / operand.group; j <= (g * D + D - 1) / operand.group; j++) {
                 float s = fp16_to_float(scale[j * n + t]), z = token_zero(scale, zero, j * n + t);
                 float end = operand.levels ? std::fabs(z) + s : std::fabs(z + s * ((1 << operand.bits) - 1));
-                reach = std::fmax(reach, std::fmax(std::fabs(z), end));
+                // Not fmax, a loop of which GCC 12 cannot compile for AArch64.
+                reach = std::max(std::max(reach, std::fabs(z)), end);
             }
         std::fill(pair_step, pair_step + D, reach / key_limit());
     }

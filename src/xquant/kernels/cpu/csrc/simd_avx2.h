@@ -3,6 +3,7 @@
 #pragma once
 #include <immintrin.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -15,6 +16,9 @@ constexpr int TILES = 1;
 #define XQ_MAX_ROWS 4
 #endif
 constexpr int MAX_ROWS = XQ_MAX_ROWS;
+
+inline float fp16_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t float_to_fp16(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
 
 struct Words {
     __m256i lo, hi;

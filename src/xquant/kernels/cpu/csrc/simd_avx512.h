@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -19,6 +20,10 @@ constexpr int TILES = 2;  // tiles of 16 lanes that share a broadcast weight
 #define XQ_MAX_ROWS 8
 #endif
 constexpr int MAX_ROWS = XQ_MAX_ROWS;  // query rows that share unpacked codes
+
+// One number of fp16.
+inline float fp16_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline uint16_t float_to_fp16(float f) { return _cvtss_sh(f, _MM_FROUND_TO_NEAREST_INT); }
 
 struct Words {  // 16 x int32, or 32 x int16
     __m512i v;
@@ -108,6 +113,7 @@ inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; 
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats operator/(Floats a, Floats b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Floats fma(Floats a, Floats b, Floats c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// Where one of the two is NaN, b.
 inline Floats maximum(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats minimum(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Floats absolute(Floats a) { return {_mm512_abs_ps(a.v)}; }
