@@ -100,7 +100,7 @@ def test_the_folded_kernel_is_refused_what_it_cannot_read(spec: str, why: str) -
 
 def test_a_kernel_that_is_none_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="kernel is one of auto, cuda, triton, avx512, avx2, folded, reference"
+        ValueError, match="kernel is one of auto, cuda, triton, avx512, avx2, neon, folded, reference"
     ):
         KVCache(tiny("llama"), "kivi-4bit", kernel="fast")
 
@@ -149,7 +149,7 @@ def test_a_machine_without_the_library_says_so_once(absent: None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "machine"), [("Linux", "aarch64"), ("Darwin", "arm64"), ("Darwin", "x86_64")]
+    ("system", "machine"), [("Linux", "riscv64"), ("Darwin", "arm64"), ("Darwin", "x86_64")]
 )
 def test_a_machine_that_has_no_native_kernels_says_so(
     absent: None, monkeypatch: pytest.MonkeyPatch, system: str, machine: str
@@ -157,7 +157,7 @@ def test_a_machine_that_has_no_native_kernels_says_so(
     monkeypatch.setattr("platform.system", lambda: system)
     monkeypatch.setattr("platform.machine", lambda: machine)
     (said,) = warnings_of("kivi-4bit:group=32")
-    assert said.endswith("a CPU: the native kernels are for Linux on x86-64 only")
+    assert said.endswith("a CPU: the native kernels are for Linux on x86-64 and AArch64 only")
 
 
 @pytest.mark.parametrize("absent", [Path(__file__)], indirect=True)

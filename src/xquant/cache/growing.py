@@ -43,8 +43,8 @@ class KVCache(ChangingCache, RestingCache):
         calibration: what `xquant.calibrate` found, or its file, for methods that need one.
         kernel: ``"auto"`` takes the fastest that can read this method on this machine, and `report` says
             which and why; on a GPU it is Triton's, where a trial agrees with the reference. ``"triton"``,
-            ``"avx512"``, ``"avx2"``, ``"folded"`` and ``"reference"`` ask for one; with the last two torch
-            packs blocks too, to the same bits.
+            ``"avx512"``, ``"avx2"``, ``"neon"``, ``"folded"`` and ``"reference"`` ask for one; with the last
+            two torch packs blocks too, to the same bits.
         offload: ``"cpu"`` keeps sealed blocks in host memory, and brings those of a layer to the device while
             the layer before computes. Tokens in full stay on the device.
 

@@ -7,5 +7,5 @@ serves a layer, and why. Backends do not know each other. They share the descrip
 attention call is given (`call`, `packed_call`), and how blocks are split among programs (`splits`).
 """
 
-KERNELS = ("auto", "cuda", "triton", "avx512", "avx2", "folded", "reference")
+KERNELS = ("auto", "cuda", "triton", "avx512", "avx2", "neon", "folded", "reference")
 """Here, where the command line finds them without torch."""

@@ -17,15 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ISAS = {"avx512": 2, "avx2": 1}
+ISAS = {"avx512": 2, "avx2": 1, "neon": 4}
 """Instruction sets, best first, with their bits in ``xq_isas``."""
+MACHINES = ("x86_64", "aarch64")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.bool: 3}
 
 INTERFACE = 2
 """As ``xq_interface`` in csrc/native.cpp."""
 
 NOT_BUILT = "installed without the native library"
-OTHER_MACHINE = "the native kernels are for Linux on x86-64 only"
+OTHER_MACHINE = "the native kernels are for Linux on x86-64 and AArch64 only"
 
 _FILE = "libxquant_kernels.so"
 _FOUND_NAN = 1  # XQ_FOUND_NAN
@@ -240,7 +241,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None and why there is none."""
     file = library_file()
     if file is None:
-        elsewhere = (platform.system(), platform.machine()) != ("Linux", "x86_64")
+        elsewhere = platform.system() != "Linux" or platform.machine() not in MACHINES
         return None, OTHER_MACHINE if elsewhere else NOT_BUILT
     try:
         # torch is imported: its OpenMP runtime is the one that this library finds.

@@ -1,5 +1,5 @@
-// The functions of one instruction set. avx2.cpp and avx512.cpp define ISA, include its vectors (simd_*.h), then
-// this file: so the same code is compiled once for each. All of it is in anonymous namespaces, or the linker would
+// The functions of one instruction set. avx2.cpp, avx512.cpp and neon.cpp define ISA, include its vectors (simd_*.h),
+// then this file: so the same code is compiled once for each. All of it is in anonymous namespaces, or the linker would
 // keep one of two functions of the same name, and might run AVX-512 where there is none.
 #pragma once
 #include "tiles.h"

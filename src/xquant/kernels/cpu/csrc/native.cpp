@@ -9,8 +9,12 @@
 extern "C" {
 #pragma GCC visibility push(default)
 
-// Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 F, BW, VL and VNNI, where the library has its kernels.
+// Bit 0: AVX2 with FMA and F16C; bit 1: AVX-512 F, BW, VL and VNNI, where the library has its kernels; bit 2: NEON,
+// which every AArch64 CPU has.
 int xq_isas() {
+#ifdef __aarch64__
+    return 4;
+#else
     __builtin_cpu_init();
     int isas = 0;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
@@ -21,6 +25,7 @@ int xq_isas() {
         isas |= 2;
 #endif
     return isas;
+#endif
 }
 
 // Raised where what is behind the structures changes, and not their sizes: 2 has tiles of any multiple of 8 channels.

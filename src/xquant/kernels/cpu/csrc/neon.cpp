@@ -1,0 +1,3 @@
+#define ISA neon
+#include "simd_neon.h"
+#include "isa.h"
