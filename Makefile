@@ -2,6 +2,7 @@
 # make demo   the main job on a small packaged model: a table, an HTML page, a generated text
 # make test   the tests
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
+# make neon   the library for AArch64, compiled here, and its results beside those of AVX2, emulated
 # make matrix   every method in every family and way to generate, for an hour; make test runs a part
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
@@ -39,8 +40,13 @@ GPU_CACHE := build/gpu-cache.tar.xz
 
 CHECK := $(BIN)/check-jsonschema --builtin-schema vendor.github
 SANITIZED := build/sanitized
+NATIVE_TESTS := tests/kernels --ignore-glob='*triton*' --ignore=tests/kernels/cuda
 
-.PHONY: env demo test sanitize matrix mutants serve-env serve-test serve-stress gpu gpu-cache gpu-rehearsal lint
+NEON := build/neon
+NEON_CXX := aarch64-linux-gnu-g++
+NEON_RUN := OMP_NUM_THREADS=1 qemu-aarch64-static -cpu cortex-a53 -L /usr/aarch64-linux-gnu
+
+.PHONY: env demo test sanitize neon matrix mutants serve-env serve-test serve-stress gpu gpu-cache gpu-rehearsal lint
 .PHONY: schemas docs wheels clean
 
 env: $(EXTRAS)
@@ -76,7 +82,21 @@ sanitize: env
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/cpu/libxquant_kernels.so \
-		$(BIN)/pytest -n 2 tests/kernels --ignore-glob='*triton*' --ignore=tests/kernels/cuda
+		$(BIN)/pytest -n 2 $(NATIVE_TESTS)
+
+# On x86-64, with Debian's cmake, g++-aarch64-linux-gnu and qemu-user-static. Calls of the library for AVX2 are kept
+# while the tests run; that for AArch64 makes the same, emulated as a CPU without extensions, and is to write the same
+# bytes.
+neon: env
+	cmake -S . -B $(NEON)/native -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=$(NEON_CXX)
+	cmake --build $(NEON)/native
+	$(NEON_CXX) -std=c++17 -O1 -ffp-contract=off -DSIMD='"simd_neon.h"' -Isrc/xquant/kernels/cpu/csrc \
+		tests/kernels/simd.cpp -o $(NEON)/simd
+	$(NEON_CXX) -std=c++17 -O1 tests/kernels/replay.cpp -o $(NEON)/replay -ldl
+	$(NEON_RUN) $(NEON)/simd
+	PYTHONPATH=tests XQUANT_RECORD=$(NEON)/calls $(BIN)/pytest -p support.recorded_calls $(NATIVE_TESTS) -k avx2
+	$(NEON_RUN) $(NEON)/replay $(NEON)/native/libxquant_kernels.so neon $(NEON)/calls
 
 matrix: env
 	XQUANT_MATRIX=all $(BIN)/pytest -n 2 tests/cache/test_operations.py
