@@ -70,7 +70,7 @@ with warnings.catch_warnings(record=True) as caught:
         report = cache.report()
         print(f"{spec}: {report.kernel}, {report.cache_bytes:,} bytes")
         assert out.shape == (1, 164) and report.sealed_bytes
-        assert report.kernel.startswith(("avx2", "avx512") if native else ("folded", "reference"))
+        assert report.kernel.startswith(("avx2", "avx512", "neon") if native else ("folded", "reference"))
 said = [str(each.message) for each in caught if "xquant: " in str(each.message)]
 print(*said, sep="\\n")
 assert len(said) == (0 if native else 1), said
