@@ -8,7 +8,7 @@ namespace {
 enum { SHIFTED, LOOKED_UP };
 
 // Writes the codes of one tile as int16, Words [K / 2].
-template <int BITS, int FORM> XQ_UNROLLED
+template <int BITS, int FORM>
 void codes_to_int16(const uint8_t* codes, int k_size, Table table, Words* out, ptrdiff_t ahead) {
     const int units = k_size / 32;
     for (int r = 0; r < units; r++) {
@@ -42,7 +42,7 @@ constexpr float KEY_LIMIT = 13000, ROTATED_LIMIT = 18400, VALUE_LIMIT = 8191;
 inline float highest_int16_weight(float limit) { return highest_weight(16, limit); }
 
 // As dot_codes, with int16 that codes_to_int16 made, [T][K / 2], in place of codes.
-template <int ROWS, int T> XQ_UNROLLED
+template <int ROWS, int T>
 void dot_int16(const Words* words, int k_size, const int16_t* weights, const float* steps, const float* bias,
                float* out, size_t out_stride) {
     for (int n = 0; n < ROWS; n++)
@@ -107,7 +107,7 @@ inline __attribute__((always_inline)) void decode_pair(Words low, Words high, Wo
 
 // dot_int16 of keys before RoPE: decodes and rotates affine codes in registers, the two channels of a rotation at a
 // time.
-template <int BITS, int ROWS, int T> XQ_UNROLLED
+template <int BITS, int ROWS, int T>
 void dot_rotated(const uint8_t* codes, int k_size, KeyDecoding decoding, const int16_t* weights, const float* steps,
                  float* out, size_t out_stride, ptrdiff_t ahead) {
     const int units = k_size / 32;
@@ -147,7 +147,7 @@ void dot_rotated(const uint8_t* codes, int k_size, KeyDecoding decoding, const i
 }
 
 // The same of the rest in bytes, [T][quads][64]. `decoding` and `weights`: those of its quads.
-template <int ROWS, int T> XQ_UNROLLED
+template <int ROWS, int T>
 void dot_rotated_rest(const uint8_t* codes, int k_size, int bits, KeyDecoding decoding, const int16_t* weights,
                       const float* steps, float* out, size_t out_stride) {
     const int quads = rest_quads(k_size);

@@ -46,7 +46,7 @@ struct PackedStrip {
         else return found | code<BITS - W, EIGHTH, TWICE, SHIFT + W>(planes + W * part * stride, i);
     }
     // Writes the windows [8 part][64] of codes of CODE bits; where `TWICE`, of 32 channels.
-    template <int CODE, int WINDOW, bool TWICE> XQ_UNROLLED
+    template <int CODE, int WINDOW, bool TWICE>
     void windows(uint8_t* out) const {
         constexpr int EIGHTHS = TWICE ? 4 : 8, BEFORE = before(CODE, WINDOW);
         const Words kept = broadcast16((int16_t)((0xFF << CODE & 0xFF) * 0x0101));

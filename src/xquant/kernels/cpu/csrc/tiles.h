@@ -28,10 +28,6 @@ inline __attribute__((always_inline)) void unroll(F f) {
     unroll_each(std::make_integer_sequence<int, N>(), f);
 }
 
-// Of a function whose loops are unrolled so: all that it calls is inlined, however long it gets. GCC would stop, and
-// keep sums in memory, where a vector is four registers.
-#define XQ_UNROLLED __attribute__((flatten))
-
 constexpr int lowest_plane(int bits) { return bits & 8 ? 8 : bits & 4 ? 4 : bits & 2 ? 2 : 1; }
 
 // Codes of quad r + k * units: of its elements 0 and 2, or with `odd` 1 and 3. `units` = K / 32.
@@ -163,7 +159,7 @@ inline Words rest_codes(const uint8_t* codes, int quad, int odd) {
 // Adds bias[row] + steps[row] * (sum over K of code * weight[row]) to out[row][lane], for T tiles that follow each
 // other. `ahead`: the distance to the codes that are needed next, which are fetched into the CPU's cache. `rest`: with
 // REST, what is left of the tiles, in bytes [T][quads][64].
-template <int BITS, int ROWS, int T, bool REST = false> XQ_UNROLLED
+template <int BITS, int ROWS, int T, bool REST = false>
 void dot_codes(const uint8_t* codes, int k_size, const int16_t* weights, const float* steps, const float* bias,
                float* out, size_t out_stride, ptrdiff_t ahead, const uint8_t* rest) {
     const int units = k_size / 32;
