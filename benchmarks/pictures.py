@@ -14,9 +14,11 @@ from typing import Any
 
 import matplotlib
 from measured import beside
+from measured.frontier import FEW_BITS, LEAST_PACE, bits, paces, qualities
 
 from xquant.catalogue import RECOMMENDED
 from xquant_lab.reproduce.experiments import EXPERIMENTS
+from xquant_lab.results.labels import write_labels
 from xquant_lab.results.plots import as_svg, new_figure
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +77,8 @@ RIVALS_BESIDE: dict[str, dict[str, Any]] = {
     "oscar": {"xytext": (-9, -4), "ha": "right"},
 }
 
+FRONTIER_TEXT, FAST = "WikiText-2", "#d55e00"
+
 
 def quality(ink: str) -> Any:
     """Divergence from the full cache against bits per value, both logarithmic."""
@@ -120,6 +124,34 @@ def rivals(ink: str) -> Any:
     return figure
 
 
+def frontier(ink: str) -> Any:
+    """Divergence against bits per value, and which caches are read about as fast as `kivi-4bit`."""
+    pace, known = paces("32k"), qualities().items()
+    points = {m: (bits(own), own[FRONTIER_TEXT]["kl"]) for m, own in known if FRONTIER_TEXT in own}
+    kinds = {
+        f"at least {LEAST_PACE:g} of the speed of kivi-4bit at 32K": ("o", FAST),
+        "slower": ("o", "none"),
+        "not timed": ("x", "none"),
+    }
+    fast, slow, unknown = kinds
+    figure = new_figure(7.6, 4.2)
+    axes = figure.add_subplot()
+    _axes(axes, ink)
+    axes.axvspan(0, FEW_BITS, color=ink, alpha=0.06, linewidth=0)
+    for name, (marker, fill) in kinds.items():
+        axes.plot([], [], marker, color=FAST, markerfacecolor=fill, markersize=8, label=name)
+    for method, place in points.items():
+        kind = unknown if method not in pace else fast if pace[method] >= LEAST_PACE else slow
+        axes.plot(*place, kinds[kind][0], color=FAST, markerfacecolor=kinds[kind][1], markersize=8)
+    axes.legend(frameon=False, labelcolor=ink, loc="upper left")
+    axes.set_xlim(1.8, 4.7)
+    axes.margins(y=0.2)
+    write_labels(axes, [(m.partition(",datatype")[0], place) for m, place in points.items()], 0)
+    for text in axes.texts:
+        text.set_color(ink)
+    return figure
+
+
 def draw(
     axes: Any,
     ink: str,
@@ -144,6 +176,11 @@ def draw(
             weight="bold" if ours else "normal",
             **label,
         )
+    _axes(axes, ink)
+
+
+def _axes(axes: Any, ink: str) -> None:
+    """Bits, and divergence on a logarithmic axis, in the page's ink."""
     axes.set_yscale("log")
     axes.set_xlabel("bits per key and value element, everything counted (fp16 has 16)", color=ink)
     axes.set_ylabel("KL divergence from the full cache, nats", color=ink)
@@ -158,7 +195,7 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with matplotlib.rc_context({"savefig.transparent": True}):
         for name, ink in (("light", LIGHT), ("dark", DARK)):
-            for draw_one in (quality, rivals):
+            for draw_one in (quality, rivals, frontier):
                 file = IMAGES / f"{draw_one.__name__}-{name}.svg"
                 file.write_text(as_svg(draw_one(ink)) + "\n")
     of_papers()
