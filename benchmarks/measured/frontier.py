@@ -4,7 +4,7 @@ from .common import RESULTS, Row, by_method, code, markdown, table
 
 TEXTS = {"WikiText-2": "wikitext2", "C4": "c4", "Python source": "code"}
 QUALITY = ("{}-smollm2", "tc-keys-first-{}-smollm2", "frontier-{}-smollm2")
-"""The results files of a text: of 8 windows, and the last of 2. A method's row is that of the first that has it."""
+"""The results files of a text, of 8 windows, and the last of 2. A method's row is that of the first."""
 BASE = "kivi-4bit"
 """Whose speed the others are held against."""
 SPEED = ("bench-tc-smollm2-{}", "bench-frontier-{}")
