@@ -143,7 +143,7 @@ def frontier(ink: str) -> Any:
     for method, place in points.items():
         kind = unknown if method not in pace else fast if pace[method] >= LEAST_PACE else slow
         axes.plot(*place, kinds[kind][0], color=FAST, markerfacecolor=kinds[kind][1], markersize=8)
-    axes.legend(frameon=False, labelcolor=ink, loc="upper left")
+    axes.legend(frameon=False, labelcolor=ink, loc="lower right")
     axes.set_xlim(1.8, 4.7)
     axes.margins(y=0.2)
     write_labels(axes, [(m.partition(",datatype")[0], place) for m, place in points.items()], 0)
