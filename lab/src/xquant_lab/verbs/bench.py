@@ -362,7 +362,7 @@ def _largest(
         weights = sum(p.nbytes for p in models.model.parameters())
         room = capacity.free_bytes(device) if memory is None else memory * 1e9 - weights
         with progress(f"finding the largest batch of {context} tokens") as show:
-            rows: list[dict[str, Any]] = []
+            rows: Rows = []
             for row in largest.largest_batches(
                 models, methods, context, dtype, settings.kernel, room, show, calibrations
             ):
