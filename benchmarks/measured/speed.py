@@ -90,8 +90,10 @@ def compiled_32k() -> str:
 
 @table
 def peers_4_bits() -> str:
-    """The same where all have the packaged file's weights in 4 bits, in bf16, compiled."""
-    return _beside(**{"2K": "step-peers-2k", "8K": "step-peers-8k", "32K": "step-peers-32k"})
+    """The same where all have the packaged file's weights in 4 bits, in bf16, compiled; at 2K also on a CPU
+    without AVX-512."""
+    files = {"2K": "step-peers-2k", "2K, AVX2": "step-peers-2k-avx2"}
+    return _beside(**files, **{"8K": "step-peers-8k", "32K": "step-peers-32k"})
 
 
 def _beside(**files: str) -> str:
