@@ -111,7 +111,7 @@ def test_a_command_that_takes_too_long_or_fails_is_told_of(on_gpu: Any, tmp_path
         return found
 
     assert outcome("import time; time.sleep(60)", 0.5).startswith("cut short after")
-    failed = outcome("print('so far'); raise SystemExit('no such thing')", 20)
+    failed = outcome("print('so far', flush=True); raise SystemExit('no such thing')", 20)
     assert failed == "failed, status 1: no such thing"
     assert run(["no-such-tool"], log, 20) == "left out: there is no no-such-tool"
 
