@@ -71,6 +71,18 @@ def test_a_copy_has_steps_of_its_own(way: Callable[[Any], Any]) -> None:
     assert counters["frames"]["ok"]
 
 
+def test_a_step_that_records_gradients_runs_as_before() -> None:
+    model, cached = tiny("llama"), CACHES["growing"]
+    want, cache = [], cached(model)
+    for length in (40, 1):
+        want.append(model(prompt(2, length), past_key_values=cache).logits)
+    compile_steps(model)
+    cache = cached(model)
+    for length, logits in zip((40, 1), want, strict=True):
+        assert torch.equal(model(prompt(2, length), past_key_values=cache).logits, logits)
+    assert not counters["frames"]
+
+
 def test_what_cannot_be_compiled_is_refused() -> None:
     model = tiny("llama")
     model.model.forward = model.model.forward
