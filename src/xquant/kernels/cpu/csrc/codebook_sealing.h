@@ -214,7 +214,7 @@ class CodebookEncoding {
             for (int i = 0; i < count; i++, found++) {
                 call.outlier_channel[room + found] = (uint16_t)listed[i];
                 const float residual = rows[(size_t)t * stride + listed[i]] - decoded(t, listed[i]);
-                call.outlier_excess[room + found] = _cvtss_sh(std::min(std::max(residual, -FP16_MAX), FP16_MAX), 0);
+                call.outlier_excess[room + found] = float_to_fp16(std::min(std::max(residual, -FP16_MAX), FP16_MAX));
             }
             const size_t at = (size_t)number * n + t;
             if (call.count_bytes == 1)
