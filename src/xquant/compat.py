@@ -40,10 +40,13 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return original
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
+def cast(model: Any, dtype: torch.dtype) -> None:
     """Have a model's weights in ``dtype``, but for what loading it so would leave in float32: numbers that
-    its class keeps so, and those that no file has, such as the frequencies of RoPE."""
-    kept = "|".join(part.replace("*", ".*") for part in model._get_dtype_plan(dtype))  # type: ignore[operator]
+    its class keeps so, and those that no file has, such as the frequencies of RoPE.
+
+    ``model``: of transformers.
+    """
+    kept = "|".join(part.replace("*", ".*") for part in model._get_dtype_plan(dtype))
     held = [
         (place, name, tensor, tensor.data)
         for path, module in model.named_modules()

@@ -18,8 +18,8 @@ import ctypes
 import gc
 import os
 import struct
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pytest
@@ -97,8 +97,8 @@ def reached_from(structure: bytes) -> tuple[list[Region], list[Address]]:
 class Recorder:
     """Stands in for `library.function`."""
 
-    def __init__(self, file: str) -> None:
-        self._file = open(file, "wb")  # noqa: SIM115
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._function = library.function
         self._seen: set[tuple[str, str]] = set()
 
@@ -133,11 +133,9 @@ class Recorder:
 
         return recorded
 
-    def close(self) -> None:
-        self._file.close()
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    recorder = Recorder(os.environ["XQUANT_RECORD"])
-    library.function = recorder.function  # type: ignore[assignment]
-    config.add_cleanup(recorder.close)
+@pytest.fixture(scope="session", autouse=True)
+def _recorded() -> Iterator[None]:
+    with open(os.environ["XQUANT_RECORD"], "wb") as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "function", Recorder(file).function)
+        yield

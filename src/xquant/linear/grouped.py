@@ -105,9 +105,8 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     tiles, groups, _ = packed.shape
     size = GROUP * LANES * bits // 8
     words = packed[..., :size].contiguous().view(torch.int32).view(tiles, groups, -1, LANES)
-    codes = (words[..., None, None] >> _places(bits)) & (
-        2**bits - 1
-    )  # [tiles, groups, vectors, lanes, pairs, 2]
+    # [tiles, groups, vectors, lanes, pairs, 2]
+    codes = (words[..., None, None] >> _places(bits)) & (2**bits - 1)
     codes = codes.permute(0, 3, 1, 2, 4, 5).reshape(tiles, LANES, groups, GROUP)
     ranges = packed[..., size:].contiguous().view(torch.float16).view(tiles, groups, -1, LANES).float()
     scale = ranges[:, :, 0].mT[..., None]
