@@ -1,6 +1,5 @@
 """PrefixStore: compressed caches of prompts on disk, found by the tokens with which a new prompt begins."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from os import PathLike
@@ -12,10 +11,13 @@ from torch import Tensor, nn
 from . import compat
 from .cache.growing import KVCache
 from .calibration import Calibration
+from .contents import others
 from .contents.convert import fill_apart
 from .methods import LayerCodec, Method
 from .saved import bases, chunks
+from .saved.prefix_names import PrefixNames, is_checkpoint
 from .saved.shelf import Shelf
+from .saved.states import BITS
 from .saved.writing import as_ids, ids_of, plain_name
 from .seam.hooks import attach
 from .sizes import in_bytes
@@ -23,6 +25,8 @@ from .spec import parse_method
 
 CHUNK = 128
 """Tokens of a chunk, or the next multiple of a method's blocks."""
+EVERY = 1024
+"""Tokens between two checkpoints."""
 _FORMAT = 5
 """Chunks of another format have other names."""
 
@@ -36,17 +40,23 @@ class PrefixStore:
     chunks do not mix. Threads and processes may use one folder at the same time, and any of them may be
     killed at any moment.
 
+    A model may have layers that are not compressed: sliding windows and linear attention. What these held at
+    the end of a prefix cannot be told later, so it is stored when a cache is `put`, and a prompt is found as
+    far as the last such *checkpoint* within it. `prefill` reads a prompt so that there are some on the way.
+
     Args:
         path: the folder; made where it is missing.
-        model: as of `KVCache`. All of its layers must be compressed: the state that a sliding window or
-            linear attention had at the end of a prefix is not known afterwards.
+        model: as of `KVCache`.
         method: how prefixes are stored.
         limit: bytes that the folder may take, or a text such as ``"20GB"``; chunks that were not used for
             longest are dropped first, and of a prompt the last ones.
         calibration: as of `KVCache`, for ``method``.
+        state_bits: 16 or 8, of each number in the layers that are not compressed. With 16, numbers of 16 bits
+            stay as they are, and of longer ones a row has a scale; 8 is half of it and loses some.
 
     Raises:
-        ValueError: as of `KVCache`; a limit that is no size; a model of which prefixes cannot be stored.
+        ValueError: as of `KVCache`; a limit that is no size; a model of which prefixes cannot be stored;
+            other ``state_bits``.
         OSError: the folder, or the calibration's file, cannot be used.
 
     Examples:
@@ -69,13 +79,17 @@ class PrefixStore:
         method: str | Method = "tc-cl-2bit",
         limit: int | str = "20GB",
         calibration: Calibration | str | PathLike[str] | None = None,
+        state_bits: int = 16,
     ) -> None:
+        if state_bits not in BITS:
+            raise ValueError(f"state_bits is one of {', '.join(map(str, BITS))}, not {state_bits!r}")
         if isinstance(calibration, str | PathLike):
             calibration = Calibration.load(calibration)
         self.method = parse_method(method)
         self._model, self._calibration = model, calibration
         cache = self._new_cache()
-        _check_whole(cache)
+        self._mixed = _keeps_more(cache)
+        self._state_bits = state_bits
         self._blocks = -(-CHUNK // self.method.group)
         self._shelf = Shelf(Path(path), in_bytes(limit))
 
@@ -110,8 +124,8 @@ class PrefixStore:
 
         Raises:
             ValueError: a cache of another model, tokens other than it holds, or a cache that cannot be
-                stored: one with positions of its own, or, where the store's method keeps layer inputs, one of
-                another method or with padding.
+                stored: one with positions of its own, with padding in a sliding window, or, where the store's
+                method keeps layer inputs, one of another method or with padding.
             TypeError: no `KVCache`, or no ids.
             OSError: the folder cannot be written to.
         """
@@ -124,33 +138,87 @@ class PrefixStore:
         _check_usual(cache)
         long = any(long for _, long in cache.index.rope_spans)
         sequences = [ids[i][cache.index.real[i].cpu()] for i in range(len(ids))]
-        names = self._names(sequences, long)
-        as_it_is = self._packs_alike(cache)
+        names = [self._names(own, long) for own in sequences]
+        as_it_is, there = self._packs_alike(cache), self._checkpoints()
         stored = [0] * len(ids)
         apart: dict[int, KVCache] = {}
         for i, own in enumerate(names):
-            if all(name in self._shelf for name in own):
-                self._shelf.touch(own)
-                stored[i] = self.chunk * len(own)
+            chain = next(own.chains(there), []) if self._mixed else own.chunks
+            if own.length(chain) == own.most and all(name in self._shelf for name in chain):
+                self._touch(own, chain)
+                stored[i] = own.most
             elif as_it_is and _are_of(cache, i, sequences[i]):
-                whole = chunks.whole_chunks(cache.contents, self._blocks)
-                stored[i] = self._put(cache, i, own[:whole])
+                stored[i] = self._put(cache, i, own)
             else:
                 apart[i] = self._new_cache()
         if apart:
             fill_apart({i: own.contents for i, own in apart.items()}, cache.contents, ids)
         for i, other in apart.items():
-            whole = chunks.whole_chunks(other.contents, self._blocks)
-            stored[i] = self._put(other, 0, names[i][:whole])
+            stored[i] = self._put(other, 0, names[i])
         return stored
 
-    def _put(self, cache: KVCache, sequence: int, names: Sequence[str]) -> int:
-        """Tokens of the chunks that are stored of one sequence."""
+    def _put(self, cache: KVCache, sequence: int, names: PrefixNames) -> int:
+        """Tokens of one sequence that are stored and can be found."""
         blocks, contents = self._blocks, cache.contents
         bases_held = chunks.bases_of(contents)
-        return self.chunk * self._shelf.put(
-            names, lambda number: chunks.chunk_of(contents, sequence, number, blocks, bases_held)
-        )
+        whole = chunks.whole_chunks(contents, blocks)
+        chain = names.chunks[:whole]
+        if self._mixed:
+            chain.append(names.checkpoint(names.most, whole))
+
+        def made(number: int) -> chunks.Chunk:
+            if number < whole:
+                return chunks.chunk_of(contents, sequence, number, blocks, bases_held)
+            return chunks.checkpoint_of(contents, sequence, blocks, bases_held, self._state_bits)
+
+        count = self._shelf.put(chain, made)
+        if self._mixed and count < len(chain):
+            return names.length(next(names.chains(self._checkpoints()), []))
+        self._touch(names, chain[:count])
+        return names.length(chain[:count])
+
+    def _touch(self, names: PrefixNames, chain: Sequence[str]) -> None:
+        """Note that a chain was used, and what lies on the way: a prompt loses its end first."""
+        self._shelf.touch(names.way(chain, self._checkpoints()))
+
+    def prefill(
+        self,
+        tokens: Tensor | Sequence[int],
+        every: int = EVERY,
+        method: str | Method | None = None,
+        calibration: Calibration | str | PathLike[str] | None = None,
+        kernel: str = "auto",
+    ) -> KVCache:
+        """A cache of all tokens of a prompt but the last, for ``model.generate(tokens, cache=cache)``.
+
+        It begins with what is stored. The model reads the rest in parts, and after each part it is stored:
+        of a model with checkpoints, there is one after every ``every`` tokens and one at the end.
+
+        Args:
+            tokens: ids of one prompt of two tokens or more, ``[T]`` or ``[1, T]``, without padding.
+            every: tokens of a part. Smaller ones take more bytes, and a prompt that begins alike is found
+                further.
+            method, calibration, kernel: as of `get`; tokens are read with the store's method.
+
+        Raises:
+            ValueError: no part of one token or more; fewer than two tokens; otherwise as of `get` and `put`.
+            OSError: as of `put`.
+        """
+        ids = self._of_one(tokens)
+        if every < 1 or len(ids) < 2:
+            raise ValueError(f"{len(ids)} tokens in parts of {every}: 2 tokens and parts of 1 are the least")
+        cache = self.get(ids)
+        if cache is None:
+            cache = self._new_cache(kernel)
+        home = attach(self._model).view.compressed[0].device
+        while (start := cache.get_seq_length()) < len(ids) - 1:
+            stop = min(start // every * every + every, len(ids) - 1)
+            with torch.no_grad():
+                given = {compat.CACHE: cache, "use_cache": True, "logits_to_keep": 1}
+                self._model(ids[None, start:stop].to(home), **given)
+            self.put(cache, ids[None, :stop])
+        wanted = self.method if method is None else parse_method(method)
+        return cache if wanted == self.method else cache.converted(wanted, calibration, kernel)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -176,40 +244,52 @@ class PrefixStore:
             ValueError: more than one prompt; as of `KVCache.converted`.
             OSError: the folder cannot be read.
         """
-        ids = as_ids(tokens).cpu()
-        ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
-        if ids.dim() != 1 or ids.is_floating_point():
-            raise ValueError(f"the ids of one prompt are needed, not {list(ids.shape)}")
+        ids = self._of_one(tokens)
         wanted = self.method if method is None else parse_method(method)
         same = wanted == self.method
         view = attach(self._model).view
         home = view.compressed[0].device
         long = view.rope.is_long(torch.arange(len(ids), device=home)[None])
-        (names,) = self._names([ids[:-1]], long)
-        cache = self._longest(names, long, ids, kernel if same else "auto")
+        cache = self._longest(self._names(ids[:-1], long), long, ids, kernel if same else "auto")
         if cache is None or same:
             return cache
         return cache.converted(wanted, calibration, kernel)
 
-    def _longest(self, names: Sequence[str], long: bool, ids: Tensor, kernel: str) -> KVCache | None:
-        """A cache of the chunks of these names, as many from the first on as are stored and whole."""
-        found = list[chunks.Chunk]()
-        for name in names:
-            chunk = self._shelf.get(name)
-            if chunk is None:
-                break
-            found.append(chunk)
-        while found:
-            cache = self._new_cache(kernel)
-            try:
-                chunks.fill(cache.contents, found, self._blocks, long, ids)
-            except chunks.DamagedChunkError as error:
-                self._shelf.discard(names[error.number], str(error))
-                del found[error.number :]
-                continue
-            self._shelf.touch(names[: len(found)])
-            return cache
+    @staticmethod
+    def _of_one(tokens: Tensor | Sequence[int]) -> Tensor:
+        """Ids ``[T]`` of one prompt."""
+        ids = as_ids(tokens).cpu()
+        ids = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
+        if ids.dim() != 1 or ids.is_floating_point():
+            raise ValueError(f"the ids of one prompt are needed, not {list(ids.shape)}")
+        return ids
+
+    def _longest(self, names: PrefixNames, long: bool, ids: Tensor, kernel: str) -> KVCache | None:
+        """A cache of as many of the first tokens as are stored and whole."""
+        chains = names.chains(self._checkpoints()) if self._mixed else [names.chunks]
+        for chain in chains:
+            least = len(chain) if self._mixed else 1
+            found = list[chunks.Chunk]()
+            for name in chain:
+                chunk = self._shelf.get(name)
+                if chunk is None:
+                    break
+                found.append(chunk)
+            while len(found) >= least > 0:
+                cache = self._new_cache(kernel)
+                try:
+                    chunks.fill(cache.contents, found, self._blocks, long, ids)
+                except chunks.DamagedChunkError as error:
+                    self._shelf.discard(chain[error.number], str(error))
+                    del found[error.number :]
+                    continue
+                self._touch(names, chain[: len(found)])
+                return cache
         return None
+
+    def _checkpoints(self) -> set[str]:
+        """The names of all checkpoints in the folder, those of other prompts and models among them."""
+        return {name for name in self._shelf.names() if is_checkpoint(name)} if self._mixed else set()
 
     def _new_cache(self, kernel: str = "auto") -> KVCache:
         return KVCache(self._model, self.method, calibration=self._calibration, kernel=kernel)
@@ -218,9 +298,8 @@ class PrefixStore:
     def _codecs(self) -> list[LayerCodec]:
         return attach(self._model).codecs.of(self.method, self._calibration)
 
-    def _names(self, sequences: Sequence[Tensor], long: bool) -> list[list[str]]:
-        """Of each whole chunk of sequences ``[T]`` a hash of all tokens up to its end, of the model and how
-        it is stored.
+    def _names(self, tokens: Tensor, long: bool) -> PrefixNames:
+        """Of a sequence ``[T]``.
 
         Args:
             long: whether the model applies RoPE with the frequencies that it has for long inputs.
@@ -228,14 +307,9 @@ class PrefixStore:
         first, digests = self._codecs[0], attach(self._model).identity.now()
         dtype = plain_name(first.view.dtype)
         stored = [_FORMAT, *digests, dtype, self.method.spec, first.calibrated, long]
-        root, names = json.dumps(stored).encode(), list[list[str]]()
-        for tokens in sequences:
-            digest, own = root, list[str]()
-            for chunk in tokens[: len(tokens) // self.chunk * self.chunk].split(self.chunk):
-                digest = hashlib.sha256(digest + chunk.numpy().astype("<i8").tobytes()).digest()
-                own.append(digest.hex())
-            names.append(own)
-        return names
+        if self._mixed:
+            stored.append(self._state_bits)
+        return PrefixNames(json.dumps(stored).encode(), tokens, self.chunk, self._mixed)
 
     def _packs_alike(self, cache: KVCache) -> bool:
         """Whether a cache holds blocks as the store does."""
@@ -246,19 +320,19 @@ class PrefixStore:
         return ours[0].calibrated == theirs[0].calibrated and bases.same(*probes)
 
 
-def _check_whole(cache: KVCache) -> None:
-    """Refuse models of which a prefix is not in the blocks of compressed layers alone."""
-    view = cache.attachment.view
+def _keeps_more(cache: KVCache) -> bool:
+    """Whether a model has layers that are not compressed. Models of which a prefix is not known by its blocks
+    and these are refused."""
+    view, empty = cache.attachment.view, cache.contents
     family = type(view.model).__name__
     if view.rope.drifts:
         raise ValueError(
             f"prefixes of {family} cannot be stored: it turns keys by other angles for every length"
         )
-    if cache.linear_states or not all(compat.is_empty(cache.layers[index]) for index in view.skipped):
-        raise ValueError(
-            f"prefixes of {family} cannot be stored: some of its layers are not compressed, and their state"
-            " at the end of a prefix is not known"
-        )
+    for number, layer in empty.others.items():
+        if why := others.unknown(layer):
+            raise ValueError(f"prefixes of {family} cannot be stored: layer {number} is kept in {why}")
+    return bool(empty.linear_states) or not all(map(compat.is_empty, empty.others.values()))
 
 
 def _are_of(cache: KVCache, sequence: int, ids: Tensor) -> bool:

@@ -103,17 +103,19 @@ def converted(held: Held, ids: Tensor, inputs: dict[str, Any]) -> None:
 
 @form("`PrefixStore`")
 def stored(held: Held, ids: Tensor, inputs: dict[str, Any]) -> None:
-    """A prefix of whole chunks from a folder; what follows it is read by the model."""
+    """A prefix from a folder; what follows it is read by the model."""
     growing(held, ids, inputs)
     store = PrefixStore(held.folder(), held.model, held.spec)
     store.put(held.cache, ids)
     alike = len(ids) > 1 and bool((ids == ids[:1]).all())
-    held.cache = store.get(ids[:1] if alike else ids)
+    longer = torch.cat([ids, ids[:, -1:]], 1)
+    held.cache = store.get(longer[:1] if alike else longer)
     if alike:
         held.cache.batch_repeat_interleave(len(ids))
     start = held.cache.get_seq_length()
     whole = inputs.get("attention_mask")
-    held(ids[:, start:], **({} if whole is None else {"attention_mask": whole}))
+    if start < ids.shape[1]:
+        held(ids[:, start:], **({} if whole is None else {"attention_mask": whole}))
 
 
 @form("`compressed()`")

@@ -64,7 +64,7 @@ def test_what_is_no_file_in_the_place_of_a_chunk(place: str, tmp_path: Path) -> 
     model, ids = model_of("llama"), prompt(1, 300)
     store, cache = store_of(tmp_path, model, SPEC), filled(model, SPEC, ids)
     assert store.put(cache, ids) == [256]
-    (names,) = store._names([ids[0]], long=False)
+    names = store._names(ids[0], long=False).chunks
     second = store._shelf._path(names[1])
     second.unlink()
     if "folder" in place:

@@ -67,7 +67,7 @@ def test_a_chunk_of_something_else_is_left_out(tmp_path: Path) -> None:
     model, ids = model_of("llama"), prompt(1, 300)
     store, cache = store_of(tmp_path, model, SPEC), filled(model, SPEC, ids)
     store.put(cache, ids)
-    (names,), shelf = store._names([ids[0]], long=False), store._shelf
+    names, shelf = store._names(ids[0], long=False).chunks, store._shelf
     right = shelf.get(names[1])
     assert right is not None
     for change in (

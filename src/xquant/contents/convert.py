@@ -9,6 +9,7 @@ from torch import Tensor
 from ..methods import LayerCodec
 from ..models.rotation import apply_rope, remove_rope
 from ..past.tokens import TokenIndex
+from . import others
 from .contents import Contents
 
 
@@ -30,14 +31,13 @@ def fill(target: Contents, source: Contents) -> None:
 
 @torch.no_grad()
 def fill_apart(targets: Mapping[int, Contents], source: Contents, ids: Tensor) -> None:
-    """Give each of the empty ``targets`` one sequence of ``source``, that of its number, without padding; all
-    layers are compressed.
+    """Give each of the empty ``targets`` one sequence of ``source``, that of its number, without padding.
 
     Args:
         ids: of the tokens of ``source``, ``[B, T]``.
 
     Raises:
-        ValueError: as of `fill`.
+        ValueError: as of `fill`; padding among the tokens that a sliding window holds.
     """
     index, numbers = source.index, list(targets)
     for number, target in targets.items():
@@ -45,6 +45,7 @@ def fill_apart(targets: Mapping[int, Contents], source: Contents, ids: Tensor) -
         real = index.real[number]
         own = ids[number, real.to(ids.device)][None]
         target.index.give(index.positions[number, real][None], real[real][None], (), own)
+        others.fill(target, others.Tensors(others.held_alone(source, number)), 1, target.index.length)
 
     def of_one(rows: Tensor, place: int) -> Tensor:
         number = numbers[place]

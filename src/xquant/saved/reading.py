@@ -8,9 +8,9 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .. import compat
+from ..contents import others
 from ..contents.contents import Contents
-from ..models import AttentionView
+from ..contents.others import FLOATS
 from ..past.growing_layer import CompressedLayer
 from ..past.sinks import Sinks
 from ..past.slabs import Slabs
@@ -20,10 +20,7 @@ from ..quant import Segment, Streams
 from ..seam.hooks import Attachment
 from . import bases, entropy
 from .header import Saved
-from .writing import WINDOWS, checksum, plain_name
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types that rows may have; under autocast they are not the model's."""
+from .writing import checksum, plain_name
 
 
 def check_model(saved: Saved, attachment: Attachment) -> None:
@@ -192,12 +189,7 @@ def _fill(contents: Contents, reader: _Reader) -> Tensor | None:
     lengths, table = _table(reader, contents.method.group)
     for layer in contents.compressed:
         _fill_layer(layer, reader, lengths, table)
-    for view in contents.attachment.view.layers:
-        if view.index in contents.attachment.view.skipped:
-            _fill_other(contents.layers[view.index], view, reader)
-    for number, layer in {**dict(enumerate(contents.layers)), **contents.linear_states}.items():
-        if compat.states_of(layer) is not None:
-            _fill_states(number, layer, home, reader)
+    others.fill(contents, reader, batch, tokens, header.recording)
     return saved
 
 
@@ -285,49 +277,6 @@ def _segment(reader: _Reader, name: str, segment: Segment, block: int, device: t
         except ValueError as error:
             raise reader.saved.damaged(f"'{name}': {error}") from None
     return fields
-
-
-def _fill_other(layer: Any, view: AttentionView, reader: _Reader) -> None:
-    """Fill a layer that transformers keeps itself, which is empty."""
-    header, sliding = reader.header, type(layer).__name__ == WINDOWS
-    recording, tokens = sliding and view.index in header.recording, header.tokens
-    most = tokens
-    if sliding and not recording:
-        most = min(tokens, layer.sliding_window - 1)
-    keys, values = (
-        reader.take(f"{view.index}.{name}", FLOATS, (header.batch, view.kv_heads, None, size)).to(
-            view.device, copy=True
-        )
-        for name, size in (("keys", view.head_size), ("values", view.value_size))
-    )
-    least = min(tokens, layer.sliding_window - 1) if sliding else tokens
-    fits = (
-        least <= keys.shape[2] <= most and keys.shape[:3] == values.shape[:3] and keys.dtype == values.dtype
-    )
-    reader.check(fits, f"layer {view.index} holds more or fewer tokens than it must")
-    known = not recording or hasattr(layer, "activate_past_recording")
-    reader.check(known, f"layer {view.index} keeps tokens past its window")
-    if recording:
-        layer.activate_past_recording()
-    layer.update(keys, values)
-    if sliding:
-        layer.cumulative_length = tokens
-
-
-def _fill_states(number: int, layer: Any, home: torch.device, reader: _Reader) -> None:
-    """Fill the states of linear attention of a layer."""
-    states = {}
-    for place in range(layer.number_of_states):
-        for name in (f"conv.{place}", f"recurrent.{place}"):
-            if f"{number}.{name}" in reader:
-                state = reader.finite(f"{number}.{name}", FLOATS, None)
-                reader.check(
-                    state.dim() > 1 and len(state) == reader.header.batch,
-                    f"'{number}.{name}' is of other sequences",
-                )
-                states[name] = state.to(home)
-    reader.check(bool(states), f"layer {number} has no states")
-    compat.put_states(layer, states)
 
 
 def _expect_attention(attachment: Attachment, saved: Saved) -> None:

@@ -59,6 +59,10 @@ class Shelf:
         """Of all files."""
         return sum(size for _, size in self._files().values())
 
+    def names(self) -> list[str]:
+        """Of all files."""
+        return list(self._files())
+
     def is_sound(self, name: str) -> bool:
         """Whether a name has a file whose bytes are as they were written; one that has not is removed."""
         return self.get(name) is not None

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .. import __version__, compat
+from .. import __version__
+from ..contents import others
 from ..contents.contents import Contents
 from ..contents.report import report_of
 from ..files import replacing
@@ -22,10 +23,6 @@ from ..quant import Streams
 from . import bases, entropy
 from .digest import BLANK
 from .header import KIND, VERSION, Header, write_digest
-
-WINDOWS = "DynamicSlidingWindowLayer"
-PLAIN = "DynamicLayer"
-"""Classes of layers that transformers keeps itself and whose state is known here."""
 
 
 def write(contents: Contents, target: Path, tokens: Tensor | None, pack: str | None) -> None:
@@ -38,7 +35,7 @@ def write(contents: Contents, target: Path, tokens: Tensor | None, pack: str | N
         raise FileNotFoundError(f"cannot save to '{target}': there is no folder '{target.parent}'")
     CompressedLayer.check_finite(contents.compressed, contents.index.length)
     contents.stack.forget_unsealed()  # what is loaded holds as much as what was saved
-    tensors = {**_index(contents), **_blocks(contents), **_others(contents)}
+    tensors = {**_index(contents), **_blocks(contents), **others.held(contents)}
     if tokens is not None:
         tensors["tokens"] = ids_of(contents, tokens)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -148,25 +145,6 @@ def _streams(contents: Contents, names: Iterable[str]) -> dict[str, Streams]:
             quantizer = stream.segments[int(segment)].quantizer
             found[name] = quantizer.streams(field, stream.block)
     return found
-
-
-def _others(contents: Contents) -> dict[str, Tensor]:
-    """What transformers keeps itself: keys and values, or states of linear attention."""
-    held: dict[str, Tensor] = {}
-    for number, layer in {**contents.others, **contents.linear_states}.items():
-        if not contents.index.length or compat.is_empty(layer):
-            continue
-        states = compat.states_of(layer)
-        if states is not None:
-            held |= {f"{number}.{name}": state for name, state in states.items()}
-            continue
-        if type(layer).__name__ not in (WINDOWS, PLAIN):
-            raise ValueError(
-                f"this cache cannot be saved: transformers keeps layer {number} in a"
-                f" {type(layer).__name__}, of which more than keys and values may matter"
-            )
-        held[f"{number}.keys"], held[f"{number}.values"] = layer.keys.clone(), layer.values.clone()
-    return held
 
 
 def as_ids(tokens: Any) -> Tensor:
