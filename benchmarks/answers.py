@@ -37,6 +37,7 @@ ATTENTIONS = "sdpa", "eager"
 @click.option("--way", "ways", multiple=True, default=[APART, TOGETHER, PADDED], show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
+@click.option("--weights", default="dense", show_default=True, help="Or as-stored: in the file's 4 bits.")
 @click.option("--json", "target", required=True)
 @torch.inference_mode()
 def main(
@@ -46,11 +47,12 @@ def main(
     ways: tuple[str, ...],
     rounds: int,
     dtype: str,
+    weights: str,
     target: str,
 ) -> None:
-    model, _ = load_model("smollm2")
     kind = getattr(torch, dtype)
-    models = Models(model.to(kind))
+    model, _ = load_model("smollm2", dtype=kind, weights=weights)
+    models = Models(model)
     rows: list[dict[str, Any]] = []
     for context in contexts:
         for batch in batches:
@@ -86,7 +88,7 @@ def main(
                     f" {row.get('speedup_vs_apart', 1):5.2f} of apart"
                 )
             del held
-    write_json(target, stamp(rows, model="smollm2", dtype=dtype))
+    write_json(target, stamp(rows, model="smollm2", dtype=dtype, weights=weights))
 
 
 def _filled(model: Any, method: str, context: int, batch: int, way: str) -> KVCache:

@@ -22,6 +22,7 @@ class ChangingCache(LinearStatesCache, CompressedCache):
     sequences chosen, repeated and reordered."""
 
     stack: LayerStack
+    saved_tokens: Tensor | None
 
     @property
     def index(self) -> TokenIndex:
@@ -61,6 +62,7 @@ class ChangingCache(LinearStatesCache, CompressedCache):
                     own[i].activate_past_recording()
         self._forget_states(own)
         self.stack.reset()
+        self.saved_tokens = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens: ``-n`` removes ``n``, a positive number is the length to keep.
@@ -76,6 +78,8 @@ class ChangingCache(LinearStatesCache, CompressedCache):
                 own = isinstance(layer, CompressedLayer)
                 layer.crop(keep - length if own else tokens_to_remove)
             self.index.crop(keep) if keep else self.index.reset()
+        if self.saved_tokens is not None:
+            self.saved_tokens = self.saved_tokens[:, :keep] if keep else None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences ``indices`` (integers, or a bool mask over the batch).
@@ -117,6 +121,8 @@ class ChangingCache(LinearStatesCache, CompressedCache):
             for layer in (*self.layers, *self.linear_states.values()):
                 getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)
             self.index.select(indices)
+        if self.saved_tokens is not None:
+            self.saved_tokens = self.saved_tokens[indices.cpu()]
 
 
 def _keeps_tokens(layer: Any) -> bool:

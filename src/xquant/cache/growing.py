@@ -77,7 +77,8 @@ class KVCache(ChangingCache, RestingCache):
         self.note: str = ""
         """Why the model no longer uses this cache, where it has been seen that it does not."""
         self.saved_tokens: Tensor | None = None
-        """Of a cache that was loaded: the ids ``[B, T]`` that it was saved with, int64 on the CPU."""
+        """Of a cache that was loaded: the ids ``[B, T]`` that it was saved with, int64 on the CPU, as far
+        as it still holds these tokens."""
         super().__init__(model, CacheOptions.of(method, attend, calibration, kernel, offload))
         self._forget_states(compat.default_layers(self._config))
 

@@ -74,6 +74,7 @@ class RestingCache(Cache):
         other = type(self)(model, method, own.attend, calibration, kernel, own.offload)
         other._refresh()
         fill(other.contents, self.contents)
+        other.saved_tokens = self.saved_tokens
         return other
 
     def save(
@@ -135,6 +136,51 @@ class RestingCache(Cache):
             cache._refresh()
             cache.saved_tokens = reading.fill(cache.contents, saved)
         return cache
+
+    def reuse(self, tokens: Tensor) -> int:
+        """Keep the tokens with which a prompt begins, of a cache that was loaded with its ids, and drop those
+        after them. ``model.generate(tokens, cache=cache)`` then reads the rest of the prompt, whatever it is.
+
+        Where the cache holds one sequence and ``tokens`` several, each begins with it, and they share its
+        blocks. Where a sliding window or linear attention cannot go back so far, nothing is kept.
+
+        Args:
+            tokens: ids ``[B, T]`` of the whole prompt, without padding.
+
+        Returns:
+            tokens of each sequence that are kept: at most ``T - 1``, so that one is left to be read.
+
+        Raises:
+            ValueError: the cache has no `saved_tokens`, or those of another number of sequences.
+
+        Examples:
+            >>> from xquant import KVCache
+            >>> cache = KVCache(model, "kivi-4bit")
+            >>> _ = model(**prompt, cache=cache)
+            >>> cache.save("prompt.cache", tokens=prompt.input_ids)
+            >>> loaded = KVCache.load(model, "prompt.cache")
+            >>> loaded.reuse(prompt.input_ids[:, :200])
+            199
+        """
+        held = self.saved_tokens
+        if held is None:
+            raise ValueError("the ids of what this cache holds are not known: save it with tokens=")
+        ids = writing.as_ids(tokens).cpu()
+        if ids.dim() != 2 or len(held) not in (1, len(ids)):
+            raise ValueError(f"this cache holds {len(held)} sequences, and the ids are {list(ids.shape)}")
+        most = min(held.shape[1], ids.shape[1] - 1)
+        same = (held[:, :most] == ids[:, :most]).all(0)
+        keep = int(same.cumprod(0).sum())
+        try:
+            if 0 < keep < self.get_seq_length():
+                self.crop(keep - self.get_seq_length())
+        except RuntimeError:  # transformers' own layers do not go back past their window
+            keep = 0
+        if not keep:
+            self.reset()
+        if keep and len(held) < len(ids):
+            self.batch_repeat_interleave(len(ids))
+        return keep
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the bytes that `save` writes. The cache itself holds its model, which would be pickled,
