@@ -47,6 +47,8 @@ class KVCache(ChangingCache, RestingCache):
             two torch packs blocks too, to the same bits.
         offload: ``"cpu"`` keeps sealed blocks in host memory, and brings those of a layer to the device while
             the layer before computes. Tokens in full stay on the device.
+        budget: bytes, or a text such as ``"2GB"``. Tokens stay in full as long as the cache takes no more,
+            the newest longest: what does not fit is compressed.
 
     Raises:
         ValueError: unknown method or option, a kernel that cannot be used, a calibration that is missing
@@ -71,6 +73,7 @@ class KVCache(ChangingCache, RestingCache):
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
         offload: str | None = None,
+        budget: int | str | None = None,
     ) -> None:
         self._check_model(model)
         self._mask, self._shows_padding = PassMask(), False
@@ -79,7 +82,7 @@ class KVCache(ChangingCache, RestingCache):
         self.saved_tokens: Tensor | None = None
         """Of a cache that was loaded: the ids ``[B, T]`` that it was saved with, int64 on the CPU, as far
         as it still holds these tokens."""
-        super().__init__(model, CacheOptions.of(method, attend, calibration, kernel, offload))
+        super().__init__(model, CacheOptions.of(method, attend, calibration, kernel, offload, budget))
         self._forget_states(compat.default_layers(self._config))
 
     def _build(self) -> None:
@@ -144,6 +147,10 @@ class KVCache(ChangingCache, RestingCache):
 
     def _start(self, batch: int, length: int, mask: PassMask) -> None:
         self.stack.forget_unsealed()
+        if self.options.budget is not None:
+            others = [*self.contents.others.values(), *self.linear_states.values()]
+            size = sum(tensor.nbytes for layer in others for tensor in compat.held_by(layer))
+            self.stack.keep_newest(self.options.budget - size, batch, length)
         self._mask = mask
         held = self.index.length > 0 and mask.asks(length, self.index.real.device)
         self._shows_padding = held and mask.shows_padding(self.index.real)

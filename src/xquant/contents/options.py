@@ -6,6 +6,7 @@ from typing import Any
 
 from ..calibration import Calibration
 from ..methods import Method
+from ..sizes import in_bytes
 from ..spec import parse_method
 
 ATTEND = ("chunk", "store")
@@ -20,6 +21,8 @@ class CacheOptions:
     calibration: Calibration | None = None
     kernel: str = "auto"
     offload: str | None = None
+    budget: int | None = None
+    """Bytes of the cache up to which tokens stay in full."""
 
     @classmethod
     def of(
@@ -29,11 +32,13 @@ class CacheOptions:
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
         offload: str | None = None,
+        budget: int | str | None = None,
     ) -> "CacheOptions":
         """Those that were asked for: a method may be given by its spec, a calibration by its file.
 
         Raises:
-            ValueError: unknown method or option, or a method that cannot ``attend`` in this way.
+            ValueError: unknown method or option, a method that cannot ``attend`` in this way, or a budget
+                that is no size.
             OSError: the calibration's file cannot be read.
         """
         method = parse_method(method)
@@ -46,9 +51,12 @@ class CacheOptions:
             )
         if offload not in (None, "cpu"):
             raise ValueError(f"offload is None or 'cpu', not '{offload}'")
+        if budget is not None and attend == "store":
+            raise ValueError("with attend=store every token reads the store: a budget keeps tokens out of it")
         if isinstance(calibration, str | PathLike):
             calibration = Calibration.load(calibration)
-        return cls(method, attend, calibration, kernel, offload)
+        room = None if budget is None else in_bytes(budget)
+        return cls(method, attend, calibration, kernel, offload, room)
 
     @property
     def through_store(self) -> bool:
@@ -58,4 +66,4 @@ class CacheOptions:
     @property
     def arguments(self) -> tuple[Any, ...]:
         """As `KVCache` takes them after the model."""
-        return self.method, self.attend, self.calibration, self.kernel, self.offload
+        return self.method, self.attend, self.calibration, self.kernel, self.offload, self.budget

@@ -1,6 +1,7 @@
 """LayerStack: the compressed layers of one cache, what they share, and what attends over each."""
 
 import copy
+import math
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,11 @@ from ..past.sequences import MOST_QUERIES
 from ..past.tokens import TokenIndex
 from ..quant.quantizer import as_written
 from .options import CacheOptions
+
+_INDEX, _ENTRY = 9, 8
+"""Bytes that a token takes in the index, and a block in a layer's table."""
+_WIDEST = 4
+"""Bytes of a number of a sink, at most."""
 
 
 class LayerStack:
@@ -95,6 +101,25 @@ class LayerStack:
         """A forward pass has come to this layer."""
         if self.offloader is not None:
             self.offloader.enter(self.layers.index(layer))
+
+    def keep_newest(self, budget: int, batch: int, new: int) -> None:
+        """Have as many of the newest tokens stay in full as fit into ``budget`` bytes, once there are ``new``
+        more of each sequence of a ``batch``."""
+        first, block = self.layers[0], self.layers[0].stream.block
+        segments = [segment for layer in self.layers for segment in layer.stream.segments]
+        row = sum(codec.tail_width * codec.view.dtype.itemsize for codec in self.codecs)
+        packed = sum(sum(segment.parts(block).values()) for segment in segments)
+        packed += _ENTRY * len(self.layers)
+        held = sum(layer.tail_nbytes + layer.sink_nbytes for layer in self.layers) + self.index.nbytes
+        held += sum(layer.stream.nbytes + layer.stream.table_nbytes for layer in self.layers)
+        if first.sinks is None:  # what comes with the first block
+            held += batch * sum(self.index.sinks * codec.width * _WIDEST for codec in self.codecs)
+        held += sum(segment.quantizer.table_nbytes for segment in segments)
+        over = held + batch * new * (row + _INDEX) - budget
+        saved = batch * (row * block - packed)
+        blocks = math.ceil(over / saved) if over > 0 and saved > 0 else 0
+        tail = 0 if first.tail is None else first.tail.shape[1]
+        self.index.newest = tail + new - blocks * block
 
     @property
     def keeps_rotated(self) -> bool:

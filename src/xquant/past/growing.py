@@ -130,7 +130,7 @@ class GrowingPast:
     def due(self) -> int:
         """Whole blocks of the tail that need not stay there."""
         length = 0 if self.tail is None else self.tail.shape[1]
-        return max((length - self.method.tail) // self.stream.block, 0)
+        return max((length - max(self.method.tail, self.index.newest)) // self.stream.block, 0)
 
     @property
     def sink_nbytes(self) -> int:

@@ -47,6 +47,8 @@ class TokenIndex:
         self.sinks = sinks
         self._rope, self._embedding = rope, embedding
         self.epoch = 0
+        self.newest = 0
+        """How many of the newest tokens stay in full, where that is more than the method's ``tail``."""
         self.reset()
 
     @property
