@@ -90,10 +90,25 @@ def compiled_32k() -> str:
 
 @table
 def peers_4_bits() -> str:
-    """The same where all have the packaged file's weights in 4 bits, in bf16, compiled; at 2K also on a CPU
-    without AVX-512."""
-    files = {"2K": "step-peers-2k", "2K, AVX2": "step-peers-2k-avx2"}
-    return _beside(**files, **{"8K": "step-peers-8k", "32K": "step-peers-32k"})
+    """The same where all have the packaged file's weights in 4 bits, in bf16, compiled, on two CPUs."""
+    files = {n: f"step-peers-{n.lower()}" for n in ("2K", "8K", "32K")}
+    return _beside(**files, **{f"{n}, AVX2": f"{file}-avx2" for n, file in files.items()})
+
+
+@table
+def peers_ratios() -> str:
+    """How many times as fast a static cache of ours is as the best of each engine, of the same results."""
+    contexts = ("2K", "8K", "32K")
+    body = []
+    for kind, end in (("", ""), (", AVX2", "-avx2")):
+        found = [by_method(f"step-peers-{n.lower()}{end}") for n in contexts]
+        for engine in ("llama.cpp", "openvino"):
+            cells = []
+            for each in found:
+                best = min(row["ms_per_token"] for name, row in each.items() if name.startswith(engine))
+                cells.append(f"{best / each['kivi-4bit static']['ms_per_token']:.2f}")
+            body.append([code(engine) + kind, *cells])
+    return markdown(["the best of", *contexts], body)
 
 
 def _beside(**files: str) -> str:

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from .. import compat
 from ..kernels.choose import Choice, choose, packer_of, warn_of_torch
 from ..kernels.trial import PagesTrial, tried_room
@@ -71,18 +69,12 @@ def _codecs(view: ModelView, method: Method, made: Sequence[LayerCodec]) -> list
 
 
 def _angles(view: ModelView, method: Method, room: int) -> Angles:
-    rope, device = view.rope, view.compressed[0].device
-    if rope.drifts or rope.switches:
-        raise _refused(
-            method,
-            "it keeps keys before RoPE, and the model's has other frequencies for long inputs",
-        )
     # Blocks are whole, and so is the last, of which a part has room.
     most = max(room, tried_room(method)) + method.group
-    positions = torch.arange(most, device=device)[None]
-    cos, sin = rope(torch.empty(0, dtype=torch.float32, device=device), positions)
-    half = cos.shape[-1] // 2
-    return Angles(cos[0, :, :half], sin[0, :, :half])
+    try:
+        return Angles.of(view.rope, most, view.compressed[0].device)
+    except ValueError as error:
+        raise _refused(method, str(error)) from None
 
 
 def _whole(choice: Choice) -> Choice:

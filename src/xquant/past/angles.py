@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import compat
 from ..methods import LayerCodec
 from ..models import AttentionView
+from ..models.rope import Rope
 from ..models.rotation import Pair, apply_rope, inverse
 
 
@@ -50,6 +51,22 @@ class Angles:
         self._cos, self._sin = cos.float(), sin.float()
         self._blocks: dict[int, PagedAngles] = {}
         self._back: tuple[Tensor, Pair] | None = None
+
+    @classmethod
+    def of(cls, rope: Rope, count: int, device: torch.device) -> "Angles":
+        """Of the first ``count`` positions.
+
+        Raises:
+            ValueError: RoPE has other frequencies for long inputs.
+        """
+        if rope.drifts or rope.switches:
+            raise ValueError(
+                "it keeps keys before RoPE, and the model's has other frequencies for long inputs"
+            )
+        positions = torch.arange(count, device=device)[None]
+        cos, sin = rope(torch.empty(0, dtype=torch.float32, device=device), positions)
+        half = cos.shape[-1] // 2
+        return cls(cos[0, :, :half], sin[0, :, :half])
 
     def apply_rope(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Keys ``[T, G, D]`` at ``positions`` ``[T]``, rotated."""

@@ -21,6 +21,7 @@ from ..calibration import Calibration, check
 from ..codecs import fingerprint
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
+from ..past.angles import Angles
 from ..past.pageable import of_states
 from ..quant import Segment
 from ..quant.grouped import Grouped
@@ -113,6 +114,19 @@ class Model:
         found = getattr(self.config, "rope_parameters", None)
         kinds = getattr(self.config, "layer_types", None)
         return found.get(kinds[view.index], found) if found and kinds else found
+
+    def angles(self) -> Angles:
+        """Of every position that it allows.
+
+        Raises:
+            ValueError: its RoPE has other frequencies for long inputs.
+        """
+        return Angles.of(self._skeleton.view.rope, self.longest, torch.device("cpu"))
+
+    @property
+    def longest(self) -> int:
+        """How many positions it allows."""
+        return int(getattr(self.config, "max_position_embeddings", 0) or 0)
 
     @cached_property
     def _skeleton(self) -> Skeleton:

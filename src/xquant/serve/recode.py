@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..methods import LayerCodec, Method
-from ..past.angles import Angles, RotatedStates
+from ..past.angles import Angles
 from ..past.paged import PagedPast
-from ..past.pages import PageLayout, Pages
 from ..past.tokens import look_up
+from .coding import LayerCoder
 
 Stored = dict[str, Tensor]
 """Of one block: ``packed`` uint8 ``[bytes]``, the fields of all layers after each other, and ``sinks``
@@ -171,24 +171,15 @@ class _Repacked(_Way):
 
     def __init__(self, layer: PagedPast, method: Method, codec: LayerCodec, angles: Angles | None) -> None:
         super().__init__(layer, method)
-        self.codec, self._rotated = codec, RotatedStates(codec, angles)
-        self.layout = PageLayout(codec.segments, method.group)
+        self._coder = LayerCoder(codec, method, angles, layer.packer)
+        self.layout = self._coder.layout
 
     def pack(
         self, blocks: Blocks, below: Tensor | None, embedded: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        starts = blocks.starts
-        rows = self.layer.blocks(blocks.pages, starts, blocks.slots)
-        features = self._rotated.features(rows, starts)
-        predicted = self._predicted(below, embedded)
-        own = None if predicted is None else predicted.unflatten(1, features.shape[:2])
-        encoded = self.codec.encode(features[None], own)[0]
-        made = torch.zeros(len(rows), self.layout.nbytes, dtype=torch.uint8, device="cpu")
-        numbers = torch.arange(len(rows), device="cpu")
-        Pages(self.layout, made, self.layer.packer).write(numbers, encoded, self._sinks_of(starts))
-        recalled = self._recall(made, rows.dtype, predicted)
-        above = self._above(recalled, below, features, starts)
-        return self.layout.compact(made), rows[:, : self.sink], above
+        rows = self.layer.blocks(blocks.pages, blocks.starts, blocks.slots)
+        packed, above = self._coder.pack(rows, blocks.starts, below, embedded)
+        return packed, rows[:, : self.sink], above
 
     def unpack(
         self,
@@ -198,42 +189,6 @@ class _Repacked(_Way):
         below: Tensor | None,
         embedded: Tensor | None,
     ) -> Tensor | None:
-        starts = blocks.starts
-        exact = torch.nn.functional.pad(sinks, (0, 0, 0, self.block - self.sink))
-        features = self._rotated.features(exact, starts)
-        held = self.layout.spread(packed)
-        recalled = self._recall(held, sinks.dtype, self._predicted(below, embedded))
-        states = (part.flatten(1) for part in self._rotated.states(recalled, starts))
-        rows, hidden = torch.cat([*states], -1).view_as(exact), self._sinks_of(starts)
-        if hidden is not None:
-            rows = torch.where(hidden[..., None], exact, rows)
-        self.layer.write(rows, blocks.pages, starts, blocks.slots)
-        return self._above(recalled, below, features, starts)
-
-    def _predicted(self, below: Tensor | None, embedded: Tensor | None) -> Tensor | None:
-        """What the codec predicts, ``[1, m n, W]``, from what the layer below has given of these blocks, and
-        what is known of their tokens."""
-        if embedded is not None:
-            embedded = embedded.to(self.codec.view.dtype)
-        return self.codec.predicted(None if below is None else below.flatten(0, 1)[None], embedded)
-
-    def _recall(self, pages: Tensor, dtype: torch.dtype, predicted: Tensor | None) -> Tensor:
-        """What the codec recalls of its pages, ``[1, m n, .]``."""
-        numbers = torch.arange(len(pages), device="cpu")
-        rows = Pages(self.layout, pages, self.layer.packer).read(numbers, dtype)
-        return self.codec.recall(rows.flatten(0, 1)[None], predicted, sealing=True)
-
-    def _above(self, recalled: Tensor, below: Tensor | None, exact: Tensor, starts: Tensor) -> Tensor | None:
-        """What the layer above is predicted from, ``[m, n, .]``; sinks in it are ``exact`` ``[m, n, W]``."""
-        if not self.codec.feeds_above:
-            return None
-        own = self.codec.accumulate(recalled)[0].unflatten(0, (len(starts), -1))
-        hidden = self._sinks_of(starts)
-        if hidden is not None:
-            own = torch.where(hidden[..., None], exact, own)
-        return self.codec.accumulated_above(own, below)
-
-    def _sinks_of(self, starts: Tensor) -> Tensor | None:
-        """Which tokens are sinks, bool ``[m, n]``; None where none is."""
-        hidden = (starts == 0)[:, None] & (torch.arange(self.block, device="cpu") < self.sink)
-        return hidden if bool(hidden.any()) else None
+        rows, above = self._coder.unpack(packed, sinks, blocks.starts, below, embedded)
+        self.layer.write(rows, blocks.pages, blocks.starts, blocks.slots)
+        return above
