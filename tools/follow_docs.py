@@ -34,7 +34,7 @@ KINDS = ("sh", "python")
 WAYS = {
     "laptop": ("start", "choose", "behaviour"),
     "research": ("methods/index", "papers/index", "evaluation", "calibration", "add-a-method"),
-    "platform": ("plan", "serving", "at-rest", "models"),
+    "platform": ("plan", "serving", "at-rest", "across-machines", "models"),
     "doubt": ("quality", "speed", "rivals", "format", "evaluation-tasks"),
 }
 """The pages that follow the README for someone on a laptop, someone who does research, someone who plans and

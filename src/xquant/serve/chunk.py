@@ -53,7 +53,7 @@ class ChunkCoder:
         self._layers = [
             LayerCoder(codec, method, None if codec.rotated else angles, packer) for codec in codecs
         ]
-        self._embedding = codecs[0].embedding
+        self.view, self._embedding = codecs[0].view, codecs[0].embedding
         self.tokens, self.dtype, self._block = tokens, model.dtype, method.group
         self._longest = model.longest
         self.shape = len(codecs), tokens, 2 * codecs[0].view.kv_width
@@ -72,8 +72,12 @@ class ChunkCoder:
         """Of every chunk."""
         blocks = self.tokens // self._block
         packed = blocks * sum(layer.layout.packed_nbytes for layer in self._layers)
+        return _HEAD.size + packed + self._sink_nbytes + (4 * self.tokens if self.needs_ids else 0)
+
+    @property
+    def _sink_nbytes(self) -> int:
         layers, sinks, width = self._sinks
-        return _HEAD.size + packed + layers * sinks * width * self.dtype.itemsize
+        return layers * sinks * width * self.dtype.itemsize
 
     def encode(self, rows: Tensor, start: int | None = None, ids: Sequence[int] | None = None) -> Tensor:
         """The bytes ``[nbytes]`` of a chunk.
@@ -81,7 +85,7 @@ class ChunkCoder:
         Args:
             rows: ``[L, T, W]``.
             start: the position of its first token, where it is known.
-            ids: of its tokens.
+            ids: of its tokens; they are stored where the method needs them.
 
         Raises:
             ValueError: states of another shape or dtype, NaN, or a position or ids that must be known.
@@ -90,7 +94,10 @@ class ChunkCoder:
             given = f"{rows.dtype} {list(rows.shape)}"
             raise ValueError(f"xquant: a chunk is {self.dtype} {list(self.shape)} here, not {given}")
         first = self._first(start, ids)
-        starts, embedded = self._starts(first), self._embedded(ids)
+        known = torch.tensor(
+            [] if ids is None or not self.needs_ids else [*ids], dtype=torch.int32, device="cpu"
+        )
+        starts, embedded = self._starts(first), self._embedded(known)
         packed, below = [], None
         for layer, own in zip(self._layers, rows.unflatten(1, (-1, self._block)), strict=True):
             held, below = layer.pack(own, starts, below, embedded)
@@ -98,11 +105,12 @@ class ChunkCoder:
         sinks = rows.new_zeros(self._sinks)
         if first == 0:
             sinks = rows[:, : self._sinks[1]].contiguous()
-        body = torch.cat([torch.cat(packed, 1).flatten(), sinks.flatten().view(torch.uint8)])
+        parts = torch.cat(packed, 1), sinks, known
+        body = torch.cat([part.flatten().view(torch.uint8) for part in parts])
         head = _HEAD.pack(_MAGIC, self._identity, first, _checksum(body))
         return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), body])
 
-    def decode(self, held: Tensor, start: int | None = None, ids: Sequence[int] | None = None) -> Tensor:
+    def decode(self, held: Tensor, start: int | None = None) -> Tensor:
         """The states ``[L, T, W]`` of bytes that `encode` gave.
 
         Raises:
@@ -118,12 +126,11 @@ class ChunkCoder:
             raise ValueError("xquant: the chunk is damaged")
         if start is not None and first not in (ANYWHERE, start):
             raise ValueError(f"xquant: the chunk begins at position {first}, not {start}")
-        starts, embedded = self._starts(first), self._embedded(ids)
-        layers, sinks, width = self._sinks
-        size = layers * sinks * width * self.dtype.itemsize
-        exact = body[len(body) - size :].view(self.dtype).view(self._sinks)
+        sizes = [self._sink_nbytes, 4 * self.tokens if self.needs_ids else 0]
+        fields, exact, known = body.split([len(body) - sum(sizes), *sizes])
+        starts, embedded = self._starts(first), self._embedded(known.clone().view(torch.int32))
         blocks = self.tokens // self._block
-        packed = body[: len(body) - size].view(blocks, -1)
+        packed, exact = fields.view(blocks, -1), exact.clone().view(self.dtype).view(self._sinks)
         rows, below, at = [], None, 0
         for layer, kept in zip(self._layers, exact, strict=True):
             own = packed[:, at : at + layer.layout.packed_nbytes]
@@ -137,7 +144,7 @@ class ChunkCoder:
         """The position that a chunk is packed for."""
         if not self.needs_positions:
             return ANYWHERE
-        if start is None or (self.needs_ids and ids is None):
+        if start is None or (self.needs_ids and (ids is None or len(ids) != self.tokens)):
             raise ValueError(
                 "xquant: the method must be told the positions or ids of a chunk, which are unknown"
             )
@@ -150,13 +157,9 @@ class ChunkCoder:
         begin = self._block if first == ANYWHERE else first
         return begin + torch.arange(0, self.tokens, self._block, device="cpu")
 
-    def _embedded(self, ids: Sequence[int] | None) -> Tensor | None:
+    def _embedded(self, ids: Tensor) -> Tensor | None:
         """What the method knows of the tokens by their ids, ``[1, T, E]``."""
-        if self._embedding is None:
-            return None
-        if ids is None or len(ids) != self.tokens:
-            raise ValueError("xquant: ids of a chunk are unknown, which the method needs")
-        return look_up(self._embedding, torch.tensor([[*ids]], device="cpu"))
+        return None if self._embedding is None else look_up(self._embedding, ids[None])
 
 
 def _checksum(body: Tensor) -> bytes:
