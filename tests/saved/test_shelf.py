@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.models import prompt, tiny
+from support.models import prompt
+from support.saved_caches import two_layers
 from test_prefixes import SPEC, filled, model_of, store_of
 from xquant import PrefixStore
 
@@ -95,10 +96,11 @@ WORKER = """
 import random, sys
 import torch
 from support.models import prompt, tiny
+from support.saved_caches import two_layers
 from xquant import KVCache, PrefixStore
 torch.set_num_threads(1)
 SPEC, folder, limit, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-model, draw = tiny("llama", num_hidden_layers=2), random.Random(seed)
+model, draw = two_layers(sys.argv[5]), random.Random(seed)
 store = PrefixStore(folder, model, SPEC, limit)
 caches = {}
 def cache_of(number):
@@ -117,7 +119,7 @@ while True:
         assert store.nbytes <= limit
         print("put", flush=True)
     else:
-        found = store.get(ids)
+        found = store.get(torch.cat([ids, ids[:, :1]], 1))
         if found is not None:
             length = found.get_seq_length()
             for mine, other in zip(cache.compressed, found.compressed, strict=True):
@@ -138,10 +140,11 @@ def bytes_in(folder: Path) -> int:
     return size
 
 
-def test_eight_processes_that_are_killed_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_eight_processes_that_are_killed_at_any_moment(family: str, tmp_path: Path) -> None:
     """What is read is whole and right, and the limit holds at every moment."""
     operations, processes = (500, 8) if "XQUANT_EXAMPLES" in os.environ else (30, 2)
-    model = tiny("llama", num_hidden_layers=2)
+    model = two_layers(family)
     ids = prompt(1, 420, seed=0)
     one = PrefixStore(tmp_path / "one", model, SPEC)
     one.put(filled(model, SPEC, ids), ids)
@@ -163,6 +166,7 @@ def test_eight_processes_that_are_killed_at_any_moment(tmp_path: Path) -> None:
                 str(folder),
                 str(limit),
                 f"{place}{life}",
+                family,
             ]
             worker = subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

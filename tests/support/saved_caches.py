@@ -29,6 +29,12 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
         return tiny(family).to(dtype)
 
 
+def two_layers(family: str) -> Any:
+    """A tiny model, one of whose layers has a sliding window where the family has such."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
+    return tiny(family, num_hidden_layers=2, **kinds)
+
+
 def loaded(cache: KVCache, file: Path, tokens: Tensor | None = None, pack: str | None = None) -> KVCache:
     """The cache by way of a file."""
     cache.save(file, tokens, pack)
