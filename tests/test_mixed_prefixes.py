@@ -13,7 +13,7 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 from support.caches import calibration
 from support.models import COMMON, left_padded, prompt, tiny
-from xquant import KVCache, PrefixStore, parse_method
+from xquant import KVCache, PrefixStore, parse_method, prefixes
 
 FAMILIES = ["qwen3_next", "qwen3_5", "falcon_h1", "granitemoehybrid", "lfm2", "gemma3", "gemma4", "gpt_oss"]
 EXACT = "full:group=32"
@@ -190,6 +190,18 @@ def test_the_end_of_a_prompt_is_dropped_first(tmp_path: Path) -> None:
     small = PrefixStore(tmp_path, model, EXACT, limit=limit)
     found = small.get(IDS)
     assert found is not None and found.get_seq_length() == 300
+
+
+def test_long_parts_are_read_in_shorter_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "PART", 70)
+    store = store_of(tmp_path, model_of("gemma3"))
+    read_at_once: list[int] = []
+    handle = store._model.register_forward_pre_hook(lambda _, args: read_at_once.append(args[0].shape[1]))
+    store.prefill(IDS, every=150)
+    handle.remove()
+    assert read_at_once == [70, 70, 10, 70, 70, 10, 70, 29]
+    ends = {int(file.stem.split("-")[1]) for file in tmp_path.glob("*-*.safetensors")}
+    assert ends == {150, 300, 399}
 
 
 def test_nan_in_a_state_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Tables of time and memory."""
 
-import statistics
-
 from xquant.catalogue import USUAL
 
 from .common import Row, by_method, code, markdown, rows, table
@@ -254,37 +252,6 @@ def answers() -> str:
 def peak_memory() -> str:
     body = ([code(row["method"]), f"{row['peak_mb']:.0f}"] for row in rows("peak-memory"))
     return markdown(["cache", "MB"], body)
-
-
-@table
-def saved() -> str:
-    """A prompt's cache on disk, and the time until one can go on from it."""
-    kinds = {"file": "", "entropy": ', `pack="entropy"`', "PrefixStore": ", in a `PrefixStore`"}
-    body = []
-    for row in rows("saved-smollm2"):
-        read, ready = (statistics.median(row[f"{what}_seconds"]) for what in ("prefill", "ready"))
-        megabytes = f"{row['file_bytes'] / 1e6:.1f} MB"
-        over = f"{row['file_over_cache'] - 1:+.2%}"
-        times = [f"{read:.0f} s", f"{ready:.2f} s", f"{row['times_faster']:.0f}"]
-        kept = code(row["method"]) + kinds[row["kept"]]
-        body.append([kept, megabytes, f"{row['file_over_fp16']:.1%}", over, *times])
-    head = ["saved as", "on disk", "of an fp16 cache", "over the cache", "read the prompt"]
-    return markdown([*head, "ready with `kivi-4bit`", "times faster"], body)
-
-
-@table
-def entropy() -> str:
-    """What entropy coding takes off a saved cache."""
-    found = rows("entropy-smollm2")
-    body = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = {row["dtype"]: row for row in found if row["method"] == method}
-        one = own["float32"]
-        gains = [f"{row['saved']:.1%}" for row in own.values()]
-        rates = [f"{one[name]:.0f}" for name in ("code_rate", "decode_rate")]
-        body.append([code(method), f"{one['plain_bytes'] / 1e6:.1f} MB", *gains, *rates])
-    head = ["method", "file", "smaller by", "with a bf16 model", "coded, MB/s", "decoded, MB/s"]
-    return markdown(head, body)
 
 
 @table

@@ -25,8 +25,10 @@ from .spec import parse_method
 
 CHUNK = 128
 """Tokens of a chunk, or the next multiple of a method's blocks."""
-EVERY = 1024
-"""Tokens between two checkpoints."""
+EVERY = 8192
+"""Tokens between two checkpoints: one of linear attention may take as much as thousands of tokens."""
+PART = 1024
+"""Tokens that are read in one forward pass, at most."""
 _FORMAT = 5
 """Chunks of another format have other names."""
 
@@ -191,32 +193,32 @@ class PrefixStore:
     ) -> KVCache:
         """A cache of all tokens of a prompt but the last, for ``model.generate(tokens, cache=cache)``.
 
-        It begins with what is stored. The model reads the rest in parts, and after each part it is stored:
-        of a model with checkpoints, there is one after every ``every`` tokens and one at the end.
+        It begins with what is stored. The model reads the rest, which is stored after every ``every`` tokens
+        and at the end: of a model with checkpoints, there is one at each of these places.
 
         Args:
             tokens: ids of one prompt of two tokens or more, ``[T]`` or ``[1, T]``, without padding.
-            every: tokens of a part. Smaller ones take more bytes, and a prompt that begins alike is found
-                further.
+            every: the fewer, the more bytes are stored, and the further a prompt that begins alike is found.
             method, calibration, kernel: as of `get`; tokens are read with the store's method.
 
         Raises:
-            ValueError: no part of one token or more; fewer than two tokens; otherwise as of `get` and `put`.
+            ValueError: ``every`` below 1; fewer than two tokens; otherwise as of `get` and `put`.
             OSError: as of `put`.
         """
         ids = self._of_one(tokens)
         if every < 1 or len(ids) < 2:
-            raise ValueError(f"{len(ids)} tokens in parts of {every}: 2 tokens and parts of 1 are the least")
+            raise ValueError(f"{len(ids)} tokens, stored every {every}: 2 tokens and every 1 are the least")
         cache = self.get(ids)
         if cache is None:
             cache = self._new_cache(kernel)
         home = attach(self._model).view.compressed[0].device
         while (start := cache.get_seq_length()) < len(ids) - 1:
-            stop = min(start // every * every + every, len(ids) - 1)
+            stop = min(start // every * every + every, start + PART, len(ids) - 1)
             with torch.no_grad():
                 given = {compat.CACHE: cache, "use_cache": True, "logits_to_keep": 1}
                 self._model(ids[None, start:stop].to(home), **given)
-            self.put(cache, ids[None, :stop])
+            if stop % every == 0 or stop == len(ids) - 1:
+                self.put(cache, ids[None, :stop])
         wanted = self.method if method is None else parse_method(method)
         return cache if wanted == self.method else cache.converted(wanted, calibration, kernel)
 
