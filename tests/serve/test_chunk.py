@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.caches import calibration
+from support.caches import calibration, rows_held
 from support.models import prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.serve.build import Model
@@ -43,12 +43,7 @@ def states(model: Any) -> Tensor:
     cache = KVCache(model, "full:group=32")
     with torch.inference_mode():
         model(IDS, past_key_values=cache)
-    rows = []
-    for layer in cache.compressed:
-        assert layer.keys is not None and layer.values is not None
-        each = (part[0].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values))
-        rows.append(torch.cat([*each], -1))
-    return torch.stack(rows).clone()
+    return torch.stack(rows_held(cache))
 
 
 def wanted_of(model: Any, spec: str, folder: Path) -> Wanted:

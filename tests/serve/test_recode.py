@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.caches import calibration
+from support.caches import calibration, rows_held
 from support.models import prompt, tiny
 from xquant import KVCache, parse_method
 from xquant.kernels.torch import REFERENCE
@@ -94,16 +94,6 @@ def cached(model: Any) -> KVCache:
     return cache
 
 
-def rows_of(cache: KVCache) -> list[Tensor]:
-    """Rotated keys and values ``[T, W]`` of every layer."""
-    found = []
-    for layer in cache.compressed:
-        assert layer.keys is not None and layer.values is not None
-        states = (part[0].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values))
-        found.append(torch.cat([*states], -1))
-    return found
-
-
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(
         float((one.flatten(0, 1) - other).norm() / other.norm())
@@ -114,7 +104,7 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
 @pytest.mark.parametrize("spec", [*SERVED, "tc-2bit:group=32"])
 def test_pages_are_stored_as_they_are(model: Any, spec: str) -> None:
     held = Held(model, spec)
-    held.keep(rows_of(cached(model)), [7, 2, 11])
+    held.keep(rows_held(cached(model)), [7, 2, 11])
     recoder = Recoder(held.layers, parse_method(spec), None, [None] * len(held.layers))
     stored = recoder.pack(held.at([7, 2, 11]))
     assert all(len(each["packed"]) == recoder.nbytes for each in stored)
@@ -142,7 +132,7 @@ class Counted(Packer):
 def test_blocks_are_packed_and_read_by_the_packer_of_their_layers(model: Any) -> None:
     packer = Counted()
     held = Held(model, "full:group=32", packer)
-    held.keep(rows_of(cached(model)), [5, 9, 1])
+    held.keep(rows_held(cached(model)), [5, 9, 1])
     packer.packed = packer.unpacked = 0
     recoder = held.recoder(model, "kivi-2bit:group=32")
     kept = recoder.pack(held.at([5, 9, 1]))
@@ -157,14 +147,14 @@ def test_blocks_are_packed_and_read_by_the_packer_of_their_layers(model: Any) ->
 def test_what_is_stored_is_what_a_cache_would_hold(model: Any, stored: str) -> None:
     """Out of 16 bits, by the method of a cache at rest: sinks, predictions and all."""
     cache, held, other = cached(model), Held(model, "full:group=32"), Held(model, "full:group=32")
-    held.keep(rows_of(cache), [5, 9, 1])
+    held.keep(rows_held(cache), [5, 9, 1])
     kept = held.recoder(model, stored).pack(held.at([5, 9, 1]))
     other.recoder(model, stored).unpack(kept, other.at([0, 1, 2]))
-    wanted = rows_of(cache.converted(stored, calibration(model, stored)))
+    wanted = rows_held(cache.converted(stored, calibration(model, stored)))
     # A page has room for so many outliers.
     near = 0.15 if stored.startswith("kvquant") else 0.05
     assert distance(other.blocks([0, 1, 2]), wanted) < near
-    assert distance(other.blocks([0, 1, 2]), rows_of(cache)) > 0.05
+    assert distance(other.blocks([0, 1, 2]), rows_held(cache)) > 0.05
 
 
 @pytest.mark.sampled(3)
@@ -172,7 +162,7 @@ def test_what_is_stored_is_what_a_cache_would_hold(model: Any, stored: str) -> N
 @pytest.mark.parametrize("served", SERVED)
 def test_every_method_is_stored_by_every_other(model: Any, served: str, stored: str) -> None:
     """Blocks come back one by one, in any pages, and near what they were."""
-    rows = rows_of(cached(model))
+    rows = rows_held(cached(model))
     held, other = Held(model, served), Held(model, served)
     held.keep(rows, [5, 9, 1])
     kept = held.recoder(model, stored).pack(held.at([5, 9, 1]))
@@ -190,7 +180,7 @@ def test_every_method_is_stored_by_every_other(model: Any, served: str, stored: 
 
 def test_other_blocks_are_refused(model: Any) -> None:
     held = Held(model, "full:group=32")
-    held.keep(rows_of(cached(model)), [5, 9, 1])
+    held.keep(rows_held(cached(model)), [5, 9, 1])
     recoder = held.recoder(model, "tc-2bit:group=32")
     kept, before = recoder.pack(held.at([5, 9, 1])), held.blocks([5, 9, 1])
     wrong: list[Stored] = [

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from support.models import prompt
 from xquant import Calibration, KVCache, attach, parse_method
 from xquant.calibrators.run import calibrate_on
@@ -24,3 +27,13 @@ def calibration(model: Any, method: str | Method) -> Calibration | None:
 
 def make_cache(model: Any, spec: str, attend: str = "chunk", kernel: str = "auto") -> KVCache:
     return KVCache(model, spec, attend, calibration(model, spec), kernel)
+
+
+def rows_held(cache: KVCache) -> list[Tensor]:
+    """Rotated keys and values ``[T, W]`` of every layer, of a cache with one sequence."""
+    found = []
+    for layer in cache.compressed:
+        assert layer.keys is not None and layer.values is not None
+        states = (part[0].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values))
+        found.append(torch.cat([*states], -1))
+    return found

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.caches import calibration
+from support.caches import calibration, rows_held
 from support.models import prompt, tiny
 from xquant import KVCache
 
@@ -54,18 +54,15 @@ def chunks(model: Any) -> list[Tensor]:
     cache = KVCache(model, "full")
     with torch.inference_mode():
         model(IDS, past_key_values=cache)
-    held = []
-    for layer in cache.compressed:
-        assert layer.keys is not None and layer.values is not None
-        held.append(torch.stack([part[0].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values)]))
-    return [part.clone() for part in torch.stack(held, 1).split(TOKENS, 2)]
+    parts = torch.stack(rows_held(cache)).chunk(2, -1)
+    return [part.clone() for part in torch.stack(parts).split(TOKENS, 2)]
 
 
 def key_of(number: int) -> ObjectKey:
     return ObjectKey(chunk_hash=bytes([number]) * 32, model_name="tiny", kv_rank=0)
 
 
-def told(event: Callable[[Event], None] | None = None) -> Event:
+def told() -> Event:
     """What a server says of the chunks before it stores them."""
     starts = [TOKENS * number for number in range(CHUNKS)]
     bound = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..analysis.memory import ENTRY_NBYTES, INDEX_NBYTES
 from ..kernels.backend import LayerAttention, Shared
 from ..kernels.call import AttentionCall
 from ..kernels.choose import Choice, choose, chunks_of, packer_of
@@ -23,8 +24,6 @@ from ..past.tokens import TokenIndex
 from ..quant.quantizer import as_written
 from .options import CacheOptions
 
-_INDEX, _ENTRY = 9, 8
-"""Bytes that a token takes in the index, and a block in a layer's table."""
 _WIDEST = 4
 """Bytes of a number of a sink, at most."""
 
@@ -109,13 +108,13 @@ class LayerStack:
         segments = [segment for layer in self.layers for segment in layer.stream.segments]
         row = sum(codec.tail_width * codec.view.dtype.itemsize for codec in self.codecs)
         packed = sum(sum(segment.parts(block).values()) for segment in segments)
-        packed += _ENTRY * len(self.layers)
+        packed += ENTRY_NBYTES * len(self.layers)
         held = sum(layer.tail_nbytes + layer.sink_nbytes for layer in self.layers) + self.index.nbytes
         held += sum(layer.stream.nbytes + layer.stream.table_nbytes for layer in self.layers)
         if first.sinks is None:  # what comes with the first block
             held += batch * sum(self.index.sinks * codec.width * _WIDEST for codec in self.codecs)
         held += sum(segment.quantizer.table_nbytes for segment in segments)
-        over = held + batch * new * (row + _INDEX) - budget
+        over = held + batch * new * (row + INDEX_NBYTES) - budget
         saved = batch * (row * block - packed)
         blocks = math.ceil(over / saved) if over > 0 and saved > 0 else 0
         tail = 0 if first.tail is None else first.tail.shape[1]
