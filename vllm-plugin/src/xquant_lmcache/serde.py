@@ -90,7 +90,7 @@ class Coding:
     def _for(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[ChunkCoder, Heads]:
         view = self._coder(self._wanted.method.group, dtype).view
         heads = Heads(view.kv_heads, view.head_size)
-        return self._coder(check(shape, self._layout, heads), dtype), heads
+        return self._coder(check(shape, dtype, self._layout, heads), dtype), heads
 
     def _coder(self, tokens: int, dtype: torch.dtype) -> ChunkCoder:
         if dtype not in DTYPES:

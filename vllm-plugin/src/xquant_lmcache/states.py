@@ -3,6 +3,7 @@
 Letters: ``L`` layers, ``T`` tokens, ``G`` heads of keys and values of size ``D``; ``W = 2 G D``.
 """
 
+import platform
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 APART, FUSED, BLOCKS = "apart", "fused", "vllm-cpu"
 LAYOUTS = (APART, FUSED, BLOCKS)
 BLOCK = 128
-"""Tokens of a block of vLLM's CPU backend, in which keys are transposed."""
+"""Tokens of a block of vLLM's CPU backend by default, in which keys are transposed."""
 
 
 class Heads(NamedTuple):
@@ -27,35 +28,37 @@ def rows_of(states: Tensor, layout: str, heads: Heads) -> Tensor:
 
     Args:
         layout: ``apart`` is ``[2, L, T, G D]``. In ``[L, T, 2 G D]`` or ``[1, L, T, 2 G D]`` a token has
-            of each head its key and its value in ``fused``; in ``vllm-cpu`` each block of 128 tokens has of
-            each head its keys ``[D, 128]``, then its values ``[128, D]``.
+            of each head its key and its value in ``fused``. In ``vllm-cpu`` each 128 tokens are a block, in
+            which the rows ``[128, 2 D]`` of a head are the memory of its keys ``[D, 128]`` and then of its
+            values ``[128, D]``.
 
     Raises:
-        ValueError: states of another shape.
+        ValueError: states of another shape, or a layout that is not known for this CPU.
     """
-    check(tuple(states.shape), layout, heads)
+    check(tuple(states.shape), states.dtype, layout, heads)
     if layout == APART:
         return torch.cat([states[0], states[1]], -1)
-    whole = states.reshape(states.shape[-3:])
-    parts = _SPLIT[layout](whole, heads)
-    return torch.cat([part.reshape(*whole.shape[:2], -1) for part in parts], -1)
+    keys, values = _SPLIT[layout](_memory(states, layout, heads).contiguous())
+    return torch.cat([keys.flatten(-2).flatten(1, -2), values.flatten(-2).flatten(1, -2)], -1)
 
 
 def write_rows(rows: Tensor, states: Tensor, layout: str, heads: Heads) -> None:
     """Write ``rows`` ``[L, T, W]`` to the states of a chunk, in the layout that `rows_of` reads."""
-    check(tuple(states.shape), layout, heads)
+    check(tuple(states.shape), states.dtype, layout, heads)
     keys, values = rows.unflatten(-1, (2, *heads)).unbind(2)  # [L, T, G, D]
     if layout == APART:
         states[0], states[1] = keys.flatten(2), values.flatten(2)
         return
-    whole = states.view(states.shape[-3:])
-    to_keys, to_values = _SPLIT[layout](whole, heads)
+    memory = _memory(states, layout, heads)
+    made = torch.empty(memory.shape, dtype=states.dtype, device="cpu")
+    to_keys, to_values = _SPLIT[layout](made)
     to_keys.copy_(keys.reshape(to_keys.shape))
     to_values.copy_(values.reshape(to_values.shape))
+    memory.copy_(made)
 
 
-def check(shape: tuple[int, ...], layout: str, heads: Heads) -> int:
-    """Refuse states of another shape than a layout's.
+def check(shape: tuple[int, ...], dtype: torch.dtype, layout: str, heads: Heads) -> int:
+    """Refuse states of another shape than a layout's, and a layout that is not known here.
 
     Returns:
         ``T``.
@@ -70,22 +73,36 @@ def check(shape: tuple[int, ...], layout: str, heads: Heads) -> int:
         )
     if layout == BLOCKS and shape[-2] % BLOCK:
         raise ValueError(f"xquant: chunks of {shape[-2]} tokens are no whole blocks of {BLOCK}")
+    if layout == BLOCKS and not _known_here(dtype):
+        raise ValueError(f"xquant: how vLLM keeps {dtype} states on this kind of CPU is not known")
     return shape[-2]
 
 
-def _fused(whole: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Views of keys and values ``[L, T, G, D]``."""
-    keys, values = whole.unflatten(-1, (heads.kv_heads, 2, heads.head_size)).unbind(3)
+def _known_here(dtype: torch.dtype) -> bool:
+    """Whether vLLM's kernels for vectors of x86 write states of this type. With AMX, those of bfloat16 lie
+    in its tiles; other architectures were not tried."""
+    of_tiles = dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    return platform.machine().lower() in ("x86_64", "amd64") and not of_tiles
+
+
+def _memory(states: Tensor, layout: str, heads: Heads) -> Tensor:
+    """States in the order of `_fused` or of `_blocks`, a view."""
+    whole = states.view(states.shape[-3:]).unflatten(-1, (heads.kv_heads, 2 * heads.head_size))
+    return whole if layout == FUSED else whole.unflatten(1, (-1, BLOCK)).transpose(2, 3)
+
+
+def _fused(memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of keys and values ``[L, T, G, D]`` of ``[L, T, G, 2 D]``."""
+    keys, values = memory.chunk(2, -1)
     return keys, values
 
 
-def _blocks(whole: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
-    """Views of keys and values ``[L, T / 128, 128, G, D]``."""
-    layers, tokens, _ = whole.shape
-    each = whole.view(layers, tokens // BLOCK, heads.kv_heads, 2, BLOCK * heads.head_size)
-    keys = each[..., 0, :].unflatten(-1, (heads.head_size, BLOCK)).permute(0, 1, 4, 2, 3)
-    values = each[..., 1, :].unflatten(-1, (BLOCK, heads.head_size)).permute(0, 1, 3, 2, 4)
-    return keys, values
+def _blocks(memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of keys and values ``[L, T / 128, 128, G, D]`` of ``[L, T / 128, G, 128, 2 D]``."""
+    head_size = memory.shape[-1] // 2
+    keys, values = memory.flatten(-2).chunk(2, -1)
+    keys, values = keys.unflatten(-1, (head_size, BLOCK)), values.unflatten(-1, (BLOCK, head_size))
+    return keys.permute(0, 1, 4, 2, 3), values.permute(0, 1, 3, 2, 4)
 
 
-_SPLIT: dict[str, Callable[[Tensor, Heads], tuple[Tensor, Tensor]]] = {FUSED: _fused, BLOCKS: _blocks}
+_SPLIT: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {FUSED: _fused, BLOCKS: _blocks}
