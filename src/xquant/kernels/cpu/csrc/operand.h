@@ -77,10 +77,17 @@ struct PackedOperand : Scratch {
     // Fetches the ranges of the next block into the CPU's cache. Its codes are fetched while those of a block are read.
     void prefetch_ranges(HeadBlock next) const {
         if (operand.offline) return;
-        const size_t count = operand.per_token ? n : D;
-        const size_t at = operand.per_token ? (size_t)(next.head * D / operand.group) * n : (size_t)next.head * D;
+        size_t from = (size_t)next.head * D, count = D, runs = 1, stride = 0;
+        if (operand.per_token) {
+            const int first = next.head * D / operand.group, last = (next.head * D + D - 1) / operand.group;
+            from = (size_t)first * n, count = (size_t)(last - first + 1) * n;
+        } else if (operand.group < n) {
+            runs = n / operand.group, stride = (size_t)call.kv_heads * D;
+        }
         for (const uint64_t* field : {operand.scale, operand.zero})
-            for (size_t i = 0; field && i < count; i += 32) prefetch(at_address<uint16_t>(field[next.id]) + at + i);
+            for (size_t run = 0; field && run < runs; run++)
+                for (size_t i = 0; i < count; i += 32)
+                    prefetch(at_address<uint16_t>(field[next.id]) + from + run * stride + i);
     }
 
     // Calls found(token, channel of the head, residual) for the outliers of this head. It lists them first, without a
