@@ -1,6 +1,8 @@
 """KVCache with a budget: tokens stay in full as long as they fit, the newest longest."""
 
 import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from transformers import DynamicCache
 
 from support.caches import calibration
 from support.models import prompt, tiny
-from xquant import KVCache, parse_method
+from xquant import KVCache, compressed, parse_method
 
 SPECS = [
     "kivi-2bit:group=8,sink=2",
@@ -96,6 +98,37 @@ def test_generate_copies_and_crops_with_a_budget() -> None:
         each.crop(-40)
         read(each, model, ids[:, :60])
         assert each.nbytes <= budget
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_what_comes_of_a_cache_keeps_within_its_budget(family: str, tmp_path: Path) -> None:
+    """Converted, saved and loaded, pickled, or made for a call that gives none."""
+    model, ids = tiny(family), prompt(1, 260)
+    exact = KVCache(model, "full")
+    read(exact, model, ids[:, :200])
+    budget = exact.nbytes * 2 // 3
+    cache = budgeted(model, "kivi-2bit:group=8", budget)
+    read(cache, model, ids[:, :200])
+    cache.save(tmp_path / "saved")
+    options = {"budget": budget}
+    model.eval()
+    with compressed(model, "kivi-2bit:group=8", budget=budget):
+        given = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
+        implicit = model.generate(ids[:, :200], **given).past_key_values
+    forms = {
+        "converted": cache.converted("int8:group=16"),
+        "copied": copy.deepcopy(cache),
+        "loaded": KVCache.load(model, tmp_path / "saved", **options),
+        "pickled": pickle.loads(pickle.dumps(cache)).load(model, **options),
+        "implicit": implicit,
+    }
+    for name, form in forms.items():
+        assert form.nbytes <= budget, name
+        assert form.compressed[0].tail.shape[1] > 32, name
+        for part in ids[:, 200:].split([40, 1, 19], 1):
+            read(form, model, part)
+            assert form.nbytes <= budget, name
+            assert form.compressed[0].tail.shape[1] > 32, name
 
 
 def test_a_budget_that_is_none_is_refused() -> None:

@@ -147,16 +147,19 @@ class KVCache(ChangingCache, RestingCache):
 
     def _start(self, batch: int, length: int, mask: PassMask) -> None:
         self.stack.forget_unsealed()
-        if self.options.budget is not None:
-            others = [*self.contents.others.values(), *self.linear_states.values()]
-            size = sum(tensor.nbytes for layer in others for tensor in compat.held_by(layer))
-            self.stack.keep_newest(self.options.budget - size, batch, length)
+        self._make_room(batch, length, self.contents)
         self._mask = mask
         held = self.index.length > 0 and mask.asks(length, self.index.real.device)
         self._shows_padding = held and mask.shows_padding(self.index.real)
         if self._shows_padding:
             warnings.warn(SHOWN, stacklevel=2)
         self.note = ""
+
+    def _make_room(self, batch: int, new: int, others: Contents) -> None:
+        if self.options.budget is not None:
+            layers = [*others.others.values(), *others.linear_states.values()]
+            size = sum(tensor.nbytes for layer in layers for tensor in compat.held_by(layer))
+            self.stack.keep_newest(self.options.budget - size, batch, new)
 
     def observe(self, given: LayerInputs) -> None:
         self.index.append(*places(self._family, given, self._mask, self.index), given.ids)
@@ -208,6 +211,8 @@ class KVCache(ChangingCache, RestingCache):
     def _complete(self) -> bool:
         self.stack.forget_pass()
         self._mask = PassMask()
+        if self.contents.others or self.linear_states:  # they may have grown since the pass began
+            self._make_room(self.index.batch, 0, self.contents)
         return self.stack.complete(self._begun.tokens)
 
     # -- copies ---------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def compress(
     calibration: Calibration | str | PathLike[str] | None = None,
     kernel: str = "auto",
     offload: str | None = None,
+    budget: int | str | None = None,
 ) -> None:
     """Give every call of ``model`` that passes no cache a compressed one of its own, until `decompress`.
 
@@ -65,7 +66,7 @@ def compress(
         'KVCache'
         >>> decompress(model)
     """
-    options = _checked(model, method, attend, calibration, kernel, offload)
+    options = _checked(model, method, attend, calibration, kernel, offload, budget)
     with _CHANGING:
         _calls_of(model, made=True).lasting = options
 
@@ -96,6 +97,7 @@ def compressed(
     calibration: Calibration | str | PathLike[str] | None = None,
     kernel: str = "auto",
     offload: str | None = None,
+    budget: int | str | None = None,
 ) -> Iterator[None]:
     """`compress` for as long as a ``with`` block lasts, in the context that opened the block.
 
@@ -113,7 +115,7 @@ def compressed(
         >>> out.shape[1] - inputs.input_ids.shape[1]
         4
     """
-    options = _checked(model, method, attend, calibration, kernel, offload)
+    options = _checked(model, method, attend, calibration, kernel, offload, budget)
     with _CHANGING:
         calls = _calls_of(model, made=True)
         calls.blocks.append(options)

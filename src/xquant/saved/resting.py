@@ -42,6 +42,11 @@ class RestingCache(Cache):
         """Undo a forward pass that was interrupted."""
 
     @abstractmethod
+    def _make_room(self, batch: int, new: int, others: Contents) -> None:
+        """Decide how many tokens stay in full, once there are ``new`` more of each sequence of a ``batch``,
+        beside layers that are not compressed, as these contents have them."""
+
+    @abstractmethod
     def _refresh(self) -> None:
         """Build an empty cache anew where the model has changed."""
 
@@ -54,8 +59,8 @@ class RestingCache(Cache):
         """A new cache of the same model that holds the same past, stored by another method.
 
         This cache stays as it is. Compressed tokens are decoded and stored as if they had come in one
-        forward pass, with ``attend`` as here; sinks and the tail are exact. With the same method, the
-        result is a copy of codes and kernels. Arguments are those of `KVCache`.
+        forward pass, with ``attend`` and ``budget`` as here; sinks and the tail are exact. With the same
+        method, the result is a copy of codes and kernels. Arguments are those of `KVCache`.
 
         Raises:
             ValueError: as of `KVCache`, and for methods that keep layer inputs (``xquant``, ``xquant-cl``).
@@ -71,8 +76,9 @@ class RestingCache(Cache):
             return copy.deepcopy(self)
         self._undo()
         own, model = self.options, self.attachment.view.model
-        other = type(self)(model, method, own.attend, calibration, kernel, own.offload)
+        other = type(self)(model, method, own.attend, calibration, kernel, own.offload, own.budget)
         other._refresh()
+        other._make_room(self.contents.index.batch, self.contents.index.length, self.contents)
         fill(other.contents, self.contents)
         other.saved_tokens = self.saved_tokens
         return other
@@ -115,14 +121,15 @@ class RestingCache(Cache):
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
         offload: str | None = None,
+        budget: int | str | None = None,
     ) -> Self:
         """The cache that `save` wrote, for the same model: method and ``attend`` are those that it had.
 
         Args:
             model: with the configuration, the weights and adapters, and in the dtype, of the one that the
                 cache was saved from.
-            calibration, kernel, offload: as of `KVCache`; the calibration is the one that the cache was made
-                with.
+            calibration, kernel, offload, budget: as of `KVCache`; the calibration is the one that the cache
+                was made with.
 
         Raises:
             ValueError: a file that is damaged, cut short, of another format or no saved cache; another
@@ -132,7 +139,7 @@ class RestingCache(Cache):
         with attached(model) as attachment, opened(Path(path)) as saved:
             reading.check_model(saved, attachment)
             header = saved.header
-            cache = cls(model, header.method, header.attend, calibration, kernel, offload)
+            cache = cls(model, header.method, header.attend, calibration, kernel, offload, budget)
             cache._refresh()
             cache.saved_tokens = reading.fill(cache.contents, saved)
         return cache
@@ -217,9 +224,10 @@ class SavedCache:
         calibration: Calibration | str | PathLike[str] | None = None,
         kernel: str = "auto",
         offload: str | None = None,
+        budget: int | str | None = None,
     ) -> RestingCache:
         """The cache. Arguments and errors are those of `KVCache.load`."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "cache"
             file.write_bytes(self.content)
-            return self._kind.load(model, file, calibration, kernel, offload)
+            return self._kind.load(model, file, calibration, kernel, offload, budget)
