@@ -83,7 +83,12 @@ def _locked(parent: Path) -> tuple[Path, int]:
         folder = parent / f".{secrets.token_hex(8)}{_UNFINISHED}"
         folder.mkdir()
         with suppress(FileNotFoundError):  # taken for one that was left, before it was locked
-            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                descriptor = os.open(folder, os.O_RDONLY)
+            except OSError:
+                with suppress(OSError):
+                    folder.rmdir()
+                raise
             with suppress(OSError):  # where there are no locks, nothing is removed either
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if folder.exists():

@@ -50,8 +50,9 @@ class PrefixStore:
         path: the folder; made where it is missing.
         model: as of `KVCache`.
         method: how prefixes are stored.
-        limit: bytes that the folder may take, or a text such as ``"20GB"``; chunks that were not used for
-            longest are dropped first, and of a prompt the last ones.
+        limit: bytes that the folder may take, or a text such as ``"5GB"``; chunks that were not used for
+            longest are dropped first, and of a prompt the last ones. By default 20 GB, or half of what the
+            disk has for the folder, if that is less.
         calibration: as of `KVCache`, for ``method``.
         state_bits: 16 or 8, of each number in the layers that are not compressed. With 16, numbers of 16 bits
             stay as they are, and of longer ones a row has a scale; 8 is half of it and loses some.
@@ -79,7 +80,7 @@ class PrefixStore:
         path: str | PathLike[str],
         model: nn.Module,
         method: str | Method = "tc-cl-2bit",
-        limit: int | str = "20GB",
+        limit: int | str | None = None,
         calibration: Calibration | str | PathLike[str] | None = None,
         state_bits: int = 16,
     ) -> None:
@@ -93,7 +94,7 @@ class PrefixStore:
         self._mixed = _keeps_more(cache)
         self._state_bits = state_bits
         self._blocks = -(-CHUNK // self.method.group)
-        self._shelf = Shelf(Path(path), in_bytes(limit))
+        self._shelf = Shelf(Path(path), None if limit is None else in_bytes(limit))
 
     @property
     def chunk(self) -> int:
@@ -106,7 +107,11 @@ class PrefixStore:
         return self._shelf.nbytes
 
     def clear(self) -> None:
-        """Remove all that the folder holds, of other models and methods, too."""
+        """Remove all that the folder holds, of other models and methods, too.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
         self._shelf.clear()
 
     @torch.inference_mode(False)
@@ -122,14 +127,14 @@ class PrefixStore:
             tokens: ids ``[B, T]`` of the tokens that it holds, padding included.
 
         Returns:
-            of each sequence, how many of its first tokens are stored now.
+            of each sequence, how many of its first tokens are stored now: fewer than it has where the limit
+            is reached, or, with a warning, where the folder cannot be written to.
 
         Raises:
             ValueError: a cache of another model, tokens other than it holds, or a cache that cannot be
                 stored: one with positions of its own, with padding in a sliding window, or, where the store's
                 method keeps layer inputs, one of another method or with padding.
             TypeError: no `KVCache`, or no ids.
-            OSError: the folder cannot be written to.
         """
         if not isinstance(cache, KVCache):
             raise TypeError(f"a KVCache is needed, not {type(cache).__name__}")
@@ -203,7 +208,7 @@ class PrefixStore:
 
         Raises:
             ValueError: ``every`` below 1; fewer than two tokens; otherwise as of `get` and `put`.
-            OSError: as of `put`.
+            OSError: a calibration's file cannot be read.
         """
         ids = self._of_one(tokens)
         if every < 1 or len(ids) < 2:
@@ -240,11 +245,11 @@ class PrefixStore:
             tokens: ids of one prompt, ``[T]`` or ``[1, T]``, without padding.
 
         Returns:
-            None where no chunk of the prompt is stored.
+            None where no chunk of the prompt is stored, or, with a warning, the folder cannot be read.
 
         Raises:
             ValueError: more than one prompt; as of `KVCache.converted`.
-            OSError: the folder cannot be read.
+            OSError: a calibration's file cannot be read.
         """
         ids = self._of_one(tokens)
         wanted = self.method if method is None else parse_method(method)

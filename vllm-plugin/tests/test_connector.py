@@ -1,6 +1,8 @@
 """The connector in vLLM: another engine goes on from what one has stored."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +118,29 @@ def test_the_limit_holds(tiny: Path, tmp_path: Path) -> None:
             answers(llm, [prompt], 4)
             held = [entry.stat().st_size for entry in (tmp_path / "s").glob("*.safetensors")]
             assert 0 < sum(held) <= 300_000
+
+
+def test_a_disk_that_fails_stops_nobody(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers as it does without a folder, and goes on storing when it can."""
+    folder, prompts, written = tmp_path / "s", random_prompts([300] * 4, seed=3), Path.write_bytes
+
+    def half(path: Path, data: bytes) -> int:
+        written(path, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with engine(tiny, "full") as llm:
+        want = [answers(llm, [prompt], 4) for prompt in prompts]
+    with engine(tiny, "full", **kept(folder)) as llm:
+        with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="No space left") as told:
+            patch.setattr(Path, "write_bytes", half)
+            assert [answers(llm, [prompt], 4) for prompt in prompts[:2]] == want[:2]
+        assert sum("No space left" in str(each.message) for each in told) == 1
+        assert [file.name for file in folder.iterdir()] == [".lock"]
+        assert answers(llm, prompts[2:3], 4) == want[2]
+        assert len(list(folder.glob("*.safetensors"))) == 2
+        shutil.rmtree(folder)
+        assert answers(llm, prompts[3:], 4) == want[3]
+        assert len(list(folder.glob("*.safetensors"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Shelf: sets of tensors under names, as files of one folder that several processes share."""
 
+import errno
 import os
+import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +21,8 @@ from .digest import BLANK, is_intact, with_digest
 
 Tensors = dict[str, Tensor]
 
+MOST = 20 * 10**9
+"""Bytes that a folder may take, where nobody says how many and the disk has room for twice as many."""
 _SUFFIX = ".safetensors"
 _POLL = 0.005
 """Seconds between two looks at whether the lock is free."""
@@ -31,37 +36,47 @@ class Shelf:
     unfinished file, and whoever writes next removes it. A file holds its SHA-256; one that was altered is
     removed by whoever reads it, with a warning, and so is what is no file.
 
+    A disk that is full or broken, and a folder that is gone, fail nobody: what cannot be put is left out, and
+    what cannot be read is not there. A warning says why, once for each reason.
+
     Names that come in order are a chain: each is of use only with those before it. They are used, and so
     dropped, in such an order that a chain loses its end first.
 
     Args:
         folder: made where it is missing.
-        limit: bytes of all files in it.
+        limit: bytes of all files in it. None: `MOST`, or half of what the disk has for them, if that is less.
 
     Raises:
         OSError: the folder cannot be made or written to.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder, self.limit = folder, limit
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        self.folder = folder
+        self._told: set[tuple[str, str]] = set()
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(folder / ".lock", poll_interval=_POLL)
         with self._lock:
             remove_unfinished(folder)
-            self._make_room(0, self._files(), set())
+            if not os.access(folder, os.W_OK | os.X_OK):  # but a lock that was there may be taken
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+            files = self._files()
+            self.limit = _usual(folder, files) if limit is None else limit
+            self._make_room(0, files, set())
 
     def __contains__(self, name: str) -> bool:
-        path = self._path(name)
-        return path.exists() and not _holds_other(path)
+        with self._going_on("read"):
+            path = self._path(name)
+            return path.exists() and not _holds_other(path)
+        return False
 
     @property
     def nbytes(self) -> int:
         """Of all files."""
-        return sum(size for _, size in self._files().values())
+        return sum(size for _, size in self._seen().values())
 
     def names(self) -> list[str]:
         """Of all files."""
-        return list(self._files())
+        return list(self._seen())
 
     def is_sound(self, name: str) -> bool:
         """Whether a name has a file whose bytes are as they were written; one that has not is removed."""
@@ -69,11 +84,11 @@ class Shelf:
 
     def get(self, name: str) -> Tensors | None:
         """What was put under a name; None where nothing is, or where it is damaged."""
-        if not self._is_clear(name):
-            return None
-        try:
-            content = self._path(name).read_bytes()
-        except FileNotFoundError:
+        content = None
+        with self._going_on("read"):
+            if self._is_clear(name):
+                content = self._path(name).read_bytes()
+        if content is None:
             return None
         why = "its bytes were altered"
         if is_intact(content):
@@ -110,7 +125,7 @@ class Shelf:
                 os.utime(self._path(name), ns=(now - place, now - place))
             except FileNotFoundError:
                 return
-            except PermissionError:  # it is another user's: when it was used is his to say
+            except OSError:  # it is another user's, who says when it was used, or nobody writes here now
                 continue
 
     def put(self, names: Sequence[str], make: Callable[[int], Tensors]) -> int:
@@ -122,29 +137,54 @@ class Shelf:
         Returns:
             how many of the names are there now, from the first on.
         """
-        with self._lock:
-            files, own = self._files(), set(names)
-            for place, name in enumerate(names):
-                if name in files:
-                    continue
-                content = with_digest(save(make(place), {"sha256": BLANK}))
-                if not self._make_room(len(content), files, own) or not self._is_clear(name):
-                    names = names[:place]
-                    break
-                with replacing(self._path(name)) as file:
-                    file.write_bytes(content)
-                files[name] = time.time_ns(), len(content)
-            self.touch(names)
-        return len(names)
+        there = 0
+        with self._going_on("written to"):
+            self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
+            with self._lock:
+                files, own = self._files(), set(names)
+                for place, name in enumerate(names):
+                    if name not in files:
+                        content = with_digest(save(make(place), {"sha256": BLANK}))
+                        if not self._make_room(len(content), files, own) or not self._is_clear(name):
+                            break
+                        with replacing(self._path(name)) as file:
+                            file.write_bytes(content)
+                        files[name] = time.time_ns(), len(content)
+                    there = place + 1
+                self.touch(names[:there])
+        return there
 
     def clear(self) -> None:
-        """Remove all files."""
+        """Remove all files.
+
+        Raises:
+            OSError: one cannot be removed.
+        """
         with self._lock:
             for name in self._files():
                 self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
+
+    @contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """Whoever needs the folder does without it where the system fails; why is told once."""
+        try:
+            yield
+        except OSError as error:
+            told = what, error.strerror or str(error)
+            usual = what == "read" and isinstance(error, FileNotFoundError)  # somebody dropped it just now
+            if told not in self._told and not usual:
+                self._told.add(told)
+                message = f"'{self.folder}' cannot be {what} ({told[1]}): what fails is left out, every time"
+                warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+    def _seen(self) -> dict[str, tuple[int, int]]:
+        """As `_files`, or nothing where the folder cannot be read."""
+        with self._going_on("read"):
+            return self._files()
+        return {}
 
     def _files(self) -> dict[str, tuple[int, int]]:
         """When each file was used, in nanoseconds, and its bytes."""
@@ -172,6 +212,12 @@ class Shelf:
             self._path(name).unlink(missing_ok=True)
             total -= files.pop(name)[1]
         return total <= self.limit
+
+
+def _usual(folder: Path, files: dict[str, tuple[int, int]]) -> int:
+    """The limit of a folder for which nobody gave one; the same for whoever opens it next."""
+    room = shutil.disk_usage(folder).free + sum(nbytes for _, nbytes in files.values())
+    return min(MOST, room // 2)
 
 
 def _holds_other(path: Path) -> bool:

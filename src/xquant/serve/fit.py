@@ -92,8 +92,8 @@ class ConnectorOptions:
     """Of a folder."""
     wanted: Wanted
     """Of the method that packs them."""
-    nbytes: int
-    """That the folder may take."""
+    nbytes: int | None
+    """That the folder may take; None: as the disk has room."""
     as_served: bool
     """Whether the engine's own pages are what is stored."""
 
@@ -134,7 +134,7 @@ def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOp
             f" {engine.method.group}"
         )
     try:
-        limit = in_bytes(options.get("limit", "20GB"))
+        limit = in_bytes(options["limit"]) if "limit" in options else None
     except ValueError as error:
         raise ValueError(f"xquant: {error}") from None
     stored = Wanted(method, calibration=given, ranges=engine.ranges)
