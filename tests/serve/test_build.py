@@ -91,7 +91,46 @@ def test_blocks_are_of_the_whole_checkpoint(model: Any, folder: Path, tmp_path: 
     for change in ({"rms_norm_eps": 1e-3}, {"rope_parameters": scaled}):
         config = tiny("llama", **sizes, **change).config
         assert Model(config, torch.float32, str(folder)).identity != own
-        assert Model(config, torch.float32, "a name").identity not in (own, "a name")
+    for kind in ("bin", "gguf"):
+        (tmp_path / kind).mkdir()
+        file, found = tmp_path / kind / f"model.{kind}", set()
+        for content in (b"0", b"1", b"1"):
+            file.write_bytes(content)
+            found.add(Model(model.config, torch.float32, str(file.parent)).identity)
+        assert len(found) == 2
+    with pytest.raises(ValueError, match="no weights in 'a name'"):
+        _ = Model(model.config, torch.float32, "a name").identity
+
+
+def test_blocks_are_of_what_states_were_read_through(model: Any, folder: Path, tmp_path: Path) -> None:
+    """Also of the engine's own method: states of later tokens and layers are computed from what was read."""
+    given = Model(model.config, torch.float32, str(folder))
+    found, file = calibration(model, "tc-2bit"), tmp_path / "tc.safetensors"
+    assert found is not None
+    found.save(file)
+    found.save(tmp_path / "same.safetensors")
+    calibrated = {"xquant": "tc-2bit", "xquant_calibration": str(file)}
+    engines: list[dict[str, Any]] = [
+        {"xquant": "full"},
+        {"xquant": "kivi-2bit"},
+        {"xquant": "kivi-2bit:sink=2"},
+        {"xquant": "full", "xquant_attend": "store"},
+        {"xquant": "full", "xquant_ranges": "heads"},
+        calibrated,
+    ]
+    identities = [_identity(engine, given) for engine in engines]
+    assert len(set(identities)) == len(engines)
+    assert identities == [_identity(engine, given) for engine in engines]
+    for own in ({"xquant_kernel": "reference"}, {"xquant_attend": "chunk"}):
+        assert _identity({"xquant": "full", **own}, given) == identities[0]
+    assert (
+        _identity({**calibrated, "xquant_calibration": str(tmp_path / "same.safetensors")}, given)
+        == identities[-1]
+    )
+
+
+def _identity(engine: dict[str, Any], model: Model) -> str:
+    return str(fit.connector_options({"path": "x", "method": "full"}, fit.wanted(engine)).identity(model))
 
 
 def test_calibrations_are_read_for_their_model(model: Any, folder: Path, tmp_path: Path) -> None:

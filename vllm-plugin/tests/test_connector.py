@@ -111,6 +111,18 @@ def test_a_block_that_is_damaged_or_gone_is_computed(tiny: Path, tmp_path: Path)
     assert len(list((tmp_path / "s").glob("*.safetensors"))) == 2
 
 
+def test_what_another_method_read_is_not_found(tiny: Path, tmp_path: Path) -> None:
+    """States of a 2-bit engine are no states of a full one, however they are stored."""
+    prompts = random_prompts([400], seed=3)
+    with engine(tiny, "full") as llm:
+        want = answers(llm, prompts, 16)
+    for spec, found in (("kivi-2bit", 0), ("full", 0), ("full", 384)):
+        with engine(tiny, spec, **kept(tmp_path / "s", method="full")) as llm:
+            got = answers(llm, prompts, 16)
+            assert hits(llm) == found
+        assert spec != "full" or got == want
+
+
 def test_the_limit_holds(tiny: Path, tmp_path: Path) -> None:
     prompts = random_prompts([600] * 3, seed=5)
     with engine(tiny, "kivi-4bit", **kept(tmp_path / "s", limit="300KB")) as llm:

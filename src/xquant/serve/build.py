@@ -4,6 +4,7 @@ An engine may have packed a model's weights for its own products. So what is com
 `xquant`), or told by them (whose calibration it is), is read from the checkpoint's files.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from ..quant.grouped import Grouped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of states."""
+_OTHERS = ("bin", "pt", "pth", "gguf")
+"""Endings of checkpoints that are not in safetensors."""
 
 
 @dataclass(eq=False)
@@ -103,10 +106,18 @@ class Model:
 
     @cached_property
     def identity(self) -> str:
-        """What its keys and values depend on: its configuration, and the tensors of its checkpoint, or its
-        name where that is not at hand."""
-        files = sorted(Path(self.folder).glob("*.safetensors")) if self.folder else []
-        weights = identity.of_tensors(_tensors(files)) if files else self.folder
+        """What its keys and values depend on: its configuration, and its checkpoint.
+
+        Raises:
+            ValueError: there is none in its folder.
+        """
+        folder = Path(self.folder)
+        if files := sorted(folder.glob("*.safetensors")):
+            weights = identity.of_tensors(_tensors(files))
+        elif files := sorted(each for kind in _OTHERS for each in folder.glob(f"*.{kind}")):
+            weights = " ".join(_digest(each) for each in files)
+        else:
+            raise ValueError(f"xquant: whose blocks these are cannot be told: no weights in '{self.folder}'")
         return f"{identity.of_configuration(self.config)} {weights}"
 
     def rope(self, view: AttentionView) -> Any:
@@ -163,6 +174,11 @@ def _tensors(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
         with safe_open(file, "pt") as opened:
             for name in sorted(opened.keys()):
                 yield name, opened.get_tensor(name)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:

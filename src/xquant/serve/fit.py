@@ -47,6 +47,11 @@ class Wanted:
     def at_heads(self) -> bool:
         return self.ranges == "heads"
 
+    def identity(self, model: Model) -> list[str]:
+        """What tells codes of the same states apart: the spec, where ranges end, and the calibration."""
+        found = calibration_for(self.method, model, self.calibration)
+        return [self.method.spec, self.ranges, "" if found is None else found.digest]
+
     def block_of(self, given: int | None) -> int:
         """Tokens of an engine's block: those of a page.
 
@@ -94,17 +99,23 @@ class ConnectorOptions:
     """Of the method that packs them."""
     nbytes: int | None
     """That the folder may take; None: as the disk has room."""
-    as_served: bool
-    """Whether the engine's own pages are what is stored."""
+    engine: Wanted
+    """What states are read through before they are stored."""
+
+    @property
+    def as_served(self) -> bool:
+        """Whether the engine's own pages are what is stored."""
+        own = self.engine
+        return self.method == own.method and self.wanted.calibration == own.calibration
 
     @property
     def method(self) -> Method:
         return self.wanted.method
 
-    def digest(self, model: Model) -> str:
-        """Of the method's calibration; empty where it has none."""
-        found = calibration_for(self.method, model, self.wanted.calibration)
-        return "" if found is None else found.digest
+    def identity(self, model: Model) -> list[str]:
+        """What tells stored blocks of one text and model apart: how they are packed, and what states were
+        read through, since those of later tokens and layers are computed from what was read."""
+        return [*self.wanted.identity(model), self.engine.attend, *self.engine.identity(model)]
 
 
 _CONNECTOR_OPTIONS = ("path", "method", "limit", "calibration")
@@ -138,8 +149,7 @@ def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOp
     except ValueError as error:
         raise ValueError(f"xquant: {error}") from None
     stored = Wanted(method, calibration=given, ranges=engine.ranges)
-    same = method == engine.method and given == engine.calibration
-    return ConnectorOptions(path, stored, limit, same)
+    return ConnectorOptions(path, stored, limit, engine)
 
 
 def wanted(options: Mapping[str, Any]) -> Wanted:

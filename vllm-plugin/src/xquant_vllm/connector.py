@@ -5,7 +5,6 @@ each step which pages to fill from there and which to store. In the worker it do
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +26,8 @@ from xquant.saved.shelf import Shelf
 from xquant.serve import fit
 from xquant.serve.recode import Blocks, Recoder, Stored
 
+from .identity import Adapters, of_engine
 from .seam import RING, PagedImpl, connector_options_of, model_of
-
-_FORMAT = 3
-"""Blocks of another format have other names."""
 
 
 @dataclass
@@ -67,6 +64,9 @@ class _Sequence:
     """A request that the scheduler runs."""
 
     request: Any
+    root: bytes | None
+    """What its blocks have in common with others that can be read in their place: the engine, and its
+    adapter. None: that cannot be told, and it is neither found nor stored."""
     pages: list[int] = field(default_factory=list)
     saved: int = 0
     """Its blocks that are stored, or were loaded."""
@@ -74,6 +74,16 @@ class _Sequence:
     """The first block that was looked for in the folder."""
     sound: set[str] = field(default_factory=set)
     """Files that were read and found whole: a request that waits is looked for at every step."""
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """vLLM's, of all tokens before the end of each block."""
+        return [] if self.root is None else self.request.block_hashes
+
+    def names(self, first: int, stop: int) -> list[str]:
+        """Of its blocks."""
+        root = self.root or b""
+        return [hashlib.sha256(root + bytes(each)).hexdigest() for each in self.hashes[first:stop]]
 
 
 class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
@@ -100,7 +110,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         self._recoder: Recoder | None = None
         self._failed: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
-            self._root = _identity(vllm_config, options)
+            self._root, self._adapters = of_engine(vllm_config, options), Adapters()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -109,12 +119,14 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     # -- in the scheduler --------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        self._sequences[request.request_id] = _Sequence(request)
+        adapter = self._adapters.digest(request.lora_request)
+        root = None if adapter is None else self._root + adapter
+        self._sequences[request.request_id] = _Sequence(request, root)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         first, most = num_computed_tokens // self._block, (request.num_tokens - 1) // self._block
         count, sequence = 0, self._sequences[request.request_id]
-        for name in self._names(request, first, most):
+        for name in sequence.names(first, most):
             parts = [_part(name, rank) for rank in range(self._shards)]
             if not all(self._is_there(each, sequence.sound) for each in parts):
                 break
@@ -134,7 +146,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             return
         sequence = self._sequences[request.request_id]
         first = sequence.first
-        names = self._names(request, first, first + count)
+        names = sequence.names(first, first + count)
         pages = blocks.get_block_ids()[self._group][first : first + count]
         starts = [self._block * place for place in range(first, first + count)]
         ids = self._ids(request, first, first + count)
@@ -160,9 +172,9 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _save(self, sequence: _Sequence, tokens: int) -> None:
         """Have the blocks stored that a sequence of so many tokens has, where their hashes are known."""
-        whole = min(tokens // self._block, len(sequence.request.block_hashes), len(sequence.pages))
+        whole = min(tokens // self._block, len(sequence.hashes), len(sequence.pages))
         if whole > sequence.saved:
-            names = self._names(sequence.request, 0, whole)
+            names = sequence.names(0, whole)
             ids = self._ids(sequence.request, 0, whole)
             self._work.saves.append(Save(names, sequence.pages[:whole], ids))
             sequence.saved = whole
@@ -175,13 +187,6 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
-
-    def _names(self, request: Any, first: int, stop: int) -> list[str]:
-        """Of the blocks of a request: vLLM's hash of all tokens before the end of a block, the model, and how
-        it is stored."""
-        return [
-            hashlib.sha256(self._root + bytes(each)).hexdigest() for each in request.block_hashes[first:stop]
-        ]
 
     def _ids(self, request: Any, first: int, stop: int) -> list[int]:
         """Of all tokens of blocks of a request."""
@@ -304,10 +309,3 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
 def _part(name: str, rank: int) -> str:
     """The file of a block that a shard of the heads has."""
     return f"{name}-{rank}"
-
-
-def _identity(config: VllmConfig, options: fit.ConnectorOptions) -> bytes:
-    """What blocks that can be read by each other's processes have in common, beside their tokens."""
-    model = model_of(config)
-    parts = [_FORMAT, model.identity, str(model.dtype), options.method.spec, options.digest(model)]
-    return json.dumps([*parts, model.shards, options.method.group]).encode()

@@ -2,9 +2,12 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -114,8 +117,19 @@ def connector_options_of(config: VllmConfig) -> fit.ConnectorOptions | None:
 
 
 def model_of(config: VllmConfig) -> Model:
-    model, parallel = config.model_config, config.parallel_config
-    return Model(model.hf_text_config, model.dtype, model.model, parallel.tensor_parallel_size)
+    model, shards = config.model_config, config.parallel_config.tensor_parallel_size
+    return Model(model.hf_text_config, model.dtype, _folder(model, config.load_config.download_dir), shards)
+
+
+def _folder(model: Any, downloads: str | None) -> str:
+    """Where a checkpoint lies; of one with a name on the hub, where it was downloaded to, if it was."""
+    if Path(model.model).is_dir():
+        return str(model.model)
+    try:
+        found = try_to_load_from_cache(model.model, "config.json", downloads, model.revision)
+    except HFValidationError:  # it is no such name: an address, perhaps
+        return str(model.model)
+    return str(Path(found).parent) if isinstance(found, str) else str(model.model)
 
 
 def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
