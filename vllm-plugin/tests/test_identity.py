@@ -23,8 +23,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def identity(folder: Path, store: Path, spec: str = "kivi-4bit", **options: Any) -> bytes:
     """Of an engine with these options, which stores in full."""
     xquant_vllm.register()
+    from xquant_vllm.checks import connector_options_of
     from xquant_vllm.identity import of_engine
-    from xquant_vllm.seam import connector_options_of
 
     extra = {"path": str(store), "method": "full"}
     transfer = {"kv_connector": "XQuantConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}

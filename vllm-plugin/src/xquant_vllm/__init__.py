@@ -1,7 +1,7 @@
 """The plugin for vLLM.
 
 vLLM calls `register` in each of its processes, whether or not an engine asks for xquant. ``guard.py`` looks
-at its version first. ``seam.py``, ``exact.py`` and ``connector.py`` import it where they know that version.
+at its version first. All others import it where they know that version.
 """
 
 VERSION = "0.32"

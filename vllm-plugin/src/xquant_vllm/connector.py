@@ -26,8 +26,9 @@ from xquant.saved.shelf import Shelf
 from xquant.serve import fit
 from xquant.serve.recode import Blocks, Recoder, Stored
 
+from .checks import connector_options_of, model_of
 from .identity import Adapters, of_engine
-from .seam import RING, PagedImpl, connector_options_of, model_of
+from .seam import RING, PagedImpl
 
 
 @dataclass

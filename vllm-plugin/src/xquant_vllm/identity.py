@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from xquant.identity import of_configuration
 from xquant.serve import fit
 
-from .seam import model_of
+from .checks import model_of
 
 _FORMAT = 4
 """Blocks of another format have other names."""

@@ -1,25 +1,20 @@
-"""Where the plugin hooks into vLLM: docs/architecture.md lists the names, and why each."""
+"""Where the plugin hooks into vLLM: docs/engines.md says how."""
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
-from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -39,18 +34,18 @@ from xquant.past.angles import Angles
 from xquant.past.paged import PagedPast
 from xquant.past.step import Batch, Retention, in_whole_blocks
 from xquant.serve import fit
-from xquant.serve.build import DTYPES, EngineView, Model
+from xquant.serve.build import DTYPES, EngineView
 from xquant.serve.capacity import Room, room_of
 
+from .checks import CONNECTOR, checked, model_of, rotary_angles, wanted_of
 from .exact import exact_of
-from .guard import asked_for, is_wrapped, refusing, wrap
+from .guard import is_wrapped, refusing, wrap
 
 _NAME = "CUSTOM"  # vLLM has a list of backends, and this place in it for others
 RING = "xquant_ring"
-CONNECTOR = "XQuantConnector"
 
 
-# -- before the model is loaded --------------------------------------------------------------------
+# -- where it hooks in ------------------------------------------------------------------------------
 
 
 def install() -> None:
@@ -59,7 +54,7 @@ def install() -> None:
         return
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.{PagedBackend.__name__}")
     KVConnectorFactory.register_connector(CONNECTOR, f"{__package__}.connector", CONNECTOR)
-    wrap(EngineArgs, "create_engine_config", _checked)
+    wrap(EngineArgs, "create_engine_config", checked)
     wrap(Scheduler, "__init__", _scheduled)
     wrap(Worker, "get_kv_cache_spec", _prepared)
     wrap(Worker, "execute_model", _noted)
@@ -67,16 +62,11 @@ def install() -> None:
     chosen = platform.get_attn_backend_cls
 
     def choose(cls: Any, selected: Any, attn_selector_config: Any, **more: Any) -> Any:
-        if found := _wanted(get_current_vllm_config()) and _backend(attn_selector_config):
+        if found := wanted_of(get_current_vllm_config()) and _backend(attn_selector_config):
             return f"{__name__}.{found.__name__}"
         return chosen(selected, attn_selector_config=attn_selector_config, **more)
 
     platform.get_attn_backend_cls = classmethod(choose)
-
-
-def _wanted(config: Any) -> fit.Wanted | None:
-    found = config.additional_config
-    return None if asked_for(found) is None else fit.wanted(found)
 
 
 def _backend(layer: Any) -> type[AttentionBackend] | None:
@@ -86,87 +76,9 @@ def _backend(layer: Any) -> type[AttentionBackend] | None:
     return PagedBackend if plain else None
 
 
-@refusing
-def _checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any) -> Any:
-    """An engine's configuration, with pages of the method's blocks."""
-    selector._cached_get_attn_backend.cache_clear()  # of an earlier engine of this process
-    wanted = _wanted(args)
-    if wanted is None:
-        config = original(*more, **options)
-        if getattr(config.kv_transfer_config, "kv_connector", None) == CONNECTOR:
-            raise ValueError(f"xquant: {CONNECTOR} needs a method, additional_config xquant=SPEC")
-        return config
-    args.block_size, args.enforce_eager = wanted.block_of(args.block_size), True
-    config = original(*more, **options)
-    known = model_of(config)
-    codecs = fit.check_model(wanted, known)
-    if connector := connector_options_of(config):
-        codecs = [*codecs, *fit.check_model(connector.wanted, known, stored=True)]
-    if why := _unfit(config, wanted, known):
-        raise ValueError(f"xquant: {why} is not served yet")
-    _check_angles(config, known, [codec.view for codec in codecs if not codec.rotated])
-    return config
-
-
-def connector_options_of(config: VllmConfig) -> fit.ConnectorOptions | None:
-    """What this engine's connector is to keep; None where it has none, or another."""
-    transfer, wanted = config.kv_transfer_config, _wanted(config)
-    if transfer is None or transfer.kv_connector != CONNECTOR or wanted is None:
-        return None
-    return fit.connector_options(transfer.kv_connector_extra_config, wanted)
-
-
-def model_of(config: VllmConfig) -> Model:
-    model, shards = config.model_config, config.parallel_config.tensor_parallel_size
-    return Model(model.hf_text_config, model.dtype, _folder(model, config.load_config.download_dir), shards)
-
-
-def _folder(model: Any, downloads: str | None) -> str:
-    """Where a checkpoint lies; of one with a name on the hub, where it was downloaded to, if it was."""
-    if Path(model.model).is_dir():
-        return str(model.model)
-    try:
-        found = try_to_load_from_cache(model.model, "config.json", downloads, model.revision)
-    except HFValidationError:  # it is no such name: an address, perhaps
-        return str(model.model)
-    return str(Path(found).parent) if isinstance(found, str) else str(model.model)
-
-
-def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
-    """What of an engine's configuration cannot be served; empty where all can."""
-    parallel, scheduler = config.parallel_config, config.scheduler_config
-    drafts, store = config.speculative_config, wanted.through_store
-    few = scheduler.max_num_batched_tokens < wanted.method.group
-    refused = {
-        "a device that is no CPU": not current_platform.is_cpu(),
-        "a KV cache dtype of its own": config.cache_config.cache_dtype != "auto",
-        "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
-        "xquant_attend=store with speculative decoding": store and drafts is not None,
-        "xquant_attend=store with fewer tokens in a step than a block": store and few,
-        "a sliding window with disable_hybrid_kv_cache_manager": bool(known.windows)
-        and scheduler.disable_hybrid_kv_cache_manager,
-        f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None
-        and connector_options_of(config) is None,
-        f"{CONNECTOR} with sliding windows": bool(known.windows) and config.kv_transfer_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-    }
-    return next((name for name, here in refused.items() if here), "")
-
-
-def _check_angles(config: VllmConfig, known: Model, views: list[AttentionView]) -> None:
-    """Ask for the angles of these layers' RoPE."""
-    angles, most = functools.cache(_angles), known.config.max_position_embeddings
-    with set_current_vllm_config(config):
-        for view in views:
-            rotary = get_rope(view.head_size, most, True, known.rope(view), known.dtype)
-            angles(rotary, view.rotary_size)
-
-
 def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **options: Any) -> None:
     original(*more, **options)
-    wanted = _wanted(scheduler.vllm_config)
+    wanted = wanted_of(scheduler.vllm_config)
     if wanted is not None and wanted.through_store:
         # vLLM's own reason to end chunks with blocks is the state of a Mamba layer.
         scheduler.need_mamba_block_aligned_split = True
@@ -185,7 +97,7 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
         ValueError: vLLM's model has other parts than are known here.
     """
     config, model = worker.vllm_config, worker.get_model()
-    wanted = _wanted(config)
+    wanted = wanted_of(config)
     if wanted is None:
         return original()
     found = [module for module in model.modules() if isinstance(_attention(module), Attention)]
@@ -194,7 +106,7 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
         raise ValueError(f"xquant: no attention layer found in {type(model).__name__}")
     dtype = config.model_config.dtype
     views = [_view(module, dtype) for module in found]
-    known, angles = model_of(config), functools.cache(_angles)
+    known, angles = model_of(config), functools.cache(rotary_angles)
     codecs = fit.codecs_for(wanted, known, views, get_tensor_model_parallel_rank())
     retention = wanted.retention(getattr(config.speculative_config, "num_speculative_tokens", 0))
     room = room_of(codecs, retention, dtype, known.windows)
@@ -225,18 +137,6 @@ def _view(parent: Any, dtype: torch.dtype) -> AttentionView:
     norm, rotary = getattr(parent, "k_norm", None), getattr(parent, "rotary_emb", None)
     rotary_size = getattr(rotary, "rotary_dim", 0)
     return EngineView.of(index, parent, fused, heads, layer.head_size, norm, rotary_size, dtype)
-
-
-def _angles(rotary: Any, size: int) -> Angles:
-    plain = getattr(rotary, "is_neox_style", False) and not getattr(rotary, "mrope_section", None)
-    # vLLM's own table is in the dtype of the model.
-    table = rotary._compute_cos_sin_cache() if plain else None
-    if table is None or table.shape != rotary.cos_sin_cache.shape or table.shape[-1] != size:
-        raise ValueError(
-            f"xquant: keys before {type(rotary).__name__} cannot be had from vLLM: use a method that keeps"
-            " keys after RoPE, such as kivi-4bit:rope=post"
-        )
-    return Angles(*table.chunk(2, -1))
 
 
 def _page_spec(layer: Any, room: Room, config: VllmConfig) -> FullAttentionSpec:
