@@ -59,6 +59,21 @@ def test_an_engine_is_planned_for(run) -> None:
     assert f"{kivi['tokens']:,}" in next(li for li in out.splitlines() if li.startswith("kivi-4bit"))
 
 
+@pytest.mark.parametrize(
+    ("written", "taken"),
+    [("float32", "bfloat16"), ("float16", "float16"), ("bfloat16", "bfloat16"), (None, "bfloat16")],
+)
+def test_an_engine_takes_16_bits(written, taken, run, tmp_path) -> None:
+    """As vLLM does where it is not told a dtype: a checkpoint in float32 has no more room for it."""
+    config = tiny("llama").config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": written}))
+    asked = ("plan", tmp_path, "--engine", "vllm", "--memory", 0.1, "--method", "kivi-4bit", "--json", "-")
+    rows, stated = (json.loads(run(*asked, *more)[1]) for more in ((), ("--dtype", taken)))
+    assert rows == stated and rows[0]["dtype"] == taken
+    wide = json.loads(run(*asked, "--dtype", "float32")[1])
+    assert wide[0]["tokens"] == pytest.approx(rows[0]["tokens"] / 2, rel=1e-2)
+
+
 def test_what_an_engine_holds_depends_on_shards_and_drafts(run) -> None:
     asked = ("plan", "--shape", "smollm2", "--engine", "vllm", "--memory", 0.5, "--json", "-")
 

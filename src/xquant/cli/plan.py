@@ -123,7 +123,8 @@ def _check_model(name: str) -> None:
     type=click.Choice(("auto", *DTYPES)),
     default="auto",
     show_default=True,
-    help="Of the weights; auto is the configuration's own, bfloat16 where it names none.",
+    help="Of the weights; auto is the configuration's own, bfloat16 where it names none. With --engine,"
+    " vLLM's dtype, whose auto is bfloat16 for float32, too.",
 )
 @click.option(
     "--weights-bits",
@@ -182,7 +183,7 @@ def plan(
     asked = [parse_method(spec) for spec in (BASELINE, *(specs or recommended))]
     logging.set_verbosity_error()
     config = shape_config(shape) if shape is not None else load_config(str(model))
-    skeleton = Skeleton(config, _dtype(config, dtype), weights_bits)
+    skeleton = Skeleton(config, _dtype(config, dtype, served=engine is not None), weights_bits)
     positions = skeleton.positions
     if context is None:
         context = min(USUAL, positions or USUAL)
@@ -362,12 +363,13 @@ def _bound(row: Mapping[str, Any]) -> str:
     return "any" if bound == float("inf") else f"{bound:,}"
 
 
-def _dtype(config: Any, asked: str) -> "torch.dtype":
+def _dtype(config: Any, asked: str, served: bool) -> "torch.dtype":
+    """``served``: by vLLM, which keeps only 16 bits where it is not told more."""
     import torch
 
     if asked == "auto":
         own = str(getattr(config, "dtype", None)).removeprefix("torch.")
-        asked = own if own in DTYPES else "bfloat16"
+        asked = own if own in DTYPES and not (served and own == "float32") else "bfloat16"
     found: torch.dtype = getattr(torch, asked)
     return found
 
