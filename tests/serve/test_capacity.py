@@ -13,7 +13,7 @@ from xquant.past.pages import PageLayout
 from xquant.quant import Segment
 from xquant.quant.ranked import Ranked
 from xquant.serve.build import Model, codecs_of
-from xquant.serve.capacity import Room, StockRoom, Windows, room_of, stock_room
+from xquant.serve.capacity import Room, StockRoom, Windows, left_beside_recent, room_in, room_of, stock_room
 from xquant.serve.fit import wanted
 
 MODEL = Model(shape_config("smollm2"), torch.bfloat16)
@@ -96,3 +96,14 @@ def test_a_ring_larger_than_a_block_takes_one_of_its_own() -> None:
     room = Room(128, [1000, 1000, 1000], 8192)
     assert (room.page, room.nbytes, room.blocks_of_rings) == (1024, 8192, 3)
     assert room.tokens(10 * 8192, 256) == int(10 / (2 + 3) * 256)
+
+
+def test_what_recent_tokens_leave() -> None:
+    """Of the tokens that fit; the longer requests are, the more."""
+    asked = {spec: wanted({"xquant": spec}) for spec in ("kivi-4bit", "kivi-4bit:tail=5000")}
+    assert left_beside_recent(asked["kivi-4bit"], MODEL, 0, 8192) == 1
+    short, long = (left_beside_recent(asked["kivi-4bit:tail=5000"], MODEL, 0, n) for n in (8192, 1 << 20))
+    rooms = [room_in(each, MODEL) for each in asked.values()]
+    plain, own = (room.tokens(1 << 40, 8192) for room in rooms)
+    assert short == pytest.approx(own / plain, rel=1e-3) and short < long < 0.5
+    assert left_beside_recent(asked["kivi-4bit"], MODEL, 2000, 8192) < 1

@@ -91,13 +91,35 @@ def test_keys_that_are_turned_in_pairs_are_served_after_rope() -> None:
     ("options", "why"),
     [
         ({"xquant_attend": "codes"}, "xquant_attend is chunk or store, not 'codes'"),
-        ({"xquant_kernels": "auto"}, "no option 'xquant_kernels'"),
+        ({"xquant_kernels": "auto"}, "no option 'xquant_kernels': one of xquant, xquant_attend"),
+        ({"Xquant_attend": "chunk"}, "no option 'Xquant_attend'"),
+        ({"xquant": None}, "no method, xquant=SPEC"),
+        ({"xquant": ""}, "unknown method ''"),
         ({"xquant_calibration": 3}, "the name of a file, not 3"),
         ({"xquant": "asymkv-2bit", "xquant_attend": "store"}, "no recent tokens"),
     ],
 )
 def test_options_are_refused(options: dict[str, Any], why: str) -> None:
     _one_line(why, fit.wanted, {"xquant": "kivi-4bit", **options})
+
+
+def test_options_without_a_method_are_refused() -> None:
+    _one_line("no method, xquant=SPEC .xquant_attend.", fit.wanted, {"xquant_attend": "store"})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"paths": "x"}, "no option 'paths'"),
+        ({}, "needs the 'path'"),
+        ({"path": 3}, "needs the 'path'"),
+        ({"path": "x", "method": None}, "spec string, not NoneType"),
+        ({"path": "x", "limit": None}, "is no size"),
+        ({"path": "x", "calibration": 3}, "'calibration' is the name of a file, not 3"),
+    ],
+)
+def test_options_of_a_connector_are_refused(options: dict[str, Any], why: str) -> None:
+    _one_line(why, fit.connector_options, options, fit.Wanted(fit.parse("kivi-4bit")))
 
 
 def _check(method: Method, config: Any) -> None:

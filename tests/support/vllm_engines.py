@@ -66,6 +66,24 @@ def save_mixed(folder: Path) -> Path:
     return folder
 
 
+def connector(folder: Path, **options: Any) -> dict[str, Any]:
+    """The option of an engine that keeps blocks in a folder."""
+    own = {"path": str(folder), **options}
+    transfer = {"kv_connector": "XQuantConnector", "kv_role": "kv_both", "kv_connector_extra_config": own}
+    return {"kv_transfer_config": transfer}
+
+
+def configured(folder: Path, **options: Any) -> Any:
+    """The configuration of an engine that is not started."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    import xquant_vllm
+
+    xquant_vllm.register()
+    settings: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 1024}
+    return EngineArgs(model=str(folder), **{**settings, **options}).create_engine_config()
+
+
 @contextmanager
 def engine(folder: Path, spec: str | None = None, **options: Any) -> Iterator[Any]:
     """An engine of vLLM; without a ``spec`` as it is without xquant. Options that begin with ``xquant_`` are

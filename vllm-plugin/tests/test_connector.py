@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("vllm")
 
 from support.processes import TESTS
-from support.vllm_engines import answers, calibrated, engine, random_prompts, save_mixed, save_tiny
+from support.vllm_engines import answers, calibrated, connector, engine, random_prompts, save_mixed, save_tiny
 
 LONG = [300, 400, 129, 90]
 
@@ -26,13 +26,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def kept(folder: Path, **options: Any) -> dict[str, Any]:
     """The options of an engine with a connector."""
-    extra = {"path": str(folder), **options}
-    transfer = {"kv_connector": "XQuantConnector", "kv_role": "kv_both"}
-    return {
-        "kv_transfer_config": {**transfer, "kv_connector_extra_config": extra},
-        "disable_log_stats": False,
-        "enable_prefix_caching": True,
-    }
+    return {**connector(folder, **options), "disable_log_stats": False, "enable_prefix_caching": True}
 
 
 def hits(llm: Any, name: str = "external_prefix_cache_hits") -> float:

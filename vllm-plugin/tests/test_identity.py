@@ -9,10 +9,8 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.engine.arg_utils import EngineArgs
 
-import xquant_vllm
-from support.vllm_engines import save_tiny
+from support.vllm_engines import configured, connector, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +20,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def identity(folder: Path, store: Path, spec: str = "kivi-4bit", **options: Any) -> bytes:
     """Of an engine with these options, which stores in full."""
-    xquant_vllm.register()
     from xquant_vllm.checks import connector_options_of
     from xquant_vllm.identity import of_engine
 
-    extra = {"path": str(store), "method": "full"}
-    transfer = {"kv_connector": "XQuantConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    settings = {"dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 1024}
-    config = EngineArgs(
-        model=str(folder),
-        additional_config={"xquant": spec},
-        kv_transfer_config=transfer,
-        **{**settings, **options},
-    ).create_engine_config()
+    options |= connector(store, method="full")
+    config = configured(folder, additional_config={"xquant": spec}, **options)
     found = connector_options_of(config)
     assert found is not None
     return of_engine(config, found)

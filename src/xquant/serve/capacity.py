@@ -5,7 +5,7 @@ request, or states of some of the layers with sliding windows, as the engine its
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,8 @@ from .fit import Wanted, codecs_for
 
 _STOCK = 128
 """Tokens of a block of vLLM's own, on a CPU."""
+_MUCH = 1 << 50
+"""Bytes of a pool that has room for any request."""
 USUAL_BATCH = 2048
 """Tokens of a step, where ``vllm serve`` is not told how many (`max_num_batched_tokens`), on a CPU."""
 
@@ -136,6 +138,21 @@ def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
     """
     codecs = codecs_for(asked, model, None, 0, weighted=False)
     return room_of(codecs, asked.retention(drafts), model.dtype, model.windows)
+
+
+def left_beside_recent(asked: Wanted, model: Model, drafts: int, context: int) -> float:
+    """What is left of the tokens that fit, in requests of ``context`` tokens, where a method keeps recent
+    tokens as they are and ``drafts`` are guessed: 1 where neither takes more room.
+
+    Raises:
+        ValueError: it cannot be served; the message says why.
+    """
+    if not asked.method.tail and not drafts:
+        return 1.0
+    plain = replace(asked, method=replace(asked.method, tail=0))
+    rooms = room_in(asked, model, drafts), room_in(plain, model)
+    own, most = (room.tokens(_MUCH, context) for room in rooms)
+    return own / most
 
 
 def stock_room(model: Model) -> Room:

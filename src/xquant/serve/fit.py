@@ -16,6 +16,7 @@ from ..sizes import in_bytes
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
 
+_METHOD = "xquant"
 _PREFIX = "xquant_"
 _CHOICES: dict[str, tuple[str, ...]] = {
     "attend": ("chunk", "store"),
@@ -136,6 +137,8 @@ def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOp
     path, given = options.get("path"), options.get("calibration")
     if not isinstance(path, str) or not path:
         raise ValueError("xquant: a connector needs the 'path' of a folder")
+    if not isinstance(given, str | None):
+        raise ValueError(f"xquant: a connector's 'calibration' is the name of a file, not {given!r}")
     method = parse(options["method"]) if "method" in options else engine.method
     if method == engine.method and given is None:
         given = engine.calibration
@@ -153,17 +156,21 @@ def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOp
 
 
 def wanted(options: Mapping[str, Any]) -> Wanted:
-    """What these options of a configuration ask for; names that are not ours are passed over.
+    """What these options of a configuration ask for.
 
     Raises:
         ValueError: it is nothing, or cannot be served; the message says why.
     """
-    method = parse(options["xquant"])
-    given = {k.removeprefix(_PREFIX): v for k, v in options.items() if k.startswith(_PREFIX)}
+    known = [_METHOD, *(_PREFIX + each for each in _CHOICES)]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"xquant: no option '{name}': one of {', '.join(known)}")
+    if options.get(_METHOD) is None:
+        others = ", ".join(name for name in options if name != _METHOD) or "it is null"
+        raise ValueError(f"xquant: no method, xquant=SPEC ({others}): leave all of them out for none")
+    method = parse(options[_METHOD])
+    given = {name.removeprefix(_PREFIX): value for name, value in options.items() if name != _METHOD}
     for name, value in given.items():
-        if name not in _CHOICES:
-            known = ", ".join(_PREFIX + each for each in _CHOICES)
-            raise ValueError(f"xquant: no option '{_PREFIX}{name}': one of {known}")
         if not isinstance(value, str) or value not in (_CHOICES[name] or (value,)):
             choices = " or ".join(_CHOICES[name]) or "the name of a file"
             raise ValueError(f"xquant: {_PREFIX}{name} is {choices}, not {value!r}")

@@ -8,23 +8,28 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.platforms import current_platform
 from vllm.v1.attention import selector
 
 from xquant.models import AttentionView
 from xquant.past.angles import Angles
+from xquant.saved.shelf import Shelf
 from xquant.serve import fit
 from xquant.serve.build import Model
+from xquant.serve.capacity import left_beside_recent
 
 from .guard import asked_for, refusing
 
 CONNECTOR = "XQuantConnector"
+logger = init_logger("vllm.xquant")  # vLLM shows the loggers below its own
 
 
 def wanted_of(config: Any) -> fit.Wanted | None:
-    found = config.additional_config
-    return None if asked_for(found) is None else fit.wanted(found)
+    """What a configuration asks for; None: nothing."""
+    found = asked_for(config.additional_config)
+    return fit.wanted(found) if found else None
 
 
 @refusing
@@ -46,7 +51,38 @@ def checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any)
     if why := _unfit(config, wanted, known):
         raise ValueError(f"xquant: {why} is not served yet")
     _check_angles(config, known, [codec.view for codec in codecs if not codec.rotated])
+    if connector:
+        _check_folder(connector)
+    _warn_of_recent(config, wanted, known)
     return config
+
+
+def _check_folder(options: fit.ConnectorOptions) -> None:
+    """Make it, as the processes that use it will."""
+    try:
+        Shelf(Path(options.path), options.nbytes)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ValueError(f"xquant: the connector's folder '{options.path}' cannot be used: {why}") from None
+
+
+def _warn_of_recent(config: VllmConfig, wanted: fit.Wanted, known: Model) -> None:
+    drafts, context = drafts_of(config), config.model_config.max_model_len
+    left = left_beside_recent(wanted, known, drafts, context)
+    if left < 0.5:
+        logger.warning(
+            "xquant: tail=%d and %d drafts leave room for %.0f%% of the tokens, in requests of %d, that would"
+            " fit without them: recent tokens are kept as they are",
+            wanted.method.tail,
+            drafts,
+            100 * left,
+            context,
+        )
+
+
+def drafts_of(config: VllmConfig) -> int:
+    """Tokens that are guessed at a time."""
+    return int(getattr(config.speculative_config, "num_speculative_tokens", None) or 0)
 
 
 def connector_options_of(config: VllmConfig) -> fit.ConnectorOptions | None:

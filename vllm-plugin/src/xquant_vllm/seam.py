@@ -37,7 +37,7 @@ from xquant.serve import fit
 from xquant.serve.build import DTYPES, EngineView
 from xquant.serve.capacity import Room, room_of
 
-from .checks import CONNECTOR, checked, model_of, rotary_angles, wanted_of
+from .checks import CONNECTOR, checked, drafts_of, model_of, rotary_angles, wanted_of
 from .exact import exact_of
 from .guard import is_wrapped, refusing, wrap
 
@@ -108,7 +108,7 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
     views = [_view(module, dtype) for module in found]
     known, angles = model_of(config), functools.cache(rotary_angles)
     codecs = fit.codecs_for(wanted, known, views, get_tensor_model_parallel_rank())
-    retention = wanted.retention(getattr(config.speculative_config, "num_speculative_tokens", 0))
+    retention = wanted.retention(drafts_of(config))
     room = room_of(codecs, retention, dtype, known.windows)
     for place, (parent, codec) in enumerate(zip(found, codecs, strict=True)):
         layer: Any = _attention(parent)
