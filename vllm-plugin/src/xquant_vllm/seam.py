@@ -36,8 +36,9 @@ from xquant.past.step import Batch, Retention, in_whole_blocks
 from xquant.serve import fit
 from xquant.serve.build import DTYPES, EngineView
 from xquant.serve.capacity import Room, room_of
+from xquant.serve.described import described, left_to_torch
 
-from .checks import CONNECTOR, checked, drafts_of, model_of, rotary_angles, wanted_of
+from .checks import CONNECTOR, checked, drafts_of, logger, model_of, rotary_angles, wanted_of
 from .exact import exact_of
 from .guard import is_wrapped, refusing, wrap
 
@@ -110,6 +111,10 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
     codecs = fit.codecs_for(wanted, known, views, get_tensor_model_parallel_rank())
     retention = wanted.retention(drafts_of(config))
     room = room_of(codecs, retention, dtype, known.windows)
+    if get_tensor_model_parallel_rank() == 0:
+        logger.info("xquant: %s", described(wanted, known, codecs, room, config.model_config.max_model_len))
+        if why := left_to_torch(wanted, codecs, room.block):
+            logger.warning("xquant: torch attends in place of kernels, which is slower: %s", why)
     for place, (parent, codec) in enumerate(zip(found, codecs, strict=True)):
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
