@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from prometheus_client import REGISTRY
+
 from support.processes import TESTS
 from support.vllm_engines import answers, calibrated, connector, engine, random_prompts, save_mixed, save_tiny
 
@@ -33,6 +35,12 @@ def hits(llm: Any, name: str = "external_prefix_cache_hits") -> float:
     return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
 
 
+def seconds(name: str) -> float:
+    """`hits` gives whole numbers."""
+    found = [each for metric in REGISTRY.collect() for each in metric.samples]
+    return sum(each.value for each in found if each.name == f"vllm:xquant_{name}_seconds_total")
+
+
 def test_another_engine_reads_what_one_has_stored(tiny: Path, tmp_path: Path) -> None:
     """Pages as they are: it answers as one that finds the prefixes in its own memory."""
     prompts = random_prompts(LONG, seed=3)
@@ -41,14 +49,20 @@ def test_another_engine_reads_what_one_has_stored(tiny: Path, tmp_path: Path) ->
         assert hits(llm) == 0
         again = answers(llm, prompts, 140)  # of its own memory
         assert hits(llm, "prefix_cache_hits") == 256 + 384 + 128
-    files = {file.name for file in (tmp_path / "s").glob("*.safetensors")}
+        files = {file.name: file.stat().st_size for file in (tmp_path / "s").glob("*.safetensors")}
+        assert hits(llm, "xquant_blocks_stored") == len(files) and not hits(llm, "xquant_blocks_left_out")
+        assert 0 <= sum(files.values()) - hits(llm, "xquant_bytes_stored") < 300 * len(files)  # headers
+        assert hits(llm, "xquant_blocks_missed") == 2 + 3 + 1 and not hits(llm, "xquant_blocks_loaded")
+        assert seconds("pack") > 0
     assert len(files) >= 2 + 3 + 1 + 4  # whole blocks of prompts and of what was generated
     with engine(tiny, "kivi-4bit", **kept(tmp_path / "s")) as llm:
         assert answers(llm, prompts, 140) == again
         assert hits(llm) == 256 + 384 + 128
+        assert hits(llm, "xquant_blocks_loaded") == 2 + 3 + 1 and not hits(llm, "xquant_blocks_missed")
+        assert hits(llm, "xquant_bytes_loaded") > 0 and seconds("unpack") > 0
         longer = [prompt + found for prompt, found in zip(prompts, first, strict=True)]
         answers(llm, longer, 4)
-    assert {file.name for file in (tmp_path / "s").glob("*.safetensors")} >= files
+    assert {file.name for file in (tmp_path / "s").glob("*.safetensors")} >= files.keys()
 
 
 ELSEWHERE = """
@@ -101,7 +115,7 @@ def test_a_block_that_is_damaged_or_gone_is_computed(tiny: Path, tmp_path: Path)
         with engine(tiny, "full", **kept(tmp_path / "s")) as llm:
             with pytest.warns(UserWarning, match="is damaged"):
                 assert answers(llm, prompts, 4) == want
-            assert hits(llm) in (0, 128)
+            assert hits(llm) in (0, 128) and hits(llm, "xquant_blocks_damaged") == 1
     assert len(list((tmp_path / "s").glob("*.safetensors"))) == 2
 
 
@@ -142,6 +156,7 @@ def test_a_disk_that_fails_stops_nobody(tiny: Path, tmp_path: Path, monkeypatch:
             assert [answers(llm, [prompt], 4) for prompt in prompts[:2]] == want[:2]
         assert sum("No space left" in str(each.message) for each in told) == 1
         assert [file.name for file in folder.iterdir()] == [".lock"]
+        assert hits(llm, "xquant_blocks_left_out") == 4 and not hits(llm, "xquant_blocks_stored")
         assert answers(llm, prompts[2:3], 4) == want[2]
         assert len(list(folder.glob("*.safetensors"))) == 2
         shutil.rmtree(folder)

@@ -52,6 +52,7 @@ class Shelf:
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder = folder
+        self.damaged = 0  # files, that were found by this object
         self._told: set[tuple[str, str]] = set()
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(folder / ".lock", poll_interval=_POLL)
@@ -103,6 +104,7 @@ class Shelf:
     def discard(self, name: str, why: str) -> None:
         """Remove a file that is not as it must be, with a warning."""
         path = self._path(name)
+        self.damaged += 1
         try:
             path.unlink(missing_ok=True)
             then = "it is removed"

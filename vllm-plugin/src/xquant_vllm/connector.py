@@ -28,6 +28,7 @@ from xquant.serve.recode import Blocks, Recoder, Stored
 
 from .checks import connector_options_of, model_of
 from .identity import Adapters, of_engine
+from .metrics import Counts, Metrics
 from .seam import RING, PagedImpl
 
 
@@ -71,8 +72,8 @@ class _Sequence:
     pages: list[int] = field(default_factory=list)
     saved: int = 0
     """Its blocks that are stored, or were loaded."""
-    first: int = 0
-    """The first block that was looked for in the folder."""
+    first: int | None = None
+    """The first block that was looked for in the folder; None: it was not yet."""
     sound: set[str] = field(default_factory=set)
     """Files that were read and found whole: a request that waits is looked for at every step."""
 
@@ -108,6 +109,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         self._shards = vllm_config.parallel_config.tensor_parallel_size
         self._sequences: dict[str, _Sequence] = {}
         self._work = Work()
+        self._counts, self._damaged = Counts(), 0
         self._recoder: Recoder | None = None
         self._failed: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
@@ -116,6 +118,21 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # what was not stored is computed again
+
+    # -- what is counted, in both ---------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> Counts | None:
+        self._counts.add("blocks_damaged", self._shelf.damaged - self._damaged)
+        self._damaged = self._shelf.damaged
+        return self._counts.taken()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Counts:
+        return Counts(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> Metrics:
+        return Metrics(*given)
 
     # -- in the scheduler --------------------------------------------------------------------------
 
@@ -132,6 +149,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             if not all(self._is_there(each, sequence.sound) for each in parts):
                 break
             count += 1
+        if sequence.first is None:  # a request that waits is asked for again
+            self._counts.add("blocks_missed", most - first - count)
         sequence.first = first
         return count * self._block, False
 
@@ -146,7 +165,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         if not count:
             return
         sequence = self._sequences[request.request_id]
-        first = sequence.first
+        first = sequence.first or 0
         names = sequence.names(first, first + count)
         pages = blocks.get_block_ids()[self._group][first : first + count]
         starts = [self._block * place for place in range(first, first + count)]
@@ -208,7 +227,11 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
                     break
                 found.append(stored)
             count = len(found)
-            self._fill(found, load)
+            with self._counts.timing("unpack_seconds"):
+                self._fill(found, load)
+            self._counts.add("blocks_loaded", count)
+            self._counts.add("blocks_missed", len(names) - count)  # dropped since they were found
+            self._counts.add("bytes_loaded", sum(map(_nbytes, found)))
             self._shelf.touch(names[:count])
             self._failed |= set(load.pages[count:])
 
@@ -226,13 +249,18 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         for save in self._given().saves:
             names = [_part(name, get_tensor_model_parallel_rank()) for name in save.names]
             missing = [i for i, name in enumerate(names) if name not in self._shelf]
-            made = dict(zip(missing, self._packed(save, missing), strict=True))
+            with self._counts.timing("pack_seconds"):
+                made = dict(zip(missing, self._packed(save, missing), strict=True))
 
             def make(place: int, made: dict[int, Stored] = made, save: Save = save) -> Stored:
                 # Another process may have dropped a block since.
                 return made[place] if place in made else self._packed(save, [place])[0]
 
-            self._shelf.put(names, make)
+            there = self._shelf.put(names, make)
+            new = [stored for place, stored in made.items() if place < there]
+            self._counts.add("blocks_stored", len(new))
+            self._counts.add("blocks_left_out", len(made) - len(new))
+            self._counts.add("bytes_stored", sum(map(_nbytes, new)))
 
     def _given(self) -> Work:
         found = self._get_connector_metadata()
@@ -310,3 +338,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
 def _part(name: str, rank: int) -> str:
     """The file of a block that a shard of the heads has."""
     return f"{name}-{rank}"
+
+
+def _nbytes(stored: Stored) -> int:
+    return sum(part.nbytes for part in stored.values())
