@@ -119,6 +119,27 @@ def test_a_block_that_is_damaged_or_gone_is_computed(tiny: Path, tmp_path: Path)
     assert len(list((tmp_path / "s").glob("*.safetensors"))) == 2
 
 
+def test_a_block_that_is_dropped_after_it_was_found_is_read(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has a limit, too. vLLM would end the engine where such a block cannot be loaded."""
+    from xquant_vllm.connector import XQuantConnector
+
+    prompts, load = random_prompts([300, 400], seed=3), XQuantConnector.start_load_kv
+    with engine(tiny, "full", **kept(tmp_path / "s")) as llm:
+        want = answers(llm, prompts, 4)
+
+    def dropped(connector: Any, *given: Any, **more: Any) -> None:
+        for file in (tmp_path / "s").glob("*.safetensors"):
+            file.unlink()
+        load(connector, *given, **more)
+
+    monkeypatch.setattr(XQuantConnector, "start_load_kv", dropped)
+    with engine(tiny, "full", **kept(tmp_path / "s")) as llm:
+        assert answers(llm, prompts, 4) == want
+        assert hits(llm) >= 256 and hits(llm, "xquant_blocks_loaded") >= 2
+
+
 def test_what_another_method_read_is_not_found(tiny: Path, tmp_path: Path) -> None:
     """States of a 2-bit engine are no states of a full one, however they are stored."""
     prompts = random_prompts([400], seed=3)

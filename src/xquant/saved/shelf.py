@@ -79,10 +79,6 @@ class Shelf:
         """Of all files."""
         return list(self._seen())
 
-    def is_sound(self, name: str) -> bool:
-        """Whether a name has a file whose bytes are as they were written; one that has not is removed."""
-        return self.get(name) is not None
-
     def get(self, name: str) -> Tensors | None:
         """What was put under a name; None where nothing is, or where it is damaged."""
         content = None

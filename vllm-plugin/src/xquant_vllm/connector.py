@@ -34,10 +34,11 @@ from .seam import RING, PagedImpl
 
 @dataclass
 class Load:
-    """Blocks to be read into pages: their names, the positions that they start at, and the ids of all tokens
-    of them."""
+    """Blocks to be written to pages: of each its name, what was read of every shard, the position that it
+    starts at, and the ids of all its tokens."""
 
     names: list[str]
+    stored: list[list[Stored]]
     pages: list[int]
     starts: list[int]
     ids: list[int]
@@ -72,10 +73,8 @@ class _Sequence:
     pages: list[int] = field(default_factory=list)
     saved: int = 0
     """Its blocks that are stored, or were loaded."""
-    first: int | None = None
-    """The first block that was looked for in the folder; None: it was not yet."""
-    sound: set[str] = field(default_factory=set)
-    """Files that were read and found whole: a request that waits is looked for at every step."""
+    looked_for: bool = False
+    """Whether its blocks were looked for in the folder."""
 
     @property
     def hashes(self) -> Sequence[bytes]:
@@ -86,6 +85,19 @@ class _Sequence:
         """Of its blocks."""
         root = self.root or b""
         return [hashlib.sha256(root + bytes(each)).hexdigest() for each in self.hashes[first:stop]]
+
+
+@dataclass
+class _Found:
+    """What was read of the folder for a request, until it has pages. vLLM 0.32 ends the engine where a block
+    that was found is not loaded, if layers have more than one kind of cache, as pages and rings are. So what
+    is found is held."""
+
+    request: str = ""
+    first: int = 0
+    """The first of these blocks."""
+    stored: list[list[Stored]] = field(default_factory=list)
+    """Of each block, by shard."""
 
 
 class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
@@ -108,7 +120,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         self._group = next(i for i, each in groups if not each.layer_names[0].endswith(RING))
         self._shards = vllm_config.parallel_config.tensor_parallel_size
         self._sequences: dict[str, _Sequence] = {}
-        self._work = Work()
+        self._work, self._found = Work(), _Found()
         self._counts, self._damaged = Counts(), 0
         self._recoder: Recoder | None = None
         self._failed: set[int] = set()
@@ -143,34 +155,40 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         first, most = num_computed_tokens // self._block, (request.num_tokens - 1) // self._block
-        count, sequence = 0, self._sequences[request.request_id]
-        for name in sequence.names(first, most):
-            parts = [_part(name, rank) for rank in range(self._shards)]
-            if not all(self._is_there(each, sequence.sound) for each in parts):
-                break
-            count += 1
-        if sequence.first is None:  # a request that waits is asked for again
-            self._counts.add("blocks_missed", most - first - count)
-        sequence.first = first
-        return count * self._block, False
+        sequence, found = self._sequences[request.request_id], self._found
+        if (found.request, found.first) != (request.request_id, first):
+            names = sequence.names(first, most)
+            found = self._found = _Found(request.request_id, first, self._read(names))
+            if not sequence.looked_for:  # a request that waits may be asked for again
+                self._counts.add("blocks_missed", len(names) - len(found.stored))
+            sequence.looked_for = True
+        return len(found.stored) * self._block, False
 
-    def _is_there(self, name: str, sound: set[str]) -> bool:
-        """Whether the folder has a whole file; one among the ``sound`` is not read again."""
-        if name not in sound and self._shelf.is_sound(name):
-            sound.add(name)
-        return name in sound and name in self._shelf
+    def _read(self, names: Sequence[str]) -> list[list[Stored]]:
+        """The first of these blocks, as far as the folder has all shards of them, whole."""
+        read: list[list[Stored]] = []
+        for name in names:
+            parts = [self._shelf.get(_part(name, rank)) for rank in range(self._shards)]
+            whole = [part for part in parts if part is not None]
+            if len(whole) < self._shards:
+                break
+            read.append(whole)
+        return read
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         count = num_external_tokens // self._block
         if not count:
             return
-        sequence = self._sequences[request.request_id]
-        first = sequence.first or 0
+        found, self._found = self._found, _Found()
+        assert found.request == request.request_id  # vLLM gives pages to whom it asked for last
+        sequence, first = self._sequences[request.request_id], found.first
         names = sequence.names(first, first + count)
         pages = blocks.get_block_ids()[self._group][first : first + count]
         starts = [self._block * place for place in range(first, first + count)]
         ids = self._ids(request, first, first + count)
-        self._work.loads.append(Load(names, pages, starts, ids))
+        self._work.loads.append(Load(names, found.stored[:count], pages, starts, ids))
+        for rank in range(self._shards):
+            self._shelf.touch([_part(name, rank) for name in names])
         sequence.saved = first + count
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -201,6 +219,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._sequences.pop(request.request_id, None)
+        if self._found.request == request.request_id:
+            self._found = _Found()
         return False, None
 
     def request_finished_all_groups(
@@ -215,25 +235,19 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     # -- in the worker ----------------------------------------------------------------------------------
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
+        rank = get_tensor_model_parallel_rank()
         for load in self._given().loads:
-            names = [_part(name, get_tensor_model_parallel_rank()) for name in load.names]
             found: list[Stored] = []
-            for name, start in zip(names, load.starts, strict=True):
-                stored = self._shelf.get(name)
-                if stored is None:
+            for name, parts, start in zip(load.names, load.stored, load.starts, strict=True):
+                if not self._worker.fits(parts[rank], start):
+                    self._shelf.discard(_part(name, rank), "it holds something else than the method stores")
                     break
-                if not self._worker.fits(stored, start):
-                    self._shelf.discard(name, "it holds something else than the method stores")
-                    break
-                found.append(stored)
-            count = len(found)
+                found.append(parts[rank])
             with self._counts.timing("unpack_seconds"):
                 self._fill(found, load)
-            self._counts.add("blocks_loaded", count)
-            self._counts.add("blocks_missed", len(names) - count)  # dropped since they were found
+            self._counts.add("blocks_loaded", len(found))
             self._counts.add("bytes_loaded", sum(map(_nbytes, found)))
-            self._shelf.touch(names[:count])
-            self._failed |= set(load.pages[count:])
+            self._failed |= set(load.pages[len(found) :])
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
