@@ -6,7 +6,7 @@
 # make matrix   every method in every family and way to generate, for an hour; make test runs a part
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
-# make serve-stress   its server with many clients, and thousands of random requests
+# make serve-stress   its server with many clients, its folder of blocks damaged, and thousands of random requests
 # make lmcache        two engines that share prompts through LMCache's servers, by each serde
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make gpu-cache       compiles the kernels for it, into a file that make gpu takes along if it is there
@@ -32,7 +32,7 @@ SERVE_STAMP := .venv-serve/.installed
 SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
 PAGED := $(addprefix tests/past/test_,paged.py pages.py slots.py step.py)
 SERVE_TESTS = vllm-plugin/tests tests/serve $(PAGED) $(patsubst %,--ignore=%,$(STRESS) $(TIERS))
-STRESS := vllm-plugin/tests/test_random_requests.py vllm-plugin/tests/test_server.py
+STRESS := $(patsubst %,vllm-plugin/tests/test_%.py,random_requests server failing_store)
 TIERS := vllm-plugin/tests/test_lmcache.py
 
 # What is installed on a machine with a GPU, and nothing else; torch brings Triton 3.6.
@@ -133,7 +133,7 @@ serve-test: serve-env
 	$(SERVE_RUN) $(TIERS)
 	$(SERVE_RUN) $(SERVE_TESTS)
 
-# An OpenAI server with its clients, and 2,000 random requests.
+# An OpenAI server with its clients, one whose folder of blocks fails, and 2,000 random requests.
 serve-stress: serve-env
 	XQUANT_REQUESTS=2000 $(SERVE_RUN) $(STRESS)
 

@@ -2,10 +2,7 @@
 by `make serve-stress`."""
 
 import asyncio
-import json
-import os
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,30 +17,12 @@ pytest.importorskip("vllm")
 import openai
 
 from support.vllm_engines import save_tiny
+from support.vllm_server import command_of, environment, served
 from xquant import load_model
 
 PORT = 8765
 CHATS = 16
 SYSTEM = "You answer questions about steam engines, shortly and in whole sentences. " * 20
-
-
-def _command(folder: Path, port: int, **own: Any) -> list[str]:
-    options = {
-        "model": folder,
-        "served-model-name": "served",
-        "port": port,
-        "dtype": "float32",
-        "max-model-len": 1024,
-        "max-num-seqs": CHATS,
-        "kv-cache-memory-bytes": 48 << 20,
-        "additional-config": json.dumps({"xquant_kernel": "reference", **own}),
-    }
-    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *given]
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -57,18 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[str]:
-    command = _command(folder, PORT, xquant="kivi-4bit", xquant_attend="store")
-    process = subprocess.Popen(command, env=_environment())
-    try:
-        for _ in range(900):
-            if _answers("/health") is not None or process.poll() is not None:
-                break
-            time.sleep(1)
-        assert process.poll() is None
-        yield f"http://127.0.0.1:{PORT}/v1"
-    finally:
-        process.terminate()
-        process.wait(60)
+    command = command_of(folder, PORT, CHATS, xquant="kivi-4bit", xquant_attend="store")
+    with served(command, PORT) as address:
+        yield f"{address}/v1"
 
 
 def _answers(path: str) -> str | None:
@@ -147,8 +117,8 @@ def test_what_is_too_long_is_refused_and_the_server_goes_on(server: str) -> None
 
 def test_a_refusal_is_one_line(folder: Path) -> None:
     done = subprocess.run(
-        _command(folder, PORT + 1, xquant="kivi-9bit"),
-        env={**_environment(), "VLLM_LOGGING_LEVEL": "ERROR"},
+        command_of(folder, PORT + 1, CHATS, xquant="kivi-9bit"),
+        env={**environment(), "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
         timeout=1800,
