@@ -10,6 +10,7 @@ engine found, the error of keys and values, and how many greedy tokens are those
 """
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -41,8 +42,9 @@ PATIENCE = 120
 @click.option("--text", required=True, help="A file, or help-topics.")
 @click.option("--context", default=1000, show_default=True, help="Tokens of a window.")
 @click.option("--windows", default=4, show_default=True)
+@click.option("--dtype", default="float32", show_default=True, help="Of the engines, and of what is stored.")
 @click.option("--json", "target", required=True)
-def main(specs: tuple[str, ...], text: str, context: int, windows: int, target: str) -> None:
+def main(specs: tuple[str, ...], text: str, context: int, windows: int, dtype: str, target: str) -> None:
     from importlib.metadata import version
 
     import torch
@@ -52,19 +54,19 @@ def main(specs: tuple[str, ...], text: str, context: int, windows: int, target: 
     from xquant.results import stamp, write_json
     from xquant.text import cut_windows, read_text, text_name
 
-    model, tokenizer = load_model("smollm2", torch.bfloat16)
+    model, tokenizer = load_model("smollm2")
     ids = cut_windows(model, tokenizer, read_text(text), context, windows)
     place = str(packaged_folder())
     serdes: dict[str, dict[str, Any] | None] = {ALONE: None, NONE: None, FP8: {"type": FP8}}
     for spec in specs:
         if parse_method(spec).needs_calibration:
             own_calibration(model, tokenizer, parse_method(spec))
-        serdes[spec] = {"type": "xquant", "model": place, "method": spec, "layout": "vllm-cpu"}
+        serdes[spec] = {"type": "xquant", "model": place, "method": spec}
     rows: list[dict[str, Any]] = []
     stored = windows * (context // CHUNK)
     with tempfile.TemporaryDirectory() as name:
         task = Path(name) / "windows.json"
-        task.write_text(json.dumps(ids.tolist()))
+        task.write_text(json.dumps({"dtype": dtype, "windows": ids.tolist()}))
         reference = _answer(place, task, None)["tokens"]
         for serde, options in serdes.items():
             folder = Path(name) / serde
@@ -80,16 +82,17 @@ def main(specs: tuple[str, ...], text: str, context: int, windows: int, target: 
                 "serde": serde,
                 "chunks": len(sizes),
                 "bytes": sum(sizes),
+                "bf16_bytes": 2 * len(sizes) * math.prod(_shape(model.config)),
                 "hits": [each["hits"] for each in passes],
                 "asked": windows * context,
                 "same_tokens": [_agreed(reference, each["tokens"]) for each in passes],
                 "tokens": ANSWER * windows,
             }
             if options is not None:
-                row |= _errors(Path(name) / NONE, folder, options, model)
+                row |= _errors(Path(name) / NONE, folder, options, model.config, getattr(torch, dtype))
             rows.append(row)
             click.echo(json.dumps(row))
-    subject = {"context": context, "windows": windows, "dtype": "bfloat16", "text": text_name(text)}
+    subject = {"context": context, "windows": windows, "dtype": dtype, "text": text_name(text)}
     versions = {"vllm": version("vllm-cpu"), "lmcache": version("lmcache")}
     write_json(target, stamp(rows, model="smollm2", **versions, **subject))
 
@@ -116,7 +119,8 @@ def answer(model: str, task: str, port: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
 
-    windows = json.loads(Path(task).read_text())
+    asked = json.loads(Path(task).read_text())
+    windows = asked["windows"]
     options: dict[str, Any] = {}
     if port:
         extra = {"lmcache.mp.host": "127.0.0.1", "lmcache.mp.port": int(port)}
@@ -125,7 +129,7 @@ def answer(model: str, task: str, port: str) -> None:
         options["kv_transfer_config"] = {**transfer, "kv_connector_extra_config": extra}
     llm = LLM(
         model,
-        dtype="bfloat16",
+        dtype=asked["dtype"],
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         disable_log_stats=False,
@@ -135,8 +139,8 @@ def answer(model: str, task: str, port: str) -> None:
         kv_cache_memory_bytes=512 << 20,
         **options,
     )
-    asked = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
-    found = [llm.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)[0] for ids in windows]
+    greedy = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    found = [llm.generate([{"prompt_token_ids": ids}], greedy, use_tqdm=False)[0] for ids in windows]
     tokens = [list(each.outputs[0].token_ids) for each in found]
     hits = sum(each.num_cached_tokens or 0 for each in found)
     print("\n" + json.dumps({"tokens": tokens, "hits": hits}))
@@ -200,7 +204,12 @@ class Held:
         self.tensor = tensor
 
 
-def _errors(plain: Path, packed: Path, serde: dict[str, Any], model: Any) -> dict[str, float]:
+def _shape(config: Any) -> tuple[int, ...]:
+    """Of the states of a chunk."""
+    return 1, config.num_hidden_layers, CHUNK, 2 * config.num_key_value_heads * config.head_dim
+
+
+def _errors(plain: Path, packed: Path, serde: dict[str, Any], config: Any, dtype: Any) -> dict[str, float]:
     """Of keys and of values, relative to their norm, over all chunks."""
     import torch
     from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
@@ -208,14 +217,12 @@ def _errors(plain: Path, packed: Path, serde: dict[str, Any], model: Any) -> dic
     import xquant_lmcache  # noqa: F401 - registers the serde
     from xquant_lmcache.states import BLOCKS, Heads, rows_of
 
-    config = model.config
-    heads = Heads(config.num_key_value_heads, config.head_dim)
-    shape = (1, config.num_hidden_layers, CHUNK, 2 * heads.kv_heads * heads.head_size)
+    shape, heads = _shape(config), Heads(config.num_key_value_heads, config.head_dim)
     kind, kwargs = serde["type"], {name: each for name, each in serde.items() if name != "type"}
     processor = create_serde_processor(SerdeConfig(kind, kwargs))
     names = sorted(file.name for file in packed.glob("*.data"))
     raw = [torch.frombuffer(bytearray((packed / name).read_bytes()), dtype=torch.uint8) for name in names]
-    found = [torch.zeros(shape, dtype=torch.bfloat16) for _ in names]
+    found = [torch.zeros(shape, dtype=dtype) for _ in names]
     task = processor.submit_deserialize([*map(Held, raw)], [*map(Held, found)], [None] * len(names))
     while (done := processor.query_deserialize_result(task)) is None:
         time.sleep(0.1)
@@ -225,7 +232,7 @@ def _errors(plain: Path, packed: Path, serde: dict[str, Any], model: Any) -> dic
     errors, norms = torch.zeros(2), torch.zeros(2)
     for name, states in zip(names, found, strict=True):
         content = bytearray((plain / name).read_bytes())
-        exact = torch.frombuffer(content, dtype=torch.bfloat16).view(shape)
+        exact = torch.frombuffer(content, dtype=dtype).view(shape)
         read, wanted = (
             rows_of(each, BLOCKS, heads).float().unflatten(-1, (2, -1)) for each in (states, exact)
         )

@@ -1,6 +1,7 @@
 """LMCache's second tier with our serde: its own adapter of a folder, in this process."""
 
 import json
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -26,9 +27,10 @@ from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_
 from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
 from lmcache.v1.distributed.serde import create_serde_processor
 from lmcache.v1.mp_observability.event import Event, EventType
+from lmcache.v1.mp_observability.event_bus import EventBusConfig, init_event_bus
 
 from xquant_lmcache import places
-from xquant_lmcache.states import APART, BLOCK, BLOCKS, FUSED, Heads, rows_of, write_rows
+from xquant_lmcache.states import APART, BLOCK, BLOCKS, FUSED, Heads, layout_of, rows_of, write_rows
 
 TOKENS, CHUNKS = 256, 2
 IDS = prompt(1, TOKENS * CHUNKS)
@@ -74,18 +76,19 @@ def told() -> Event:
     return Event(event_type=EventType.MP_TOKENS, session_id="one", metadata=bound)
 
 
+def described(place: Path, serde: dict[str, Any]) -> dict[str, Any]:
+    """A tier as the page describes it, with another folder and serde."""
+    page = (Path(__file__).parents[2] / "docs" / "across-machines.md").read_text()
+    (block,) = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    given: dict[str, Any] = json.loads(block)
+    return given | {"adapter_params": {"base_path": str(place)}, "serde": given["serde"] | serde}
+
+
 class Tier:
     """The second tier of a process."""
 
     def __init__(self, place: Path, **serde: Any) -> None:
-        given = {
-            "type": "plugin",
-            "module_path": "xquant_lmcache",
-            "class_name": "FSAdapter",
-            "adapter_params": {"base_path": str(place)},
-        }
-        if serde:
-            given["serde"] = {"type": "xquant", **serde}
+        given = described(place, serde)
         (config,) = parse_args_to_l2_adapters_config(Namespace(l2_adapter=[json.dumps(given)])).adapters
         memory = L1MemoryManagerConfig(size_in_bytes=1 << 26, use_lazy=False, shm_name="")
         self.first = L1Manager(L1ManagerConfig(memory_config=memory))
@@ -179,6 +182,23 @@ def test_another_process_reads_what_one_stored(
 
 
 @pytest.mark.parametrize("spec", PLACED)
+def test_the_first_chunk_of_a_server_is_stored(
+    model: Any, folder: Path, chunks: list[Tensor], tmp_path: Path, spec: str
+) -> None:
+    """A server publishes nothing that nobody listens to."""
+    bus = init_event_bus(EventBusConfig(enabled=True))
+    bus.start()
+    try:
+        with tier(tmp_path / "tier", **options(model, folder, spec, tmp_path)) as one:
+            assert bus.has_subscribers(EventType.MP_TOKENS)
+            bus.publish(told())
+            assert one.store(chunks)
+    finally:
+        bus.stop()
+        init_event_bus(EventBusConfig(enabled=False))
+
+
+@pytest.mark.parametrize("spec", PLACED)
 def test_a_place_that_was_not_told_is_a_miss(
     model: Any, folder: Path, chunks: list[Tensor], tmp_path: Path, monkeypatch: Any, spec: str
 ) -> None:
@@ -238,6 +258,8 @@ def test_states_come_back_in_every_layout(layout: str) -> None:
     width = HEADS.kv_heads * HEADS.head_size
     shape = (2, 3, TOKENS, width) if layout == APART else (1, 3, TOKENS, 2 * width)
     states = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if layout != FUSED:  # which is taken where torch has CUDA
+        assert layout_of(states.shape) == layout
     rows = rows_of(states, layout, HEADS)
     assert rows.shape == (3, TOKENS, 2 * width)
     if layout == FUSED:

@@ -218,7 +218,8 @@ def calibration_for(method: Method, model: Model, file: str | None) -> Calibrati
     except OSError as error:
         raise ValueError(str(error)) from None
     if found is None:
-        raise ValueError(f"{method.how_to_calibrate}; here it is xquant_calibration=FILE")
+        option = "xquant_calibration=FILE of an engine, calibration=FILE of what stores"
+        raise ValueError(f"{method.how_to_calibrate}; here it is {option}")
     return found
 
 

@@ -17,8 +17,8 @@ from xquant.serve.build import DTYPES, Model
 from xquant.serve.chunk import ChunkCoder
 from xquant.serve.fit import Wanted, parse
 
-from .places import Place, Places
-from .states import APART, LAYOUTS, Heads, check, rows_of, write_rows
+from .places import Places
+from .states import LAYOUTS, Heads, check, layout_of, rows_of, write_rows
 
 NAME = "xquant"
 _OPTIONS = {"model", "method", "calibration", "layout", "max_workers"}
@@ -35,7 +35,8 @@ def make(options: dict[str, Any]) -> SerdeProcessor:
 
     Args:
         options: ``model``, the folder or name of a checkpoint; ``method``, a spec; ``calibration``, a file,
-            for methods that do not find theirs; ``layout`` of states, see `states`; ``max_workers``.
+            for methods that do not find theirs; ``layout`` of states, where it is not `states.layout_of`
+            them; ``max_workers``.
 
     Raises:
         ValueError: an option that is unknown or no such thing, or what cannot be served.
@@ -43,8 +44,8 @@ def make(options: dict[str, Any]) -> SerdeProcessor:
     if unknown := options.keys() - _OPTIONS:
         known = ", ".join(sorted(_OPTIONS))
         raise ValueError(f"xquant: a serde has no option '{min(unknown)}': one of {known}")
-    layout = options.get("layout", APART)
-    if layout not in LAYOUTS:
+    layout = options.get("layout")
+    if layout not in (None, *LAYOUTS):
         raise ValueError(f"xquant: 'layout' is one of {', '.join(LAYOUTS)}, not {layout!r}")
     model = options.get("model")
     if not isinstance(model, str) or not model:
@@ -61,15 +62,16 @@ class Coding:
     Args:
         folder: of the checkpoint, or its name.
         wanted: the method.
-        layout: of states.
+        layout: of states; None: what `states.layout_of` tells.
     """
 
-    def __init__(self, folder: str, wanted: Wanted, layout: str) -> None:
+    def __init__(self, folder: str, wanted: Wanted, layout: str | None) -> None:
         self._config, self._folder = AutoConfig.from_pretrained(folder).get_text_config(decoder=True), folder
         self._wanted, self._layout = wanted, layout
         self._coders: dict[tuple[int, torch.dtype], ChunkCoder] = {}
-        self._places: Places | None = None
-        self._coder(wanted.method.group, torch.float32)  # what cannot be served is refused now
+        coder = self._coder(wanted.method.group, torch.float32)  # what cannot be served is refused now
+        # At once: LMCache's server says where a chunk stands as it stores it, and to listeners alone.
+        self._places = Places() if coder.needs_positions else None
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Of a chunk whose states are of this shape."""
@@ -78,19 +80,22 @@ class Coding:
     def pack(self, states: Any, name: bytes) -> Any:
         """The bytes of a chunk with this hash."""
         coder, heads = self._for(tuple(states.shape), states.dtype)
-        place = self._place(coder, name)
-        rows = rows_of(states, self._layout, heads)
+        place = None if self._places is None else self._places.of(name)
+        rows = rows_of(states, self._layout_of(states.shape), heads)
         return coder.encode(rows) if place is None else coder.encode(rows, place.start, place.ids)
 
     def unpack(self, held: Any, states: Any) -> None:
         """Write the states of a chunk that was packed."""
         coder, heads = self._for(tuple(states.shape), states.dtype)
-        write_rows(coder.decode(held), states, self._layout, heads)
+        write_rows(coder.decode(held), states, self._layout_of(states.shape), heads)
 
     def _for(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[ChunkCoder, Heads]:
         view = self._coder(self._wanted.method.group, dtype).view
         heads = Heads(view.kv_heads, view.head_size)
-        return self._coder(check(shape, dtype, self._layout, heads), dtype), heads
+        return self._coder(check(shape, dtype, self._layout_of(shape), heads), dtype), heads
+
+    def _layout_of(self, shape: tuple[int, ...]) -> str:
+        return self._layout or layout_of(shape)
 
     def _coder(self, tokens: int, dtype: torch.dtype) -> ChunkCoder:
         if dtype not in DTYPES:
@@ -99,13 +104,6 @@ class Coding:
             model = Model(self._config, dtype, self._folder)
             self._coders[tokens, dtype] = ChunkCoder(model, self._wanted, tokens)
         return self._coders[tokens, dtype]
-
-    def _place(self, coder: ChunkCoder, name: bytes) -> Place | None:
-        if not coder.needs_positions:
-            return None
-        if self._places is None:
-            self._places = Places()
-        return self._places.of(name)
 
 
 class Packing(Serializer):

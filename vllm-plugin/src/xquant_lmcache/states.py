@@ -23,6 +23,14 @@ class Heads(NamedTuple):
     head_size: int
 
 
+def layout_of(shape: tuple[int, ...]) -> str:
+    """The layout of states of this shape, which vLLM has where it runs as this process does: `APART` is seen;
+    of the others, one is that of its backend for CPUs."""
+    if len(shape) == 4 and shape[0] == 2:
+        return APART
+    return FUSED if torch.cuda.is_available() else BLOCKS
+
+
 def rows_of(states: Tensor, layout: str, heads: Heads) -> Tensor:
     """Keys beside values, ``[L, T, W]``, of the states of a chunk.
 
