@@ -23,6 +23,8 @@ def test_what_a_script_imports_is_there(script: Path) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("xquant"):
             if "triton.jit" in str(node.module):
                 pytest.importorskip("triton", minversion="3.5")
+            if str(node.module).startswith("xquant_lmcache"):
+                pytest.importorskip("lmcache")
             if str(node.module).startswith("xquant_vllm"):
                 pytest.importorskip("vllm")
             module = importlib.import_module(str(node.module))
