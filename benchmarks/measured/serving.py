@@ -59,3 +59,20 @@ def serving_store() -> str:
         body.append([name, hits, fewer, f"{row['perplexity']:.2f}", ratio])
     head = ["stored by", "tokens found", "times fewer bytes than bf16", "perplexity", "ratio"]
     return markdown(head, body)
+
+
+@table
+def across_machines() -> str:
+    """What LMCache's second tier keeps by each serde, and how a second engine goes on from it."""
+    found = rows("across-machines")
+    body = []
+    for row in found:
+        if row["serde"] == "engine":
+            continue
+        serde = row["serde"] if row["serde"] in ("none", "fp8") else code(row["serde"])
+        errors = [f"{row[name]:.3f}" if name in row else "" for name in ("key_error", "value_error")]
+        size = f"{row['bytes'] / 1e6:.1f} MB", f"{row['bf16_bytes'] / row['bytes']:.1f}"
+        hits = f"{row['hits'][-1] / row['asked']:.0%}"
+        body.append([serde, *size, hits, *errors, f"{row['same_tokens'][-1]} of {row['tokens']}"])
+    head = ["serde", "in the folder", "times fewer than bf16", "tokens found", "error of keys", "of values"]
+    return markdown([*head, "greedy tokens that are the same"], body)
