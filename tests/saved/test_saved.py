@@ -20,6 +20,7 @@ from support.caches import calibration, make_cache
 from support.generation import beams, generate, greedy, sampling
 from support.method_matrix import IDENTITY, LOW, RIVALS
 from support.models import prompt, tiny
+from support.processes import import_path
 from support.quantized_weights import SIZES, hqq
 from support.saved_caches import SOME, Run, lived, loaded, model_of
 from support.unusual_models import SWITCH, long_rope
@@ -226,10 +227,9 @@ def test_another_process_goes_on_to_the_bit(tmp_path: Path) -> None:
                 model(prompt(1, 75), past_key_values=cache)
             cache.save(file)
             wanted[file] = four_steps(model, cache)
-    tests = Path(__file__).parent
-    paths = os.pathsep.join(map(str, (tests, tests.parent)))
     command = [sys.executable, "-c", ELSEWHERE, str(tmp_path)]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": paths})
+    environment = {**os.environ, "PYTHONPATH": import_path(Path(__file__).parent)}
+    subprocess.run(command, check=True, env=environment)
     for file, want in wanted.items():
         assert torch.equal(torch.load(file.with_suffix(".logits")), want)
 

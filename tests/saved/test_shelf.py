@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from support.models import prompt
+from support.processes import import_path
 from support.saved_caches import two_layers
 from test_prefixes import SPEC, filled, model_of, store_of
 from xquant import PrefixStore
@@ -149,8 +150,7 @@ def test_eight_processes_that_are_killed_at_any_moment(family: str, tmp_path: Pa
     one = PrefixStore(tmp_path / "one", model, SPEC)
     one.put(filled(model, SPEC, ids), ids)
     limit, folder = 5 * one.nbytes, tmp_path / "all"
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(tests), "PYTHONWARNINGS": "error::UserWarning"}
+    environment = {**os.environ, "PYTHONPATH": import_path(), "PYTHONWARNINGS": "error::UserWarning"}
     counts: dict[str, int] = {"put": 0, "hit": 0, "miss": 0, "killed": 0}
     failures: list[str] = []
     done = threading.Event()
