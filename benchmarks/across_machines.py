@@ -214,8 +214,7 @@ def _errors(plain: Path, packed: Path, serde: dict[str, Any], config: Any, dtype
     import torch
     from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
 
-    import xquant_lmcache  # noqa: F401 - registers the serde
-    from xquant_lmcache.states import BLOCKS, Heads, rows_of
+    from xquant_lmcache.states import BLOCKS, Heads, rows_of  # whose package registers the serde
 
     shape, heads = _shape(config), Heads(config.num_key_value_heads, config.head_dim)
     kind, kwargs = serde["type"], {name: each for name, each in serde.items() if name != "type"}

@@ -25,9 +25,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What the plugin logs; vLLM lets nothing of it reach the root."""
-    import vllm.logger  # noqa: F401  it takes the handlers of loggers that are there
+    from vllm.logger import init_logger  # whose import takes the handlers of loggers that are there
 
-    logger = logging.getLogger("vllm.xquant")
+    logger = init_logger("vllm.xquant")
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.INFO, logger.name):
         yield caplog
