@@ -6,7 +6,7 @@
     .venv-serve/bin/python benchmarks/serving.py overhead --json FILE
 
 Each contender is an engine in a process of its own, with the same memory for its cache; `stock` is vLLM as it
-is. A load is `--requests` random prompts at once, without prefix hits. `speed` starts all engines and lets
+is, `stock-fp8` with its own cache of 8 bits. A load is `--requests` random prompts at once, without prefix hits. `speed` starts all engines and lets
 them take the load in turn, round by round, while the others sleep: first with one new token each, which is
 reading the prompts, then with `--new` tokens.
 """
@@ -23,7 +23,9 @@ from typing import Any
 
 import click
 
-STOCK = "stock"
+STOCK, FP8 = "stock", "stock-fp8"
+DTYPES = {STOCK: "auto", FP8: "fp8"}
+"""What vLLM's own caches are kept in."""
 MIB = 1 << 20
 Engine = subprocess.Popen[str]
 
@@ -128,7 +130,7 @@ def overhead(context: int, new: int, requests: int, **given: Any) -> None:
     """What a layer takes in a step that decodes, beside the native library: Python and torch."""
     begun, load = time.perf_counter(), {"context": context, "new": new, "requests": requests}
     rows = []
-    for spec in _contenders(given)[1:]:
+    for spec in filter(lambda spec: spec not in DTYPES, _contenders(given)):
         engine = _start(spec, given | load | {"timed": True})
         rows.append(_answer(engine) | _ask(engine, new))
         engine.communicate("stop\n")
@@ -138,7 +140,7 @@ def overhead(context: int, new: int, requests: int, **given: Any) -> None:
 
 
 def _contenders(given: dict[str, Any]) -> list[str]:
-    """Stock and the methods; what these need of the model is there."""
+    """Both of vLLM's own and the methods; what these need of the model is there."""
     from xquant import load_model, own_calibration, parse_method
     from xquant.load import packaged_folder
 
@@ -149,7 +151,7 @@ def _contenders(given: dict[str, Any]) -> list[str]:
             if method.calibrates_itself:
                 own_calibration(model, tokenizer, method)
     given["folder"] = str(packaged_folder()) if given["model"] == "smollm2" else given["model"]
-    return [STOCK, *(method.spec for method in methods)]
+    return [*DTYPES, *(method.spec for method in methods)]
 
 
 def _write(rows: list[dict[str, Any]], begun: float, given: dict[str, Any], **load: Any) -> None:
@@ -212,7 +214,8 @@ def serve(spec: str, load: str) -> None:
         max_num_seqs=wanted["requests"],
         enable_prefix_caching=False,
         kv_cache_memory_bytes=wanted["memory"] * MIB,
-        additional_config={} if spec == STOCK else {"xquant": spec},
+        kv_cache_dtype=DTYPES.get(spec, "auto"),
+        additional_config={} if spec in DTYPES else {"xquant": spec},
         disable_log_stats=False,
     )
     config = llm.llm_engine.vllm_config

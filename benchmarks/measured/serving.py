@@ -3,8 +3,11 @@
 from .common import code, markdown, rows, table
 
 
+OWN = {"stock": "vLLM as it is", "stock-fp8": "vLLM's own fp8"}
+
+
 def contender(spec: str) -> str:
-    return "vLLM as it is" if spec == "stock" else code(spec)
+    return OWN.get(spec, code(spec))
 
 
 @table

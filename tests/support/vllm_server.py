@@ -2,13 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,26 +35,48 @@ def environment() -> dict[str, str]:
     return {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-@contextmanager
-def served(command: list[str], port: int) -> Iterator[str]:
-    """The address of a server that answers."""
-    process, address = subprocess.Popen(command, env=environment()), f"http://127.0.0.1:{port}"
-    try:
+class Server:
+    """One that answers at ``address``."""
+
+    def __init__(self, command: list[str], port: int) -> None:
+        self.address = f"http://127.0.0.1:{port}"
+        self._process = subprocess.Popen(command, env=environment(), start_new_session=True)
         for _ in range(900):
-            if is_well(address) or process.poll() is not None:
+            if self.is_well() or self._process.poll() is not None:
                 break
             time.sleep(1)
-        assert process.poll() is None
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
+        assert self._process.poll() is None
+
+    def is_well(self) -> bool:
+        """Whether it says so."""
+        try:
+            with urllib.request.urlopen(f"{self.address}/health", timeout=30) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def counted(self, name: str) -> float:
+        """A metric of vLLM's, over all labels."""
+        with urllib.request.urlopen(f"{self.address}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+    def kill(self) -> None:
+        """End all its processes at once, as the kernel does where memory is short."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(60)
 
 
-def is_well(address: str) -> bool:
-    """Whether it says so."""
+@contextmanager
+def served(command: list[str], port: int) -> Iterator[Server]:
+    """A server, for as long as it is needed."""
+    server = Server(command, port)
     try:
-        with urllib.request.urlopen(f"{address}/health", timeout=30) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
+        yield server
+    finally:
+        server.stop()

@@ -1,12 +1,16 @@
-"""A connector's folder that others damage and remove, under load. Run by `make serve-stress`."""
+"""A connector's folder that others damage, fill and remove, and a server that is killed, under load. Run by
+`make serve-stress`."""
 
 import json
+import os
 import random
 import shutil
+import subprocess
 import threading
 import time
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,59 +18,131 @@ import pytest
 pytest.importorskip("vllm")
 
 from support.vllm_engines import connector, random_prompts, save_tiny
-from support.vllm_server import command_of, is_well, served
+from support.vllm_server import Server, command_of, served
 from xquant import load_model
 
 PORT, CLIENTS, SECONDS = 8767, 8, 20
+PROMPTS = random_prompts([400] * 24, seed=2)
+FULL = 3 << 20
+"""Bytes of a disk on which some of the prompts find no room."""
 
 
-def test_every_answer_is_right(tmp_path: Path) -> None:
-    """Bits are flipped, and files and the folder are removed."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of SmolLM2's words."""
     _, tokenizer = load_model("smollm2")
-    model, store = save_tiny(tmp_path / "model", vocab_size=len(tokenizer)), tmp_path / "store"
-    tokenizer.save_pretrained(model)
+    found = save_tiny(tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def want(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The answers, of a server whom nobody disturbs."""
+    with served(_command(model, tmp_path_factory.mktemp("whole")), PORT) as server:
+        return [_ask(server, number) for number in range(len(PROMPTS))]
+
+
+def _command(model: Path, store: Path) -> list[str]:
     # A pool that keeps little, so that blocks are read from the folder.
     more = ["--kv-cache-memory-bytes", "8000000", "--kv-transfer-config"]
     more += [json.dumps(connector(store)["kv_transfer_config"])]
-    prompts = random_prompts([400] * 24, seed=2)
-    with served(
-        command_of(model, PORT, CLIENTS, *more, xquant="full", xquant_attend="store"), PORT
-    ) as address:
+    return command_of(model, PORT, CLIENTS, *more, xquant="full", xquant_attend="store")
 
-        def ask(number: int) -> str:
-            asked = {"model": "served", "prompt": prompts[number], "max_tokens": 8, "temperature": 0}
-            data, kind = json.dumps(asked).encode(), {"content-type": "application/json"}
-            request = urllib.request.Request(f"{address}/v1/completions", data, kind)
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return str(json.load(answer)["choices"][0]["text"])
 
-        want = [ask(number) for number in range(len(prompts))]
-        done, right, failures = threading.Event(), [0], list[str]()
+def _ask(server: Server, number: int) -> str:
+    asked = {"model": "served", "prompt": PROMPTS[number], "max_tokens": 8, "temperature": 0}
+    data, kind = json.dumps(asked).encode(), {"content-type": "application/json"}
+    request = urllib.request.Request(f"{server.address}/v1/completions", data, kind)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
 
-        def client(seed: int) -> None:
-            draw = random.Random(seed)
-            while not done.is_set():
-                number = draw.randrange(len(prompts))
-                try:
-                    assert ask(number) == want[number]
-                    right[0] += 1
-                except Exception as error:
-                    failures.append(repr(error))
 
-        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(CLIENTS)]
+class Load:
+    """Clients that ask until it ends."""
+
+    def __init__(self, server: Server, want: list[str]) -> None:
+        self._server, self._want = server, want
+        self._done = threading.Event()
+        self.right, self.wrong, self.failures = 0, list[str](), list[str]()
+
+    def client(self, seed: int) -> None:
+        draw = random.Random(seed)
+        while not self._done.is_set():
+            number = draw.randrange(len(PROMPTS))
+            try:
+                found = _ask(self._server, number)
+            except Exception as error:
+                self.failures.append(repr(error))
+                time.sleep(0.1)
+                continue
+            if found == self._want[number]:
+                self.right += 1
+            else:
+                self.wrong.append(f"{found!r}, not {self._want[number]!r}")
+
+    @contextmanager
+    def going(self) -> Iterator[None]:
+        threads = [threading.Thread(target=self.client, args=(seed,)) for seed in range(CLIENTS)]
         for thread in threads:
             thread.start()
-        _spoil(store)
-        done.set()
-        for thread in threads:
-            thread.join()
-        assert not failures and right[0] > 3 * CLIENTS
-        assert is_well(address)
-        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
+        try:
+            yield
+        finally:
+            self._done.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_a_folder_that_is_damaged_and_removed(model: Path, want: list[str], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with served(_command(model, store), PORT) as server:
+        load = Load(server, want)
+        with load.going():
+            _spoil(store)
+        assert not load.failures and not load.wrong and load.right > 3 * CLIENTS
+        assert server.is_well()
         for name in ("stored", "loaded", "damaged"):
-            [line] = [each for each in lines if each.startswith(f"vllm:xquant_blocks_{name}_total{{")]
-            assert float(line.split()[-1]) > 0, name
+            assert server.counted(f"xquant_blocks_{name}_total") > 0, name
+
+
+def test_a_disk_that_is_full(model: Path, want: list[str], tmp_path: Path) -> None:
+    store = tmp_path / "small"
+    store.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={FULL}", "tmpfs", str(store)]
+    if os.geteuid() or subprocess.run(mount, check=False).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        with served(_command(model, store / "blocks"), PORT) as server:
+            load = Load(server, want)
+            with load.going():
+                time.sleep(SECONDS)
+            assert not load.failures and not load.wrong and load.right > 3 * CLIENTS
+            assert server.is_well()
+            for name in ("stored", "left_out"):
+                assert server.counted(f"xquant_blocks_{name}_total") > 0, name
+    finally:
+        subprocess.run(["umount", str(store)], check=False)
+
+
+def test_a_server_that_is_killed(model: Path, want: list[str], tmp_path: Path) -> None:
+    """What it had begun to write when it was killed does no harm to the next one."""
+    store = tmp_path / "store"
+    for seconds in (1, 3):
+        server = Server(_command(model, store), PORT)
+        load = Load(server, want)
+        with load.going():
+            time.sleep(seconds)
+            server.kill()
+        assert not load.wrong
+    with served(_command(model, store), PORT) as server:
+        load = Load(server, want)
+        with load.going():
+            time.sleep(SECONDS)
+        assert not load.failures and not load.wrong and load.right > 3 * CLIENTS
+        assert server.is_well()
+        assert server.counted("xquant_blocks_loaded_total") > 0
+        assert server.counted("xquant_blocks_damaged_total") == 0
 
 
 def _spoil(store: Path) -> None:

@@ -4,8 +4,6 @@ by `make serve-stress`."""
 import asyncio
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ pytest.importorskip("vllm")
 import openai
 
 from support.vllm_engines import save_tiny
-from support.vllm_server import command_of, environment, served
+from support.vllm_server import Server, command_of, environment, served
 from xquant import load_model
 
 PORT = 8765
@@ -35,23 +33,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[str]:
+def server(folder: Path) -> Iterator[Server]:
     command = command_of(folder, PORT, CHATS, xquant="kivi-4bit", xquant_attend="store")
-    with served(command, PORT) as address:
-        yield f"{address}/v1"
+    with served(command, PORT) as found:
+        yield found
 
 
-def _answers(path: str) -> str | None:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=30) as answer:
-            return str(answer.read().decode())
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return None
-
-
-def _metric(name: str) -> float:
-    lines = (_answers("/metrics") or "").splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
+def _address(server: Server) -> str:
+    """Of its OpenAI interface."""
+    return f"{server.address}/v1"
 
 
 async def _chat(client: Any, number: int, tokens: int = 20) -> str:
@@ -71,9 +61,9 @@ async def _chat(client: Any, number: int, tokens: int = 20) -> str:
     return "".join(parts)
 
 
-def test_chats_at_once_answer_as_one_at_a_time(server: str) -> None:
+def test_chats_at_once_answer_as_one_at_a_time(server: Server) -> None:
     async def run() -> tuple[list[str], list[str]]:
-        async with openai.AsyncOpenAI(base_url=server, api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=_address(server), api_key="none") as client:
             together = await asyncio.gather(*(_chat(client, number) for number in range(CHATS)))
             alone = [await _chat(client, number) for number in range(CHATS)]
         return list(together), alone
@@ -81,12 +71,12 @@ def test_chats_at_once_answer_as_one_at_a_time(server: str) -> None:
     together, alone = asyncio.run(run())
     assert together == alone
     assert len(set(together)) > 1
-    assert _metric("vllm:prefix_cache_hits_total") > 0
+    assert server.counted("prefix_cache_hits_total") > 0
 
 
-def test_a_client_that_leaves_frees_its_pages(server: str) -> None:
+def test_a_client_that_leaves_frees_its_pages(server: Server) -> None:
     async def leave() -> None:
-        async with openai.AsyncOpenAI(base_url=server, api_key="none") as client:
+        async with openai.AsyncOpenAI(base_url=_address(server), api_key="none") as client:
             stream = await client.completions.create(
                 model="served",
                 prompt="a " * 300,
@@ -100,15 +90,15 @@ def test_a_client_that_leaves_frees_its_pages(server: str) -> None:
 
     asyncio.run(leave())
     for _ in range(120):
-        if not _metric("vllm:num_requests_running") and not _metric("vllm:kv_cache_usage_perc"):
+        if not server.counted("num_requests_running") and not server.counted("kv_cache_usage_perc"):
             break
         time.sleep(0.5)
-    assert _metric("vllm:num_requests_running") == 0
-    assert _metric("vllm:kv_cache_usage_perc") == 0
+    assert server.counted("num_requests_running") == 0
+    assert server.counted("kv_cache_usage_perc") == 0
 
 
-def test_what_is_too_long_is_refused_and_the_server_goes_on(server: str) -> None:
-    with openai.OpenAI(base_url=server, api_key="none") as client:
+def test_what_is_too_long_is_refused_and_the_server_goes_on(server: Server) -> None:
+    with openai.OpenAI(base_url=_address(server), api_key="none") as client:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="served", prompt="a " * 1500, max_tokens=8)
         found = client.completions.create(model="served", prompt="a b c", max_tokens=8)
