@@ -6,9 +6,9 @@
     .venv-serve/bin/python benchmarks/serving.py overhead --json FILE
 
 Each contender is an engine in a process of its own, with the same memory for its cache; `stock` is vLLM as it
-is, `stock-fp8` with its own cache of 8 bits. A load is `--requests` random prompts at once, without prefix hits. `speed` starts all engines and lets
-them take the load in turn, round by round, while the others sleep: first with one new token each, which is
-reading the prompts, then with `--new` tokens.
+is, `stock-fp8` with its own cache of 8 bits. A load is `--requests` random prompts at once, without prefix
+hits. `speed` starts all engines and lets them take the load in turn, round by round, while the others sleep:
+first with one new token each, which is reading the prompts, then with `--new` tokens.
 """
 
 import json

@@ -2,7 +2,6 @@
 
 from .common import code, markdown, rows, table
 
-
 OWN = {"stock": "vLLM as it is", "stock-fp8": "vLLM's own fp8"}
 
 

@@ -43,10 +43,10 @@ def want(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return [_ask(server, number) for number in range(len(PROMPTS))]
 
 
-def _command(model: Path, store: Path) -> list[str]:
+def _command(model: Path, store: Path, **options: str) -> list[str]:
     # A pool that keeps little, so that blocks are read from the folder.
     more = ["--kv-cache-memory-bytes", "8000000", "--kv-transfer-config"]
-    more += [json.dumps(connector(store)["kv_transfer_config"])]
+    more += [json.dumps(connector(store, **options)["kv_transfer_config"])]
     return command_of(model, PORT, CLIENTS, *more, xquant="full", xquant_attend="store")
 
 
@@ -113,7 +113,8 @@ def test_a_disk_that_is_full(model: Path, want: list[str], tmp_path: Path) -> No
     if os.geteuid() or subprocess.run(mount, check=False).returncode:
         pytest.skip("a small disk cannot be mounted here")
     try:
-        with served(_command(model, store / "blocks"), PORT) as server:
+        # By default it would take half of the disk.
+        with served(_command(model, store / "blocks", limit="1GB"), PORT) as server:
             load = Load(server, want)
             with load.going():
                 time.sleep(SECONDS)
