@@ -151,7 +151,17 @@ def _contenders(given: dict[str, Any]) -> list[str]:
             if method.calibrates_itself:
                 own_calibration(model, tokenizer, method)
     given["folder"] = str(packaged_folder()) if given["model"] == "smollm2" else given["model"]
-    return [*DTYPES, *(method.spec for method in methods)]
+    return [*_own(), *(method.spec for method in methods)]
+
+
+def _own() -> list[str]:
+    """vLLM's own caches that it has on this CPU."""
+    import torch
+
+    if "AVX512" in torch.backends.cpu.get_cpu_capability():
+        return [STOCK, FP8]
+    click.echo(f"{FP8} is left out: vLLM has it on CPUs with AVX-512 alone")
+    return [STOCK]
 
 
 def _write(rows: list[dict[str, Any]], begun: float, given: dict[str, Any], **load: Any) -> None:
