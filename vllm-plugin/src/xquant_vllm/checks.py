@@ -11,6 +11,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.attention import selector
 
 from xquant.models import AttentionView
@@ -20,6 +21,7 @@ from xquant.serve import fit
 from xquant.serve.build import Model
 from xquant.serve.capacity import left_beside_recent
 
+from . import dtype
 from .guard import asked_for, refusing
 
 CONNECTOR = "XQuantConnector"
@@ -28,7 +30,7 @@ logger = init_logger("vllm.xquant")  # vLLM shows the loggers below its own
 
 def wanted_of(config: Any) -> fit.Wanted | None:
     """What a configuration asks for; None: nothing."""
-    found = asked_for(config.additional_config)
+    found = dtype.joined(asked_for(config.additional_config), dtype.name_in(config))
     return fit.wanted(found) if found else None
 
 
@@ -43,6 +45,7 @@ def checked(original: Callable[..., Any], args: Any, *more: Any, **options: Any)
             raise ValueError(f"xquant: {CONNECTOR} needs a method, additional_config xquant=SPEC")
         return config
     args.block_size, args.enforce_eager = wanted.block_of(args.block_size), True
+    dtype.prepare(args)
     config = original(*more, **options)
     known = model_of(config)
     codecs = fit.check_model(wanted, known)
@@ -116,7 +119,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
     few = scheduler.max_num_batched_tokens < wanted.method.group
     refused = {
         "a device that is no CPU": not current_platform.is_cpu(),
-        "a KV cache dtype of its own": config.cache_config.cache_dtype != "auto",
+        "a KV cache dtype of its own": _own_dtype(config) != "auto",
         "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
         "xquant_attend=store with speculative decoding": store and drafts is not None,
         "xquant_attend=store with fewer tokens in a step than a block": store and few,
@@ -130,6 +133,12 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
         or parallel.prefill_context_parallel_size > 1,
     }
     return next((name for name, here in refused.items() if here), "")
+
+
+def _own_dtype(config: VllmConfig) -> str:
+    """Of vLLM's: where ours is named, what the checkpoint would have."""
+    given = "auto" if dtype.name_in(config) else config.cache_config.cache_dtype
+    return resolve_kv_cache_dtype_string(given, config.model_config)
 
 
 def _check_angles(config: VllmConfig, known: Model, views: list[AttentionView]) -> None:

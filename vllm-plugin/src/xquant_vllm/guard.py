@@ -105,8 +105,11 @@ def install() -> None:
         return
     from vllm.engine.arg_utils import EngineArgs
 
+    from .dtype import is_ours
+
     def refuse(original: Any, args: Any, *more: Any, **options: Any) -> Any:
-        if asked_for(getattr(args, "additional_config", None)):
+        asked = asked_for(getattr(args, "additional_config", None))
+        if asked or is_ours(getattr(args, "kv_cache_dtype", None)):
             raise Refused(why)
         return original(*more, **options)
 

@@ -39,6 +39,7 @@ from xquant.serve.capacity import Room, room_of
 from xquant.serve.described import described, left_to_torch
 
 from .checks import CONNECTOR, checked, drafts_of, logger, model_of, rotary_angles, wanted_of
+from .dtype import make_known
 from .exact import exact_of
 from .guard import is_wrapped, refusing, wrap
 
@@ -57,6 +58,7 @@ def install() -> None:
     KVConnectorFactory.register_connector(CONNECTOR, f"{__package__}.connector", CONNECTOR)
     wrap(EngineArgs, "create_engine_config", checked)
     wrap(Scheduler, "__init__", _scheduled)
+    wrap(Worker, "__init__", _told)
     wrap(Worker, "get_kv_cache_spec", _prepared)
     wrap(Worker, "execute_model", _noted)
     platform = type(current_platform)
@@ -77,9 +79,20 @@ def _backend(layer: Any) -> type[AttentionBackend] | None:
     return PagedBackend if plain else None
 
 
-def _scheduled(original: Callable[..., Any], scheduler: Any, *more: Any, **options: Any) -> None:
-    original(*more, **options)
-    wanted = wanted_of(scheduler.vllm_config)
+def _told(
+    original: Callable[..., Any], worker: Any, vllm_config: VllmConfig, *more: Any, **options: Any
+) -> None:
+    # vLLM asks what the cache's dtype is wherever it makes a layer.
+    make_known(vllm_config)
+    original(vllm_config, *more, **options)
+
+
+def _scheduled(
+    original: Callable[..., Any], scheduler: Any, vllm_config: VllmConfig, *more: Any, **options: Any
+) -> None:
+    make_known(vllm_config)
+    original(vllm_config, *more, **options)
+    wanted = wanted_of(vllm_config)
     if wanted is not None and wanted.through_store:
         # vLLM's own reason to end chunks with blocks is the state of a Mamba layer.
         scheduler.need_mamba_block_aligned_split = True
