@@ -12,7 +12,17 @@ from torch import Tensor
 
 from support.attention_cases import TOLERANCES, laid
 from support.models import tiny
-from support.paged_sequences import BLOCK, KEPT, KERNEL_SPECS, PLAIN, SPECS, STEPS, Engine, codec_of
+from support.paged_sequences import (
+    BLOCK,
+    KEPT,
+    KERNEL_SPECS,
+    PLAIN,
+    SPECS,
+    STEPS,
+    Engine,
+    codec_of,
+    scoring_of,
+)
 from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
 from xquant.kernels.call import AttentionCall
@@ -61,13 +71,14 @@ def test_each_sequence_reads_its_own_past(model: Any, spec: str, retention: Rete
 @_kept(KERNEL_SPECS)
 def test_kernels_read_unequal_sequences(wide: Any, spec: str, retention: Retention, backend: Backend) -> None:
     torch.manual_seed(2)
-    engine = Engine(codec_of(wide, spec), softcap=4.0, retention=retention, backend=backend)
+    codec = codec_of(wide, spec)
+    engine = Engine(codec, scoring_of(codec, 4.0), retention=retention, backend=backend)
     assert engine.layer.in_place
     # Latents of random states differ more in size than those that a model makes.
     tolerance = 5e-3 if spec.startswith("xquant") else 5e-2 if spec.startswith("tc-") else 1e-3
     few = {0: 3, 1: 2, 2: 1, 3: 2}  # several new tokens, as many or not
     for step in [*STEPS[:20], few, {0: 5, 2: 5, 3: 5}, few]:
-        assert engine.step(step, softcap=4.0) < tolerance
+        assert engine.step(step) < tolerance
 
 
 @pytest.mark.sampled(3)
@@ -80,10 +91,11 @@ def test_triton_reads_unequal_sequences(wide: Any, spec: str, retention: Retenti
 
     triton_interpreter.mend()
     torch.manual_seed(2)
-    engine = Engine(codec_of(wide, spec), softcap=4.0, retention=retention, backend=triton.BACKEND)
+    codec = codec_of(wide, spec)
+    engine = Engine(codec, scoring_of(codec, 4.0), retention=retention, backend=triton.BACKEND)
     assert engine.layer.in_place
     for step in [*STEPS[:3], {0: 3, 1: 2, 2: 1}, *STEPS[3:7]]:
-        assert engine.step(step, softcap=4.0) < 1e-3
+        assert engine.step(step) < 1e-3
 
 
 @pytest.mark.parametrize("backend", [None, *NATIVE[:1]])
@@ -123,7 +135,7 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     for order in ([0, 1], [1, 0]):  # whichever comes first
         step = Step([new_tokens[i] for i in order], tables[order], torch.tensor(order), PLAIN)
         engine.layer.attend(AttentionCall(query, key, value, None, 0.3, None), step, out)
-        assert (out[12:] - engine.expected(1, query[12:], 0.0)).abs().max() < 2e-5
+        assert (out[12:] - engine.expected(1, query[12:])).abs().max() < 2e-5
         assert torch.equal(engine.rings[1, :3], rows[12:])
     assert codec.view.kv_width * 2 == engine.layer.row
 
@@ -160,11 +172,13 @@ def test_a_prompt_is_read_by_one_function_from_the_store() -> None:
         assert [new_tokens.index(chunk.new) for chunk in chunks.each] == wanted
 
 
-def test_scores_are_capped(model: Any) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_scores_are_capped_and_sinks_learned(model: Any, softcap: float) -> None:
     torch.manual_seed(4)
-    engine = Engine(codec_of(model, "full:group=32"), softcap=1.5)
+    codec = codec_of(model, "full:group=32")
+    engine = Engine(codec, scoring_of(codec, softcap))
     for tokens in (40, 1, 30):
-        assert engine.step({0: tokens}, softcap=1.5) < 2e-5
+        assert engine.step({0: tokens}) < 2e-5
 
 
 def test_a_page_is_a_block(model: Any) -> None:

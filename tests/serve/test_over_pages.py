@@ -7,7 +7,7 @@ from torch import Tensor
 
 from support.models import tiny
 from xquant.models import view_model
-from xquant.past.exact import torch_attention
+from xquant.past.exact import Scoring, torch_attention
 from xquant.past.step import NewTokens, Retention, Step
 from xquant.serve.over_pages import SCRATCH, ChunkLayout, EngineAttention, OverPages
 
@@ -29,8 +29,7 @@ class TorchEngine(EngineAttention):
         query: Tensor,
         cache: Tensor,
         at: ChunkLayout,
-        scaling: float,
-        softcap: float,
+        scoring: Scoring,
         out: Tensor,
     ) -> None:
         assert at.plan == len(at.lengths)
@@ -40,7 +39,7 @@ class TorchEngine(EngineAttention):
             own = slice(*at.starts[number : number + 2].tolist())
             groups = query.shape[1] // keys.shape[1]
             keys, values = (t.repeat_interleave(groups, 1) for t in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", query[own], keys) * scaling
+            scores = torch.einsum("qhd,khd->hqk", query[own], keys) * scoring.scaling
             later = torch.ones(scores.shape[1:]).triu(length - (own.stop - own.start) + 1).bool()
             weights = scores.masked_fill(later, -torch.inf).softmax(-1)
             out[own] = torch.einsum("hqk,khd->qhd", weights, values)
@@ -67,6 +66,6 @@ def test_chunks_of_any_length_are_laid_out() -> None:
         for tokens in new_tokens:
             keys, values = torch.randn(2, tokens.after, heads, size)
             states.append((keys, values))
-        found = attention(query, states, chunks, 0.2, 0.0)
-        assert (found - torch_attention(query, states, chunks, 0.2, 0.0)).abs().max() < 1e-5
+        found = attention(query, states, chunks, Scoring(0.2))
+        assert (found - torch_attention(query, states, chunks, Scoring(0.2))).abs().max() < 1e-5
     assert engine.plans == 1

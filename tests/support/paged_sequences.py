@@ -14,6 +14,7 @@ from xquant.kernels.torch import REFERENCE
 from xquant.methods import LayerCodec
 from xquant.models import view_model
 from xquant.past.angles import Angles
+from xquant.past.exact import Scoring
 from xquant.past.packer import TORCH
 from xquant.past.paged import PagedPast
 from xquant.past.sealing import pack_rows
@@ -36,13 +37,21 @@ def angles_of(size: int) -> Angles:
     return Angles(turns.cos(), turns.sin())
 
 
+PLAINLY = Scoring(0.3)
+
+
+def scoring_of(codec: LayerCodec, softcap: float) -> Scoring:
+    """With sink logits, too."""
+    return Scoring(0.3, softcap, torch.randn(codec.view.query_heads))
+
+
 class Engine:
     """Gives out pages and rings as an engine does, and knows what each sequence was given."""
 
     def __init__(
         self,
         codec: LayerCodec,
-        softcap: float = 0.0,
+        scoring: Scoring = PLAINLY,
         backend: Backend | None = None,
         retention: Retention = PLAIN,
     ) -> None:
@@ -51,20 +60,20 @@ class Engine:
         self.codec, self.view, self.retention = codec, codec.view, retention
         self.angles = angles_of(self.view.head_size)
         self.layer = PagedPast(codec, BLOCK, self.angles, backend or REFERENCE, TORCH, sink=self.sink)
-        self.softcap = softcap
+        self.scoring = scoring
         self.memory = torch.full((64, self.layer.layout.nbytes + 128), 99, dtype=torch.uint8)
         self.rings = torch.full((8, retention.capacity, self.layer.row), torch.nan)
         self.free = torch.randperm(64).tolist()
         self.tables: dict[int, list[int]] = {}
         self.past: dict[int, list[Tensor]] = {}  # of each sequence: its rows, [T, W]
 
-    def step(self, new: dict[int, int], softcap: float = 0.0) -> float:
+    def step(self, new: dict[int, int]) -> float:
         """Run the layer on so many new tokens of these sequences; the largest error, relative."""
         query, out, new_tokens = self.run(new)
         worst = 0.0
         for number, tokens in zip(new, new_tokens, strict=True):
             own = slice(tokens.start, tokens.stop)
-            wanted = self.expected(number, query[own], softcap)
+            wanted = self.expected(number, query[own])
             worst = max(worst, float((out[own] - wanted).norm() / wanted.norm()))
         return worst
 
@@ -93,15 +102,15 @@ class Engine:
         self.layer.bind(self.memory, self.rings, self.rings.shape[1])
         rings = torch.tensor([number % 8 for number in new])
         step = Step(new_tokens, torch.tensor(tables), rings, self.retention)
-        self.layer.attend(AttentionCall(query, key, value, None, 0.3, self.softcap), step, out)
+        self.layer.attend(AttentionCall(query, key, value, None, *self.scoring), step, out)
         return query, out, new_tokens
 
     def refuse(self, number: int, drafts: int) -> None:
         """Forget the newest tokens of a sequence, as an engine does with drafts that were wrong."""
         self.past[number] = [torch.cat(self.past[number])[:-drafts]]
 
-    def expected(self, number: int, query: Tensor, softcap: float) -> Tensor:
-        view = self.view
+    def expected(self, number: int, query: Tensor) -> Tensor:
+        view, (scaling, softcap, logits) = self.view, self.scoring
         rows = torch.cat(self.past[number])
         before = len(rows) - len(query)
         sealed = self.retention.sealed(NewTokens(0, len(query), before))
@@ -115,11 +124,14 @@ class Engine:
             keys[coded], values[coded] = (states[self.sink :] for states in found)
         groups = view.query_heads // view.kv_heads
         keys, values = (t.double().repeat_interleave(groups, 1) for t in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * 0.3
+        scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scaling
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         later = torch.ones(scores.shape[1:]).triu(len(keys) - len(query) + 1).bool()
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(later, -torch.inf)
+        if logits is not None:  # one more score, whose value is 0
+            scores = torch.cat([scores, logits.double().view(-1, 1, 1).expand(*scores.shape[:2], 1)], -1)
+        weights = scores.softmax(-1)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values).float()
 
     def decoded(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,8 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -63,6 +65,19 @@ def save_mixed(folder: Path) -> Path:
     own = {"num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": 100}
     own |= {"query_pre_attn_scalar": 32, "tie_word_embeddings": False}
     Gemma3ForCausalLM(Gemma3TextConfig(**{**SHAPE, **own})).save_pretrained(folder)
+    return folder
+
+
+def save_gpt_oss(folder: Path) -> Path:
+    """A random gpt-oss: two layers of four attend to all tokens, the others to windows of 100, all with sinks
+    that are learned."""
+    torch.manual_seed(0)
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 100}
+    own |= {"tie_word_embeddings": False, "pad_token_id": None}
+    model = GptOssForCausalLM(GptOssConfig(**{**SHAPE, **own}))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks, 2.0)  # so that much of a softmax is theirs
+    model.save_pretrained(folder)
     return folder
 
 

@@ -18,6 +18,7 @@ from support.vllm_engines import (
     library,
     random_prompts,
     read_from_store,
+    save_gpt_oss,
     save_mixed,
 )
 from xquant.serve.build import Model
@@ -84,6 +85,21 @@ def test_answers_are_the_librarys(mixed: Path, planned: Model, spec: str) -> Non
 def test_chunks_and_hits_read_alike_from_the_store(mixed: Path) -> None:
     found = read_from_store(mixed, "kivi-2bit")
     assert all(each == found[0] for each in found)
+
+
+def test_sinks_that_are_learned(tmp_path: Path) -> None:
+    """And windows in every other layer."""
+    folder = save_gpt_oss(tmp_path)
+    with engine(folder, **CHUNKS) as llm:
+        stock = answers(llm, PROMPTS, 32)
+    assert sum(len(set(answer)) for answer in stock) > 8 * len(stock)
+    for kernel in ("auto", "reference"):
+        with engine(folder, "full", xquant_kernel=kernel, **CHUNKS) as llm:
+            assert answers(llm, PROMPTS, 32) == stock
+    prompts = random_prompts([40, 300], seed=1)
+    for spec in ("kivi-4bit:rope=post", "kivi-4bit"):
+        with engine(folder, spec, xquant_kernel="reference") as llm:
+            assert answers(llm, prompts, 40) == library(folder, spec, prompts, 40)
 
 
 def test_windows_alone_are_refused(mixed: Path, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def _codecs(view: ModelView, method: Method, made: Sequence[LayerCodec]) -> list
         codecs = of_states(made)
     except ValueError as error:
         raise _refused(method, str(error)) from None
+    if any(getattr(codec.view.module, "sinks", None) is not None for codec in codecs):
+        raise _refused(method, "its attention has sinks that are learned")
     if why := unfit(codecs):
         raise _refused(method, why)
     return codecs

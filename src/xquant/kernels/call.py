@@ -33,6 +33,11 @@ class AttentionCall(NamedTuple):
     """Learned, ``[H]``: one more term of each query head's softmax, which has no value (gpt-oss)."""
 
     @property
+    def float_logits(self) -> Tensor | None:
+        """The sink logits as kernels read them."""
+        return None if self.sink_logits is None else self.sink_logits.float().contiguous()
+
+    @property
     def is_plain(self) -> bool:
         """Whether mask and sink logits are such as kernels can read."""
         mask, logits = self.mask, self.sink_logits

@@ -87,7 +87,7 @@ def packed_call(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) 
     fitted = call.fitted(layer)
     if fitted is None:
         return None
-    query, key, value, mask, scaling, softcap, sink_logits = fitted
+    query, key, value, mask, scaling, softcap, _ = fitted
     stream, device = layer.stream, layer.codec.view.device
     if layer.source is not None and layer.source.codec.view.device != device:
         return None
@@ -102,10 +102,8 @@ def packed_call(layer: "CompressedLayer", call: AttentionCall, rope: RopeTable) 
         rotations = found.start, found.within.angles, found.tail, found.sinks
         angles = Angles(*((cos.to(device), sin.to(device)) for cos, sin in rotations))
     query, key, value = channels_together(query, key, value)
-    if sink_logits is not None:
-        sink_logits = sink_logits.float().contiguous()
-    cap = softcap or 0.0
-    return PackedCall(query, key, value, mask, scaling, cap, sink_logits, past, limit, before, angles)
+    scores = mask, scaling, softcap or 0.0, fitted.float_logits
+    return PackedCall(query, key, value, *scores, past, limit, before, angles)
 
 
 def channels_together(*states: Tensor) -> tuple[Tensor, ...]:

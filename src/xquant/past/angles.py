@@ -137,7 +137,13 @@ def rotates_halves(view: AttentionView) -> bool:
         return True
     size = view.rotary_size  # some layers give the function these channels of a head alone
     key = torch.arange(1.0, 1 + size, dtype=torch.float32, device="cpu").view(1, 1, 1, size)  # [B, H, T, D]
-    angles = torch.arange(size // 2, device="cpu").repeat(2)[None, None].float()
-    pair = angles.cos(), angles.sin()
-    ours = apply_rope(key.transpose(1, 2), *pair).transpose(1, 2)
-    return torch.allclose(apply(key, key, *pair)[1], ours, rtol=1e-4)
+    once = torch.arange(size // 2, device="cpu")[None, None].float()
+    twice = once.repeat(1, 1, 2)
+    ours = apply_rope(key.transpose(1, 2), twice.cos(), twice.sin()).transpose(1, 2)
+    for angles in (twice, once):
+        try:
+            _, found = apply(key, key, angles.cos(), angles.sin())
+        except RuntimeError:  # it takes each angle once, as gpt-oss does
+            continue
+        return torch.allclose(found, ours, rtol=1e-4)
+    return False

@@ -1,7 +1,7 @@
 """Attention over keys and values that lie in memory as they are, for chunks of prompts."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,45 +13,48 @@ States = tuple[Tensor, Tensor]
 """Keys and values, ``[tokens, G, D]``."""
 
 
+class Scoring(NamedTuple):
+    """How weights are made of the products of queries and keys."""
+
+    scaling: float
+    softcap: float = 0.0
+    """0 for none."""
+    sink_logits: Tensor | None = None
+    """As of an `AttentionCall`."""
+
+
 class ExactAttention(Protocol):
     """Causal attention of the newest tokens of each sequence; an engine may have a faster one than torch."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        states: Sequence[States],
-        chunks: Chunks,
-        scaling: float,
-        softcap: float,
-    ) -> Tensor:
+    def __call__(self, query: Tensor, states: Sequence[States], chunks: Chunks, scoring: Scoring) -> Tensor:
         """``[t, H, D]`` of a query of this shape, the new tokens of all ``chunks`` after each other; the
-        ``states`` of each end with these tokens. ``softcap`` of scores, 0 for none."""
+        ``states`` of each end with these tokens."""
 
 
-def torch_attention(
-    query: Tensor, states: Sequence[States], chunks: Chunks, scaling: float, softcap: float
-) -> Tensor:
+def torch_attention(query: Tensor, states: Sequence[States], chunks: Chunks, scoring: Scoring) -> Tensor:
     """`ExactAttention` in torch, a sequence at a time."""
     counts = [chunk.new.stop - chunk.new.start for chunk in chunks.each]
-    found = [
-        _attention(part, *each, scaling, softcap)
-        for part, each in zip(query.split(counts), states, strict=True)
-    ]
+    found = [_attention(part, *each, scoring) for part, each in zip(query.split(counts), states, strict=True)]
     return torch.cat(found)
 
 
-def _attention(query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float) -> Tensor:
+def _attention(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring) -> Tensor:
+    scaling, softcap, logits = scoring
     new, tokens = len(query), len(keys)
     groups = query.shape[1] // keys.shape[1]
     seen = torch.ones(new, tokens, dtype=torch.bool, device="cpu").tril(tokens - new)
     queries, key, value = (t.transpose(0, 1)[None] for t in (query, keys, values))
-    if not softcap:
+    if not softcap and logits is None:
         found = F.scaled_dot_product_attention(
             queries, key, value, seen, scale=scaling, enable_gqa=groups > 1
         )
         return found[0].transpose(0, 1)
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     scores = (queries.float() @ key.float().mT) * scaling
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype)
-    return (weights @ value)[0].transpose(0, 1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if logits is not None:  # a term of the softmax whose value is 0
+        term = logits.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores, value = torch.cat([scores, term], -1), F.pad(value, (0, 0, 0, 1))
+    return (scores.softmax(-1).to(value.dtype) @ value)[0].transpose(0, 1)

@@ -40,8 +40,6 @@ def unfit_options(method: Method) -> str:
 
 
 def _unfit_layer(codec: LayerCodec) -> str:
-    if getattr(codec.view.module, "sinks", None) is not None:
-        return "its attention has sinks that are learned"
     if not codec.keeps_states:
         return "it keeps layer inputs, which an engine does not give to a cache"
     if codec.coded_together:

@@ -14,7 +14,7 @@ from ..methods import LayerCodec
 from ..quant.quantizer import as_written
 from . import finite
 from .angles import Angles, RotatedStates
-from .exact import ExactAttention, torch_attention
+from .exact import ExactAttention, Scoring, torch_attention
 from .packer import Packer
 from .pages import PageLayout, Pages
 from .sequences import Sequences
@@ -103,7 +103,7 @@ class PagedPast:
         Whole blocks are sealed before anything is read: another sequence of the same step may share them.
 
         Args:
-            call: states of all ``T`` tokens, without a mask and sink logits.
+            call: states of all ``T`` tokens, without a mask.
             out: ``[T, H, D]``, written to.
         """
         decoding, chunks = step.readers(self.in_place)
@@ -114,8 +114,8 @@ class PagedPast:
             self.attend_in_place(call, sequences, out)
         if chunks.each:
             states = [self.read(chunk, rows[chunk.new.start : chunk.new.stop]) for chunk in chunks.each]
-            own, scoring = chunks.rows, (call.scaling, call.softcap or 0.0)
-            found = self._exact(call.query[own].to(self._rings.dtype), states, chunks, *scoring)
+            own, scoring = chunks.rows, Scoring(call.scaling, call.softcap or 0.0, call.sink_logits)
+            found = self._exact(call.query[own].to(self._rings.dtype), states, chunks, scoring)
             out[own] = found.to(out.dtype)
             # Last: a long ring may give the places of tokens that were read to new ones.
             self.write_rings(rows[chunks.kept], chunks)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models import AttentionView
-from ..past.exact import States
+from ..past.exact import Scoring, States
 from ..past.step import Chunks
 
 SCRATCH = 128
@@ -51,12 +51,10 @@ class EngineAttention(ABC):
         query: Tensor,
         cache: Tensor,
         at: ChunkLayout,
-        scaling: float,
-        softcap: float,
+        scoring: Scoring,
         out: Tensor,
     ) -> None:
-        """Causal attention of ``query`` ``[t, H, D]``, the newest tokens, into ``out`` of this shape.
-        ``softcap`` of scores, 0 for none."""
+        """Causal attention of ``query`` ``[t, H, D]``, the newest tokens, into ``out`` of this shape."""
 
 
 class OverPages:
@@ -75,8 +73,7 @@ class OverPages:
         query: Tensor,
         states: Sequence[States],
         chunks: Chunks,
-        scaling: float,
-        softcap: float,
+        scoring: Scoring,
     ) -> Tensor:
         at: ChunkLayout | None = chunks.prepared.get(self._kind)
         if at is None:
@@ -84,7 +81,7 @@ class OverPages:
         keys, values = (torch.cat(part) for part in zip(*states, strict=True))
         cache, out = self._cache(at.pages), torch.empty_like(query)
         self._engine.write(keys, values, cache, at.slots)
-        self._engine.attend(query, cache, at, scaling, softcap, out)
+        self._engine.attend(query, cache, at, scoring, out)
         return out
 
     def _place(self, tokens: list[int], chunks: Chunks) -> ChunkLayout:

@@ -6,7 +6,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
 from xquant.models import AttentionView
-from xquant.past.exact import ExactAttention, torch_attention
+from xquant.past.exact import ExactAttention, Scoring, torch_attention
 from xquant.serve.over_pages import SCRATCH, ChunkLayout, EngineAttention, OverPages
 
 
@@ -33,12 +33,12 @@ class CpuAttention(EngineAttention):
         query: Tensor,
         cache: Tensor,
         at: ChunkLayout,
-        scaling: float,
-        softcap: float,
+        scoring: Scoring,
         out: Tensor,
     ) -> None:
-        sequences = at.starts, at.lengths, scaling, True, None, -1, at.table, softcap
-        ops.cpu_attention_with_kv_cache(query, *cache.chunk(2, dim=2), out, *sequences, at.plan, None)
+        logits = None if scoring.sink_logits is None else scoring.sink_logits.float()
+        sequences = at.starts, at.lengths, scoring.scaling, True, None, -1, at.table, scoring.softcap
+        ops.cpu_attention_with_kv_cache(query, *cache.chunk(2, dim=2), out, *sequences, at.plan, logits)
 
 
 def exact_of(view: AttentionView) -> ExactAttention:

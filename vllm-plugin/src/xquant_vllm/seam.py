@@ -75,7 +75,7 @@ def install() -> None:
 def _backend(layer: Any) -> type[AttentionBackend] | None:
     if layer.has_sliding_window:
         return WindowBackend
-    plain = layer.attn_type == AttentionType.DECODER and not (layer.use_mla or layer.has_sink)
+    plain = layer.attn_type == AttentionType.DECODER and not layer.use_mla
     return PagedBackend if plain else None
 
 
@@ -284,12 +284,13 @@ class PagedImpl(AttentionImpl):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
         **more: Any,
     ) -> None:
         if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
             raise ValueError("xquant: ALiBi and layers that share a cache are not served")
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale, self.logits_soft_cap = float(scale), logits_soft_cap
+        self.scale, self.logits_soft_cap, self.sink_logits = float(scale), logits_soft_cap, sinks
         self.served: PagedPast | None = None
         self.ring: Ring | None = None
         self.angles: Callable[[], Angles] | None = None
@@ -312,6 +313,6 @@ class PagedImpl(AttentionImpl):
         self.served.bind(kv_cache, self.ring.kv_cache, self.ring.retention.capacity, self.moved)
         found: Any = get_forward_context().attn_metadata
         step = found[self.ring.name].step_of(attn_metadata, self.ring.retention, _begun)
-        call = AttentionCall(query, key, value, None, self.scale, self.logits_soft_cap)
+        call = AttentionCall(query, key, value, None, self.scale, self.logits_soft_cap, self.sink_logits)
         self.served.attend(call, step, output)
         return output

@@ -74,13 +74,12 @@ class Kernel(ABC):
 
     def _point_to_scores(self, call: AttentionCall) -> Tensor | None:
         """How scores are made, but for what they are multiplied with. Returns what is pointed to."""
-        to, mask, logits = self.to, call.mask, call.sink_logits
+        to, mask, logits = self.to, call.mask, call.float_logits
         to.softcap, to.mask, to.sink_logits = call.softcap or 0.0, None, None
         if mask is not None:
             to.mask, to.mask_dtype = mask.data_ptr(), native.DTYPES[mask.dtype]
             to.mask_batch, to.mask_query, to.mask_token = mask_strides(mask)
         if logits is not None:
-            logits = logits.float().contiguous()
             to.sink_logits = logits.data_ptr()
         return logits
 

@@ -159,7 +159,8 @@ class CudaPages(PagedAttention):
         assert out.stride(-1) == 1
         made, table = self._arguments, sequences.table
         made.query, made.key, made.value, made.out = map(Heads.of_rows, (query, key, value, out))
-        made.point_to(table=table, limits=sequences.limits, newest=sequences.new)
+        logits = call.float_logits
+        made.point_to(table=table, limits=sequences.limits, newest=sequences.new, sink_logits=logits)
         made.table_stride = table.stride(0)
         made.scale(call.scaling, call.softcap or 0.0)
         made.tail.runs = sequences.held.data_ptr()

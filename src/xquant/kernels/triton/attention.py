@@ -173,7 +173,8 @@ class TritonPages(PagedAttention):
         pages = Pages(self._addresses, table, table.stride(0))
         sinks, count = (None, 0) if sequences.sinks is None else (self._sinks, sequences.sink)
         memory = Memory(pages, self._rings, sinks, self._rope, runs)
-        launch = Launch(given, Heads.of_rows(out), len(sequences.limits), size)
+        batch, logits = len(sequences.limits), call.float_logits
+        launch = Launch(given, Heads.of_rows(out), batch, size, sink_logits=logits)
         self._packed.attend(launch, Past(memory, table.shape[1], count), Unshared())
         start(
             append,
