@@ -339,6 +339,12 @@ def test_what_has_no_static_cache(family: str, spec: str, why: str) -> None:
         StaticKVCache(other, spec, ROOM, calibration=made)
 
 
+def test_sinks_that_are_learned() -> None:
+    other = tiny("gpt_oss", layer_types=["full_attention"] * 4, num_hidden_layers=4)
+    with pytest.raises(ValueError, match="sinks that are learned; use KVCache"):
+        StaticKVCache(other, SPEC, ROOM)
+
+
 def test_frequencies_that_change_with_the_length() -> None:
     other = dynamic_rope()
     with pytest.raises(ValueError, match="other frequencies for long inputs; use KVCache"):
