@@ -14,10 +14,10 @@ from .calibration import Calibration
 from .contents import others
 from .contents.convert import fill_apart
 from .methods import LayerCodec, Method
+from .quant.states import BITS, EVERY
 from .saved import bases, chunks
 from .saved.prefix_names import PrefixNames, is_checkpoint
 from .saved.shelf import Shelf
-from .saved.states import BITS
 from .saved.writing import as_ids, ids_of, plain_name
 from .seam.hooks import attach
 from .sizes import in_bytes
@@ -25,8 +25,6 @@ from .spec import parse_method
 
 CHUNK = 128
 """Tokens of a chunk, or the next multiple of a method's blocks."""
-EVERY = 8192
-"""Tokens between two checkpoints: one of linear attention may take as much as thousands of tokens."""
 PART = 1024
 """Tokens that are read in one forward pass, at most."""
 _FORMAT = 5
@@ -54,8 +52,9 @@ class PrefixStore:
             longest are dropped first, and of a prompt the last ones. By default 20 GB, or half of what the
             disk has for the folder, if that is less.
         calibration: as of `KVCache`, for ``method``.
-        state_bits: 16 or 8, of each number in the layers that are not compressed. With 16, numbers of 16 bits
-            stay as they are, and of longer ones a row has a scale; 8 is half of it and loses some.
+        state_bits: 32, 16 or 8, at most, of each number in the layers that are not compressed. With 16,
+            numbers of 16 bits stay as they are, and of longer ones a row has a scale; 8 is half of it and
+            loses some.
 
     Raises:
         ValueError: as of `KVCache`; a limit that is no size; a model of which prefixes cannot be stored;

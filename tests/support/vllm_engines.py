@@ -88,6 +88,16 @@ def connector(folder: Path, **options: Any) -> dict[str, Any]:
     return {"kv_transfer_config": transfer}
 
 
+def kept(folder: Path, **options: Any) -> dict[str, Any]:
+    """The options of an engine with a connector, whose metrics `hits` reads."""
+    return {**connector(folder, **options), "disable_log_stats": False, "enable_prefix_caching": True}
+
+
+def hits(llm: Any, name: str = "external_prefix_cache_hits") -> float:
+    """What vLLM has counted under a name."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
 def configured(folder: Path, **options: Any) -> Any:
     """The configuration of an engine that is not started."""
     from vllm.engine.arg_utils import EngineArgs

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY
 
 from support.processes import TESTS
-from support.vllm_engines import answers, calibrated, connector, engine, random_prompts, save_mixed, save_tiny
+from support.vllm_engines import answers, calibrated, engine, hits, kept, random_prompts, save_tiny
 
 LONG = [300, 400, 129, 90]
 
@@ -24,15 +24,6 @@ LONG = [300, 400, 129, 90]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def kept(folder: Path, **options: Any) -> dict[str, Any]:
-    """The options of an engine with a connector."""
-    return {**connector(folder, **options), "disable_log_stats": False, "enable_prefix_caching": True}
-
-
-def hits(llm: Any, name: str = "external_prefix_cache_hits") -> float:
-    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
 
 
 def seconds(name: str) -> float:
@@ -68,8 +59,8 @@ def test_another_engine_reads_what_one_has_stored(tiny: Path, tmp_path: Path) ->
 ELSEWHERE = """
 import json, sys
 from pathlib import Path
-from support.vllm_engines import answers, engine, random_prompts
-from test_connector import LONG, hits, kept
+from support.vllm_engines import answers, engine, hits, kept, random_prompts
+from test_connector import LONG
 folder, store, spec, method, calibration = sys.argv[1:]
 options = kept(Path(store), method=method, calibration=calibration)
 with engine(Path(folder), spec, **options) as llm:
@@ -194,6 +185,8 @@ def test_a_disk_that_fails_stops_nobody(tiny: Path, tmp_path: Path, monkeypatch:
         ("kivi-4bit", {"limit": "much"}, "is no size"),
         ("kivi-4bit", {"paths": "x"}, "no option 'paths'"),
         ("kivi-4bit", {"path": ""}, "needs the 'path'"),
+        ("kivi-4bit", {"every": "often"}, "'every' is a number of tokens"),
+        ("kivi-4bit", {"state_bits": 4}, "one of 8, 16, 32"),
         ("kivi-4bit", {"method": "tc-2bit"}, "needs a calibration"),
         (None, {}, "needs a method"),
     ],
@@ -208,13 +201,7 @@ def test_what_cannot_be_kept_is_refused(
         pass
 
 
-def test_windows_and_other_connectors_are_refused(tiny: Path, tmp_path: Path) -> None:
-    mixed = save_mixed(tmp_path / "mixed")
-    with (
-        pytest.raises(ValueError, match="XQuantConnector with sliding windows"),
-        engine(mixed, "kivi-4bit", **kept(tmp_path)),
-    ):
-        pass
+def test_another_connector_is_refused(tiny: Path) -> None:
     other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with (
         pytest.raises(ValueError, match="a KV connector other than XQuantConnector"),

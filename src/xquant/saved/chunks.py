@@ -19,8 +19,8 @@ from ..past.growing_layer import CompressedLayer
 from ..past.sinks import Sinks
 from ..past.slabs import Slabs
 from ..past.stream import Pool
-from ..quant import Ragged, Segment
-from . import bases, states
+from ..quant import Ragged, Segment, states
+from . import bases
 
 _FIELDS = {"packed", "sinks", "features", "bases"}
 _OTHER = "it holds more or less than the method stores"

@@ -12,6 +12,7 @@ from ..past.exact import ExactAttention, torch_attention
 from ..past.pageable import unfit, unfit_options
 from ..past.paged import PagedPast
 from ..past.step import Retention
+from ..quant.states import BITS, EVERY
 from ..sizes import in_bytes
 from ..spec import parse_method
 from .build import Model, calibration_for, codecs_of, cut_by_head, shard_of
@@ -102,6 +103,10 @@ class ConnectorOptions:
     """That the folder may take; None: as the disk has room."""
     engine: Wanted
     """What states are read through before they are stored."""
+    every: int = EVERY
+    """Tokens between two checkpoints, of a model with sliding windows."""
+    state_bits: int = 16
+    """Of each number that is stored of layers with windows."""
 
     @property
     def as_served(self) -> bool:
@@ -119,12 +124,12 @@ class ConnectorOptions:
         return [*self.wanted.identity(model), self.engine.attend, *self.engine.identity(model)]
 
 
-_CONNECTOR_OPTIONS = ("path", "method", "limit", "calibration")
+_CONNECTOR_OPTIONS = ("path", "method", "limit", "calibration", "every", "state_bits")
 
 
 def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOptions:
-    """What a connector's options ask for: ``path``, ``method`` (by default the engine's), ``limit`` and
-    ``calibration``.
+    """What a connector's options ask for: ``path``, ``method`` (by default the engine's), ``limit``,
+    ``calibration``, ``every`` and ``state_bits``.
 
     Raises:
         ValueError: one of them is unknown or none, or blocks have another size than the engine's pages.
@@ -151,8 +156,14 @@ def connector_options(options: Mapping[str, Any], engine: Wanted) -> ConnectorOp
         limit = in_bytes(options["limit"]) if "limit" in options else None
     except ValueError as error:
         raise ValueError(f"xquant: {error}") from None
+    every, bits = options.get("every", EVERY), options.get("state_bits", 16)
+    if type(every) is not int or every < 1:
+        raise ValueError(f"xquant: a connector's 'every' is a number of tokens, not {every!r}")
+    if type(bits) is not int or bits not in BITS:
+        known = ", ".join(map(str, BITS))
+        raise ValueError(f"xquant: a connector's 'state_bits' is one of {known}, not {bits!r}")
     stored = Wanted(method, calibration=given, ranges=engine.ranges)
-    return ConnectorOptions(path, stored, limit, engine)
+    return ConnectorOptions(path, stored, limit, engine, every, bits)
 
 
 def wanted(options: Mapping[str, Any]) -> Wanted:

@@ -127,7 +127,10 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
         and scheduler.disable_hybrid_kv_cache_manager,
         f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None
         and connector_options_of(config) is None,
-        f"{CONNECTOR} with sliding windows": bool(known.windows) and config.kv_transfer_config is not None,
+        f"{CONNECTOR} with layers of linear attention": config.model_config.is_hybrid
+        and config.kv_transfer_config is not None,
+        f"{CONNECTOR} with windows of unequal size": len(known.windows) > 1
+        and config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,

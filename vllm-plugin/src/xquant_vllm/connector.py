@@ -4,9 +4,7 @@ vLLM makes it twice. In the scheduler it finds out which blocks of a request are
 each step which pages to fill from there and which to store. In the worker it does so.
 """
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 from xquant.saved.shelf import Shelf
 from xquant.serve import fit
@@ -29,75 +27,9 @@ from xquant.serve.recode import Blocks, Recoder, Stored
 from .checks import connector_options_of, model_of
 from .identity import Adapters, of_engine
 from .metrics import Counts, Metrics
-from .seam import RING, PagedImpl
-
-
-@dataclass
-class Load:
-    """Blocks to be written to pages: of each its name, what was read of every shard, the position that it
-    starts at, and the ids of all its tokens."""
-
-    names: list[str]
-    stored: list[list[Stored]]
-    pages: list[int]
-    starts: list[int]
-    ids: list[int]
-
-
-@dataclass
-class Save:
-    """The blocks of a sequence, from the first on: their names, the pages in which they are, and the ids of
-    all tokens of them."""
-
-    names: list[str]
-    pages: list[int]
-    ids: list[int]
-
-
-@dataclass
-class Work(KVConnectorMetadata):
-    """What the worker is to do in a step."""
-
-    loads: list[Load] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-
-
-@dataclass
-class _Sequence:
-    """A request that the scheduler runs."""
-
-    request: Any
-    root: bytes | None
-    """What its blocks have in common with others that can be read in their place: the engine, and its
-    adapter. None: that cannot be told, and it is neither found nor stored."""
-    pages: list[int] = field(default_factory=list)
-    saved: int = 0
-    """Its blocks that are stored, or were loaded."""
-    looked_for: bool = False
-    """Whether its blocks were looked for in the folder."""
-
-    @property
-    def hashes(self) -> Sequence[bytes]:
-        """vLLM's, of all tokens before the end of each block."""
-        return [] if self.root is None else self.request.block_hashes
-
-    def names(self, first: int, stop: int) -> list[str]:
-        """Of its blocks."""
-        root = self.root or b""
-        return [hashlib.sha256(root + bytes(each)).hexdigest() for each in self.hashes[first:stop]]
-
-
-@dataclass
-class _Found:
-    """What was read of the folder for a request, until it has pages. vLLM 0.32 ends the engine where a block
-    that was found is not loaded, if layers have more than one kind of cache, as pages and rings are. So what
-    is found is held."""
-
-    request: str = ""
-    first: int = 0
-    """The first of these blocks."""
-    stored: list[list[Stored]] = field(default_factory=list)
-    """Of each block, by shard."""
+from .seam import PagedImpl
+from .windows import Windows, spec_of
+from .work import Found, Load, Part, Running, Save, Work
 
 
 class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
@@ -116,11 +48,11 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         assert options is not None  # checked when the engine was configured
         self._options, self._block = options, options.method.group
         self._shelf = Shelf(Path(options.path), options.nbytes)
-        groups = enumerate(kv_cache_config.kv_cache_groups)
-        self._group = next(i for i, each in groups if not each.layer_names[0].endswith(RING))
+        self._group = _of_pages(kv_cache_config)
+        self._windows = Windows(kv_cache_config, options, self._block)
         self._shards = vllm_config.parallel_config.tensor_parallel_size
-        self._sequences: dict[str, _Sequence] = {}
-        self._work, self._found = Work(), _Found()
+        self._sequences: dict[str, Running] = {}
+        self._work, self._found = Work(), Found()
         self._counts, self._damaged = Counts(), 0
         self._recoder: Recoder | None = None
         self._failed: set[int] = set()
@@ -151,18 +83,28 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         adapter = self._adapters.digest(request.lora_request)
         root = None if adapter is None else self._root + adapter
-        self._sequences[request.request_id] = _Sequence(request, root)
+        self._sequences[request.request_id] = Running(request, root)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         first, most = num_computed_tokens // self._block, (request.num_tokens - 1) // self._block
         sequence, found = self._sequences[request.request_id], self._found
         if (found.request, found.first) != (request.request_id, first):
-            names = sequence.names(first, most)
-            found = self._found = _Found(request.request_id, first, self._read(names))
+            found = self._found = self._find(sequence, first, most)
             if not sequence.looked_for:  # a request that waits may be asked for again
-                self._counts.add("blocks_missed", len(names) - len(found.stored))
+                self._counts.add("blocks_missed", most - first - len(found.stored))
             sequence.looked_for = True
         return len(found.stored) * self._block, False
+
+    def _find(self, sequence: Running, first: int, most: int) -> Found:
+        """What a sequence can go on from, of its blocks ``first`` to ``most``."""
+        request, stored = sequence.request.request_id, self._read(sequence.names(first, most))
+        for place in range(first + len(stored), first, -1):
+            start = max(first, self._windows.first(place))
+            names = sequence.names(start, place, self._windows.kind)
+            parts = self._read(names[::-1])  # after a checkpoint, the last is missing
+            if len(parts) == len(names):
+                return Found(request, first, stored[: place - first], parts[::-1])
+        return Found(request, first)
 
     def _read(self, names: Sequence[str]) -> list[list[Stored]]:
         """The first of these blocks, as far as the folder has all shards of them, whole."""
@@ -179,48 +121,65 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         count = num_external_tokens // self._block
         if not count:
             return
-        found, self._found = self._found, _Found()
+        found, self._found = self._found, Found()
         assert found.request == request.request_id  # vLLM gives pages to whom it asked for last
+        assert count == len(found.stored)
         sequence, first = self._sequences[request.request_id], found.first
-        names = sequence.names(first, first + count)
-        pages = blocks.get_block_ids()[self._group][first : first + count]
-        starts = [self._block * place for place in range(first, first + count)]
-        ids = self._ids(request, first, first + count)
-        self._work.loads.append(Load(names, found.stored[:count], pages, starts, ids))
+        stop, pages = first + count, blocks.get_block_ids()
+        names, ids = sequence.names(first, stop), self._ids(request, first, stop)
+        starts = [self._block * place for place in range(first, stop)]
+        parts = self._parts(sequence, range(stop - len(found.parts), stop), pages)
+        for part, stored in zip(parts, found.parts, strict=True):
+            part.stored = stored
+        self._work.loads.append(Load(names, found.stored, pages[self._group][first:stop], starts, ids, parts))
         for rank in range(self._shards):
-            self._shelf.touch([_part(name, rank) for name in names])
-        sequence.saved = first + count
+            self._shelf.touch([_part(name, rank) for name in [*names, *(part.name for part in parts)]])
+        sequence.saved = stop
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         new, old = scheduler_output.scheduled_new_reqs, scheduler_output.scheduled_cached_reqs
         computed = {each.req_id: each.num_computed_tokens for each in new}
         for each in new:
-            self._sequences[each.req_id].pages = list(each.block_ids[self._group])
+            self._sequences[each.req_id].pages = [list(pages) for pages in each.block_ids]
         again = zip(old.req_ids, old.new_block_ids, old.num_computed_tokens, strict=True)
         for name, blocks, count in again:
             sequence, computed[name] = self._sequences[name], count
             if name in old.resumed_req_ids:
-                sequence.pages, sequence.saved = [], 0
-            sequence.pages += [] if blocks is None else blocks[self._group]
+                sequence.pages, sequence.saved = [[] for _ in sequence.pages], 0
+            for pages, more in zip(sequence.pages, blocks or (), strict=blocks is not None):
+                pages += more
         for name, count in scheduler_output.num_scheduled_tokens.items():
             drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
-            self._save(self._sequences[name], computed[name] + count - drafts)
+            self._save(self._sequences[name], computed[name], computed[name] + count - drafts)
         work, self._work = self._work, Work()
         return work
 
-    def _save(self, sequence: _Sequence, tokens: int) -> None:
-        """Have the blocks stored that a sequence of so many tokens has, where their hashes are known."""
-        whole = min(tokens // self._block, len(sequence.hashes), len(sequence.pages))
+    def _save(self, sequence: Running, begun: int, tokens: int) -> None:
+        """Have the blocks stored that a sequence of so many tokens has, where their hashes are known.
+
+        Args:
+            begun: tokens that it had before this step.
+        """
+        own, request = sequence.pages[self._group], sequence.request
+        whole = min(tokens // self._block, len(sequence.hashes), len(own))
         if whole > sequence.saved:
-            names = sequence.names(0, whole)
-            ids = self._ids(sequence.request, 0, whole)
-            self._work.saves.append(Save(names, sequence.pages[:whole], ids))
+            due = self._windows.due(sequence.saved, whole, request.num_prompt_tokens, begun)
+            parts = self._parts(sequence, due, sequence.pages)
+            ids = self._ids(request, 0, whole)
+            self._work.saves.append(Save(sequence.names(0, whole), own[:whole], ids, parts))
             sequence.saved = whole
+
+    def _parts(self, sequence: Running, places: Sequence[int], pages: Sequence[Sequence[int]]) -> list[Part]:
+        """What layers with windows have of these blocks, in these pages of all groups."""
+        kind, groups = self._windows.kind, self._windows.groups
+        names = [sequence.names(place, place + 1, kind)[0] for place in places]
+        each = [[pages[group][place] for group in groups] for place in places]
+        return [Part(*part) for part in zip(names, each, strict=True)]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._sequences.pop(request.request_id, None)
         if self._found.request == request.request_id:
-            self._found = _Found()
+            self._found = Found()
         return False, None
 
     def request_finished_all_groups(
@@ -237,17 +196,21 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
         rank = get_tensor_model_parallel_rank()
         for load in self._given().loads:
-            found: list[Stored] = []
-            for name, parts, start in zip(load.names, load.stored, load.starts, strict=True):
-                if not self._worker.fits(parts[rank], start):
+            blocks, parts = [each[rank] for each in load.stored], [part.stored[rank] for part in load.parts]
+            known = [self._worker.fits(*each) for each in zip(blocks, load.starts, strict=True)]
+            known += [self._windows.fits(self._modules, part) for part in parts]
+            names = [*load.names, *(part.name for part in load.parts)]
+            if not all(known):
+                for name in (name for name, fits in zip(names, known, strict=True) if not fits):
                     self._shelf.discard(_part(name, rank), "it holds something else than the method stores")
-                    break
-                found.append(parts[rank])
+                self._failed |= set(load.pages)
+                continue
             with self._counts.timing("unpack_seconds"):
-                self._fill(found, load)
-            self._counts.add("blocks_loaded", len(found))
-            self._counts.add("bytes_loaded", sum(map(_nbytes, found)))
-            self._failed |= set(load.pages[len(found) :])
+                self._fill(blocks, load)
+                for part, stored in zip(load.parts, parts, strict=True):
+                    self._windows.unpack(self._modules, part.pages, stored)
+            self._counts.add("blocks_loaded", len(names))
+            self._counts.add("bytes_loaded", sum(map(_nbytes, [*blocks, *parts])))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -261,7 +224,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         for save in self._given().saves:
-            names = [_part(name, get_tensor_model_parallel_rank()) for name in save.names]
+            rank = get_tensor_model_parallel_rank()
+            names = [_part(name, rank) for name in [*save.names, *(part.name for part in save.parts)]]
             missing = [i for i, name in enumerate(names) if name not in self._shelf]
             with self._counts.timing("pack_seconds"):
                 made = dict(zip(missing, self._packed(save, missing), strict=True))
@@ -282,20 +246,21 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         return found
 
     def _packed(self, save: Save, places: Sequence[int]) -> list[Stored]:
-        """What is stored of the blocks at these places of a sequence."""
-        if not places:
-            return []
-        pages = [save.pages[place] for place in places]
-        starts = [self._block * place for place in places]
-        ids = torch.tensor(save.ids, device="cpu").view(-1, self._block)[[*places]]
-        return self._worker.pack(self._at(pages, starts, ids, written=True))
+        """What is stored of the blocks at these places of a sequence; behind them are its parts."""
+        blocks = [place for place in places if place < len(save.pages)]
+        parts = [save.parts[place - len(save.pages)] for place in places[len(blocks) :]]
+        packed = [self._windows.pack(self._modules, part.pages) for part in parts]
+        if blocks:
+            pages = [save.pages[place] for place in blocks]
+            starts = [self._block * place for place in blocks]
+            ids = torch.tensor(save.ids, device="cpu").view(-1, self._block)[blocks]
+            packed = self._worker.pack(self._at(pages, starts, ids, written=True)) + packed
+        return packed
 
     def _fill(self, stored: Sequence[Stored], load: Load) -> None:
-        """Write what was found of the first blocks of a load to its pages."""
-        if count := len(stored):
-            pages, starts = load.pages[:count], load.starts[:count]
-            ids = torch.tensor(load.ids, device="cpu").view(-1, self._block)[:count]
-            self._worker.unpack(stored, self._at(pages, starts, ids, written=False))
+        """Write what was found of the blocks of a load to its pages."""
+        ids = torch.tensor(load.ids, device="cpu").view(-1, self._block)
+        self._worker.unpack(stored, self._at(load.pages, load.starts, ids, written=False))
 
     def _at(
         self,
@@ -317,10 +282,14 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         return Blocks(torch.tensor(pages, device="cpu"), torch.tensor(starts, device="cpu"), found, ids)
 
     @property
+    def _modules(self) -> dict[str, Any]:
+        """vLLM's layers, and rings, by name."""
+        return self._config.compilation_config.static_forward_context
+
+    @property
     def _impls(self) -> list[Any]:
         """Of the layers with pages, bottom up, bound to vLLM's memory."""
-        modules = self._config.compilation_config.static_forward_context.values()
-        held = [m for m in modules if isinstance(getattr(m, "impl", None), PagedImpl)]
+        held = [m for m in self._modules.values() if isinstance(getattr(m, "impl", None), PagedImpl)]
         for module in held:
             ring = module.impl.ring
             module.impl.served.bind(
@@ -347,6 +316,12 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
                 angles = [None if codec.rotated else impl.angles() for codec, impl in pairs]
             self._recoder = Recoder(layers, options.method, codecs, angles)
         return self._recoder
+
+
+def _of_pages(config: KVCacheConfig) -> int:
+    """Which of vLLM's groups of layers has our pages."""
+    own = (isinstance(spec_of(group), FullAttentionSpec) for group in config.kv_cache_groups)
+    return next(place for place, found in enumerate(own) if found)
 
 
 def _part(name: str, rank: int) -> str:

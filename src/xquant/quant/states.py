@@ -1,7 +1,7 @@
-"""Numbers of layers that are not compressed, in fewer bits: integers with a scale for each row.
+"""What is stored of layers that are not compressed: their numbers in fewer bits, and how often.
 
-A row is the last dimension: the channels of a head of a key or a value, or one row of the state of linear
-attention.
+Numbers are integers with a scale for each row. A row is the last dimension: the channels of a head of a key
+or a value, or one row of the state of linear attention.
 """
 
 import torch
@@ -11,7 +11,10 @@ SHORTEST = 32
 """Numbers of a row that are coded. A convolution keeps 3 or 4 of a channel, beside which a scale is much."""
 _SCALES = ".scale"
 _INTEGERS = {8: torch.int8, 16: torch.int16}
-BITS = tuple(_INTEGERS)
+BITS = (*_INTEGERS, 32)
+"""That are to be had; of 32, all numbers are as they are."""
+EVERY = 8192
+"""Tokens between two checkpoints, by default: one may take as much as thousands of tokens."""
 
 
 def coded(held: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
