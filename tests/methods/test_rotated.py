@@ -169,6 +169,7 @@ def test_one_loud_channel_spoils_no_other(spec: str) -> None:
         ("kvlinc-2bit", 2 + (32 / 128 + 32 / 64) / 2),
         ("q4_0", 4.5),
         ("q8_0:rotate=true", 8.5),
+        ("nvfp4", 4.5),
         ("kvarn-k4v2", 3 + (32 / 128 + 16 / 64) / 2 + (32 / 64 + 16 / 128) / 2),
     ],
 )

@@ -71,5 +71,6 @@ RIVALS = [
     "q4_0:group=8,rope=pre",
     "q8_0:group=8,rotate=true,sink=1",
     "kvtc-4bit:group=8,tail=5,span=3",
+    "nvfp4:group=8,sink=1,four=true",
 ]
 """Of the codec and the quantizers of some in `LOW`: not crossed with everything."""

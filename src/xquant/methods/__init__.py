@@ -13,6 +13,7 @@ from .registry import find_installed as find_installed, load_file as load_file
 from .full import Full as Full
 from .plain_formats import Integer as Integer, NormalFloat as NormalFloat
 from .llama_cpp import LlamaCpp as LlamaCpp
+from .nvfp4 import NvFp4 as NvFp4
 from .kivi import Kivi as Kivi
 from .asymkv import AsymKV as AsymKV
 from .crosslayer import CrossLayer as CrossLayer
