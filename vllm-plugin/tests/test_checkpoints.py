@@ -2,19 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import FalconH1Config, FalconH1ForCausalLM
 
 pytest.importorskip("vllm")
 
 from support.vllm_engines import (
     LENGTHS,
-    SHAPE,
     answers,
-    configured,
-    connector,
     engine,
     hits,
     kept,
@@ -111,11 +106,3 @@ def test_states_in_8_bits_take_half(mixed: Path, tmp_path: Path) -> None:
             assert hits(llm) == 640
         sizes.append(max(file.stat().st_size for file in (tmp_path / str(bits)).glob("*.safetensors")))
     assert sizes[1] < 0.56 * sizes[0]
-
-
-def test_linear_attention_has_no_connector(tmp_path: Path) -> None:
-    own: dict[str, Any] = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32}
-    FalconH1ForCausalLM(FalconH1Config(**{**SHAPE, **own})).save_pretrained(tmp_path / "model")
-    asked = {"additional_config": {"xquant": "kivi-4bit"}, **connector(tmp_path / "s")}
-    with pytest.raises(ValueError, match=r"^xquant: XQuantConnector with layers of linear attention"):
-        configured(tmp_path / "model", **asked)

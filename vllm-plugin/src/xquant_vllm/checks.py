@@ -119,6 +119,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
     few = scheduler.max_num_batched_tokens < wanted.method.group
     refused = {
         "a device that is no CPU": not current_platform.is_cpu(),
+        "a model with states, such as Mamba's, beside attention": config.model_config.is_hybrid,
         "a KV cache dtype of its own": _own_dtype(config) != "auto",
         "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
         "xquant_attend=store with speculative decoding": store and drafts is not None,
@@ -127,8 +128,6 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
         and scheduler.disable_hybrid_kv_cache_manager,
         f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None
         and connector_options_of(config) is None,
-        f"{CONNECTOR} with layers of linear attention": config.model_config.is_hybrid
-        and config.kv_transfer_config is not None,
         f"{CONNECTOR} with windows of unequal size": len(known.windows) > 1
         and config.kv_transfer_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
