@@ -83,6 +83,21 @@ def test_sizes_that_cannot_be_are_refused(context: int, windows: int) -> None:
         write_samples(tiny("llama"), Letters(), context, windows)
 
 
+def test_openings_in_letters_that_a_tokenizer_does_not_know_are_left_out() -> None:
+    class English:
+        unk_token_id = 1
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [2 + ord(letter) % 100 if letter.isascii() else 1 for letter in text]}
+
+    texts = write_samples(tiny("llama"), English(), LENGTH, 10).tolist()
+    begun = [English()(opening)["input_ids"] for opening in OPENINGS]
+    known = [ids for ids in begun if set(ids) != {1}]
+    assert len(known) < len(begun)
+    for text, ids in zip(texts, known, strict=False):
+        assert text[: len(ids)] == ids
+
+
 def test_a_tokenizer_without_tokens_is_refused() -> None:
     def silent(text: str) -> Any:
         return {"input_ids": []}

@@ -72,6 +72,8 @@ def test_models_are_refused() -> None:
     _check(method, GptOssConfig(**shape, num_local_experts=2))  # sinks that are learned are served
     unequal = Gemma4TextConfig(**shape, global_head_dim=32, num_kv_shared_layers=0)
     _one_line("layers of unequal width", _check, method, unequal)
+    for family in ("falcon_h1", "qwen3_next", "granitemoehybrid"):
+        _one_line("states beside attention", _check, method, tiny(family).config)
     _one_line("GPT2", _check, method, GPT2Config(n_layer=1, n_embd=32))
 
 

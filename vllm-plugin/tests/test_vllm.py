@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from support.vllm_engines import (
     LENGTHS,
     VOCABULARY,
+    Library,
     answers,
     cache_config,
     calibrated,
@@ -95,11 +96,13 @@ def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> Non
     ],
 )
 def test_answers_are_the_librarys(tiny: Path, spec: str) -> None:
-    """In torch: kernels round otherwise, and a random model shows it. They have their test on SmolLM2."""
-    prompts = random_prompts([40, 140, 300, 385], seed=1)
+    """In torch: kernels round otherwise, and a random model shows it. They have their test on SmolLM2. Some
+    CPU may round one of a thousand tokens to another."""
+    prompts, known = random_prompts([40, 140, 300, 385], seed=1), Library(tiny, spec)
     with engine(tiny, spec, xquant_kernel="reference") as llm:
-        found = answers(llm, prompts, 256)
-    assert found == library(tiny, spec, prompts, 256)
+        found = zip(prompts, answers(llm, prompts, 256), strict=True)
+    others = [each for each in found if not known.gives(*each)]
+    assert len(others) < 2 and all(known.almost_gives(*each) for each in others)
 
 
 def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
@@ -129,8 +132,9 @@ def test_sinks_are_found_again_with_their_page(tiny: Path, tmp_path: Path) -> No
     prompts = [stem[:256] + end for end in ends]
     with engine(tiny, "tc-2bit", xquant_kernel="reference", xquant_calibration=made[1]) as llm:
         first, second = (answers(llm, [prompt], 130)[0] for prompt in prompts)
-    assert first == library(tiny, "tc-2bit", prompts[:1], 130, made=made[0])[0]
-    assert second == library(tiny, "tc-2bit", prompts[1:], 130, made=made[0], cuts=(256,))[0]
+    known, second_of = Library(tiny, "tc-2bit", made=made[0]), (prompts[1], second)
+    assert known.almost_gives(prompts[0], first) and known.almost_gives(*second_of, (256,))
+    assert not known.almost_gives(*second_of)  # read as one that finds nothing
 
 
 def test_two_shards_answer_as_vllm_does(tmp_path: Path) -> None:

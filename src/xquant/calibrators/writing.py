@@ -37,45 +37,55 @@ OPENINGS = (
     "In a study published last year, researchers",
     "def read_lines(path):\n    ",
     "Once upon a time there was a",
+    "L'histoire de cette ville commence au",
     "import os\nimport sys\n\n\ndef main(",
     "How do I change the",
     "The company announced on Monday that",
     "= Early life =\n\n",
+    "中国的历史可以追溯到",
     "Question: What is the difference between",
     'class Queue:\n    """',
     "In mathematics, a",
     "I bought this two weeks ago and",
+    "في العام الماضي أعلن الباحثون",
     "According to the report,",
     "To make the dough, mix",
     "#include <stdio.h>\n\nint main(",
     "The album was released in",
+    '{\n  "name": "example",\n  "version": ',
     "Dear Ms. Alvarez,",
     "It was late when the ship",
     "The species is found in",
     "function render(items) {\n  ",
+    "In einer neuen Studie haben Forscher",
     "1. Introduction\n\n",
     "The match ended",
     "You will need the following:",
     "class Account:\n    ",
+    "日本の首都である東京は",
     "public class Account {\n    private ",
     "His first novel,",
     "Many people believe that",
     "The river flows through",
+    "В прошлом году исследователи",  # noqa: RUF001
     "During the war, the",
     "SELECT name, COUNT(*)\nFROM ",
     '"Where have you been?" she asked.',
     "The court held that",
+    "서울은 대한민국의",
     "As the temperature rises,",
     "Today we are going to talk about",
     "#!/bin/bash\nset -e\n",
     "The building was designed by",
+    "La empresa anunció el lunes que",
     "Let x be a number such that",
     "Travellers who visit the island",
     "The patient was treated with",
     "fn main() {\n    let ",
+    "हाल के वर्षों में",
 )
-"""Beginnings of texts of many kinds, a quarter of them source code. There are many, since long texts of a
-small model become nonsense."""
+"""Beginnings of texts of many kinds, a fifth of them source code, a fifth in other languages or data. There
+are many, since long texts of a small model become nonsense."""
 
 
 class Counter(BaseStreamer):
@@ -134,11 +144,14 @@ def write_samples(
         )
     check_context(model, context)
     length = min(LENGTH, context)
-    openings = [tokenizer(text)["input_ids"][: length - 1] for text in OPENINGS]
+    every = [tokenizer(text)["input_ids"] for text in OPENINGS]
+    begin, unknown = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "unk"))
+    known = [ids for ids in every if set(ids) - {begin, unknown}]  # it may not know a language
+    openings = [ids[: length - 1] for ids in known or every]
     if not all(openings):
         raise ValueError("the tokenizer makes no tokens of words: give a calibration text")
     # A token that begins every text begins every sample, and stands nowhere else.
-    first = openings[0][:1] if openings[0][0] == getattr(tokenizer, "bos_token_id", None) else []
+    first = openings[0][:1] if openings[0][0] == begin else []
     own = context - len(first)
     begun = list(islice(cycle(openings), -(-own * windows // (length - len(first)))))
     together = max(TOKENS_AT_ONCE // length, 1)

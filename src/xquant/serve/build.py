@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from .. import calibration_store, identity
+from .. import calibration_store, compat, identity
 from ..analysis.shapes import Skeleton
 from ..calibration import Calibration, check
 from ..codecs import fingerprint
@@ -183,6 +183,8 @@ def _digest(file: Path) -> str:
 
 def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:
     view = skeleton.view
+    if any(map(compat.has_state, compat.default_layers(compat.text_config(skeleton.model)))):
+        raise ValueError("states beside attention, such as Mamba's, are not served yet")
     for index, why in view.skipped.items():
         if index not in view.windows:
             raise ValueError(f"layer {index}: {why}")

@@ -119,7 +119,6 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
     few = scheduler.max_num_batched_tokens < wanted.method.group
     refused = {
         "a device that is no CPU": not current_platform.is_cpu(),
-        "a model with states, such as Mamba's, beside attention": config.model_config.is_hybrid,
         "a KV cache dtype of its own": _own_dtype(config) != "auto",
         "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
         "xquant_attend=store with speculative decoding": store and drafts is not None,
