@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 BASELINE = "full"
 USUAL = 8192
 """Tokens that are planned for where nothing is said."""
-SMALLER_METHODS = ("kivi-2bit", "tc-1bit", "kvtc-1bit")
-"""Methods that are tried, too, where nothing fits."""
+SMALLER_METHODS = ("kivi-2bit", "tc-1bit")
+"""Methods that are tried, too, where nothing fits. Those at rest are no answer: a model decodes beside its
+weights."""
 RULE = (
     "The rule: take the method with the widest codes that fits. Between equals, take one that stores keys and"
     " values themselves, then one without calibration, then the smallest. 'xquant compare' measures what a"
