@@ -10,13 +10,12 @@ Every token reads the store. Calibrations are of the model's own writing.
 
 import gzip
 import importlib.metadata
-import importlib.util
 import re
 from pathlib import Path
 
 import click
 import torch
-from texts import WIKITEXT, with_wikitext
+from texts import WIKITEXT, folder_of, with_wikitext
 
 from xquant import load_model, own_calibration, parse_method
 from xquant.results import stamp, write_json
@@ -41,9 +40,7 @@ def faqs(folder: Path) -> dict[str, str]:
 
 def schemas() -> str:
     """The beginnings of JSON schemas of many projects."""
-    found = importlib.util.find_spec("check_jsonschema")
-    assert found is not None and found.submodule_search_locations
-    folder = Path(found.submodule_search_locations[0]) / "builtin_schemas" / "vendor"
+    folder = folder_of("check_jsonschema") / "builtin_schemas" / "vendor"
     return "\n".join(file.read_text()[:6000] for file in sorted(folder.rglob("*.json")))
 
 

@@ -33,10 +33,15 @@ def source() -> str:
     """The Python files of the packages, one after the other."""
     files: list[Path] = []
     for name in PACKAGES:
-        found = importlib.util.find_spec(name)
-        assert found is not None and found.submodule_search_locations
-        files += sorted(Path(found.submodule_search_locations[0]).glob("*.py"))
+        files += sorted(folder_of(name).glob("*.py"))
     return "\n\n".join(file.read_text() for file in files)
+
+
+def folder_of(package: str) -> Path:
+    """Where an installed package lies."""
+    found = importlib.util.find_spec(package)
+    assert found is not None and found.submodule_search_locations
+    return Path(found.submodule_search_locations[0])
 
 
 def source_versions() -> dict[str, str]:

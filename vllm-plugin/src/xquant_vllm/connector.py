@@ -110,8 +110,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         """The first of these blocks, as far as the folder has all shards of them, whole."""
         read: list[list[Stored]] = []
         for name in names:
-            parts = [self._shelf.get(_part(name, rank)) for rank in range(self._shards)]
-            whole = [part for part in parts if part is not None]
+            shards = [self._shelf.get(_file(name, rank)) for rank in range(self._shards)]
+            whole = [shard for shard in shards if shard is not None]
             if len(whole) < self._shards:
                 break
             read.append(whole)
@@ -133,7 +133,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             part.stored = stored
         self._work.loads.append(Load(names, found.stored, pages[self._group][first:stop], starts, ids, parts))
         for rank in range(self._shards):
-            self._shelf.touch([_part(name, rank) for name in [*names, *(part.name for part in parts)]])
+            self._shelf.touch([_file(name, rank) for name in [*names, *(part.name for part in parts)]])
         sequence.saved = stop
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -197,12 +197,13 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank()
         for load in self._given().loads:
             blocks, parts = [each[rank] for each in load.stored], [part.stored[rank] for part in load.parts]
-            known = [self._worker.fits(*each) for each in zip(blocks, load.starts, strict=True)]
+            worker = self._worker
+            known = [worker.fits(*each) for each in zip(blocks, load.starts, strict=True)]
             known += [self._windows.fits(self._modules, part) for part in parts]
             names = [*load.names, *(part.name for part in load.parts)]
             if not all(known):
                 for name in (name for name, fits in zip(names, known, strict=True) if not fits):
-                    self._shelf.discard(_part(name, rank), "it holds something else than the method stores")
+                    self._shelf.discard(_file(name, rank), "it holds something else than the method stores")
                 self._failed |= set(load.pages)
                 continue
             with self._counts.timing("unpack_seconds"):
@@ -225,7 +226,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         for save in self._given().saves:
             rank = get_tensor_model_parallel_rank()
-            names = [_part(name, rank) for name in [*save.names, *(part.name for part in save.parts)]]
+            names = [_file(name, rank) for name in [*save.names, *(part.name for part in save.parts)]]
             missing = [i for i, name in enumerate(names) if name not in self._shelf]
             with self._counts.timing("pack_seconds"):
                 made = dict(zip(missing, self._packed(save, missing), strict=True))
@@ -324,7 +325,7 @@ def _of_pages(config: KVCacheConfig) -> int:
     return next(place for place, found in enumerate(own) if found)
 
 
-def _part(name: str, rank: int) -> str:
+def _file(name: str, rank: int) -> str:
     """The file of a block that a shard of the heads has."""
     return f"{name}-{rank}"
 

@@ -72,8 +72,10 @@ class Windows:
     def pack(self, modules: Mapping[str, Any], pages: Iterable[int]) -> dict[str, Tensor]:
         """What is stored of a block that has these pages, one in each of the groups."""
         found = torch.stack([memory[page] for memory, page in self._memory(modules, pages)])
-        # NaN and infinity are as they are for whoever goes on from them.
-        return coded({_PAGES: found}, self._bits) if bool(found.isfinite().all()) else {_PAGES: found}
+        try:
+            return coded({_PAGES: found}, self._bits)
+        except ValueError:  # NaN and infinity stay as they are, for whoever goes on from them
+            return {_PAGES: found}
 
     def unpack(self, modules: Mapping[str, Any], pages: Iterable[int], stored: dict[str, Tensor]) -> None:
         """Write a stored block to its pages."""
