@@ -45,6 +45,11 @@ class AttentionCall(NamedTuple):
             return False
         return mask is None or (mask.dtype in MASKED and mask.dim() == 4 and mask.shape[1] == 1)
 
+    def by_row(self) -> "AttentionCall":
+        """The same as of an engine, whose tokens are no padding and each come before the next."""
+        query, key, value, _, scaling, softcap, _ = self
+        return AttentionCall(_rows(query), _rows(key), _rows(value), None, scaling, softcap)
+
     def new_out(self) -> Tensor:
         """``[B, t, H, D]``, not written yet."""
         batch, heads, count, size = self.query.shape
@@ -78,6 +83,11 @@ class AttentionCall(NamedTuple):
         if key.dtype == value.dtype == query.dtype:
             return self
         return self._replace(key=key.to(query.dtype), value=value.to(query.dtype))
+
+
+def _rows(states: Tensor) -> Tensor:
+    """States ``[B, H, t, D]`` of each new token, ``[B t, H, D]``."""
+    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
 
 
 def mask_strides(mask: Tensor | None) -> tuple[int, int, int]:

@@ -40,6 +40,7 @@ class _Kept(local):
 
 
 _KEPT = _Kept()
+_PLACE = Tensor.data_ptr
 
 
 class GroupedLinear(PackedLinear):
@@ -138,43 +139,43 @@ def _multiply_into(x: Tensor, *given: Any, out: Tensor) -> None:
     """Products of rows ``[M, C]`` with weights, which are given before as many biases or none, how many
     outputs each has, and the bits of all: ``[M, N]`` of all after each other."""
     *tensors, outputs, bits = given
-    weights, biases = tensors[: len(outputs)], tensors[len(outputs) :]
     run = _native()
     if run is None:
-        each = zip(out.split([*outputs], 1), weights, outputs, biases or [None] * len(weights), strict=True)
+        weights, biases = tensors[: len(outputs)], tensors[len(outputs) :] or [None] * len(outputs)
+        each = zip(out.split([*outputs], 1), weights, outputs, biases, strict=True)
         for found, weight, count, bias in each:
             found.copy_(F.linear(x, _unpack(weight, bits)[:count].to(x.dtype), bias))
         return
     x = x.contiguous()
-    call = _call(x, weights, biases, outputs, bits)
-    call.x, start, size = x.data_ptr(), out.data_ptr(), out.itemsize
-    for part, count in zip(call.parts, outputs, strict=False):
-        part.out = start
-        start += count * size
-    call.threads = torch.get_num_threads()
+    # A step asks for what the one before did, so this thread keeps what it asks of the library, but for
+    # where `x` is and the outputs go. Python takes as long for a call as the library for a small product.
+    key = (
+        x.dtype,
+        x.shape,
+        bits,
+        *outputs,
+        *map(_PLACE, tensors),
+        *[t.dtype for t in tensors[len(outputs) :]],
+    )
+    call = _KEPT.calls.get(key)
+    if call is None:
+        call = _call(x, tensors, outputs, bits)
+        if len(_KEPT.calls) == MOST_KEPT:
+            _KEPT.calls.clear()
+        _KEPT.calls[key] = call
+    call.x, call.out, call.threads = x.data_ptr(), out.data_ptr(), torch.get_num_threads()
     run(call)
 
 
-def _call(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], outputs: Sequence[int], bits: int
-) -> native.Linear:
-    """What the library is asked, but for where ``x`` is and the outputs go. A step asks for what the one
-    before did, so this thread keeps it: it says nothing but what it is kept by."""
-    places = [t.data_ptr() for t in (*weights, *biases)]
-    key = (x.shape, x.dtype, bits, *outputs, *places, *[bias.dtype for bias in biases])
-    if (known := _KEPT.calls.get(key)) is not None:
-        return known
-    rows, channels = x.shape
-    native.address(x, GroupedLinear.dtypes, rows, weights[0].shape[1] * GROUP)
-    sizes = rows, channels, bits, native.DTYPES[x.dtype], 0, len(weights), sum(outputs)
-    call = native.Linear(None, *sizes)
-    for i, (part, weight, count) in enumerate(zip(call.parts, weights, outputs, strict=False)):
-        part.packed, part.outputs = weight.data_ptr(), count
-        if biases:
-            part.bias = native.address(biases[i], x.dtype, count)
-    if len(_KEPT.calls) == MOST_KEPT:
-        _KEPT.calls.clear()
-    _KEPT.calls[key] = call
+def _call(x: Tensor, tensors: Sequence[Tensor], outputs: Sequence[int], bits: int) -> native.Linear:
+    """What `_multiply_into` asks the library."""
+    (rows, channels), count = x.shape, len(outputs)
+    native.address(x, GroupedLinear.dtypes, rows, tensors[0].shape[1] * GROUP)
+    call = native.Linear(None, rows, channels, bits, native.DTYPES[x.dtype], 0, count)
+    for part, weight, size in zip(call.parts, tensors, outputs, strict=False):
+        part.packed, part.outputs = weight.data_ptr(), size
+    for part, bias, size in zip(call.parts, tensors[count:], outputs, strict=False):
+        part.bias = native.address(bias, x.dtype, size)
     return call
 
 

@@ -30,11 +30,6 @@ def common_dtype(key: Tensor, value: Tensor) -> torch.dtype:
     return key.dtype if key.dtype == value.dtype else torch.promote_types(key.dtype, value.dtype)
 
 
-def _rows(states: Tensor) -> Tensor:
-    """States ``[B, H, t, D]`` of each new token, ``[B t, H, D]``."""
-    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
-
-
 class StaticLayer(PagedPast, PastLayer):
     """One layer of a `StaticKVCache`, whose sequences have pages and a ring of their own.
 
@@ -106,9 +101,7 @@ class StaticLayer(PagedPast, PastLayer):
         """Attention of the newest tokens, which are kept, into ``out`` ``[B, t, H, D]``. Reads no mask: none
         of them is padding, and each comes before the next."""
         self._check_dtype(call.key, call.value)
-        query, key, value = (_rows(states) for states in call[:3])
-        rows = call._replace(query=query, key=key, value=value, mask=None, sink_logits=None)
-        self.attend_in_place(rows, sequences, out.flatten(0, 1))
+        self.attend_in_place(call.by_row(), sequences, out.flatten(0, 1))
 
     def append(self, key: Tensor, value: Tensor) -> Tensor:
         """Keep the newest tokens: pack whole blocks, and give the others to rings in `fill_rings`.

@@ -189,7 +189,7 @@ LINEAR_PARTS = 4
 
 class LinearPart(Structure):
     __slots__ = ()
-    _fields_ = [*((name, c_void_p) for name in ("packed", "bias", "out")), ("outputs", c_int64)]
+    _fields_ = [("packed", c_void_p), ("bias", c_void_p), ("outputs", c_int64)]
 
 
 class Linear(Structure):
@@ -197,7 +197,7 @@ class Linear(Structure):
     _fields_ = [
         ("x", c_void_p),
         *((name, c_int32) for name in ("rows", "channels", "bits", "dtype", "threads", "count")),
-        ("out_stride", c_int64),
+        ("out", c_void_p),
         ("parts", LinearPart * LINEAR_PARTS),
     ]
 

@@ -64,8 +64,10 @@ class NativePages(PagedAttention):
         query, key, value = call.query, call.key, call.value
         if query.stride(2) != 1:
             query = query.contiguous()
+            call = call._replace(query=query)
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
+            call = call._replace(key=key, value=value)
         forms = [_form(states) for states in (query, key, value, out)]
         if forms != self._forms:
             self._check(query, key, value, out)
@@ -83,7 +85,7 @@ class NativePages(PagedAttention):
             sinks.runs, sinks.count = at["sinks"], sequences.sink
             sinks.column, to.exact_count = at["sink_places"], 3
         to.threads = torch.get_num_threads()
-        self._kernel.attend(call._replace(query=query, key=key, value=value), out, sequences)
+        self._kernel.attend(call, out, sequences)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Whether a kernel can go through these, and how. Most steps ask for what the one before did."""

@@ -90,14 +90,22 @@ inline void multiply_tile(const uint8_t* packed, const RoundedRows& x, int first
     }
 }
 
+// Where a part's outputs go: from the column `first` on.
+struct Outputs {
+    void* rows;
+    int64_t stride, first;
+};
+
 template <int BITS, int DTYPE, int ROWS>
-inline void multiply_rows(const xq_linear_part& part, int64_t stride, const RoundedRows& x, int tile, int first) {
+inline void multiply_rows(
+    const xq_linear_part& part, const Outputs& out, const RoundedRows& x, int tile, int first
+) {
     const int start = tile * WEIGHT_LANES, count = std::min(WEIGHT_LANES, (int)part.outputs - start);
     const size_t size = (size_t)x.groups * (BITS == 4 ? 320 : 544);
     Floats y[ROWS];
     for (auto& row : y) row = part.bias ? load_as<DTYPE>(part.bias, start, count) : broadcast_float(0);
     multiply_tile<BITS, ROWS>(part.packed + tile * size, x, first, y);
-    for (int r = 0; r < ROWS; r++) store_as<DTYPE>(part.out, (first + r) * stride + start, y[r], count);
+    for (int r = 0; r < ROWS; r++) store_as<DTYPE>(out.rows, (first + r) * out.stride + out.first + start, y[r], count);
 }
 
 template <int BITS, int DTYPE>
@@ -107,8 +115,12 @@ inline int multiply_all(const xq_linear& call) {
     const RoundedRows x(workspace, call.rows, call.channels);
     const int threads = std::max(call.threads, 1);
     int ends[XQ_LINEAR_PARTS], tiles = 0;
-    for (int i = 0; i < call.count; i++)
+    int64_t columns[XQ_LINEAR_PARTS], stride = 0;
+    for (int i = 0; i < call.count; i++) {
         ends[i] = tiles += (int)(call.parts[i].outputs + WEIGHT_LANES - 1) / WEIGHT_LANES;
+        columns[i] = stride;
+        stride += call.parts[i].outputs;
+    }
 #pragma omp parallel for num_threads(threads) schedule(static) if (call.rows > 8)
     for (int r = 0; r < call.rows; r++) round_row<DTYPE>(call.x, r, x);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -116,11 +128,12 @@ inline int multiply_all(const xq_linear& call) {
         int i = 0;
         while (number >= ends[i]) i++;
         const xq_linear_part& part = call.parts[i];
+        const Outputs out{call.out, stride, columns[i]};
         const int tile = number - (i ? ends[i - 1] : 0);
         int r = 0;
-        for (; r + MAX_ROWS <= call.rows; r += MAX_ROWS) multiply_rows<BITS, DTYPE, MAX_ROWS>(part, call.out_stride, x, tile, r);
-        for (; r + 2 <= call.rows; r += 2) multiply_rows<BITS, DTYPE, 2>(part, call.out_stride, x, tile, r);
-        for (; r < call.rows; r++) multiply_rows<BITS, DTYPE, 1>(part, call.out_stride, x, tile, r);
+        for (; r + MAX_ROWS <= call.rows; r += MAX_ROWS) multiply_rows<BITS, DTYPE, MAX_ROWS>(part, out, x, tile, r);
+        for (; r + 2 <= call.rows; r += 2) multiply_rows<BITS, DTYPE, 2>(part, out, x, tile, r);
+        for (; r < call.rows; r++) multiply_rows<BITS, DTYPE, 1>(part, out, x, tile, r);
     }
     return XQ_DONE;
 }

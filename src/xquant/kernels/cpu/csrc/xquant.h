@@ -238,13 +238,12 @@ enum { XQ_LINEAR_PARTS = 4 };
 typedef struct {
     const uint8_t *packed;
     const void *bias;  // [outputs]; null: none
-    void *out;         // the first row of its outputs
     int64_t outputs;
 } xq_linear_part;
 typedef struct {
     const void *x;     // [rows, channels]
     int32_t rows, channels, bits;   // of codes, 4 or 8
     int32_t dtype, threads, count;  // of x, biases and outputs; of parts
-    int64_t out_stride;             // between the rows of all outputs
+    void *out;                      // [rows, outputs of all parts after each other]
     xq_linear_part parts[XQ_LINEAR_PARTS];
 } xq_linear;
