@@ -25,6 +25,8 @@ def values_of(option: Any) -> Any:
     """A strategy for what an option may be."""
     if "choices" in option.metadata:
         found: Any = st.sampled_from(option.metadata["choices"])
+    elif option.name == "layers":
+        found = st.sampled_from(("", "4", "2x4+3", "1xk4v2+3x3", "k8v2"))
     elif option.type is bool:
         found = st.booleans()
     elif option.type is float:
@@ -46,6 +48,9 @@ def methods(draw: Any) -> Any:
         needed = option.default is dataclasses.MISSING
         if needed or (option.name != "dominant" and draw(st.booleans())):
             values[option.name] = draw(values_of(option))
+    if values.get("layers"):  # which names all bits itself
+        for other in ("first_layers", "key_bits", "value_bits", "qjl"):
+            values.pop(other, None)
     if cls is TurboQuant and 1 in (values["bits"], values.get("first_bits")):
         values["qjl"] = False  # one bit is the sketch's
     return cls(**values)

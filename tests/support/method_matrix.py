@@ -34,7 +34,7 @@ ONE_OF_EACH = [
 LOW = [
     "kivi-2bit:group=8,sink=2",
     "kivi-1bit:group=8,rope=post",
-    "kivi-4bit:group=8,key_bits=5,value_bits=3,first_layers=1,first_bits=7",
+    "kivi-4bit:group=8,layers=1x7+k5v3",
     "int3:group=8,tail=3",
     "nf2-gs5:group=8,keys=channel,rope=pre",
     "asymkv-1.5bit:group=8,tail=0",

@@ -6,10 +6,10 @@ come back. Everything else (appending, sealing, sinks, tail, crop, reorder) is d
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..calibration import check as check_calibration
 from ..models import AttentionView
 from ..quant import Affine, Plain, Quantizer
 from ..quant.quantizer import Granularity
+from . import widths
 from .codec import LayerCodec
 
 Each = TypeVar("Each")
@@ -249,7 +250,60 @@ class QuantizedMethod(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodedMethod(QuantizedMethod):
+class LayeredMethod(QuantizedMethod):
+    """The same, of methods whose layers do not depend on each other: each may have bits of its own, and its
+    keys other bits than its values."""
+
+    layers: str = option("", "bits by layer, bottom up: 2x4+k3v2 is 4 of two, then 3 of keys, 2 of values")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layers:
+            return
+        if self.first_layers:
+            raise ValueError(f"{self.name}: give either layers or first_layers")
+        allowed = {each.name: each.metadata for each in dataclasses.fields(self)}["bits"]
+        for bits in sorted({bits for each in self.used_widths for bits in each}):
+            catalogue.check(self.name, f"layers={self.layers}: bits", bits, allowed)
+
+    @property
+    def _runs(self) -> widths.Runs:
+        try:
+            return widths.read(self.layers)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    @property
+    def used_widths(self) -> set[widths.Widths]:
+        """All that `layer_widths` may be."""
+        if self.layers:
+            return {each for each in (*self._runs.counted, self._runs.rest) if each is not None}
+        return {widths.Widths(bits, bits) for bits in (self.bits, self.first_bits)}
+
+    def layer_widths(self, position: int) -> widths.Widths:
+        """Bits of keys and of values of the compressed layer at ``position``, counted from the bottom."""
+        if self.layers:
+            return self._runs.at(position)
+        bits = self.layer_bits(position)
+        return widths.Widths(bits, bits)
+
+    def with_widths(self, layers: Iterable[widths.Widths]) -> Self:
+        """The method with these bits in all layers, bottom up."""
+        return dataclasses.replace(self, layers=widths.write(layers), first_layers=0)
+
+    def codecs(
+        self, views: Sequence[AttentionView], calibration: Calibration | None = None
+    ) -> list[LayerCodec]:
+        if self.layers and not self._runs.fits(len(views)):
+            raise ValueError(
+                f"{self.name}: layers={self.layers} is of {len(self._runs.counted)} layers, but {len(views)}"
+                " are compressed in this model"
+            )
+        return super().codecs(views, calibration)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodedMethod(LayeredMethod):
     """The same, of methods that always quantize: no layer is kept in 16 bits."""
 
     bits: int = option(help="bits per code", choices=range(1, 9))

@@ -1,12 +1,15 @@
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
 
 from ..models import AttentionView
-from .base import BITS, ROPE, QuantizedMethod, Tensors, option
+from .base import BITS, ROPE, LayeredMethod, Tensors, option
 from .key_value import KeyValueCodec
+from .widths import Widths
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kivi(QuantizedMethod):
+class Kivi(LayeredMethod):
     """KIVI (arXiv 2402.02750), by default with keys before RoPE: KIVI* of arXiv 2508.10395.
 
     Stores K per channel in groups of g tokens and V per token in groups of g channels, b bits a code, with an
@@ -36,10 +39,22 @@ class Kivi(QuantizedMethod):
     value_bits: int | None = option(None, "bits of values where they differ from keys'", choices=BITS)
     rope: str = option("pre", **ROPE)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers and (self.key_bits or self.value_bits):
+            raise ValueError("kivi: layers has bits of keys and values itself, as in layers=k4v2")
+
+    def layer_widths(self, position: int) -> Widths:
+        keys, values = super().layer_widths(position)
+        if self.layers or position < self.first_layers:
+            return Widths(keys, values)
+        return Widths(self.key_bits or keys, self.value_bits or values)
+
+    def with_widths(self, widths: Iterable[Widths]) -> Self:
+        return super(Kivi, replace(self, key_bits=None, value_bits=None)).with_widths(widths)
+
     def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
-        keys = values = self.layer_bits(position)
-        if position >= self.first_layers:
-            keys, values = self.key_bits or keys, self.value_bits or values
+        keys, values = self.layer_widths(position)
         return KeyValueCodec(
             view,
             self.quantizer(keys, "channel", view.dtype),

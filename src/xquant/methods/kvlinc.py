@@ -34,11 +34,11 @@ class KVLinC(CodedMethod):
     rope: str = option("pre", **ROPE)
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
-        bits = self.layer_bits(position)
+        keys, values = self.layer_widths(position)
         return RotatedCodec(
             view,
-            Affine(bits, "channel", self.group),
-            Affine(bits, "token", range_channels(view.value_size)),
+            Affine(keys, "channel", self.group),
+            Affine(values, "token", range_channels(view.value_size)),
             self.rope,
             (None, hadamard(view.value_size)),
             self.group,

@@ -65,11 +65,11 @@ class Oscar(CodedMethod):
         }
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> "OscarCodec":
-        bits = self.layer_bits(position)
+        keys, values = self.layer_widths(position)
         return OscarCodec(
             view,
-            Affine(bits, "token", range_channels(view.head_size)),
-            Affine(bits, "token", range_channels(view.value_size)),
+            Affine(keys, "token", range_channels(view.head_size)),
+            Affine(values, "token", range_channels(view.value_size)),
             (found["key.turn"], found["value.turn"]),
             (self.key_clip, self.value_clip),
             self.group,

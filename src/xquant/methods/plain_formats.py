@@ -6,14 +6,14 @@ from ..models import AttentionView
 from ..quant import Affine, Codebook, Plain, Quantizer
 from ..quant.codebook import normal_float_levels
 from ..quant.quantizer import Granularity
-from .base import BITS, ROPE, QuantizedMethod, Tensors, option
+from .base import BITS, ROPE, LayeredMethod, Tensors, option
 from .key_value import KeyValueCodec
 
 PER = ("token", "channel")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainFormat(QuantizedMethod):
+class PlainFormat(LayeredMethod):
     """Keys and values in one low-bit format, without anything done to help it."""
 
     head_pattern = r"(?P<bits>\d+)(-gs(?P<gs>\d+))?"
@@ -31,11 +31,11 @@ class PlainFormat(QuantizedMethod):
         return f"{self.name}{self.bits}" + (f"-gs{self.gs}" if self.gs else "")
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
-        bits = self.layer_bits(position)
+        keys, values = self.layer_widths(position)
         return KeyValueCodec(
             view,
-            self.quantizer(bits, self.keys, view.dtype),
-            self.quantizer(bits, self.values, view.dtype),
+            self.quantizer(keys, self.keys, view.dtype),
+            self.quantizer(values, self.values, view.dtype),
             self.rope,
         )
 

@@ -30,11 +30,11 @@ class QuaRot(CodedMethod):
     rope: str = option("post", **ROPE)
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
-        bits = self.layer_bits(position)
+        keys, values = self.layer_widths(position)
         return RotatedCodec(
             view,
-            Affine(bits, "token", view.head_size),
-            Affine(bits, "token", view.value_size),
+            Affine(keys, "token", view.head_size),
+            Affine(values, "token", view.value_size),
             self.rope,
             both(view, hadamard),
             self.group,

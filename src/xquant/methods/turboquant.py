@@ -41,15 +41,15 @@ class TurboQuant(CodedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.qjl and min(self.bits, self.first_bits) < 2:
+        if self.qjl and min(each.keys for each in self.used_widths) < 2:
             raise ValueError("turboquant: qjl=true needs 2 bits or more: one is the sketch's")
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> RotatedCodec:
-        bits, (keys, values) = self.layer_bits(position), (view.head_size, view.value_size)
+        keys, values = self.layer_widths(position)
         return RotatedCodec(
             view,
-            self._sketched(bits, keys) if self.qjl else self._by_length(bits, keys),
-            self._by_length(bits, values),
+            (self._sketched if self.qjl else self._by_length)(keys, view.head_size),
+            self._by_length(values, view.value_size),
             self.rope,
             both(view, random_hadamard),
             self.group,

@@ -6,14 +6,15 @@ from torch import Tensor
 from ..models import AttentionView
 from ..quant import Affine, Plain, Quantizer, Segment, hadamard
 from ..threads import one_thread
-from .base import QuantizedMethod, Tensors, option
+from .base import LayeredMethod, Tensors, option
 from .codec import AttentionInputs, LayerCodec, Rematerialized, by_block
+from .widths import Widths
 
 FORMS = ("auto", "mha", "gqa")
 
 
 @dataclass(frozen=True, kw_only=True)
-class XQuant(QuantizedMethod):
+class XQuant(LayeredMethod):
     """XQuant (arXiv 2508.10395, sections 3.1 and 3.3.1): cache the layer input, rebuild K and V.
 
     MHA stores post-norm X per token: ``n d b / 8 + 4 n ceil(d / g)`` bytes a block of n = g tokens
@@ -48,8 +49,12 @@ class XQuant(QuantizedMethod):
         mha = is_mha(self.form, view)
         if self.outlier and mha:
             raise ValueError("xquant: outlier=true needs the gqa form (ask for it with form=gqa)")
-        kind = InputCodec if mha else LatentCodec
-        return kind(view, self, self.layer_bits(position))
+        bits = self.layer_widths(position)
+        if not mha:
+            return LatentCodec(view, self, bits)
+        if bits.keys != bits.values:
+            raise ValueError(f"xquant: layers={self.layers} tells keys from values, which both come from X")
+        return InputCodec(view, self, bits.keys)
 
 
 def is_mha(form: str, view: AttentionView) -> bool:
@@ -119,7 +124,7 @@ class InputCodec(_FromInput):
 class LatentCodec(_FromInput):
     """The GQA form: X U_k per channel and X U_v per token; the fused S B^T bring K and V back."""
 
-    def __init__(self, view: AttentionView, method: XQuant, bits: int) -> None:
+    def __init__(self, view: AttentionView, method: XQuant, bits: Widths) -> None:
         super().__init__(view)
         self.width = view.hidden
         self.block = method.group
@@ -127,19 +132,19 @@ class LatentCodec(_FromInput):
         self.basis, self.split, self.key_weight, self.value_weight = view.offline(
             "latents", lambda: latent_bases(view)
         )
-        if method.rotate and bits < 16:
+        if method.rotate and bits.values < 16:
             rotation = hadamard(self.split[1]).to(view.device, view.dtype)
             key_basis, value_basis = self.basis.split(self.split)
             self.basis = torch.cat([key_basis, rotation @ value_basis])
             self.value_weight = (self.value_weight @ rotation).contiguous()
-        quantizer = method.quantizer(bits, "channel", view.dtype).tiled(self.split[0], "tokens")
+        quantizer = method.quantizer(bits.keys, "channel", view.dtype).tiled(self.split[0], "tokens")
         keys = [Segment(self.split[0], quantizer)]
         if method.outlier:
             keys = [
                 Segment(1, Plain(torch.float16)),
-                Segment(self.split[0] - 1, method.quantizer(bits, "channel", view.dtype)),
+                Segment(self.split[0] - 1, method.quantizer(bits.keys, "channel", view.dtype)),
             ]
-        quantizer = method.quantizer(bits, "token", view.dtype).tiled(self.split[1], "channels")
+        quantizer = method.quantizer(bits.values, "token", view.dtype).tiled(self.split[1], "channels")
         values = Segment(self.split[1], quantizer)
         self.segments = (*keys, values)
 
