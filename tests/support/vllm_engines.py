@@ -1,5 +1,6 @@
 """vLLM in this process, for tests that have it installed: on the CPU, eager, with little memory."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ os.environ.update(
 )
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
@@ -81,6 +83,23 @@ def save_gpt_oss(folder: Path) -> Path:
     return folder
 
 
+def save_adapter(folder: Path, seed: int) -> Path:
+    """A random LoRA adapter of queries and values of `save_tiny`'s model, of rank 8."""
+    generator, rank = torch.Generator().manual_seed(seed), 8
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    sizes = {"q_proj": 4 * 32, "v_proj": 2 * 32}
+    weights = {}
+    for layer in range(SHAPE["num_hidden_layers"]):
+        for name, size in sizes.items():
+            start = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in {"A": (rank, SHAPE["hidden_size"]), "B": (size, rank)}.items():
+                weights[f"{start}.lora_{part}.weight"] = torch.randn(shape, generator=generator) / 4
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
 def connector(folder: Path, **options: Any) -> dict[str, Any]:
     """The option of an engine that keeps blocks in a folder."""
     own = {"path": str(folder), **options}
@@ -134,13 +153,13 @@ def engine(folder: Path, spec: str | None = None, **options: Any) -> Iterator[An
         cleanup_dist_env_and_memory()
 
 
-def answers(llm: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
-    """The tokens that it goes on with, the likeliest ones."""
+def answers(llm: Any, prompts: list[list[int]], new: int, adapters: Any = None) -> list[list[int]]:
+    """The tokens that it goes on with, the likeliest ones. ``adapters``: a LoRA request of each prompt."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    out = llm.generate(given, greedy, use_tqdm=False)
+    out = llm.generate(given, greedy, use_tqdm=False, lora_request=adapters)
     return [list(one.outputs[0].token_ids) for one in out]
 
 

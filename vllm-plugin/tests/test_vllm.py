@@ -21,6 +21,7 @@ from support.vllm_engines import (
     library,
     random_prompts,
     read_from_store,
+    save_adapter,
     save_tiny,
 )
 from xquant import Calibration
@@ -91,6 +92,7 @@ def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> Non
         "kivi-4bit",
         "kivi-4bit:rope=post",
         "kivi-2bit",
+        "kivi-3bit:layers=1x8+k4v3",
         "int4:group=64",
         "asymkv-1.5bit",  # with recent tokens as they are
     ],
@@ -225,6 +227,25 @@ def _refused(why: str, folder: Path, spec: str, **options: Any) -> None:
         pass
     assert str(error.value).startswith("xquant: ")
     assert "\n" not in str(error.value)
+
+
+def test_adapters_answer_as_vllm_does(tiny: Path, stock: list[list[int]], tmp_path: Path) -> None:
+    """Prompts with one adapter, with another and with none, in one batch. Those with none are not compared
+    with `stock`: on a CPU, vLLM's own answers to them are others in such a batch than alone."""
+    from vllm.lora.request import LoRARequest
+
+    each = [
+        LoRARequest(name, i, str(save_adapter(tmp_path / name, i))) for i, name in enumerate(("a", "b"), 1)
+    ]
+    prompts = random_prompts(LENGTHS)
+    asked = [None if i % 3 == 2 else each[i % 3] for i in range(len(prompts))]
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    found = []
+    for spec in (None, "full"):
+        with engine(tiny, spec, **options) as llm:
+            found.append(answers(llm, prompts, 32, asked))
+    assert found[0] == found[1]
+    assert all(own != plain for own, plain in zip(found[0][::3], stock[::3], strict=True))
 
 
 def test_drafts_change_no_answer(tiny: Path) -> None:

@@ -97,14 +97,33 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _find(self, sequence: Running, first: int, most: int) -> Found:
         """What a sequence can go on from, of its blocks ``first`` to ``most``."""
-        request, stored = sequence.request.request_id, self._read(sequence.names(first, most))
-        for place in range(first + len(stored), first, -1):
+        request, names = sequence.request.request_id, sequence.names(first, most)
+        stored: list[list[Stored]] | None = None
+        for place in range(first + self._there(names), first, -1):
+            if stored is not None and len(stored) < place - first:  # one before it is damaged
+                continue
             start = max(first, self._windows.first(place))
-            names = sequence.names(start, place, self._windows.kind)
-            parts = self._read(names[::-1])  # after a checkpoint, the last is missing
-            if len(parts) == len(names):
-                return Found(request, first, stored[: place - first], parts[::-1])
+            of_windows = sequence.names(start, place, self._windows.kind)
+            if self._there(of_windows) < len(of_windows):
+                continue
+            parts = self._read(of_windows)
+            if len(parts) < len(of_windows):
+                continue
+            if stored is None:  # blocks behind a checkpoint are of no use, and not read
+                stored = self._read(names[: place - first])
+            if len(stored) >= place - first:
+                return Found(request, first, stored[: place - first], parts)
         return Found(request, first)
+
+    def _there(self, names: Sequence[str]) -> int:
+        """How many of these blocks, from the first on, the folder has all shards of, whole or not."""
+        lacking = (
+            place
+            for place, name in enumerate(names)
+            for rank in range(self._shards)
+            if _file(name, rank) not in self._shelf
+        )
+        return next(lacking, len(names))
 
     def _read(self, names: Sequence[str]) -> list[list[Stored]]:
         """The first of these blocks, as far as the folder has all shards of them, whole."""
