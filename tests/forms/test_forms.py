@@ -10,15 +10,15 @@ from .forms import FORMS, Form
 from .promise import Promise
 from .refusals import PROMISES, REFUSED
 
-COMPILED_FOR_LONG = {"images", "hybrids", "dtypes", "windows"}
-"""Promises kept on several models: compiling each for `KVCache` takes longer than all forms that are not
-compiled. `make matrix` does."""
+COMPILED_FOR_LONG = {"images", "hybrids", "dtypes", "windows", "defaults", "autocast"}
+"""Promises kept on several models: compiling each takes longer than all forms that are not compiled. `make
+matrix` does."""
 
 
 def cells() -> Iterator[Any]:
     for promise in PROMISES.values():
         for form in FORMS.values():
-            long = form.name == "compiled" and promise.name in COMPILED_FOR_LONG
+            long = form.name.endswith("compiled") and promise.name in COMPILED_FOR_LONG
             marks = [pytest.mark.long] if long else []
             yield pytest.param(promise, form, id=f"{promise.name}-{form.name}", marks=marks)
 
