@@ -72,7 +72,7 @@ def calibration() -> str:
             each = [run[method] for run in runs]
             cells = [f"{row['ratio']:.4f} ± {error(row)} (KL {row['kl']:.4f})" for row in each]
             body.append([text, code(method), *cells])
-    kinds = "40 English texts of 512 tokens", "32 English of 256", "40 of 256, 8 of another kind"
+    kinds = "40 English texts of 512 tokens", "32 English of 256", "60 of 256, 12 of another kind"
     return markdown(["text", "method", *kinds], body)
 
 

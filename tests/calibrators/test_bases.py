@@ -5,10 +5,13 @@ import torch
 
 from support.models import prompt, tiny
 from xquant import attach, parse_method
+from xquant.calibrators.collect import collect
 from xquant.calibrators.run import calibrate_on
 from xquant.calibrators.transform import (
     METRIC_RIDGE,
     SINKS,
+    StatisticsStage,
+    TransformCalibrator,
     best_basis,
     blocks,
     predict,
@@ -94,3 +97,23 @@ def test_keys_do_not_come_first_where_they_tell_all() -> None:
 def test_samples_of_no_block_are_refused() -> None:
     with pytest.raises(ValueError, match="fill no block"):
         calibrate_on(tiny("llama"), prompt(2, 15), "tc-2bit")
+
+
+def test_gradients_are_of_the_first_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are of all tokens."""
+    model = tiny("llama")
+    texts = prompt(3, 64)
+
+    def statistics(samples: torch.Tensor) -> StatisticsStage:
+        views = attach(model).view.compressed
+        found = TransformCalibrator(parse_method("tc-2bit"), views)
+        collect(model, samples, [(found.codecs, found.stage)], lambda: None)
+        return found.stage
+
+    whole = statistics(texts)
+    monkeypatch.setattr("xquant.calibrators.transform.GRADIENT_TOKENS", 100)
+    found, of_two = statistics(texts), statistics(texts[:2])
+    for layer in range(5):
+        assert torch.equal(found.rows(layer), whole.rows(layer))
+        assert torch.equal(found.metric(layer), of_two.metric(layer))
+        assert not torch.equal(found.metric(layer), whole.metric(layer))

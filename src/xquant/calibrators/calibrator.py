@@ -24,8 +24,11 @@ class Rows:
 class Stage(Protocol):
     """One pass over the samples."""
 
-    gradients: bool
-    """Whether `see` needs the gradients."""
+    @property
+    def gradients(self) -> bool:
+        """Whether `see` needs the gradients of the next sample. They take twice as long as all else."""
+        ...
+
     queries: bool
     """Whether it needs the queries."""
 

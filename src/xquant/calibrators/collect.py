@@ -101,9 +101,11 @@ def collect(
     """Give every stage the keys and values of every sample ``[N, T]`` (token ids) at every layer, as its own
     codecs pack them. ``done`` is called after each sample."""
     attachment = attach(model)
-    with frozen(model), torch.set_grad_enabled(any(stage.gradients for _, stage in stages)):
+    with frozen(model):
         for sample in samples.to(home(model)):
-            _collect_one(model, attachment, sample, stages)
+            asking = [stage.gradients for _, stage in stages]
+            with torch.set_grad_enabled(any(asking)):
+                _collect_one(model, attachment, sample, stages, asking)
             done()
 
 
@@ -112,6 +114,7 @@ def _collect_one(
     attachment: Attachment,
     sample: Tensor,
     stages: Sequence[tuple[Sequence[LayerCodec], Stage]],
+    asking: Sequence[bool],
 ) -> None:
     wanted = torch.is_grad_enabled()
     recorder = _Recorder(attachment, wanted, any(stage.queries for _, stage in stages))
@@ -130,10 +133,10 @@ def _collect_one(
         gradients = dict(zip(seen, zip(found[::2], found[1::2], strict=True), strict=True))
     del logits
     with torch.no_grad():
-        for codecs, stage in stages:
+        for (codecs, stage), asks in zip(stages, asking, strict=True):
             for position, codec in enumerate(codecs):
                 index = codec.view.index
-                given = gradients[index] if stage.gradients else None
+                given = gradients[index] if asks else None
                 rows = _rows(codec, seen[index], given, sample, attachment)
                 if stage.queries:
                     rows.query = flat_heads(recorder.queries[index])[0]

@@ -28,6 +28,8 @@ SINKS = 4
 """First tokens of a sample that are left out: their keys and values are far from all others."""
 BLOCK = 128
 """Tokens whose variance is taken at a time."""
+GRADIENT_TOKENS = 8192
+"""Of how many tokens gradients are taken: those of twice as many take off 1 to 3% of KL (docs/log.md)."""
 METRIC_RIDGE = 0.02
 """A metric gets so much times the mean of its diagonal added to its diagonal, so that it can be inverted."""
 PREDICTION_RIDGE = 1e-3
@@ -200,16 +202,20 @@ class Known(NamedTuple):
 
 
 class StatisticsStage:
-    """The only pass: keeps all rows, and sums the products of their gradients (the empirical Fisher
-    information)."""
+    """The only pass: keeps all rows, and sums the products of the gradients of the first `GRADIENT_TOKENS`
+    (the empirical Fisher information)."""
 
     queries = False
 
     def __init__(self, layers: int, gradients: bool) -> None:
-        self.gradients = gradients
+        self._fisher, self._with_gradients = gradients, 0
         self._rows: list[list[Tensor]] = [[] for _ in range(layers)]
         self._products: list[Tensor] = []
         self._ids: list[Tensor] = []
+
+    @property
+    def gradients(self) -> bool:
+        return self._fisher and self._with_gradients < GRADIENT_TOKENS
 
     @property
     def ids(self) -> Tensor:
@@ -223,6 +229,8 @@ class StatisticsStage:
         self._rows[position].append(states.float().clamp(-FP16_MAX, FP16_MAX).half().cpu())
         if rows.key_gradient is None or rows.value_gradient is None:
             return
+        if position == 0:
+            self._with_gradients += len(rows.ids)
         gradient = torch.cat([rows.key_gradient, rows.value_gradient], -1)[SINKS:].float()
         product = (gradient.T @ gradient).cpu()
         if len(self._products) <= position:
@@ -241,7 +249,7 @@ class StatisticsStage:
         Raises:
             ValueError: the gradients of all layers are 0.
         """
-        if not self.gradients:
+        if not self._fisher:
             return torch.eye(self._rows[position][0].shape[-1], dtype=torch.float64, device="cpu")
         unit = torch.stack([product.diagonal().mean() for product in self._products]).mean()
         if unit == 0:

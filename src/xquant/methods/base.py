@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 BITS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 
-OWN_TEXTS = 256, 40
+OWN_TEXTS = 256, 60
 """Tokens of a text and texts that a model writes for a method that calibrates itself: the same for all such
 methods, so that they share the texts."""
 
