@@ -208,14 +208,14 @@ class StatisticsStage:
     queries = False
 
     def __init__(self, layers: int, gradients: bool) -> None:
-        self._fisher, self._with_gradients = gradients, 0
+        self._fisher = gradients
         self._rows: list[list[Tensor]] = [[] for _ in range(layers)]
         self._products: list[Tensor] = []
         self._ids: list[Tensor] = []
 
     @property
     def gradients(self) -> bool:
-        return self._fisher and self._with_gradients < GRADIENT_TOKENS
+        return self._fisher and sum(map(len, self._ids)) < GRADIENT_TOKENS
 
     @property
     def ids(self) -> Tensor:
@@ -229,8 +229,6 @@ class StatisticsStage:
         self._rows[position].append(states.float().clamp(-FP16_MAX, FP16_MAX).half().cpu())
         if rows.key_gradient is None or rows.value_gradient is None:
             return
-        if position == 0:
-            self._with_gradients += len(rows.ids)
         gradient = torch.cat([rows.key_gradient, rows.value_gradient], -1)[SINKS:].float()
         product = (gradient.T @ gradient).cpu()
         if len(self._products) <= position:

@@ -28,7 +28,7 @@ from .layer import PackedLinear
 GROUP = 32
 LANES = 16
 MOST_KEPT = 4096
-"""Calls that a thread keeps: see `_call`."""
+"""Calls that a thread keeps: see `_multiply_into`."""
 FP16_MAX = torch.finfo(torch.float16).max
 
 

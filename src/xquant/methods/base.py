@@ -254,14 +254,21 @@ class LayeredMethod(QuantizedMethod):
     """The same, of methods whose layers do not depend on each other: each may have bits of its own, and its
     keys other bits than its values."""
 
+    beside_layers: ClassVar[dict[str, Any]] = {"first_layers": 0}
+    """Other options that say bits by layer, with the values that say nothing."""
+
     layers: str = option("", "bits by layer, bottom up: 2x4+k3v2 is 4 of two, then 3 of keys, 2 of values")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.layers:
             return
-        if self.first_layers:
-            raise ValueError(f"{self.name}: give either layers or first_layers")
+        for name, nothing in self.beside_layers.items():
+            if getattr(self, name) != nothing:
+                raise ValueError(
+                    f"{self.name}: give either layers or {name}: layers has bits of keys and values itself,"
+                    " as layers=k4v2 has"
+                )
         allowed = {each.name: each.metadata for each in dataclasses.fields(self)}["bits"]
         for bits in sorted({bits for each in self.used_widths for bits in each}):
             catalogue.check(self.name, f"layers={self.layers}: bits", bits, allowed)
@@ -289,7 +296,7 @@ class LayeredMethod(QuantizedMethod):
 
     def with_widths(self, layers: Iterable[widths.Widths]) -> Self:
         """The method with these bits in all layers, bottom up."""
-        return dataclasses.replace(self, layers=widths.write(layers), first_layers=0)
+        return dataclasses.replace(self, layers=widths.write(layers), **self.beside_layers)
 
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None

@@ -1,6 +1,4 @@
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
 from ..models import AttentionView
 from .base import BITS, ROPE, LayeredMethod, Tensors, option
@@ -34,24 +32,17 @@ class Kivi(LayeredMethod):
     paper = "KIVI, arXiv 2402.02750"
     summary = "keys per channel, values per token, uniform codes"
     example = "kivi-2bit"
+    beside_layers = LayeredMethod.beside_layers | {"key_bits": None, "value_bits": None}
 
     key_bits: int | None = option(None, "bits of keys where they differ from values'", choices=BITS)
     value_bits: int | None = option(None, "bits of values where they differ from keys'", choices=BITS)
     rope: str = option("pre", **ROPE)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.layers and (self.key_bits or self.value_bits):
-            raise ValueError("kivi: layers has bits of keys and values itself, as in layers=k4v2")
 
     def layer_widths(self, position: int) -> Widths:
         keys, values = super().layer_widths(position)
         if self.layers or position < self.first_layers:
             return Widths(keys, values)
         return Widths(self.key_bits or keys, self.value_bits or values)
-
-    def with_widths(self, widths: Iterable[Widths]) -> Self:
-        return super(Kivi, replace(self, key_bits=None, value_bits=None)).with_widths(widths)
 
     def codec(self, view: AttentionView, position: int, found: Tensors) -> KeyValueCodec:
         keys, values = self.layer_widths(position)

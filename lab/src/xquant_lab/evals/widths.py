@@ -122,19 +122,20 @@ class _Search:
 
     def allows(self, place: Place, by: int) -> bool:
         """Whether a place may have so many bits more."""
-        return all(bits in self._allowed for bits in self._moved(place, by))
+        layer, part = place
+        return all(bits in self._allowed for bits in _plus(self._widths[layer], part, by))
 
     def changed(self, by: Mapping[Place, int]) -> LayeredMethod:
         """The method with so many more bits at these places."""
         widths = [*self._widths]
         for (layer, part), more in by.items():
-            keys, values = widths[layer]
-            widths[layer] = Widths(keys + more * (part != "values"), values + more * (part != "keys"))
+            widths[layer] = _plus(widths[layer], part, more)
         return self._method.with_widths(widths)
 
-    def _moved(self, place: Place, by: int) -> Widths:
-        keys, values = self._widths[place[0]]
-        return Widths(keys + by * (place[1] != "values"), values + by * (place[1] != "keys"))
+
+def _plus(widths: Widths, part: str, by: int) -> Widths:
+    """So many bits more at a part of a layer."""
+    return Widths(widths.keys + by * (part != "values"), widths.values + by * (part != "keys"))
 
 
 def _parts(
