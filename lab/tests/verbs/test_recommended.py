@@ -6,8 +6,8 @@ from xquant.catalogue import RECOMMENDED, recommended
 
 FULL = ("full",)
 ASKED = {
-    "perplexity m --text TEXT": ("perplexity", recommended()),
-    "compare m --text TEXT --output TMP": ("perplexity", FULL + recommended()),
+    "perplexity m --text TEXT": ("on_text", recommended()),
+    "compare m --text TEXT --output TMP": ("on_text", FULL + recommended()),
     "eval m --task passkey": ("eval", FULL + recommended()),
     "bench m": ("bench", recommended(decoding=True)),
 }

@@ -1,32 +1,27 @@
 """``xquant perplexity``: what compression costs a model, through the real packed store."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import click
 
 from xquant.cli.common import (
-    calibrations_for,
     calibrations_option,
     chosen,
     json_option,
-    kept_calibrations,
     methods_option,
     model_options,
-    own_calibrations,
     resume_option,
     text_options,
     weights_bits_option,
 )
 from xquant.cli.progress import progress
 from xquant.cli.tables import print_table, say, wide_option
+from xquant.text import read_text
 
 from .asked import Asked, Rows, attend_option, end
-
-if TYPE_CHECKING:
-    from xquant.calibrations import Calibrations
-    from xquant.methods import Method
+from .on_text import OnText
 
 COLUMNS = {
     "method": "left",
@@ -78,39 +73,20 @@ def run(
     asked: Asked, specs: Sequence[str], text: str, context: int, windows: int, attend: str
 ) -> tuple[Rows, dict[str, Any]]:
     """The measurement of this verb and of ``compare``: rows, and what they were measured on."""
-    from xquant.text import cut_windows, read_text, text_name
-
     words = read_text(text)  # before torch is imported
     from xquant import parse_method
-    from xquant.runs import Runs, identity
 
     from ..evals.journal import Journal
     from ..evals.perplexity import measure
 
     methods = list(dict.fromkeys(map(parse_method, specs)))
-    calibrations = calibrations_for(methods, asked.artifacts)
-    network, tokenizer = asked.load()
-    calibrations = kept_calibrations(network, methods, calibrations)
-    subject: dict[str, Any] = {
-        "model": asked.model,
-        "text": text_name(text),
-        "text_sha256": hashlib.sha256(words.encode()).hexdigest(),
-        "dtype": asked.dtype,
-        "weights_bits": asked.weights_bits,
-        "device": str(network.device),
-    }
-    runs = Runs(asked.resume, {**subject, "context": context, "identity": identity(network, words, [])})
-    ids = cut_windows(network, tokenizer, words, context, windows)
+    on = OnText.begin(asked, methods, text, words, context, windows)
     with progress("measuring perplexity") as show:
-
-        def calibrate(late: "Sequence[Method]") -> "Calibrations":
-            nonlocal calibrations
-            calibrations = own_calibrations(network, tokenizer, late, calibrations, show)
-            return calibrations
-
-        rows = measure(network, ids, methods, calibrations, Journal(runs, show), calibrate, attend)
-    subject["calibrations"] = {made.method: made.text for made in calibrations}
-    return [row.to_dict() for row in rows], subject
+        late = partial(on.calibrate, show=show)
+        journal = Journal(on.runs, show)
+        rows = measure(on.network, on.ids, methods, on.calibrations, journal, late, attend)
+    on.subject["calibrations"] = {made.method: made.text for made in on.calibrations}
+    return [row.to_dict() for row in rows], on.subject
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -7,19 +7,18 @@ import click
 
 from xquant.cli.common import (
     SPEC,
-    calibrations_for,
     calibrations_option,
     json_option,
-    kept_calibrations,
     model_options,
-    own_calibrations,
     resume_option,
     text_options,
 )
 from xquant.cli.progress import progress
 from xquant.cli.tables import say, wide_option
+from xquant.text import read_text
 
 from .asked import Asked, Rows, end
+from .on_text import OnText
 from .perplexity import print_rows
 
 
@@ -44,12 +43,9 @@ def widths(spec: str, text: str, context: int, windows: int, json_file: str | No
 
 
 def run(asked: Asked, spec: str, text: str, context: int, windows: int) -> tuple[Rows, dict[str, Any]]:
-    from xquant.text import cut_windows, read_text, text_name
-
     words = read_text(text)  # before torch is imported
     from xquant import parse_method
     from xquant.methods.base import LayeredMethod
-    from xquant.runs import Runs, identity
 
     from ..evals.journal import Journal
     from ..evals.widths import move_bits
@@ -57,16 +53,11 @@ def run(asked: Asked, spec: str, text: str, context: int, windows: int) -> tuple
     method = parse_method(spec)
     if not isinstance(method, LayeredMethod):
         raise ValueError(f"{spec}: the layers of {method.name} have no bits that could be moved by hand")
-    calibrations = calibrations_for([method], asked.artifacts)
-    network, tokenizer = asked.load()
-    calibrations = kept_calibrations(network, [method], calibrations)
-    subject = {"model": asked.model, "text": text_name(text), "dtype": asked.dtype}
-    runs = Runs(asked.resume, {**subject, "context": context, "identity": identity(network, words, [])})
-    ids = cut_windows(network, tokenizer, words, context, windows)
+    on = OnText.begin(asked, [method], text, words, context, windows)
     with progress("moving bits") as show:
-        calibrations = own_calibrations(network, tokenizer, [method], calibrations, show)
-        rows = move_bits(network, ids, method, calibrations, Journal(runs, show))
-    return [row.to_dict() for row in rows], subject
+        calibrations = on.calibrate([method], show)
+        rows = move_bits(on.network, on.ids, method, calibrations, Journal(on.runs, show))
+    return [row.to_dict() for row in rows], on.subject
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
