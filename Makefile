@@ -3,7 +3,7 @@
 # make test   the tests
 # make sanitize   the kernels' tests on a library built with AddressSanitizer and UBSan
 # make neon   the library for AArch64, compiled here, and its results beside those of AVX2, emulated
-# make matrix   every method in every family and way to generate, for an hour; make test runs a part
+# make matrix   every case of every test, for two hours; make test runs a part
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make serve-stress   its server with many clients, its folder of blocks damaged, and thousands of random requests
@@ -12,7 +12,7 @@
 # make gpu-cache       compiles the kernels for it, into a file that make gpu takes along if it is there
 # make gpu-rehearsal   make gpu without a GPU, on a small model, in .venv-gpu, which has what that machine has
 # make lint   linter, formatter, type checker, and the schemas of what the repository's host reads
-# make docs   the site in build/site, and what its pages say to run, run
+# make docs   the site in build/site, and what its pages say to run, run; PAGES=README.md of one alone
 # make wheels     the files of a release in dist/, each installed into an empty environment and tried
 
 PYTHON ?= python3
@@ -114,7 +114,7 @@ mutants: env
 # vLLM wants another transformers than constraints.txt, so it has an environment of its own. What it would bring
 # for pictures and sound is built for other versions of torch, and is not needed for text. NATIVE=FILE takes
 # the native library of another environment, in place of compiling it for minutes again.
-SERVE_RUN = OMP_NUM_THREADS=1 $(if $(NATIVE),XQUANT_NATIVE_LIBRARY=$(NATIVE)) $(SERVE_BIN)/python -m pytest
+SERVE_RUN = OMP_NUM_THREADS=1 XQUANT_MATRIX=all $(if $(NATIVE),XQUANT_NATIVE_LIBRARY=$(NATIVE)) $(SERVE_BIN)/python -m pytest
 $(SERVE_STAMP): pyproject.toml vllm-plugin/pyproject.toml CMakeLists.txt $(wildcard src/xquant/kernels/cpu/csrc/*)
 	$(PYTHON) -m venv .venv-serve
 	$(SERVE_PIP) --upgrade $(PIP_VERSION)
@@ -165,7 +165,7 @@ gpu-rehearsal: $(GPU_STAMP)
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python benchmarks/tables.py --check
-	$(BIN)/python tools/follow_docs.py
+	$(BIN)/python tools/follow_docs.py $(PAGES)
 
 lint: env
 	$(BIN)/ruff check

@@ -1,5 +1,6 @@
 import os
-from collections import Counter
+from collections import defaultdict
+from random import Random
 
 # Before anything imports Triton, whose kernels the tests run without a GPU; XQUANT_TEST_DEVICE=cuda runs
 # those of tests/kernels/test_triton*.py on one.
@@ -13,17 +14,25 @@ import torch
 torch.set_num_threads(1)
 
 
+USUAL = 3
+"""Cases of a test that `make test` runs."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked `long` is left to `make matrix`, and so are the cases of a test marked ``sampled(n)``,
-    but the first and every nth after it."""
-    cases = Counter[str]()
+    """`make test` runs some cases of every test, which its name draws: `USUAL`, or as many as a mark
+    ``cases(n)`` says. The others are marked ``long``, as slow tests are, and left to `make matrix`."""
+    tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled and not item.get_closest_marker("long"):
-            test = item.nodeid.partition("[")[0]
-            if cases[test] % sampled.args[0]:
+        if not item.get_closest_marker("long"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("cases")
+        count = min(mark.args[0] if mark else USUAL, len(cases))
+        drawn = {id(item) for item in Random(name).sample(cases, count)}
+        for item in cases:
+            if id(item) not in drawn:
                 item.add_marker("long")
-            cases[test] += 1
+    for item in items:
         if item.get_closest_marker("long") and not os.environ.get("XQUANT_MATRIX"):
             item.add_marker(pytest.mark.skip(reason="make matrix runs it"))

@@ -16,7 +16,6 @@ from xquant.calibrators.run import calibrate_on
 HALVES = Expected((2, 3), torch.float16, least=-4, most=4, rising=True)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3", "gemma2"])
 @pytest.mark.parametrize(
     "spec",

@@ -44,6 +44,7 @@ def run(*pages: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_a_page_is_followed(tmp_path: Path) -> None:
     """Its Python blocks are one session, in a clone of the checkout."""
     found = follow(tmp_path / "page.md", GOOD)
@@ -77,7 +78,7 @@ def test_pages_share_no_names(tmp_path: Path) -> None:
     assert "NameError" in found.stderr
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_session_that_ends_is_a_failure(tmp_path: Path, code: int) -> None:
     page = f"```python\nimport os\nos._exit({code})\n```\n\n```python\nprint(1)\n```\n"

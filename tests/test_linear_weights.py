@@ -66,6 +66,7 @@ def test_outputs_in_fewer_bits_are_those_of_rounded_weights(family: str, bits: i
     assert CLOSE * exact.norm() < (found - exact).norm() < loss * exact.norm()
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_the_packaged_model_has_the_codes_of_its_file() -> None:
     plain, stored = (load_model("smollm2", weights=weights)[0] for weights in ("dense", "as-stored"))
@@ -179,6 +180,7 @@ def test_gradients_of_inputs(bits: int | None) -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.cases(1)
 @torch.no_grad()
 @EACH
 def test_packed_weights_compile(bits: int | None) -> None:

@@ -14,7 +14,7 @@ RUN = [FIRST, *(pytest.param(file, marks=pytest.mark.long) for file in OTHERS)]
 SMALL = {"TOKENS": "300", "NEW": "4", "CONTEXT": "128", "WINDOWS": "2", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.smollm2
 @pytest.mark.parametrize("file", RUN, ids=lambda file: file.stem)
 def test_a_notebook_runs(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def tokens(model: Any, cache: Any, length: int = 40) -> torch.Tensor:
     return model.generate(ids, past_key_values=cache, **given)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", CACHES)
 def test_steps_are_compiled_and_prompts_are_not(kind: str) -> None:
     model = tiny("llama")
@@ -59,6 +60,7 @@ def test_steps_are_compiled_and_prompts_are_not(kind: str) -> None:
     assert torch.equal(tokens(model, CACHES[kind](model)), want)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", [copy.deepcopy, pickled])
 def test_a_copy_has_steps_of_its_own(way: Callable[[Any], Any]) -> None:
     model = tiny("llama")
@@ -105,6 +107,7 @@ def test_what_layers_are_made_of_is_looked_at_anew_when_asked() -> None:
     assert counters["frames"]["ok"] == compiled
 
 
+@pytest.mark.long
 def test_caches_come_and_go() -> None:
     """Hooks are seen, whatever is not looked at."""
     model = tiny("llama")

@@ -88,17 +88,10 @@ def measure(name: str, spec: str, context: int, batch: int, new: int) -> tuple[i
     return found, max(held.nbytes - before, 0)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(
-    ("context", "new"),
-    [
-        (512, 256),
-        (512, 1),
-        *(pytest.param(*each, marks=pytest.mark.long) for each in ((512, 64), (256, 256))),
-    ],
-)
+@pytest.mark.parametrize(("context", "new"), [(512, 256), (512, 1), (512, 64), (256, 256)])
 def test_a_pass_takes_what_the_formula_says(name: str, spec: str, context: int, new: int) -> None:
     counted = Activations(layout_of(name, spec))
     expected = counted.decode(context, 2) if new == 1 else counted.prefill(context, 2, new)

@@ -60,7 +60,6 @@ def check(held: CacheBytes, report: Report, outliers: int) -> None:
     assert held.outliers >= counts
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3", "gemma2"])
 @pytest.mark.parametrize("spec", [*IDENTITY, *LOW, *SIZED])
 def test_every_part_is_that_of_a_real_run(spec: str, family: str) -> None:
@@ -77,7 +76,6 @@ def test_every_part_is_that_of_a_real_run(spec: str, family: str) -> None:
         assert skeleton.nbytes == report.model_bytes
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("family", ["qwen2", "phi3"])
 @pytest.mark.parametrize("spec", OWN_GROUPS)
 def test_the_methods_own_groups_in_bfloat16(spec: str, family: str) -> None:

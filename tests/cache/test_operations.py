@@ -59,13 +59,13 @@ def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
         pytest.skip("a recurrent state cannot go back, nor have its sequences chosen")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", IDENTITY)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=pytest.mark.long if family in ALIKE else ()) for family in FAMILIES],
 )
+@pytest.mark.cases(80)
 @torch.inference_mode()
 def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation: Operation) -> None:
     skip_what_transformers_cannot(family, operation)
@@ -75,7 +75,6 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
     assert torch.equal(got, want)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize(
     ("family", "spec"),
@@ -85,6 +84,7 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
         *((family, spec) for family in (*OTHERS, "qwen2_5_vl") for spec in MORE),
     ],
 )
+@pytest.mark.cases(60)
 @torch.inference_mode()
 def test_other_families_too(family: str, spec: str, operation: Operation) -> None:
     skip_what_transformers_cannot(family, operation)
@@ -108,7 +108,6 @@ def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor,
     return tokens, caches[-1]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", [*LOW, *(RIVALS if MORE else ())])
 @pytest.mark.parametrize(
@@ -118,6 +117,7 @@ def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor,
         *(pytest.param(each, marks=pytest.mark.long) for each in ("gemma3", *FROM_X)),
     ],
 )
+@pytest.mark.cases(60)
 @torch.inference_mode()
 def test_low_bits_run_with_lengths_and_positions_right(family: str, spec: str, operation: Operation) -> None:
     tokens, cache = outcome(family, spec, operation)

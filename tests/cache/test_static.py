@@ -61,7 +61,6 @@ def test_a_step_reads_what_it_reads_in_a_cache_that_grows(model: Any, spec: str)
     assert mine.get_seq_length() == own.get_seq_length() == 139
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", [*SPECS, *TRELLIS])
 def test_pages_are_read_in_place_as_when_they_are_decoded(model: Any, spec: str) -> None:
     made, ids = calibration(model, spec), prompt(2, 150)

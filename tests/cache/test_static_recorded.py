@@ -44,8 +44,8 @@ def decoded(model: Any, cache: StaticKVCache, ids: Tensor, settled: int | None =
     return torch.cat(found, 1)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.skipif(not native.isas(), reason="no native library, and pages are not read in place")
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_all_steps_are_one_graph_of_one_shape(model: Any, backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:

@@ -111,7 +111,6 @@ def outliers(spec: str) -> bool:
     return spec.startswith("kvquant")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("spec", PER_BITS + OTHERS + TURNED)
 def test_every_layout_is_read_right(spec: str, path: str) -> None:
@@ -134,7 +133,6 @@ MANY = [
 ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", native.isas())
 @pytest.mark.parametrize("spec", MANY)
 def test_a_long_chunk_of_a_prompt_is_attended_to_in_pieces(spec: str, path: str) -> None:
@@ -194,7 +192,6 @@ def test_plain_torch_reads_more(spec: str, head_size: int, queries: int) -> None
     assert error(case, filled(case)) < TOLERANCE
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "path"),
     [
@@ -343,7 +340,6 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
             assert cache.attend(0, AttentionCall(q, k, k, None, 0.2, None)) is None
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
@@ -352,7 +348,6 @@ def test_models_decode_as_with_the_reference(family: str, path: str) -> None:
         assert decoding_error(model, spec, path, [90, 41, 70], steps=40) < 5e-3
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", [s for s in PER_BITS + OTHERS if s[:2] in ("in", "nf", "q4", "q8")])
 def test_a_key_bias_is_read_with_every_layout(spec: str) -> None:
     """By whatever is chosen: what was not told of the bias left it out in silence."""

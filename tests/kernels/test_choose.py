@@ -186,7 +186,6 @@ def test_what_no_kernel_reads_is_told_of_once(make: Callable[..., Any]) -> None:
     assert "heads of 20" in cache.kernel
 
 
-@pytest.mark.sampled(4)
 @needs_native
 @pytest.mark.parametrize("make", [KVCache, partial(StaticKVCache, room=64)])
 @pytest.mark.parametrize(
@@ -200,6 +199,7 @@ def test_what_no_kernel_reads_is_told_of_once(make: Callable[..., Any]) -> None:
         ),
     ],
 )
+@pytest.mark.cases(1)
 @torch.no_grad()
 def test_a_layer_that_wants_whole_states_is_told_of_once(
     make: Callable[..., Any], family: str, attention: str, why: str

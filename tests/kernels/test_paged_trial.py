@@ -51,7 +51,6 @@ def test_pages_are_tried_once() -> None:
     assert calls == [1]  # both layers have one layout
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("broken", ["wrong", "fails"])
 def test_pages_that_are_not_read_right_are_decoded(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(self: TritonPages, *args: Any) -> None:

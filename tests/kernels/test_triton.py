@@ -28,6 +28,8 @@ from xquant.kernels.call import FLOATS, AttentionCall
 from xquant.kernels.triton import support
 from xquant.kernels.triton.device import Slots
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 
@@ -54,14 +56,12 @@ def case(spec: str, **options: Any) -> Case:
     return Case(spec, **{"path": "triton", "layers": 1, "tokens": 75, **options})
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", LAYOUTS)
 def test_every_layout_is_read_right(spec: str) -> None:
     one = case(spec, batch=2, queries=2, mask="bool")
     assert error(one, filled(one)) < TOLERANCE
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec", ["asymkv-1.5bit:tail=3", "crosslayer:tail=0,km=0,vm=0,kq=2,vq=0", "crosslayer:tail=2"]
 )
@@ -70,7 +70,6 @@ def test_layers_may_differ_in_width_and_share_codes(spec: str) -> None:
     assert error(one, filled(one)) < TOLERANCE
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,7 +122,6 @@ def test_states_of_several_dtypes_are_read_right(dtypes: tuple[torch.dtype, ...]
         cache.attend(0, AttentionCall(query, key, value[..., :16], None, 1.0, None))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])
 def test_it_follows_what_happens_to_the_batch(spec: str) -> None:
     one = case(spec, batch=2, tokens=140, kv_heads=1)
@@ -146,7 +144,6 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
     assert cache.attend(0, AttentionCall(q, k, k, None, 0.2, None)) is None
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_models_decode_as_with_the_reference(family: str) -> None:
     options = {} if family == "gemma2" else {"num_hidden_layers": 2}

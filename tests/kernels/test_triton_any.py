@@ -27,6 +27,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=6)
 @given(
     spec=st.sampled_from(SPECS),

@@ -10,6 +10,8 @@ pytest.importorskip("triton", minversion="3.5")
 from support import triton_interpreter
 from support.attention_cases import DEVICE, TOLERANCE, Case, error, filled
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 BLOCK = 128
@@ -27,7 +29,6 @@ def case(spec: str, size: int, tokens: int, **options: Any) -> Case:
     return Case(spec, size, 1, 4, tokens=tokens, path="triton", layers=layers, **options)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("size", "tail"), [(64, 1), (64, 127), (128, 0), (128, 64), (128, 127)])
 @pytest.mark.parametrize("spec", SPECS)
 def test_tokens_behind_whole_blocks(spec: str, size: int, tail: int) -> None:
@@ -38,7 +39,6 @@ def test_tokens_behind_whole_blocks(spec: str, size: int, tail: int) -> None:
     assert error(one, cache) < TOLERANCE
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mask", ["bool", "float"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_sequences_of_unequal_length(spec: str, mask: str) -> None:
@@ -53,7 +53,6 @@ def test_states_in_the_type_that_is_timed(spec: str) -> None:
     assert error(one, filled(one)) < (6 if "xquant" in spec else 2) * 2**-8
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", ["kivi-4bit", "kivi-2bit:rope=post", "xquant-4bit"])
 def test_values_that_average_out_leave_no_error(spec: str) -> None:
     """Of so many tokens with equal weights, the result is a small part of each value."""

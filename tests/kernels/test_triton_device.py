@@ -23,6 +23,8 @@ from xquant.kernels.splits import Limits
 from xquant.kernels.triton import device
 from xquant.kernels.triton.jit.attend import attend
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 SOURCES = Path(device.__file__).parent
@@ -84,7 +86,6 @@ def read_ranked_codes() -> None:
         one(prompt(1, length).to(DEVICE), past_key_values=cache)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("act", "kernels"),
     [

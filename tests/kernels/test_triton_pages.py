@@ -36,6 +36,8 @@ from xquant.past.sequences import Sequences
 from xquant.serve.build import codecs_of
 from xquant_lab.bench.clocks import capture
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 BLOCK, POSITIONS, PAGES, RINGS, SLOTS = 32, 256, 24, 5, 3
@@ -260,7 +262,6 @@ def test_splits_are_of_the_blocks_that_are_there(slots: int, monkeypatch: pytest
         assert (out[int(of.first[b])].double() - want[0]).norm() < TOLERANCE * want.norm()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", ["kivi-4bit:group=32", "kivi-2bit:group=32,rope=post", "int4:group=32"])
 def test_a_cache_is_the_case_of_equal_lengths(spec: str) -> None:
     """Of the same blocks, the kernels of the library and of an engine make the same."""

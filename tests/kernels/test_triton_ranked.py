@@ -17,6 +17,8 @@ from xquant.kernels.triton import BACKEND, support
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 

@@ -21,6 +21,8 @@ from xquant.kernels.triton.jit.unpack import TILE
 from xquant.kernels.triton.matrices import PackedStates, by_chunk
 from xquant.kernels.triton.operand import Layout
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 
@@ -29,7 +31,6 @@ def case(spec: str, **options: Any) -> Case:
     return Case(spec, **{"path": "triton", "layers": 1, "tokens": 75, **options})
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("form", ["mha", "gqa"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_width_is_rebuilt_right(form: str, bits: int) -> None:
@@ -37,13 +38,13 @@ def test_every_width_is_rebuilt_right(form: str, bits: int) -> None:
     assert error(one, filled(one)) < TOLERANCE
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "spec",
     [
         "xquant-cl-4bit:group=32,form=gqa,sink=1",
-        pytest.param("xquant-cl-3bit:group=32,form=mha,sink=2,tail=7", marks=pytest.mark.long),
-        pytest.param("xquant-cl-2bit:group=32,form=mha,stream=post,first_layers=1", marks=pytest.mark.long),
+        "xquant-cl-3bit:group=32,form=mha,sink=2,tail=7",
+        "xquant-cl-2bit:group=32,form=mha,stream=post,first_layers=1",
         "xquant-cl-2bit:group=32,form=gqa,accumulator=4,rotate=true,sink=1",
         "xquant-cl-2bit:group=32,form=gqa,first_bits=3",  # ranges of 27 channels: summed by torch
     ],
@@ -59,7 +60,6 @@ def test_a_sum_of_one_layer_is_normalized_too() -> None:
     assert error(one, filled(one)) < TOLERANCE
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -99,7 +99,6 @@ def test_every_shape_is_rebuilt_right(options: dict[str, Any]) -> None:
     assert error(one, filled(one)) < TOLERANCE
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 100])
 @pytest.mark.parametrize("spec", ["xquant-4bit:group=32,form=gqa", "xquant-cl-4bit:group=32"])
 def test_splits_are_combined(spec: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +136,13 @@ def test_it_follows_what_happens_to_the_batch(spec: str) -> None:
     assert error(one, cache) < TOLERANCE
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "spec"),
     [
-        pytest.param("qwen2", "xquant-4bit:group=32,sink=1", marks=pytest.mark.long),
+        ("qwen2", "xquant-4bit:group=32,sink=1"),
         ("qwen3", "xquant-cl-4bit:group=32,sink=1"),
-        pytest.param("llama-mha", "xquant-cl-4bit:group=32,sink=1", marks=pytest.mark.long),
+        ("llama-mha", "xquant-cl-4bit:group=32,sink=1"),
     ],
 )
 def test_models_decode_as_with_the_reference(family: str, spec: str) -> None:

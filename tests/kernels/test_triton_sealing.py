@@ -25,6 +25,8 @@ from xquant.quant.codebook import uniform_levels
 from xquant.quant.pack import Tile
 from xquant.quant.quantizer import dense
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 PACKER = BACKEND.packer
 
@@ -156,7 +158,6 @@ def test_a_cache_is_sealed_to_the_same_bytes(spec: str) -> None:
             assert torch.equal(one[name].whole(), other[name].whole())
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "launches"),
     [

@@ -22,6 +22,8 @@ from xquant.kernels.triton.attention import TritonAttention
 from xquant.quant import Affine
 from xquant.quant.pack import Tile
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 ATTEND = TritonAttention.attend
@@ -47,7 +49,6 @@ def kernels(spec: str, count: int = 1, of: Any = None) -> tuple[list[str], list[
     return said, [str(each.message) for each in found if each.category is RuntimeWarning]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -112,7 +113,6 @@ def silent(self: TritonAttention, call: Any) -> Tensor | None:
     return None
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("attend", "why"),
     [
@@ -195,7 +195,6 @@ def same_bytes(one: KVCache, other: KVCache) -> bool:
     )
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "asked"),
     [

@@ -10,6 +10,9 @@ from support.processes import run
 pytest.importorskip("triton", minversion="3.6")
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, dict[str, Any]]:
     done = run("kernel_variants", TRITON_INTERPRET="0")
@@ -19,7 +22,6 @@ def found() -> dict[str, dict[str, Any]]:
     return cases
 
 
-@pytest.mark.long
 def test_there_is_one_variant_of_every_kernel_for_one_layout(
     found: dict[str, dict[str, Any]],
 ) -> None:

@@ -18,6 +18,8 @@ from xquant import KVCache
 from xquant.kernels.triton import accumulate, attention, rebuild
 from xquant.past import finite
 
+pytestmark = pytest.mark.cases(1)
+
 triton_interpreter.mend()
 
 by_eager = pytest.mark.skipif(
@@ -46,7 +48,6 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, kernel, Unlaunched(getattr(module, kernel), out))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "spec",
     [

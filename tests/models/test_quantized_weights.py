@@ -36,7 +36,6 @@ EVERY = [
 ]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "family", "bits", "spec"), EVERY)
 def test_every_method_works(library: Callable[..., None], family: str, bits: int, spec: str) -> None:
     model = tiny(family, **SIZES)
@@ -61,7 +60,6 @@ KINDS: list[tuple[Callable[..., None], int | str]] = [
 KEEPS_INPUTS = "xquant-16bit:group=32"
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "bits"), KINDS)
 def test_every_form_works(library: Callable[..., None], bits: int | str, tmp_path: Path) -> None:
     """Or says in one line, and always the same, that weights do not make keys and values of inputs."""

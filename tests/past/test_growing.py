@@ -107,7 +107,6 @@ SPECS = [
 ]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("step", "hold"), [(1, True), (5, True), (5, False), (8, False), (19, True), (19, False)]
 )
@@ -125,7 +124,6 @@ def test_the_same_states_give_the_same_store_however_they_arrive(spec: str, step
         assert dict(contents(one)) == dict(contents(other))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_sealed_block_holds_still(spec: str) -> None:
     layers, index = stack(tiny("llama"), spec)
@@ -212,6 +210,7 @@ FORMULAS = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize(("spec", "formula"), FORMULAS, ids=[s for s, _ in FORMULAS])
 def test_bytes_follow_the_formula_of_the_page(spec: str, formula: Any) -> None:
     layers, index = stack(tiny("llama"), spec + ",sink=2")

@@ -57,7 +57,6 @@ def _kept(specs: list[str]) -> Any:
     )
 
 
-@pytest.mark.sampled(4)
 @_kept(SPECS)
 def test_each_sequence_reads_its_own_past(model: Any, spec: str, retention: Retention) -> None:
     torch.manual_seed(2)
@@ -66,7 +65,6 @@ def test_each_sequence_reads_its_own_past(model: Any, spec: str, retention: Rete
         assert engine.step(step) < 2e-5
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", NATIVE)
 @_kept(KERNEL_SPECS)
 def test_kernels_read_unequal_sequences(wide: Any, spec: str, retention: Retention, backend: Backend) -> None:
@@ -81,7 +79,7 @@ def test_kernels_read_unequal_sequences(wide: Any, spec: str, retention: Retenti
         assert engine.step(step) < tolerance
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize("retention", KEPT[3:4])
 @pytest.mark.parametrize("spec", KERNEL_SPECS[:6:2])
 def test_triton_reads_unequal_sequences(wide: Any, spec: str, retention: Retention) -> None:

@@ -45,7 +45,6 @@ def test_errors_of_the_levels_are_those_that_max_printed() -> None:
         assert normal_error(normal_levels(bits)) * 4**bits == pytest.approx(2.7207, rel=0.05)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mixture", [NORMAL, TAILED], ids=["normal", "tailed"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_levels_are_symmetric_and_means_of_what_is_nearest(bits: int, mixture: Mixture) -> None:

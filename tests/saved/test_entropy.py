@@ -12,7 +12,6 @@ from support.saved_caches import SOME, lived, loaded, model_of
 from xquant import KVCache
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spec", [*SOME, "tc-3bit:group=32", "kivi-4bit:group=32", "full"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -292,7 +292,6 @@ MAY_BE = re.compile(
 """What another cache may be: of other numbers, or what nothing asks about."""
 
 
-@pytest.mark.sampled(3)
 def test_a_header_or_a_shape_that_is_another_is_refused(kind: Any, tmp_path: Path) -> None:
     number, load, file = kind
     facts, tensors = read(file)

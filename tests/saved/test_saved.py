@@ -29,7 +29,6 @@ from xquant.past.sinks import Sinks
 from xquant.saved import writing
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", [*IDENTITY, *LOW, *RIVALS])
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -59,7 +58,6 @@ def test_every_token_through_the_store(attend: str, spec: str, tmp_path: Path) -
     assert run.same_with(loaded(run.cache, tmp_path / "c"))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [0, 1, 5, 8, 9, 31])
 @pytest.mark.parametrize("spec", SOME)
 def test_a_cache_of_any_length(spec: str, length: int, tmp_path: Path) -> None:
@@ -72,7 +70,6 @@ def test_a_cache_of_any_length(spec: str, length: int, tmp_path: Path) -> None:
     assert run.same_with(loaded(run.cache, tmp_path / "c"))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("operation", [greedy, sampling, beams], ids=lambda o: o.__name__)
 @pytest.mark.parametrize("spec", SOME)
 def test_generate_writes_the_tokens_of_a_run_that_was_not_interrupted(
@@ -217,6 +214,7 @@ def four_steps(model: Any, cache: KVCache) -> Tensor:
     return torch.cat(steps, 1)
 
 
+@pytest.mark.long
 def test_another_process_goes_on_to_the_bit(tmp_path: Path) -> None:
     wanted = {}
     for dtype in DTYPES:

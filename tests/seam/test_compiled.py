@@ -57,7 +57,7 @@ def decoded(
     return torch.cat(logits, 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", [wrapped, in_place, forward_alone])
 def test_a_compiled_model_gives_what_it_gives_uncompiled(way: Callable[[Any], Any]) -> None:
     model = tiny("llama")
@@ -74,7 +74,7 @@ def test_a_compiled_model_gives_what_it_gives_uncompiled(way: Callable[[Any], An
         assert torch.equal(decoded(fast, other), want)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "family, spec, backend",
     [
@@ -90,6 +90,7 @@ def test_methods_and_models(family: str, spec: str, backend: str) -> None:
     torch.testing.assert_close(decoded(fast, KVCache(model, spec), steps=6), want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor() -> None:
     model = tiny("llama", num_hidden_layers=2)
@@ -106,6 +107,7 @@ def test_inductor() -> None:
             torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
 
 
+@pytest.mark.long
 def test_generate_with_padding() -> None:
     model = tiny("llama")
     inputs = left_padded([12, 20])
@@ -115,6 +117,7 @@ def test_generate_with_padding() -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.long
 def test_an_error_in_a_pass_leaves_the_cache_as_it_was() -> None:
     model = tiny("llama")
     fast, cache = wrapped(model), KVCache(model, SPEC)
@@ -138,6 +141,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 def test_threads_that_compile_at_the_same_time() -> None:
     model = tiny("llama", num_hidden_layers=1)
     fast = wrapped(model)
@@ -166,6 +170,7 @@ def test_a_pass_that_is_not_compiled_while_another_thread_compiles(
     assert torch.equal(decoded(model, FORMS[form](model), 10, ids), want)
 
 
+@pytest.mark.long
 def test_one_graph_takes_other_caches_and_refuses_ours() -> None:
     model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 20)
     want = model(ids).logits
@@ -184,6 +189,7 @@ def test_one_graph_takes_other_caches_and_refuses_ours() -> None:
                 assert cache.get_seq_length() == (20 + steps if steps else 0)
 
 
+@pytest.mark.long
 def test_one_graph_makes_no_cache_of_ours() -> None:
     model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 20)
     want = model(ids).logits
@@ -200,6 +206,7 @@ def test_one_graph_makes_no_cache_of_ours() -> None:
     assert torch.equal(after.logits, want)
 
 
+@pytest.mark.long
 def test_one_graph_follows_the_attention_that_is_set() -> None:
     model, ids = tiny("llama", num_hidden_layers=1), prompt(1, 20)
     KVCache(model, SPEC)
@@ -225,7 +232,7 @@ def test_what_cannot_run_compiled_is_refused() -> None:
         decoded(wrapped(other), KVCache(other, SPEC))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["falcon", "gemma4"])
 @pytest.mark.parametrize("known", [False, True])
 def test_layers_that_attend_by_themselves_are_refused_where_they_alone_are_compiled(

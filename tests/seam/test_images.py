@@ -101,7 +101,7 @@ def by_hand(model: Any, cache: Any, folder: Path | None) -> tuple[Tensor, Tensor
     return ids, torch.cat(found, 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", [generated, by_hand])
 @pytest.mark.parametrize("name", VISION)
 def test_a_conversation_with_images(name: str, way: Any, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_an_engine_with_memory_of_its_own_runs_a_model_that_has_caches(name: str) -> None:
     model = tiny("llama", num_hidden_layers=2)

@@ -156,7 +156,6 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("passes", PASSES)
 def test_a_mask_of_four_axes_is_honoured(model: Any, form: str, passes: Any) -> None:

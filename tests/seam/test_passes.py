@@ -54,7 +54,6 @@ def pair(model: Any, spec: str) -> tuple[KVCache, KVCache]:
     return cache, copy.deepcopy(cache)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_prefill_that_fails_half_way_up(family: str, spec: str) -> None:
@@ -195,6 +194,7 @@ class Interrupter:
             raise KeyboardInterrupt
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", ["kivi-2bit:group=8,sink=2", "xquant-cl-2bit:group=8,form=mha"])
 def test_a_generation_that_is_interrupted_goes_on_to_the_same_tokens(spec: str) -> None:
     model, ids = tiny("llama"), prompt(1, 30)

@@ -157,7 +157,6 @@ def train(model: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("change", [add, exchange, train])
 @pytest.mark.parametrize("spec", IDENTITY)
 def test_weights_that_are_written_to(spec: str, change: Callable[[Any], None]) -> None:

@@ -55,7 +55,6 @@ def at_once(jobs: list[Callable[[], Tensor]]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("spec", ["kivi-4bit:group=32", "xquant-4bit:group=32", "xquant-cl-3bit:group=8"])
 def test_two_threads_with_a_cache_each(spec: str, kernel: str) -> None:

@@ -73,6 +73,7 @@ def test_rows_come_after_every_round() -> None:
     assert [row["ms_per_token"] for row in seen[-1]] == [row["ms_per_token"] for row in found]
 
 
+@pytest.mark.long
 def test_what_is_filled_and_what_is_timed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     run = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, options: run(function, backend="eager"))
@@ -180,6 +181,7 @@ def test_a_shape_has_as_many_layers_as_leave_room_for_every_cache() -> None:
     assert fitting(0) == 1
 
 
+@pytest.mark.long
 def test_settings_twice_as_slow_as_another_are_given_up_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: Counter[tuple[torch.dtype, str]] = Counter()
     alive: WeakSet[Full] = WeakSet()
@@ -229,7 +231,7 @@ def on_gpu(specs: list[str], model: Any = None, **options: Any) -> list[dict[str
     return bench(models, methods, settings, lambda *_: None, limits=LIMITS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @needs_flash
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("whole", [True, False])
@@ -274,7 +276,7 @@ def test_what_does_not_fit_says_so_and_the_others_go_on(monkeypatch: pytest.Monk
     assert ours["speedup_vs_full"] is None  # over nothing
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("round", [1, 0])
 def test_a_kernel_that_fails_has_a_row_that_says_why(round: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,6 @@ def test_the_full_cache_agrees_with_itself(model):
     assert found == [Agreement(0.0, ANSWER)] * 2
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens_are_those_of_greedy_decoding(model, method):
     asked = prompts(4)
@@ -97,6 +96,7 @@ def test_means_are_over_prompts():
     assert mean([Agreement(1.0, 2), Agreement(3.0, 6)]) == Agreement(2.0, 4.0)
 
 
+@pytest.mark.long
 def test_a_task_is_compared_with_the_same_answers(model, tmp_path):
     pytest.importorskip("lm_eval")
     from xquant.runs import Runs

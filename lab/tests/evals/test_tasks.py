@@ -58,6 +58,7 @@ def first_prompt(one, tokenizer):
     return task.instances[0].args[0]
 
 
+@pytest.mark.long
 def test_gsm8k_with_local_rows_has_fixed_examples(model, tokenizer, tmp_path, capfd):
     gsm8k(tmp_path)
     (one,) = find_tasks(["gsm8k"], tmp_path)
@@ -84,6 +85,7 @@ def test_gsm8k_takes_examples_from_a_training_split(tokenizer, tmp_path):
     assert first_prompt(one, tokenizer).count("Question: ") == 6
 
 
+@pytest.mark.long
 def test_truthfulqa_in_the_form_of_2021(model, tokenizer, tmp_path):
     (one,) = find_tasks(["truthfulqa_gen"], truthfulqa(tmp_path))
     (task,) = one.build(tokenizer)

@@ -59,7 +59,6 @@ def make(family, data=None):
     )
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [

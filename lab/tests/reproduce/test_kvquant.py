@@ -37,6 +37,7 @@ def run(name, setup):
     return {row["method"]: row for row in rows}
 
 
+@pytest.mark.long
 def test_passkeys_are_asked_for_at_every_depth():
     rows = run("table2", make())
     assert {row["n"] for row in rows.values()} == {5}
@@ -94,7 +95,6 @@ def test_times_are_those_of_one_layer():
     assert paper["speedup"]["keys, 16K"] == round(219.4 / 126.3, 2)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("table", ["table7", "table8"])
 @pytest.mark.parametrize("size", ["7B", "13B", "30B", "65B"])
 def test_the_papers_bytes_come_out_for_the_papers_models(table, size):
@@ -166,6 +166,7 @@ def test_the_papers_bytes_of_figure_1_come_out_for_its_model():
                 assert sizes[metric] == pytest.approx(wanted, abs=0.01 * wanted + 0.05)
 
 
+@pytest.mark.long
 def test_windows_of_figure_3_grow_over_the_same_tokens(monkeypatch):
     calibrated = []
     own = Setup.calibrated

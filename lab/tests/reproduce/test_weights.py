@@ -108,6 +108,7 @@ def test_weights_without_a_floating_point_are_refused():
         linear_weights(model)
 
 
+@pytest.mark.long
 def test_a_copy_has_the_weights_and_the_model_its_own():
     model = tiny("llama")
     before = {name: p.clone() for name, p in model.named_parameters()}

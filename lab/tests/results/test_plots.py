@@ -152,6 +152,7 @@ def labelled(points, on_front):
     return {note.get_text(): Text.get_window_extent(note, renderer) for note in axes.texts}
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12))
 def test_labels_do_not_collide(points):

@@ -21,6 +21,7 @@ def test_bench_prints_a_table_or_json(run, model):
     assert "least" not in out  # of a GPU alone
 
 
+@pytest.mark.long
 def test_bench_measures_every_size(run, tmp_path):
     asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
     asked += ("--context", 12, "--context", 20, "--batch", 1, "--batch", 2, "--device", "cpu")
@@ -32,6 +33,7 @@ def test_bench_measures_every_size(run, tmp_path):
     assert {row["measured"] for row in rows} == {"attention of 1 layers"}
 
 
+@pytest.mark.long
 def test_a_stopped_bench_goes_on_with_the_sizes_that_are_left(run, tmp_path, monkeypatch):
     asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
     asked += ("--context", 12, "--context", 20, "--device", "cpu", "--json", tmp_path / "rows.json")
@@ -91,6 +93,7 @@ def test_a_bench_that_is_stopped_shows_its_rounds(run, tmp_path, monkeypatch):
     assert {row["rounds"] for row in json.loads(file.read_text())} == {3}
 
 
+@pytest.mark.long
 def test_a_first_table_comes_before_the_last_round(run, monkeypatch):
     asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 2)
     monkeypatch.setattr(bench_report, "FIRST", 0)
@@ -100,6 +103,7 @@ def test_a_first_table_comes_before_the_last_round(run, monkeypatch):
     assert notes == [f"{context} tokens, batch 1: 1 of 2 rounds" for context in (12, 16)]
 
 
+@pytest.mark.long
 def test_what_failed_is_tried_again(run, tmp_path, monkeypatch):
     asked = ("bench", "--shape", "smollm2", "--method", "kivi-4bit", "--layers", 1, "--rounds", 1)
     asked += ("--context", 12, "--context", 20, "--device", "cpu", "--resume", tmp_path / "kept")

@@ -45,6 +45,7 @@ def test_results_of_other_verbs_are_shown_on_the_page(run, model, text, files, t
     assert all(said in page for said in ("<h2>Speed</h2>", "1,024 tokens", "gsm8k", "<h2>Tasks"))
 
 
+@pytest.mark.long
 def test_a_run_is_compared_with_an_earlier_one(run, model, text, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     asked = ("compare", model, "--text", text, *SMALL)

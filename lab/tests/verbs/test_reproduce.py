@@ -89,6 +89,7 @@ def test_missing_data_is_named_with_its_form(run, model, text, tmp_path):
     assert err.count("\n") == 1
 
 
+@pytest.mark.long
 def test_tasks_can_be_chosen_and_averages_are_over_them(run, tmp_path):
     pytest.importorskip("lm_eval")
     longbench(tmp_path), longbench(tmp_path, "samsum")

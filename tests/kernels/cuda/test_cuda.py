@@ -11,7 +11,7 @@ from support.attention_cases import DEVICE, TOLERANCE, Case, error, filled
 from support.models import tiny
 from xquant import KVCache
 
-pytestmark = needs_a_compiler
+pytestmark = [needs_a_compiler, pytest.mark.cases(1)]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,6 @@ def case(spec: str, **options: Any) -> Case:
     return Case(spec, **{**given, **options})
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "spec",
     [

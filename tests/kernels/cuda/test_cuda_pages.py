@@ -17,7 +17,7 @@ from xquant import StaticKVCache
 from xquant.kernels.cuda import BACKEND
 from xquant.kernels.paged import PagedAttention
 
-pytestmark = needs_a_compiler
+pytestmark = [needs_a_compiler, pytest.mark.cases(1)]
 SPECS = [
     "int4:group=32",
     "int4:group=32,keys=channel,rope=pre",
@@ -44,6 +44,7 @@ class CudaMemory(Memory):
         return found
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=12, phases=(Phase.explicit, Phase.generate), derandomize=True)
 @given(
     spec=st.sampled_from(SPECS),
@@ -99,7 +100,7 @@ def test_any_sequences_read_their_own(
     assert torch.equal(memory.rings, rings)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["kivi-4bit:group=64,sink=2", "int4:group=32"])
 def test_a_static_cache_decodes_as_in_torch(spec: str) -> None:
     model: Any = tiny("llama", head_dim=64, hidden_size=64, num_hidden_layers=2).to(DEVICE)
