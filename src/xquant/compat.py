@@ -96,6 +96,10 @@ def keeps_tokens(layer: Any) -> bool:
     return isinstance(layer, DynamicLayer)
 
 
+STATES_ARE_ASKED_OF_CACHES = hasattr(transformers.Cache, "get_conv_state")
+"""Whether models ask a cache for states of linear attention; earlier they looked for them in its layers."""
+
+
 def has_both(layer: Any) -> bool:
     """Whether a cache layer of transformers holds a state of linear attention beside keys and values."""
     return type(layer).__name__ == "LinearAttentionAndFullAttentionLayer"
@@ -220,7 +224,14 @@ def rotary_form(rotary: nn.Module) -> RotaryForm:
 def rotation(attention: nn.Module) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The function by which an attention layer applies RoPE to queries and keys ``[B, H, T, D]``; None
     where its module has none of the usual name."""
-    return getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if apply is None or next(iter(inspect.signature(apply).parameters)) != "x":
+        return apply
+
+    def both(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return apply(query, cos, sin), apply(key, cos, sin)  # Gemma 4's takes one of them
+
+    return both
 
 
 def angles(rotary: nn.Module, form: RotaryForm, like: Tensor, positions: Tensor, kind: str = "") -> Any:

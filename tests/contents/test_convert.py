@@ -83,7 +83,6 @@ def test_from_exact_states_it_is_what_one_prefill_stores(family: str, spec: str)
     assert torch.allclose(going_on(model, got), going_on(model, target), atol=1e-5)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", [*IDENTITY, *LOW])
 @pytest.mark.parametrize("family", ["llama-mha", "gemma3"])
 def test_decompressed_it_holds_what_the_source_reads(family: str, spec: str) -> None:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM
 
 from support.models import COMMON, prompt, tiny
 from support.saved_caches import through_file
-from xquant import KVCache, StaticKVCache, parse_method
+from xquant import KVCache, StaticKVCache, compat, parse_method
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
 
@@ -154,3 +154,10 @@ def test_a_plan_counts_states(family: str) -> None:
 def test_what_keeps_no_states_refuses_them(family: str) -> None:
     with pytest.raises(ValueError, match="has no static cache"):
         StaticKVCache(model_of(family), "kivi-16bit:group=32", 64)
+
+
+def test_a_transformers_that_looks_for_states_in_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "STATES_ARE_ASKED_OF_CACHES", False)
+    with pytest.raises(ValueError, match="update transformers to 5"):
+        KVCache(tiny("falcon_h1"), "kivi-4bit:group=8")
+    KVCache(tiny("granitemoehybrid"), "kivi-4bit:group=8")  # its states are in layers of their own

@@ -34,7 +34,7 @@ def _codecs(spec: str) -> list[LayerCodec]:
 
 
 def _room(spec: str) -> Room:
-    return room_of(_codecs(spec), wanted({"xquant": spec}).retention(), MODEL.dtype, {})
+    return room_of(_codecs(spec), wanted({"xquant": spec}).retention(), MODEL)
 
 
 def _rows(bits: int, channels: int) -> int:
@@ -79,17 +79,17 @@ def test_as_many_tokens_fit_as_is_asked(spec: str, times: float) -> None:
 def test_windows_take_blocks_beside_pages() -> None:
     """A block has the pages of both layers, or states of two of the five layers with windows, and these have
     no more tokens than a window and a step."""
-    room = Room(128, [4096, 4096], 8192, [Windows(5, 4000, 100)])
+    room = Room(128, [4096, 4096], 8192, [Windows(5, 4000, 100, 128)])
     assert (room.page, room.nbytes, room.blocks_of_rings) == (4096, 8192, 2)
     blocks = 8 + 2 + 3 * (ceil((99 + 256) / 128) + 1)
     assert room.tokens(100 * 8192, 1024, batched=256) == int(100 / blocks * 1024)
     # vLLM parts layers with pages, were all of one size.
-    assert Room(128, [4096, 4096], 4096, [Windows(5, 4096, 100)]).page == 4096 + 128
+    assert Room(128, [4096, 4096], 4096, [Windows(5, 4096, 100, 128)]).page == 4096 + 128
 
 
 def test_stock_shares_blocks_by_the_rarest_kind() -> None:
-    assert StockRoom(128, [4096] * 2, 0, [Windows(5, 4096, 100)]).nbytes == 2 * 4096
-    assert StockRoom(128, [4096] * 4, 0, [Windows(5, 4096, 100)]).nbytes == 5 * 4096
+    assert StockRoom(128, [4096] * 2, 0, [Windows(5, 4096, 100, 128)]).nbytes == 2 * 4096
+    assert StockRoom(128, [4096] * 4, 0, [Windows(5, 4096, 100, 128)]).nbytes == 5 * 4096
 
 
 def test_a_ring_larger_than_a_block_takes_one_of_its_own() -> None:

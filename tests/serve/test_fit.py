@@ -16,6 +16,7 @@ from support.models import tiny
 from xquant.methods import Method
 from xquant.serve import fit
 from xquant.serve.build import Model
+from xquant.serve.capacity import room_in
 
 SERVED = [
     "full",
@@ -62,6 +63,14 @@ def test_methods_are_refused_for_a_model(spec: str, why: str) -> None:
     _one_line(why, _check, method, tiny("llama").config)
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "granitemoehybrid"])
+def test_states_beside_attention_are_served_and_not_stored(family: str) -> None:
+    wanted, model = fit.Wanted(fit.parse("kivi-4bit")), Model(tiny(family).config, torch.float32)
+    assert model.has_states and fit.check_model(wanted, model)
+    _one_line("not stored yet", fit.check_model, wanted, model, True)
+    _one_line("known when it starts", room_in, wanted, model)
+
+
 def test_models_are_refused() -> None:
     method = fit.parse("kivi-4bit")
     alone = tiny("gemma3", layer_types=["sliding_attention"] * 5).config
@@ -70,10 +79,9 @@ def test_models_are_refused() -> None:
     shape |= {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"vocab_size": 64, "intermediate_size": 64, "pad_token_id": 0}
     _check(method, GptOssConfig(**shape, num_local_experts=2))  # sinks that are learned are served
-    unequal = Gemma4TextConfig(**shape, global_head_dim=32, num_kv_shared_layers=0)
-    _one_line("layers of unequal width", _check, method, unequal)
-    for family in ("falcon_h1", "qwen3_next", "granitemoehybrid"):
-        _one_line("states beside attention", _check, method, tiny(family).config)
+    _check(
+        method, Gemma4TextConfig(**shape, global_head_dim=32, num_kv_shared_layers=0)
+    )  # unequal heads, too
     _one_line("GPT2", _check, method, GPT2Config(n_layer=1, n_embd=32))
 
 

@@ -157,7 +157,6 @@ def test_what_is_stored_is_what_a_cache_would_hold(model: Any, stored: str) -> N
     assert distance(other.blocks([0, 1, 2]), rows_held(cache)) > 0.05
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("served", SERVED)
 def test_every_method_is_stored_by_every_other(model: Any, served: str, stored: str) -> None:

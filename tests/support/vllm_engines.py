@@ -20,12 +20,20 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from xquant import Calibration, KVCache, parse_method
@@ -80,6 +88,47 @@ def save_gpt_oss(folder: Path) -> Path:
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, 2.0)  # so that much of a softmax is theirs
     model.save_pretrained(folder)
+    return folder
+
+
+def save_gemma4(folder: Path) -> Path:
+    """A random Gemma 4: two layers of four attend to all tokens, with heads twice as wide as those of the
+    others, which attend to windows of 100."""
+    torch.manual_seed(0)
+    own = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 100}
+    own |= {"global_head_dim": 64, "num_kv_shared_layers": 0, "tie_word_embeddings": False}
+    own |= {"hidden_size_per_layer_input": 0}
+    Gemma4ForCausalLM(Gemma4TextConfig(**{**SHAPE, **own})).save_pretrained(folder)
+    return folder
+
+
+def save_falcon_h1(folder: Path) -> Path:
+    """A random Falcon-H1: every layer has keys, values and a state of Mamba-2."""
+    torch.manual_seed(0)
+    own = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+    FalconH1ForCausalLM(FalconH1Config(**{**SHAPE, **own})).save_pretrained(folder)
+    return folder
+
+
+def save_granite(folder: Path) -> Path:
+    """A random Granite 4 hybrid: two layers keep keys and values, two a state of Mamba-2."""
+    torch.manual_seed(0)
+    own = {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "rope"}
+    own |= {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+    own |= {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 256}
+    GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**{**SHAPE, **own})).save_pretrained(folder)
+    return folder
+
+
+def save_qwen3_next(folder: Path) -> Path:
+    """A random Qwen3-Next: three layers of linear attention, and one that keeps keys and values."""
+    torch.manual_seed(0)
+    own = {"num_experts": 4, "num_experts_per_tok": 2}
+    own |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    own |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    own |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    own |= {"tie_word_embeddings": False}  # vLLM looks for both
+    Qwen3NextForCausalLM(Qwen3NextConfig(**{**SHAPE, **own})).save_pretrained(folder)
     return folder
 
 

@@ -12,9 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from click.testing import CliRunner
-from transformers import FalconH1Config, FalconH1ForCausalLM
 
-from support.vllm_engines import SHAPE, answers, configured, connector, engine, save_tiny
+from support.vllm_engines import answers, configured, connector, engine, save_tiny
 from xquant.cli.plan import plan
 
 
@@ -59,15 +58,6 @@ def test_keys_of_others_are_theirs(tiny: Path) -> None:
         assert configured(tiny, additional_config=options).additional_config == options
         both = {**options, "xquant": "kivi-4bit"}
         assert configured(tiny, additional_config=both).cache_config.block_size == 128
-
-
-def test_states_beside_attention_are_refused(tmp_path: Path) -> None:
-    """vLLM does not tell Mamba's blocks apart beside pages of another size, and ends in the first step."""
-    own: dict[str, Any] = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32}
-    FalconH1ForCausalLM(FalconH1Config(**{**SHAPE, **own})).save_pretrained(tmp_path)
-    for spec in ("kivi-4bit", "full"):
-        with pytest.raises(ValueError, match=r"^xquant: .*states beside attention, such as Mamba's"):
-            configured(tmp_path, additional_config={"xquant": spec})
 
 
 @pytest.mark.parametrize("path", ["file", "file/in", "/proc/none", "read-only"])

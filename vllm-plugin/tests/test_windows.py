@@ -18,6 +18,7 @@ from support.vllm_engines import (
     library,
     random_prompts,
     read_from_store,
+    save_gemma4,
     save_gpt_oss,
     save_mixed,
 )
@@ -100,6 +101,24 @@ def test_sinks_that_are_learned(tmp_path: Path) -> None:
     for spec in ("kivi-4bit:rope=post", "kivi-4bit"):
         with engine(folder, spec, xquant_kernel="reference") as llm:
             assert answers(llm, prompts, 40) == library(folder, spec, prompts, 40)
+
+
+def test_heads_of_unequal_size(tmp_path: Path) -> None:
+    folder = save_gemma4(tmp_path)
+    known = Model(AutoConfig.from_pretrained(folder), torch.float32, str(folder))
+    with engine(folder, **CHUNKS) as llm:
+        stock, tokens = answers(llm, PROMPTS, 32), cache_config(llm).kv_cache_size_tokens
+    assert tokens == stock_room(known).tokens(MEMORY, 1024, BATCHED)
+    assert sum(len(set(answer)) for answer in stock) > 8 * len(stock)
+    with engine(folder, "full", **CHUNKS) as llm:
+        assert answers(llm, PROMPTS, 32) == stock
+    prompts = random_prompts([40, 300], seed=1)
+    whole = {**CHUNKS, "max_num_batched_tokens": 1024}
+    for spec in ("kivi-4bit:rope=post", "kivi-4bit"):
+        with engine(folder, spec, xquant_kernel="reference", **whole) as llm:
+            assert answers(llm, prompts, 40) == library(folder, spec, prompts, 40)
+            tokens = cache_config(llm).kv_cache_size_tokens
+        assert tokens == room_in(wanted({"xquant": spec}), known).tokens(MEMORY, 1024, 1024)
 
 
 def test_windows_alone_are_refused(mixed: Path, tmp_path: Path) -> None:

@@ -21,6 +21,10 @@ class LinearStatesCache(Cache):
         """Begin with empty states, beside those of transformers' ``own`` layers that have both."""
         recorded = {i for i, state in getattr(self, "linear_states", {}).items() if state.record_past}
         both = {index: layer for index, layer in enumerate(own) if compat.has_both(layer)}
+        if both and not compat.STATES_ARE_ASKED_OF_CACHES:
+            raise ValueError(
+                f"layer {min(both)} keeps a state beside keys and values: update transformers to 5.24"
+            )
         self.linear_states = {index: compat.state_of(layer) for index, layer in both.items()}
         for index in recorded:
             self.linear_states[index].activate_past_recording()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -77,6 +77,15 @@ class EngineView(AttentionView):
         return self.given_dtype
 
 
+class Window(NamedTuple):
+    """What a layer with a sliding window keeps."""
+
+    tokens: int
+    """Of the window."""
+    width: int
+    """Numbers of a token, in all shards."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A model as an engine knows it before it loads one."""
@@ -95,14 +104,21 @@ class Model:
         """Those that a method compresses, without weights.
 
         Raises:
-            ValueError: others are left, beside those with sliding windows.
+            ValueError: others are left, beside those with sliding windows or a state.
         """
         return _compressed(self._skeleton)
 
     @cached_property
-    def windows(self) -> Mapping[int, int]:
-        """How many layers have sliding windows, by the tokens of a window: an engine keeps these itself."""
-        return Counter(self._skeleton.view.windows.values())
+    def windows(self) -> Mapping[Window, int]:
+        """How many layers have sliding windows, by kind: an engine keeps these itself."""
+        view = self._skeleton.view
+        each = (layer for layer in view.layers if layer.index in view.windows)
+        return Counter(Window(view.windows[layer.index], 2 * layer.kv_width) for layer in each)
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether layers keep a state, such as Mamba's, alone or beside tokens: an engine keeps it itself."""
+        return any(map(compat.has_state, _own_layers(self._skeleton)))
 
     @cached_property
     def identity(self) -> str:
@@ -181,12 +197,15 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def _own_layers(skeleton: Skeleton) -> Sequence[Any]:
+    """What transformers' own cache has of each layer."""
+    return compat.default_layers(compat.text_config(skeleton.model))
+
+
 def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:
-    view = skeleton.view
-    if any(map(compat.has_state, compat.default_layers(compat.text_config(skeleton.model)))):
-        raise ValueError("states beside attention, such as Mamba's, are not served yet")
+    view, own = skeleton.view, _own_layers(skeleton)
     for index, why in view.skipped.items():
-        if index not in view.windows:
+        if index not in view.windows and not compat.has_state(own[index]):
             raise ValueError(f"layer {index}: {why}")
     if not view.rope.width:
         raise ValueError("a model without rotary embedding is not served yet")
@@ -194,8 +213,6 @@ def _compressed(skeleton: Skeleton) -> Sequence[AttentionView]:
         raise ValueError("latents (MLA), or values of another size than keys, are not served yet")
     if any(layer.norms_all_heads for layer in view.compressed):
         raise ValueError("a key norm over all heads is not served yet")
-    if view.windows and len({layer.kv_width for layer in view.layers}) > 1:
-        raise ValueError("layers of unequal width, some with sliding windows, are not served yet")
     return view.compressed
 
 

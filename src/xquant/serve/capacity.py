@@ -1,13 +1,11 @@
 """How many tokens fit into an engine's memory.
 
 An engine's pool is made of blocks. A block has one page of every compressed layer, some of the rings of a
-request, or states of some of the layers with sliding windows, as the engine itself keeps them.
+request, or what the engine itself keeps of some other layers: tokens of sliding windows, or a state.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from ..methods import LayerCodec
 from ..past.pages import PageLayout
@@ -32,11 +30,28 @@ class Windows:
     """Bytes of a layer in a block."""
     window: int
     """Tokens that are attended to."""
+    block: int
+    """Tokens of a page."""
 
-    def blocks(self, block: int, context: int, batched: int) -> int:
+    def blocks(self, context: int, batched: int) -> int:
         """That a request has at most of one layer, in steps of so many tokens: a window begins where it
         likes in a block."""
-        return -(-min(self.window - 1 + batched, context) // block) + 1
+        return -(-min(self.window - 1 + batched, context) // self.block) + 1
+
+
+@dataclass(frozen=True)
+class States:
+    """Layers that keep a state of one size, as Mamba's and linear attention do."""
+
+    layers: int
+    page: int
+    """Bytes of a state."""
+    each: int = 1
+    """States that a request has of a layer."""
+
+    def blocks(self, context: int, batched: int) -> int:
+        """As of `Windows`."""
+        return self.each
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,8 @@ class Room:
     """Bytes of a page of each layer."""
     ring: int
     """Bytes of a ring, the same in all layers; 0: there is none."""
-    windows: Sequence[Windows] = ()
+    others: Sequence[Windows | States] = ()
+    """What the engine keeps itself."""
 
     @property
     def share(self) -> int:
@@ -57,8 +73,8 @@ class Room:
         whose pages differ in size take them out of the sum, after each other."""
         share = -(-sum(self.pages) // (len(self.pages) * self.block))
         # Were all pages of one size, vLLM would pack them by another rule, and part layers with pages.
-        same = {share * self.block, self.ring, *(each.page for each in self.windows)}
-        return share + 1 if self.windows and len(same) == 1 else share
+        same = {share * self.block, self.ring, *(each.page for each in self.others)}
+        return share + 1 if self.others and len(same) == 1 else share
 
     @property
     def page(self) -> int:
@@ -74,7 +90,7 @@ class Room:
     def nbytes(self) -> int:
         """Of a block of the pool."""
         pages = len(self.pages) * self.page
-        return max(pages, self.ring, *(each.page for each in self.windows))
+        return max(pages, self.ring, *(each.page for each in self.others))
 
     @property
     def blocks_of_rings(self) -> int:
@@ -89,42 +105,42 @@ class Room:
         """That fit into a pool of so many bytes, in requests of ``context`` tokens, and steps of
         ``batched``."""
         blocks = self._groups(len(self.pages), self.page) * -(-context // self.block)
-        for each in self.windows:
+        for each in self.others:
             groups = self._groups(each.layers, each.page)
-            blocks += groups * each.blocks(self.block, context, batched)
+            blocks += groups * each.blocks(context, batched)
         return int(nbytes // self.nbytes / (blocks + self.blocks_of_rings) * context)
 
 
 class StockRoom(Room):
-    """What vLLM's own cache asks for. All layers have pages of one size, if some have sliding windows."""
+    """What vLLM's own cache asks for. All layers have pages of one size, if some differ in what they keep."""
 
     @property
     def nbytes(self) -> int:
-        if not self.windows:
+        if not self.others:
             return super().nbytes
         # vLLM's rule: as many layers in a block as there are of the rarest kind, or of the commonest where
         # that is not many more.
-        counts = [len(self.pages), *(each.layers for each in self.windows)]
+        counts = [len(self.pages), *(each.layers for each in self.others)]
         least, most = min(counts), max(counts)
         return self.page * (most if most < 1.5 * least else least)
 
 
 def room_of(
-    codecs: Sequence[LayerCodec],
-    retention: Retention,
-    dtype: torch.dtype,
-    windows: Mapping[int, int],
+    codecs: Sequence[LayerCodec], retention: Retention, model: Model, states: Sequence[States] = ()
 ) -> Room:
-    """What these layers ask of a pool; ``dtype`` of their states. ``windows``: see `Model`."""
-    pages = [PageLayout(codec.segments, retention.block).nbytes for codec in codecs]
+    """What these layers of a shard ask of a pool, beside those with sliding windows, and ``states``."""
+    block, nbytes = retention.block, model.dtype.itemsize
+    pages = [PageLayout(codec.segments, block).nbytes for codec in codecs]
     row = 2 * max(codec.view.kv_width for codec in codecs)
-    sliding = _windows(windows, retention.block * row * dtype.itemsize)
-    ring = retention.block * retention.width(row) * dtype.itemsize
-    return Room(retention.block, pages, ring, sliding)
+    windows = [Windows(n, block * size, tokens, block) for tokens, size, n in _windows(model)]
+    return Room(block, pages, block * retention.width(row) * nbytes, [*windows, *states])
 
 
-def _windows(windows: Mapping[int, int], page: int) -> list[Windows]:
-    return [Windows(layers, page, window) for window, layers in windows.items()]
+def _windows(model: Model) -> list[tuple[int, int, int]]:
+    """Of a shard's layers with sliding windows, by kind: tokens of a window, bytes of a token, and how many
+    there are."""
+    nbytes = model.dtype.itemsize
+    return [(kind.tokens, kind.width // model.shards * nbytes, n) for kind, n in model.windows.items()]
 
 
 def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
@@ -136,8 +152,10 @@ def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
     Raises:
         ValueError: it cannot be served; the message says why.
     """
+    if model.has_states:
+        raise ValueError("xquant: how large an engine's states are beside attention is known when it starts")
     codecs = codecs_for(asked, model, None, 0, weighted=False)
-    return room_of(codecs, asked.retention(drafts), model.dtype, model.windows)
+    return room_of(codecs, asked.retention(drafts), model)
 
 
 def left_beside_recent(asked: Wanted, model: Model, drafts: int, context: int) -> float:
@@ -155,12 +173,23 @@ def left_beside_recent(asked: Wanted, model: Model, drafts: int, context: int) -
     return own / most
 
 
-def stock_room(model: Model) -> Room:
-    """What vLLM's own cache asks of the pool of a shard.
+def stock_room(model: Model, states: Sequence[States] = ()) -> Room:
+    """What vLLM's own cache asks of the pool of a shard, with ``states`` of these sizes beside it.
 
     Raises:
         ValueError: heads cannot be divided among so many.
     """
-    widths = [view.kv_width for view in shard_of(model.layers, 0, model.shards)]
-    pages = [_STOCK * 2 * width * model.dtype.itemsize for width in widths]
-    return StockRoom(_STOCK, pages, 0, _windows(model.windows, pages[0]))
+    nbytes = [2 * view.kv_width * model.dtype.itemsize for view in shard_of(model.layers, 0, model.shards)]
+    windows = _windows(model)
+    if not windows and not states:
+        return StockRoom(_STOCK, [_STOCK * each for each in nbytes], 0)
+    # All get pages of one size. A state is padded to it; of tokens a page has more, where that fits evenly.
+    page = _STOCK * max([*nbytes, *(size for _, size, _ in windows)])
+    page *= max(-(-each.page // page) for each in (*states, States(0, 1)))
+
+    def block_of(size: int) -> int:
+        return page // size if page % (_STOCK * size) == 0 else _STOCK
+
+    others = [Windows(n, page, tokens, block_of(size)) for tokens, size, n in windows]
+    padded = [replace(each, page=page) for each in states]
+    return StockRoom(block_of(nbytes[0]), [page] * len(nbytes), 0, [*others, *padded])

@@ -9,7 +9,7 @@ from ..kernels.torch import FOLDED, REFERENCE
 from ..methods import LayerCodec
 from ..sizes import readable
 from .build import Model
-from .capacity import USUAL_BATCH, Room, stock_room
+from .capacity import USUAL_BATCH, Room, States, stock_room
 from .fit import Wanted
 
 _MUCH = 1 << 50
@@ -19,7 +19,8 @@ _MUCH = 1 << 50
 def described(asked: Wanted, model: Model, codecs: Sequence[LayerCodec], room: Room, context: int) -> str:
     """In a line: the method, the kernels, bytes a token of one shard, and how many times the tokens of vLLM's
     own cache fit in requests of ``context`` tokens; and what is not compressed, and why."""
-    tokens = [each.tokens(_MUCH, context, USUAL_BATCH) for each in (room, stock_room(model))]
+    stock = stock_room(model, _states(room))
+    tokens = [each.tokens(_MUCH, context, USUAL_BATCH) for each in (room, stock)]
     chosen = Counter(str(choose(codec, room.block, asked.kernel)) for codec in codecs)
     kernels = ", ".join(name if len(chosen) == 1 else f"{name} in {n}" for name, n in chosen.items())
     nbytes, times = sum(room.pages) / room.block, tokens[0] / tokens[1]
@@ -46,5 +47,11 @@ def _whole(asked: Wanted, model: Model, room: Room) -> list[str]:
     if sink := asked.method.sink:
         found.append(f"the first {sink} tokens (sinks), beside the pool")
     for window, layers in sorted(model.windows.items()):
-        found.append(f"{layers} layers with windows of {window} tokens, which vLLM keeps itself")
+        found.append(f"{layers} layers with windows of {window.tokens} tokens, which vLLM keeps itself")
+    for each in _states(room):
+        found.append(f"{each.layers} states of {readable(each.page)}, which vLLM keeps itself")
     return found
+
+
+def _states(room: Room) -> list[States]:
+    return [each for each in room.others if isinstance(each, States)]

@@ -239,8 +239,10 @@ def codecs_for(
     """
     method, shards = wanted.method, model.shards
     try:
+        if stored and model.has_states:
+            raise ValueError("states beside attention, such as Mamba's, are not stored yet")
         if layers is not None and [v.index for v in layers] != [v.index for v in model.layers]:
-            raise ValueError("other layers have a sliding window here than in transformers")
+            raise ValueError("other layers attend to all tokens here than in transformers")
         calibration = calibration_for(method, model, wanted.calibration)
         if calibration is not None and shards > 1:
             calibration = cut_by_head(calibration, method, model, rank)

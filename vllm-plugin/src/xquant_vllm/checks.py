@@ -70,6 +70,8 @@ def _check_folder(options: fit.ConnectorOptions) -> None:
 
 
 def _warn_of_recent(config: VllmConfig, wanted: fit.Wanted, known: Model) -> None:
+    if known.has_states:
+        return  # how much they take is not known yet
     drafts, context = drafts_of(config), config.model_config.max_model_len
     left = left_beside_recent(wanted, known, drafts, context)
     if left < 0.5:
@@ -123,6 +125,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
         "speculative decoding by a model": drafts is not None and drafts.method != "ngram",
         "xquant_attend=store with speculative decoding": store and drafts is not None,
         "xquant_attend=store with fewer tokens in a step than a block": store and few,
+        "xquant_attend=store with states beside attention": store and known.has_states,
         "a sliding window with disable_hybrid_kv_cache_manager": bool(known.windows)
         and scheduler.disable_hybrid_kv_cache_manager,
         f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None

@@ -38,6 +38,7 @@ from xquant.serve.build import DTYPES, EngineView
 from xquant.serve.capacity import Room, room_of
 from xquant.serve.described import described, left_to_torch
 
+from . import states
 from .checks import CONNECTOR, checked, drafts_of, logger, model_of, rotary_angles, wanted_of
 from .dtype import make_known
 from .exact import exact_of
@@ -61,6 +62,7 @@ def install() -> None:
     wrap(Worker, "__init__", _told)
     wrap(Worker, "get_kv_cache_spec", _prepared)
     wrap(Worker, "execute_model", _noted)
+    states.install()
     platform = type(current_platform)
     chosen = platform.get_attn_backend_cls
 
@@ -123,7 +125,7 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
     known, angles = model_of(config), functools.cache(rotary_angles)
     codecs = fit.codecs_for(wanted, known, views, get_tensor_model_parallel_rank())
     retention = wanted.retention(drafts_of(config))
-    room = room_of(codecs, retention, dtype, known.windows)
+    room = room_of(codecs, retention, known, states.states_of(config))
     if get_tensor_model_parallel_rank() == 0:
         logger.info("xquant: %s", described(wanted, known, codecs, room, config.model_config.max_model_len))
         if why := left_to_torch(wanted, codecs, room.block):

@@ -1,0 +1,126 @@
+"""Models in vLLM whose layers keep a state, alone or beside keys and values: vLLM keeps that itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+pytest.importorskip("vllm")
+
+from support.vllm_engines import (
+    LENGTHS,
+    Library,
+    answers,
+    cache_config,
+    configured,
+    connector,
+    engine,
+    hits,
+    logprobs,
+    random_prompts,
+    save_falcon_h1,
+    save_granite,
+    save_qwen3_next,
+)
+from xquant.serve import fit
+from xquant.serve.build import Model
+from xquant.serve.capacity import States, room_of, stock_room
+
+PROMPTS = random_prompts(LENGTHS)
+MEMORY, BATCHED = 32 << 20, 256
+CHUNKS = {"max_num_batched_tokens": BATCHED, "kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False}
+STATES = [States(2, 4 * (8 * 32 * 16 + 3 * (256 + 2 * 16)))]
+"""Of `save_granite`, in fp32: of two layers, what is summed and what the convolution looks back at."""
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_granite(tmp_path_factory.mktemp("granite"))
+
+
+@pytest.fixture(scope="module")
+def stock(granite: Path) -> list[list[int]]:
+    """What vLLM answers without xquant."""
+    with engine(granite, **CHUNKS) as llm:
+        found = answers(llm, PROMPTS, 32)
+        tokens = cache_config(llm).kv_cache_size_tokens
+    assert tokens == stock_room(_known(granite), STATES).tokens(MEMORY, 1024, BATCHED)
+    assert sum(len(set(answer)) for answer in found) > 8 * len(found)  # no model of one word
+    return found
+
+
+def _known(folder: Path) -> Model:
+    return Model(AutoConfig.from_pretrained(folder), torch.float32, str(folder))
+
+
+def test_16_bits_answer_as_vllm_does(granite: Path, stock: list[list[int]]) -> None:
+    with engine(granite, "full", **CHUNKS) as llm:
+        assert answers(llm, PROMPTS, 32) == stock
+
+
+def test_a_state_in_every_layer(tmp_path: Path) -> None:
+    folder, found = save_falcon_h1(tmp_path), []
+    for spec in (None, "full", "kivi-4bit"):
+        with engine(folder, spec, **CHUNKS) as llm:
+            found.append(answers(llm, PROMPTS, 32))
+    assert found[0] == found[1] != found[2]
+
+
+def test_preempted_requests_come_back(granite: Path, stock: list[list[int]]) -> None:
+    few = {**CHUNKS, "kv_cache_memory_bytes": 2 << 20, "disable_log_stats": False}
+    with engine(granite, "full", **few) as llm:
+        assert answers(llm, PROMPTS, 32) == stock
+        assert hits(llm, "num_preemptions") > 0
+
+
+@pytest.mark.parametrize("spec", ["kivi-4bit", "kivi-2bit:rope=post"])
+def test_answers_are_the_librarys(granite: Path, spec: str) -> None:
+    prompts, known, wanted = random_prompts([40, 300, 385], seed=1), _known(granite), fit.parse(spec)
+    own = {**CHUNKS, "max_num_batched_tokens": 1024}
+    with engine(granite, spec, xquant_kernel="reference", **own) as llm:
+        found = answers(llm, prompts, 64)
+        tokens = cache_config(llm).kv_cache_size_tokens
+    known_answers = Library(granite, spec)
+    given = [known_answers.gives(*each) for each in zip(prompts, found, strict=True)]
+    near = [known_answers.almost_gives(*each) for each in zip(prompts, found, strict=True)]
+    assert all(near) and sum(given) > 1
+    asked = fit.wanted({"xquant": wanted.spec})
+    room = room_of(fit.check_model(asked, known), asked.retention(), known, STATES)
+    assert tokens == room.tokens(MEMORY, 1024, 1024)
+
+
+def test_linear_attention(tmp_path: Path) -> None:
+    """In bf16, which vLLM's wants on a CPU. No prompt is cut, since that rounds otherwise."""
+    folder = save_qwen3_next(tmp_path)
+    own = {**CHUNKS, "dtype": "bfloat16", "max_num_batched_tokens": 1024}
+    found = []
+    for spec in (None, "full", "kivi-2bit"):
+        with engine(folder, spec, **own) as llm:
+            found.append(answers(llm, PROMPTS, 32))
+    assert found[0] == found[1] != found[2]
+    assert sum(len(set(answer)) for answer in found[0]) > 8 * len(PROMPTS)  # no model of one word
+
+
+def test_prefixes_are_found_again_with_their_states(tmp_path: Path) -> None:
+    """vLLM keeps states where its blocks end, which are longer without xquant, and cuts prompts there."""
+    folder = save_qwen3_next(tmp_path)
+    own = {**CHUNKS, "dtype": "bfloat16", "enable_prefix_caching": True, "disable_log_stats": False}
+    found = []
+    for spec in (None, "full"):
+        with engine(folder, spec, **own) as llm:
+            found += [logprobs(llm, PROMPTS, 1), logprobs(llm, PROMPTS, 1)]
+            assert hits(llm, "prefix_cache_hits") > 0
+    for each in found[1:]:
+        for (first,), (other,) in zip(found[0], each, strict=True):
+            near = [abs(first[word] - other[word]) < 0.25 for word in first.keys() & other.keys()]
+            assert len(near) > 1 and all(near)
+
+
+def test_what_is_not_served_is_refused(granite: Path, tmp_path: Path) -> None:
+    kept: dict[str, Any] = connector(tmp_path)
+    for options, why in (({"xquant_attend": "store"}, "states beside attention"), ({}, "are not stored yet")):
+        transfer = {} if options else kept
+        with pytest.raises(ValueError, match=f"^xquant: .*{why}"):
+            configured(granite, additional_config={"xquant": "kivi-4bit", **options}, **transfer)
