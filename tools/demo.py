@@ -1,7 +1,8 @@
 """The main job on a small packaged model, in minutes: what `make demo` runs.
 
-It calibrates on a text that the model writes itself, compares the methods, generates with and without
-compression, and goes on from a prompt that was saved. Each stage is a command of `xquant`, printed as it is
+It times a token beside other caches and engines, as far as these are installed, calibrates on a text that the
+model writes itself, compares the methods, generates with and without compression, and goes on from a prompt
+that was saved. Each stage is a command of `xquant`, printed as it is
 run, with the time that it took.
 """
 
@@ -25,6 +26,11 @@ def stages(output: Path) -> list[tuple[str, str]]:
     sample = f"--context 192 --windows 12 --resume {output}/text"
     story = f"--chat --prompt {shlex.quote(STORY)} --max-new-tokens 120"
     return [
+        (
+            "Time a token after 2,048, weights in 4 bits, compiled, beside what else is installed",
+            "xquant bench smollm2 --method kivi-4bit --peers --static --compile --weights-bits 4"
+            f" --dtype bfloat16 --context 2048 --rounds 5 --json {output}/speed.json",
+        ),
         (
             "Calibrate kvquant on a text that the model writes itself",
             f"xquant calibrate smollm2 --method kvquant-3bit-1% {sample} --output {kvquant}",

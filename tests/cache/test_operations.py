@@ -65,7 +65,7 @@ def skip_what_transformers_cannot(family: str, operation: Operation) -> None:
     "family",
     [pytest.param(family, marks=pytest.mark.long if family in ALIKE else ()) for family in FAMILIES],
 )
-@pytest.mark.cases(80)
+@pytest.mark.cases(40)
 @torch.inference_mode()
 def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation: Operation) -> None:
     skip_what_transformers_cannot(family, operation)
@@ -84,7 +84,7 @@ def test_identity_codec_gives_the_same_tokens(family: str, spec: str, operation:
         *((family, spec) for family in (*OTHERS, "qwen2_5_vl") for spec in MORE),
     ],
 )
-@pytest.mark.cases(60)
+@pytest.mark.cases(30)
 @torch.inference_mode()
 def test_other_families_too(family: str, spec: str, operation: Operation) -> None:
     skip_what_transformers_cannot(family, operation)
@@ -117,7 +117,7 @@ def outcome(family: str, spec: str, operation: Operation) -> tuple[torch.Tensor,
         *(pytest.param(each, marks=pytest.mark.long) for each in ("gemma3", *FROM_X)),
     ],
 )
-@pytest.mark.cases(60)
+@pytest.mark.cases(30)
 @torch.inference_mode()
 def test_low_bits_run_with_lengths_and_positions_right(family: str, spec: str, operation: Operation) -> None:
     tokens, cache = outcome(family, spec, operation)

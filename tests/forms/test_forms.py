@@ -23,7 +23,7 @@ def cells() -> Iterator[Any]:
             yield pytest.param(promise, form, id=f"{promise.name}-{form.name}", marks=marks)
 
 
-@pytest.mark.cases(48)
+@pytest.mark.cases(40)
 @pytest.mark.parametrize(("promise", "form"), cells())
 def test_cell(promise: Promise, form: Form) -> None:
     line = REFUSED.get(promise.name, {}).get(form.name)
