@@ -128,12 +128,22 @@ class StockRoom(Room):
 def room_of(
     codecs: Sequence[LayerCodec], retention: Retention, model: Model, states: Sequence[States] = ()
 ) -> Room:
-    """What these layers of a shard ask of a pool, beside those with sliding windows, and ``states``."""
+    """What these layers of a shard ask of a pool, beside those with sliding windows, and ``states``.
+
+    Raises:
+        ValueError: the model has states, and none are given.
+    """
+    _check_states(model, states)
     block, nbytes = retention.block, model.dtype.itemsize
     pages = [PageLayout(codec.segments, block).nbytes for codec in codecs]
     row = 2 * max(codec.view.kv_width for codec in codecs)
     windows = [Windows(n, block * size, tokens, block) for tokens, size, n in _windows(model)]
     return Room(block, pages, block * retention.width(row) * nbytes, [*windows, *states])
+
+
+def _check_states(model: Model, states: Sequence[States]) -> None:
+    if model.has_states and not states:
+        raise ValueError("xquant: how large an engine's states are beside attention is known when it starts")
 
 
 def _windows(model: Model) -> list[tuple[int, int, int]]:
@@ -152,8 +162,6 @@ def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
     Raises:
         ValueError: it cannot be served; the message says why.
     """
-    if model.has_states:
-        raise ValueError("xquant: how large an engine's states are beside attention is known when it starts")
     codecs = codecs_for(asked, model, None, 0, weighted=False)
     return room_of(codecs, asked.retention(drafts), model)
 
@@ -177,15 +185,16 @@ def stock_room(model: Model, states: Sequence[States] = ()) -> Room:
     """What vLLM's own cache asks of the pool of a shard, with ``states`` of these sizes beside it.
 
     Raises:
-        ValueError: heads cannot be divided among so many.
+        ValueError: heads cannot be divided among so many, or the model has states, and none are given.
     """
+    _check_states(model, states)
     nbytes = [2 * view.kv_width * model.dtype.itemsize for view in shard_of(model.layers, 0, model.shards)]
     windows = _windows(model)
     if not windows and not states:
         return StockRoom(_STOCK, [_STOCK * each for each in nbytes], 0)
     # All get pages of one size. A state is padded to it; of tokens a page has more, where that fits evenly.
     page = _STOCK * max([*nbytes, *(size for _, size, _ in windows)])
-    page *= max(-(-each.page // page) for each in (*states, States(0, 1)))
+    page *= max((-(-each.page // page) for each in states), default=1)
 
     def block_of(size: int) -> int:
         return page // size if page % (_STOCK * size) == 0 else _STOCK
