@@ -143,7 +143,7 @@ def room_of(
 
 def _check_states(model: Model, states: Sequence[States]) -> None:
     if model.has_states and not states:
-        raise ValueError("xquant: how large an engine's states are beside attention is known when it starts")
+        raise ValueError("how large an engine's states are beside attention is known when it starts")
 
 
 def _windows(model: Model) -> list[tuple[int, int, int]]:
