@@ -2,8 +2,7 @@
 
 It times a token beside other caches and engines, as far as these are installed, calibrates on a text that the
 model writes itself, compares the methods, generates with and without compression, and goes on from a prompt
-that was saved. Each stage is a command of `xquant`, printed as it is
-run, with the time that it took.
+that was saved. Each stage is a command of `xquant`, printed as it is run, with the time that it took.
 """
 
 import shlex

@@ -80,9 +80,8 @@ def test_models_are_refused() -> None:
     shape |= {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"vocab_size": 64, "intermediate_size": 64, "pad_token_id": 0}
     _check(method, GptOssConfig(**shape, num_local_experts=2))  # sinks that are learned are served
-    _check(
-        method, Gemma4TextConfig(**shape, global_head_dim=32, num_kv_shared_layers=0)
-    )  # unequal heads, too
+    # So are heads of unequal size.
+    _check(method, Gemma4TextConfig(**shape, global_head_dim=32, num_kv_shared_layers=0))
     _one_line("GPT2", _check, method, GPT2Config(n_layer=1, n_embd=32))
 
 

@@ -77,16 +77,19 @@ def test_preempted_requests_come_back(granite: Path, stock: list[list[int]]) -> 
 
 @pytest.mark.parametrize("spec", ["kivi-4bit", "kivi-2bit:rope=post"])
 def test_answers_are_the_librarys(granite: Path, spec: str) -> None:
-    prompts, known, wanted = random_prompts([40, 300, 385], seed=1), _known(granite), fit.parse(spec)
+    prompts, known, asked = (
+        random_prompts([40, 300, 385], seed=1),
+        _known(granite),
+        fit.wanted({"xquant": spec}),
+    )
     own = {**CHUNKS, "max_num_batched_tokens": 1024}
     with engine(granite, spec, xquant_kernel="reference", **own) as llm:
         found = answers(llm, prompts, 64)
         tokens = cache_config(llm).kv_cache_size_tokens
-    known_answers = Library(granite, spec)
-    given = [known_answers.gives(*each) for each in zip(prompts, found, strict=True)]
-    near = [known_answers.almost_gives(*each) for each in zip(prompts, found, strict=True)]
+    library = Library(granite, spec)
+    given = [library.gives(*each) for each in zip(prompts, found, strict=True)]
+    near = [library.almost_gives(*each) for each in zip(prompts, found, strict=True)]
     assert all(near) and sum(given) > 1
-    asked = fit.wanted({"xquant": wanted.spec})
     room = room_of(fit.check_model(asked, known), asked.retention(), known, STATES)
     assert tokens == room.tokens(MEMORY, 1024, 1024)
 
