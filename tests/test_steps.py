@@ -120,3 +120,17 @@ def test_caches_come_and_go() -> None:
     first = tokens(model, CACHES["static"](model))
     uncompile_steps(model)
     assert torch.equal(tokens(model, CACHES["static"](model)), first)
+
+
+@pytest.mark.parametrize("kind", ["static", "full"])
+def test_hooks_within_layers_are_seen_when_they_come_and_go(kind: str) -> None:
+    model = tiny("llama")
+    want = tokens(model, CACHES[kind](model))
+    compile_steps(model)
+    assert torch.equal(tokens(model, CACHES[kind](model)), want)
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: -output)
+    assert not torch.equal(tokens(model, CACHES[kind](model)), want)
+    handle.remove()
+    compiled = counters["frames"]["ok"]
+    assert torch.equal(tokens(model, CACHES[kind](model)), want)
+    assert counters["frames"]["ok"] == compiled, "the first graph is there still"

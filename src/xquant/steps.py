@@ -65,7 +65,8 @@ def has_compiled_steps(model: nn.Module | None) -> bool:
 
 def compiler_options() -> dict[str, Any]:
     """Of `torch.compile`, for steps. Sizes of what operators return are not asserted. What layers are made
-    of is not looked at, but for their hooks, by which caches come and go. Products of one input are one call.
+    of is not looked at; `CompiledSteps` sees their hooks, by which caches come and go. Products of one input
+    are one call.
     """
     call_directly()
     options: dict[str, Any] = {"size_asserts": False, "post_grad_custom_pre_pass": Joined()}
@@ -76,10 +77,8 @@ def compiler_options() -> dict[str, Any]:
 
 def _guards(found: Sequence[Any]) -> list[bool]:
     """Which guards are asked before every step."""
-    return [_HOOKS in guard.name or not any(part in guard.name for part in _WITHIN) for guard in found]
+    return [not any(part in guard.name for part in _WITHIN) for guard in found]
 
 
 _WITHIN = [f"._modules['{name}']._modules[" for name in LISTS]
-"""What Dynamo's names of layers have in them."""
-_HOOKS = "._forward_"
-"""What those of hooks have that a step runs: those of gradients it does not."""
+"""What Dynamo's names of what is within layers have in them."""

@@ -45,6 +45,11 @@ class AttentionCall(NamedTuple):
             return False
         return mask is None or (mask.dtype in MASKED and mask.dim() == 4 and mask.shape[1] == 1)
 
+    def form(self, out: Tensor) -> tuple[object, ...]:
+        """All that a call without a mask asks, and where it goes, but for where these states lie."""
+        query, key, value, _, *scoring = self
+        return *scoring, *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value, out)]
+
     def by_row(self) -> "AttentionCall":
         """The same as of an engine, whose tokens are no padding and each come before the next."""
         query, key, value, _, scaling, softcap, _ = self

@@ -11,6 +11,9 @@ from .call import AttentionCall
 class PagedAttention(ABC):
     """Attends over one layer. Letters as in `past.sequences`; ``W = 2 G D``."""
 
+    repeats = False
+    """Whether `repeat` can answer a call like the newest one."""
+
     @abstractmethod
     def bind(self, pages: Tensor, rings: Tensor, sinks: Tensor) -> None:
         """Read the past from ``pages`` uint8 ``[N, .]``, ``rings`` ``[M, R, W]``, rotated key beside value,
@@ -24,3 +27,8 @@ class PagedAttention(ABC):
             call: states of all ``T`` tokens, without a mask and sink logits.
             out: ``[T, H, D]``; the rows of these sequences are written.
         """
+
+    def repeat(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
+        """`attend` of a call that differs from the newest one in where its states lie, and in what these
+        sequences, as many, read. Of one new token each, states ``[B, H, 1, D]`` are those of rows."""
+        raise NotImplementedError

@@ -52,6 +52,8 @@ class StaticLayer(PagedPast, PastLayer):
         super().__init__(codec, method.group, angles, backend, packer, sink=method.sink)
         self.batch_layout: BatchLayout | None = None
         self._replaced: Tensor | None = None
+        self._answered: tuple[object, ...] | None = None
+        """What the newest call asked, if it can be repeated: most steps ask what the one before did."""
         self.forget_pass()
 
     @property
@@ -79,7 +81,7 @@ class StaticLayer(PagedPast, PastLayer):
         self._use(layout, pages, torch.zeros(shape, dtype=dtype, device=device))
 
     def _use(self, layout: BatchLayout, pages: Tensor, rings: Tensor) -> None:
-        self.batch_layout = layout
+        self.batch_layout, self._answered = layout, None
         self.bind(pages, rings, rings.shape[1], slots=layout.batch)
 
     @torch.inference_mode(False)
@@ -100,8 +102,16 @@ class StaticLayer(PagedPast, PastLayer):
     def attend_newest(self, call: "AttentionCall", sequences: Sequences, out: Tensor) -> None:
         """Attention of the newest tokens, which are kept, into ``out`` ``[B, t, H, D]``. Reads no mask: none
         of them is padding, and each comes before the next."""
+        form = call.form(out)
+        if form == self._answered:
+            assert self._paged is not None
+            self._paged.repeat(call, sequences, out)
+            return
         self._check_dtype(call.key, call.value)
         self.attend_in_place(call.by_row(), sequences, out.flatten(0, 1))
+        as_given = sequences.queries == 1 and call.key.dtype == call.value.dtype == self._rings.dtype
+        repeats = as_given and self._paged is not None and self._paged.repeats
+        self._answered = form if repeats else None
 
     def append(self, key: Tensor, value: Tensor) -> Tensor:
         """Keep the newest tokens: pack whole blocks, and give the others to rings in `fill_rings`.

@@ -41,6 +41,8 @@ class Kernel(ABC):
     angles_by_token = False
     """Whether each packed key may have its own angles, where positions within a block do not follow each
     other."""
+    repeats = False
+    """Whether `repeat` can answer a call like the newest one."""
 
     def __init__(self, to: native.Attend, sources: dict[int, Any], view: AttentionView, block: int) -> None:
         self.to, self.sources = to, sources
@@ -71,6 +73,15 @@ class Kernel(ABC):
         Raises:
             MemoryError: the library has none.
         """
+
+    def repeat(self, query: Tensor, out: Tensor) -> None:
+        """`attend` once more: queries and output lie elsewhere, all else is the same, or pointed to."""
+        self.to.query, self.to.out = query.data_ptr(), out.data_ptr()
+        self._run()
+
+    def _run(self) -> None:
+        """Have the library answer what is pointed to."""
+        raise NotImplementedError
 
     def _point_to_scores(self, call: AttentionCall) -> Tensor | None:
         """How scores are made, but for what they are multiplied with. Returns what is pointed to."""
@@ -104,6 +115,7 @@ class PackedKernel(Kernel):
         to = native.Attend()
         super().__init__(to, {0: to.key, 1: to.value}, codec.view, block)
         self._function, self._key_matrix = native.function("attend", isa), codec.rotations[0]
+        self.repeats = self._key_matrix is None
         self._constant: list[Tensor] = []
         for number, operand in self.sources.items():
             packed = codec.segments[number].operand(block)
@@ -135,8 +147,11 @@ class PackedKernel(Kernel):
             query, rotated = torch.stack([query, rotate(query, self._key_matrix)])
             self.to.turned_query = rotated.data_ptr()
         self._point_to_states(query, out, call.scaling)
-        self._function(self.to)
+        self._run()
         del kept  # the library has read it
+
+    def _run(self) -> None:
+        self._function(self.to)
 
 
 def batch_stride(of: Tensor) -> int:

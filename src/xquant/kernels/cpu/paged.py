@@ -13,8 +13,8 @@ from . import library as native
 from .attention import Kernel
 
 
-def addresses_of(sequences: Sequences) -> dict[str, int]:
-    """Where the numbers of sequences lie, found once for all layers."""
+def described(sequences: Sequences) -> dict[str, int]:
+    """Where the numbers of sequences lie, and how many there are, found once for all layers."""
     if "cpu" not in sequences.prepared:
         batch, whole = len(sequences.limits), {"limits": (), "first": (), "held": (4,), "new": (4,)}
         if sequences.sinks is not None:
@@ -23,7 +23,13 @@ def addresses_of(sequences: Sequences) -> dict[str, int]:
         sequences.prepared["cpu"] = {
             name: native.address(getattr(sequences, name), torch.int32, batch, *sizes)
             for name, sizes in whole.items()
-        } | {"table": native.address(table, torch.int32, batch, table.shape[1], rows=True)}
+        } | {
+            "table": native.address(table, torch.int32, batch, table.shape[1], rows=True),
+            "table_stride": table.stride(0),
+            "batch": batch,
+            "queries": sequences.queries,
+            "sink": sequences.sink,
+        }
     found: dict[str, int] = sequences.prepared["cpu"]
     return found
 
@@ -44,6 +50,7 @@ class NativePages(PagedAttention):
             each.head_stride = to.head_size
         self._new.causal = to.append = 1
         self._forms: list[tuple[object, ...]] = []
+        self._at: dict[str, int] = {}
         if angles is not None:
             cos, sin = (t[None] for t in angles.starts)
             kernel.set_angles(BlockAngles(angles.within, (cos, sin)))
@@ -61,7 +68,7 @@ class NativePages(PagedAttention):
         self._forms = []
 
     def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
-        query, key, value = call.query, call.key, call.value
+        given, (query, key, value) = call, call[:3]
         if query.stride(2) != 1:
             query = query.contiguous()
             call = call._replace(query=query)
@@ -72,20 +79,34 @@ class NativePages(PagedAttention):
         if forms != self._forms:
             self._check(query, key, value, out)
             self._forms = forms
-        to, held, new, sinks = self._kernel.to, self._held, self._new, self._sinks
-        at = addresses_of(sequences)
-        to.batch, to.queries = sequences.first.shape[0], sequences.queries
-        to.limits, to.query_batches = at["limits"], at["first"]
-        to.table, to.table_stride = at["table"], sequences.table.stride(0)
-        held.runs, held.count = at["held"], sequences.most_held
-        new.runs, new.count = at["new"], sequences.queries
-        new.key, new.value = key.data_ptr(), value.data_ptr()
-        to.exact_count = 2
-        if sequences.sinks is not None:
-            sinks.runs, sinks.count = at["sinks"], sequences.sink
-            sinks.column, to.exact_count = at["sink_places"], 3
-        to.threads = torch.get_num_threads()
+        self._point_to_sequences(sequences)
+        self._new.key, self._new.value = key.data_ptr(), value.data_ptr()
         self._kernel.attend(call, out, sequences)
+        copied = query is not given.query or key is not given.key
+        self.repeats = self._kernel.repeats and not copied and call.sink_logits is None
+
+    def repeat(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
+        self._point_to_sequences(sequences)
+        self._new.key, self._new.value = call.key.data_ptr(), call.value.data_ptr()
+        self._kernel.repeat(call.query, out)
+
+    def _point_to_sequences(self, sequences: Sequences) -> None:
+        """What they read, but for their new states."""
+        to, held, new, sinks = self._kernel.to, self._held, self._new, self._sinks
+        held.count, to.threads = sequences.most_held, torch.get_num_threads()
+        at = described(sequences)
+        if at == self._at:
+            return
+        self._at = at
+        to.batch, to.queries = at["batch"], at["queries"]
+        to.limits, to.query_batches = at["limits"], at["first"]
+        to.table, to.table_stride = at["table"], at["table_stride"]
+        held.runs = at["held"]
+        new.runs, new.count = at["new"], at["queries"]
+        to.exact_count = 2
+        if "sinks" in at:
+            sinks.runs, sinks.count = at["sinks"], at["sink"]
+            sinks.column, to.exact_count = at["sink_places"], 3
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
         """Whether a kernel can go through these, and how. Most steps ask for what the one before did."""

@@ -51,6 +51,8 @@ def zipped(weight: Tensor) -> Tensor:
 class RankedKernel(RebuildingKernel):
     """Attends over ranked codes."""
 
+    repeats = True
+
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
         assert codec.key_bias is not None and codec.value_bias is not None
         self._call = call = native.RankedAttend()
@@ -80,8 +82,11 @@ class RankedKernel(RebuildingKernel):
         self._point_to_angles()
         kept = self._point_to_scores(call)
         self._point_to_states(call.query, out, call.scaling)
-        self._function(self._call)
+        self._run()
         del kept  # the library has read it
+
+    def _run(self) -> None:
+        self._function(self._call)
 
     def _use_weights(self, slow: SlowPairs | None) -> None:
         call, prepared, built = self._call, self._codec.prepared, self._turning.built
