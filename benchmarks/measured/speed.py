@@ -100,12 +100,14 @@ def peers_ratios() -> str:
     body = []
     for kind, end in (("", ""), (", AVX2", "-avx2")):
         found = [by_method(f"step-peers-{n.lower()}{end}") for n in contexts]
-        for engine in ("llama.cpp", "openvino"):
+        for engine in ("llama.cpp", "openvino", "onnxruntime"):
             cells = []
             for each in found:
-                best = min(row["ms_per_token"] for name, row in each.items() if name.startswith(engine))
-                cells.append(f"{best / each['kivi-4bit static']['ms_per_token']:.2f}")
-            body.append([code(engine) + kind, *cells])
+                times = [row["ms_per_token"] for name, row in each.items() if name.startswith(engine)]
+                own = each["kivi-4bit static"]["ms_per_token"]
+                cells.append(f"{min(times) / own:.2f}" if times else "")
+            if any(cells):
+                body.append([code(engine) + kind, *cells])
     return markdown(["the best of", *contexts], body)
 
 

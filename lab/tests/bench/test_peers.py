@@ -5,6 +5,7 @@ import gc
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from support.models import tiny
-from xquant_lab.bench import llama_cpp, openvino, peers
+from xquant_lab.bench import llama_cpp, onnx_runtime, openvino, peers
 from xquant_lab.bench.contenders import Full, Models, Peer
 from xquant_lab.bench.run import bench
 from xquant_lab.bench.trials import Settings
@@ -31,7 +32,7 @@ def names(makers: dict[str, Any]) -> Counter[str]:
 
 def test_peers_are_those_whose_packages_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_installed", lambda package: True)
-    every = {"Quantized": 2, "LlamaCpp": 4, "OpenVino": 3}
+    every = {"Quantized": 2, "LlamaCpp": 4, "OpenVino": 3, "OnnxRuntime": 1}
     assert names(peers.available("smollm2", network())) == every
     assert names(peers.available("another", network())) == {"Quantized": 2}
     assert names(peers.available("smollm2", network(), batch=2)) == {"Quantized": 2}
@@ -256,6 +257,57 @@ def test_bytes_of_openvinos_caches() -> None:
         "u8": rows * (32 + 8 + 32 + 8),
         "u4": rows * (16 + 8 + 16 + 8),
     }
+
+
+class Session:
+    """A stand-in for a session of ONNX Runtime, whose values are arrays. It checks what it is bound to."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] = {}
+        self.written: dict[str, Any] = {}
+        self.shown: list[int] = []
+
+    def io_binding(self) -> "Session":
+        return self
+
+    def bind_ortvalue_input(self, name: str, value: Any) -> None:
+        self.held[name] = value
+
+    def bind_ortvalue_output(self, name: str, value: Any) -> None:
+        self.written[name] = value
+
+    def bind_output(self, name: str) -> None:
+        assert name == "logits"
+
+    def run_with_iobinding(self, binding: "Session") -> None:
+        assert self.held["input_ids"].shape == (1, 1)
+        self.shown.append(self.held["attention_mask"].shape[1])
+        assert self.shown[-1] <= self.held["past_key_values.0.key"].shape[2]
+
+
+def test_onnxruntime_writes_one_cache_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, model = Session(), network()
+    value = SimpleNamespace(ortvalue_from_numpy=lambda array: array)
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(__version__="1.2", OrtValue=value))
+    monkeypatch.setattr(onnx_runtime, "_session", lambda threads: session)
+    settings = Settings(CONTEXT, rounds=2, warm_up=1)
+    peer = onnx_runtime.OnnxRuntime(model, settings)
+    for _ in range(settings.steps):
+        peer.step()
+    assert session.shown == [CONTEXT + 1 + i for i in range(settings.steps)]
+    config = model.config
+    for layer in range(config.num_hidden_layers):
+        for states in ("key", "value"):
+            held = session.held[f"past_key_values.{layer}.{states}"]
+            assert session.written[f"present.{layer}.{states}"] is held
+    assert peer.cache_bytes == 2 * config.num_hidden_layers * config.num_key_value_heads * 32 * 4 * CONTEXT
+
+
+def test_a_builder_that_fails_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = SimpleNamespace(config=SimpleNamespace(), save_pretrained=lambda folder: None)
+    monkeypatch.setattr(onnx_runtime, "load_model", lambda name: (saved, saved))
+    with pytest.raises(RuntimeError, match=r"onnxruntime-genai's builder failed: .*onnxruntime_genai"):
+        onnx_runtime._build(tmp_path, tmp_path)
 
 
 def test_what_other_packages_run_is_timed_in_whole_steps_alone() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import QuantizedCache
 
-from . import llama_cpp, openvino
+from . import llama_cpp, onnx_runtime, openvino
 from .contenders import Peer
 from .trials import Maker, Settings
 
@@ -33,6 +33,8 @@ def available(model: str, network: Any, batch: int = 1) -> dict[str, Maker]:
     if all(map(_installed, openvino.PACKAGES)):
         for precision in openvino.BITS:
             found[f"openvino, {precision}"] = partial(openvino.OpenVino, network, precision)
+    if all(map(_installed, onnx_runtime.PACKAGES)):
+        found["onnxruntime"] = partial(onnx_runtime.OnnxRuntime, network)
     return found
 
 
