@@ -69,6 +69,7 @@ class CompiledSteps:
     def __init__(self, decoder: nn.Module, options: dict[str, Any]) -> None:
         self._decoder, self._options = decoder, options
         self._forward = type(decoder).forward
+        self._within: Within
         self._compiled: Any = None
         self.__signature__ = inspect.signature(partial(self._forward, decoder))
         """For whoever looks at what a decoder takes."""
@@ -85,8 +86,8 @@ class CompiledSteps:
         if not self.takes(args, kwargs) or not (current is None or current.compiled):
             return self._forward(self._decoder, *args, **kwargs)
         if self._compiled is None:
+            self._within = Within(self._decoder)  # first: other threads come here, too
             self._compiled = torch.compile(_step, options=self._options)
-            self._within = Within(self._decoder)
         return self._compiled(self._within.name, self._forward, self._decoder, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
