@@ -18,6 +18,7 @@ from support.vllm_engines import (
     connector,
     engine,
     hits,
+    kept,
     logprobs,
     random_prompts,
     save_falcon_h1,
@@ -121,9 +122,70 @@ def test_prefixes_are_found_again_with_their_states(tmp_path: Path) -> None:
             assert len(near) > 1 and all(near)
 
 
+FOUND = sum((length - 1) // 128 * 128 for length in LENGTHS)
+ALONE = {**CHUNKS, "dtype": "bfloat16", "enable_prefix_caching": True, "disable_log_stats": False}
+ALONE |= {"max_num_seqs": 1, "kv_cache_memory_bytes": 128 << 20}
+"""Prompts one after the other, as in bf16 the number of rows rounds otherwise."""
+
+
+def test_another_engine_goes_on_from_the_states_at_the_ends_of_prompts(tmp_path: Path) -> None:
+    """As one does that finds them in its own memory."""
+    folder = save_qwen3_next(tmp_path / "model")
+    with engine(folder, "full", **ALONE) as llm:
+        answers(llm, PROMPTS, 1)
+        want = answers(llm, PROMPTS, 16)
+        assert hits(llm, "prefix_cache_hits") == FOUND
+    stored = {**ALONE, **kept(tmp_path / "s", state_bits=32)}
+    for found, new in ((0, 1), (FOUND, 16)):
+        with engine(folder, "full", **stored) as llm:
+            given = answers(llm, PROMPTS, new)
+            assert hits(llm) == found
+    assert given == want
+
+
+@pytest.mark.filterwarnings("ignore:.* is damaged")
+def test_states_lie_as_far_apart_as_is_asked(tmp_path: Path) -> None:
+    """From the last one that two prompts have in common the second goes on, if it is whole."""
+    folder = save_qwen3_next(tmp_path / "model")
+    [prompt, other] = random_prompts([700, 100], seed=3)
+    branch = prompt[:600] + other
+    with engine(folder, "full", **ALONE) as llm:
+        want = answers(llm, [branch], 16)
+    for every, there in ((8192, 0), (256, 512)):
+        stored = {**ALONE, **kept(tmp_path / str(every), every=every, state_bits=32)}
+        with engine(folder, "full", **stored) as llm:
+            answers(llm, [prompt], 1)
+        with engine(folder, "full", **stored) as llm:
+            found = answers(llm, [branch], 16)
+            assert hits(llm) == there
+    assert found == want
+    parts = sorted((tmp_path / "256").glob("*.safetensors"), key=lambda file: file.stat().st_size)[-4:]
+    for part in parts:
+        part.write_bytes(part.read_bytes()[:-1] + b"x")
+    with engine(folder, "full", **stored) as llm:
+        answers(llm, [branch], 16)
+        assert hits(llm) == 0
+
+
 def test_what_is_not_served_is_refused(granite: Path, tmp_path: Path) -> None:
-    kept: dict[str, Any] = connector(tmp_path)
-    for options, why in (({"xquant_attend": "store"}, "states beside attention"), ({}, "are not stored yet")):
-        transfer = {} if options else kept
+    transfer: dict[str, Any] = {**connector(tmp_path), "enable_prefix_caching": True}
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    for options, given, why in (
+        ({"xquant_attend": "store"}, {}, "states beside attention"),
+        ({}, {**transfer, "enable_prefix_caching": False}, "without prefix caching"),
+        ({}, {**transfer, "speculative_config": drafts}, "speculative decoding"),
+    ):
         with pytest.raises(ValueError, match=f"^xquant: .*{why}"):
-            configured(granite, additional_config={"xquant": "kivi-4bit", **options}, **transfer)
+            configured(granite, additional_config={"xquant": "kivi-4bit", **options}, **given)
+
+
+def test_states_are_loaded_where_memory_is_short(tmp_path: Path) -> None:
+    """vLLM counts one block where it takes two, of the state that is loaded and of the step's."""
+    folder = save_qwen3_next(tmp_path / "model")
+    stored = {**ALONE, **kept(tmp_path / "s", state_bits=32), "max_num_seqs": 8}
+    with engine(folder, "full", **stored) as llm:
+        answers(llm, PROMPTS, 1)
+    with engine(folder, "full", **{**stored, "kv_cache_memory_bytes": 6 << 20}) as llm:
+        assert [len(each) for each in answers(llm, PROMPTS, 64)] == [64] * len(PROMPTS)
+        assert hits(llm) >= FOUND
+        assert hits(llm, "num_preemptions") > 0

@@ -36,7 +36,8 @@ class ChunkCoder:
         tokens: ``T``.
 
     Raises:
-        ValueError: the method cannot be served for the model, or chunks are no whole blocks.
+        ValueError: the method cannot be served for the model, which may have states beside attention, or
+            chunks are no whole blocks.
     """
 
     def __init__(self, model: Model, wanted: Wanted, tokens: int) -> None:
@@ -46,6 +47,8 @@ class ChunkCoder:
                 f"xquant: chunks of {tokens} tokens are no whole blocks of {method.spec}, which have"
                 f" {method.group}"
             )
+        if model.has_states:
+            raise ValueError("xquant: chunks have no states, such as Mamba's: the model's are not stored")
         codecs = codecs_for(wanted, model, None, 0, stored=True)
         before = any(not codec.rotated for codec in codecs)
         angles = model.angles() if before else None

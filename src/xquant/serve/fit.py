@@ -104,9 +104,9 @@ class ConnectorOptions:
     engine: Wanted
     """What states are read through before they are stored."""
     every: int = EVERY
-    """Tokens between two checkpoints, of a model with sliding windows."""
+    """Tokens between two checkpoints, of a model with sliding windows or states beside attention."""
     state_bits: int = 16
-    """Of each number that is stored of layers with windows."""
+    """Of each number that is stored of layers with windows or states."""
 
     @property
     def as_served(self) -> bool:
@@ -239,8 +239,6 @@ def codecs_for(
     """
     method, shards = wanted.method, model.shards
     try:
-        if stored and model.has_states:
-            raise ValueError("states beside attention, such as Mamba's, are not stored yet")
         if layers is not None and [v.index for v in layers] != [v.index for v in model.layers]:
             raise ValueError("other layers attend to all tokens here than in transformers")
         calibration = calibration_for(method, model, wanted.calibration)

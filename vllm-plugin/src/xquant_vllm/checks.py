@@ -118,6 +118,7 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
     """What of an engine's configuration cannot be served; empty where all can."""
     parallel, scheduler = config.parallel_config, config.scheduler_config
     drafts, store = config.speculative_config, wanted.through_store
+    stores = config.kv_transfer_config is not None
     few = scheduler.max_num_batched_tokens < wanted.method.group
     refused = {
         "a device that is no CPU": not current_platform.is_cpu(),
@@ -128,10 +129,15 @@ def _unfit(config: VllmConfig, wanted: fit.Wanted, known: Model) -> str:
         "xquant_attend=store with states beside attention": store and known.has_states,
         "a sliding window with disable_hybrid_kv_cache_manager": bool(known.windows)
         and scheduler.disable_hybrid_kv_cache_manager,
-        f"a KV connector other than {CONNECTOR}": config.kv_transfer_config is not None
-        and connector_options_of(config) is None,
-        f"{CONNECTOR} with windows of unequal size": len(known.windows) > 1
-        and config.kv_transfer_config is not None,
+        f"a KV connector other than {CONNECTOR}": stores and connector_options_of(config) is None,
+        f"{CONNECTOR} with windows of unequal size": stores and len(known.windows) > 1,
+        f"{CONNECTOR} with windows and states": stores and known.has_states and bool(known.windows),
+        f"{CONNECTOR} with states and without prefix caching": stores
+        and known.has_states
+        and config.cache_config.mamba_cache_mode != "align",
+        f"{CONNECTOR} with states and speculative decoding": stores
+        and known.has_states
+        and drafts is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,

@@ -24,11 +24,12 @@ from xquant.saved.shelf import Shelf
 from xquant.serve import fit
 from xquant.serve.recode import Blocks, Recoder, Stored
 
+from . import states
+from .checkpoints import Checkpoints, spec_of
 from .checks import connector_options_of, model_of
 from .identity import Adapters, of_engine
 from .metrics import Counts, Metrics
 from .seam import PagedImpl
-from .windows import Windows, spec_of
 from .work import Found, Load, Part, Running, Save, Work
 
 
@@ -49,13 +50,15 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         self._options, self._block = options, options.method.group
         self._shelf = Shelf(Path(options.path), options.nbytes)
         self._group = _of_pages(kv_cache_config)
-        self._windows = Windows(kv_cache_config, options, self._block)
+        self._checkpoints = Checkpoints(kv_cache_config, options, self._block)
         self._shards = vllm_config.parallel_config.tensor_parallel_size
         self._sequences: dict[str, Running] = {}
         self._work, self._found = Work(), Found()
         self._counts, self._damaged = Counts(), 0
         self._recoder: Recoder | None = None
         self._failed: set[int] = set()
+        if self._checkpoints.of_states:
+            states.count_loaded()
         if role == KVConnectorRole.SCHEDULER:
             self._root, self._adapters = of_engine(vllm_config, options), Adapters()
 
@@ -102,8 +105,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         for place in range(first + self._there(names), first, -1):
             if stored is not None and len(stored) < place - first:  # one before it is damaged
                 continue
-            start = max(first, self._windows.first(place))
-            of_windows = sequence.names(start, place, self._windows.kind)
+            start = max(first, self._checkpoints.first(place))
+            of_windows = sequence.names(start, place, self._checkpoints.kind)
             if self._there(of_windows) < len(of_windows):
                 continue
             parts = self._read(of_windows)
@@ -150,6 +153,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         parts = self._parts(sequence, range(stop - len(found.parts), stop), pages)
         for part, stored in zip(parts, found.parts, strict=True):
             part.stored = stored
+            if self._checkpoints.of_states:
+                part.begins = [pages[group][-1] for group in self._checkpoints.groups]
         self._work.loads.append(Load(names, found.stored, pages[self._group][first:stop], starts, ids, parts))
         for rank in range(self._shards):
             self._shelf.touch([_file(name, rank) for name in [*names, *(part.name for part in parts)]])
@@ -182,15 +187,15 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         own, request = sequence.pages[self._group], sequence.request
         whole = min(tokens // self._block, len(sequence.hashes), len(own))
         if whole > sequence.saved:
-            due = self._windows.due(sequence.saved, whole, request.num_prompt_tokens, begun)
+            due = self._checkpoints.due(sequence.saved, whole, request.num_prompt_tokens, begun, tokens)
             parts = self._parts(sequence, due, sequence.pages)
             ids = self._ids(request, 0, whole)
             self._work.saves.append(Save(sequence.names(0, whole), own[:whole], ids, parts))
             sequence.saved = whole
 
     def _parts(self, sequence: Running, places: Sequence[int], pages: Sequence[Sequence[int]]) -> list[Part]:
-        """What layers with windows have of these blocks, in these pages of all groups."""
-        kind, groups = self._windows.kind, self._windows.groups
+        """What layers with windows or states have of these blocks, in these pages of all groups."""
+        kind, groups = self._checkpoints.kind, self._checkpoints.groups
         names = [sequence.names(place, place + 1, kind)[0] for place in places]
         each = [[pages[group][place] for group in groups] for place in places]
         return [Part(*part) for part in zip(names, each, strict=True)]
@@ -218,7 +223,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             blocks, parts = [each[rank] for each in load.stored], [part.stored[rank] for part in load.parts]
             worker = self._worker
             known = [worker.fits(*each) for each in zip(blocks, load.starts, strict=True)]
-            known += [self._windows.fits(self._modules, part) for part in parts]
+            known += [self._checkpoints.fits(self._modules, part) for part in parts]
             names = [*load.names, *(part.name for part in load.parts)]
             if not all(known):
                 for name in (name for name, fits in zip(names, known, strict=True) if not fits):
@@ -228,7 +233,8 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             with self._counts.timing("unpack_seconds"):
                 self._fill(blocks, load)
                 for part, stored in zip(load.parts, parts, strict=True):
-                    self._windows.unpack(self._modules, part.pages, stored)
+                    for pages in filter(None, (part.pages, part.begins)):
+                        self._checkpoints.unpack(self._modules, pages, stored)
             self._counts.add("blocks_loaded", len(names))
             self._counts.add("bytes_loaded", sum(map(_nbytes, [*blocks, *parts])))
 
@@ -269,7 +275,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
         """What is stored of the blocks at these places of a sequence; behind them are its parts."""
         blocks = [place for place in places if place < len(save.pages)]
         parts = [save.parts[place - len(save.pages)] for place in places[len(blocks) :]]
-        packed = [self._windows.pack(self._modules, part.pages) for part in parts]
+        packed = [self._checkpoints.pack(self._modules, part.pages) for part in parts]
         if blocks:
             pages = [save.pages[place] for place in blocks]
             starts = [self._block * place for place in blocks]

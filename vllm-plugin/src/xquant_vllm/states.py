@@ -13,12 +13,13 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec, MambaSpec, UniformTypeKVCacheSpecs
 
 from xquant.serve.capacity import States
 
 from .checks import wanted_of
-from .guard import wrap
+from .guard import is_wrapped, wrap
 
 
 def install() -> None:
@@ -48,6 +49,18 @@ def _alike(spec: KVCacheSpec) -> KVCacheSpec:
         return spec
     first, *others = spec.kv_cache_specs.values()
     return first if isinstance(first, MambaSpec) and all(each == first for each in others) else spec
+
+
+def count_loaded() -> None:
+    """Have vLLM count the block of a state that a connector loads beside that of the step which goes on from
+    there: it takes both, and ends the engine where it has one, which is what it counted."""
+    if not is_wrapped(MambaManager, "get_num_blocks_to_allocate"):
+        wrap(MambaManager, "get_num_blocks_to_allocate", _counted)
+
+
+def _counted(original: Callable[..., int], manager: Any, *given: Any, **more: Any) -> int:
+    _, _, _, computed, local, *_ = given
+    return original(*given, **more) + (manager.mamba_cache_mode == "align" and computed > local)
 
 
 def states_of(config: VllmConfig) -> list[States]:

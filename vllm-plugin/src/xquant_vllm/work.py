@@ -12,13 +12,15 @@ from xquant.serve.recode import Stored
 
 @dataclass
 class Part:
-    """What layers with sliding windows have of a block."""
+    """What layers with sliding windows or states have of a block."""
 
     name: str
     pages: list[int]
     """In each group of such layers."""
     stored: list[Stored] = field(default_factory=list)
     """What was read of every shard; to be written to the pages."""
+    begins: list[int] = field(default_factory=list)
+    """Pages from which the step reads states, to be written, too: vLLM copied the others before it loads."""
 
 
 @dataclass
@@ -91,4 +93,4 @@ class Found:
     stored: list[list[Stored]] = field(default_factory=list)
     """Of each block, by shard."""
     parts: list[list[Stored]] = field(default_factory=list)
-    """Of the last of these blocks, what layers with sliding windows have."""
+    """Of the last of these blocks, what layers with sliding windows or states have."""

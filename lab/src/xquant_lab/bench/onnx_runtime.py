@@ -44,7 +44,7 @@ class OnnxRuntime(Peer):
         shape = 1, heads, settings.context + settings.steps, size
         for layer in range(layers):
             for states in ("key", "value"):
-                held = self._owned(torch.randn(shape, device="cpu"))
+                held = self._owned(torch.randn(shape, dtype=torch.float32, device="cpu"))
                 bound.bind_ortvalue_input(f"past_key_values.{layer}.{states}", held)
                 bound.bind_ortvalue_output(f"present.{layer}.{states}", held)
         bound.bind_ortvalue_input("input_ids", self._owned(torch.tensor([[1000]], device="cpu")))
