@@ -12,6 +12,8 @@ from support.caches import calibration
 from support.models import left_padded, prompt, tiny
 from support.unusual_models import built, dynamic_rope
 from xquant import KVCache, StaticKVCache
+from xquant.kernels.call import AttentionCall
+from xquant.seam.masks import PassMask
 
 SPEC, ROOM = "kivi-4bit:group=32", 256
 
@@ -211,6 +213,38 @@ def test_a_pass_that_fails_leaves_no_trace(model: Any, until: int, monkeypatch: 
         assert cache.get_seq_length() == 63
     ends = 64, *range(65, 110)
     assert torch.equal(logits(model, cache, ids, *ends), logits(model, never, ids, *ends))
+
+
+def test_a_call_of_another_form_that_fails_leaves_no_trace(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer repeats a call that was answered, with other pointers: not one that failed after it."""
+    cache, random = StaticKVCache(model, SPEC, room=ROOM), torch.Generator().manual_seed(0)
+    logits(model, cache, prompt(1, 100), 100)
+    cache.begin(1, 1, PassMask())
+    layer, view = cache.layers[0], cache.layers[0].codec.view
+    if layer._paged is None:
+        pytest.skip("no kernel reads pages")
+    heads = view.query_heads, view.kv_heads, view.kv_heads
+    wide = [torch.randn(1, count, 1, 2 * view.head_size, generator=random) for count in heads]
+    found = []
+    for fails in (False, False, True, False):
+        states = [t[..., : view.head_size] for t in wide]
+        call = AttentionCall(*(states if fails else [t.contiguous() for t in states]), None, 1.0, None)
+        out = call.new_out()
+        with monkeypatch.context() as patched:
+            if fails:
+                patched.setattr(layer._paged._kernel, "_run", _refuse)
+                with pytest.raises(MemoryError):
+                    layer.attend_newest(call, cache._sequences, out)
+            else:
+                layer.attend_newest(call, cache._sequences, out)
+                found.append(out)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def _refuse() -> None:
+    raise MemoryError
 
 
 def test_what_is_not_finite_is_refused(model: Any) -> None:

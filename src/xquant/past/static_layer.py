@@ -107,11 +107,13 @@ class StaticLayer(PagedPast, PastLayer):
             assert self._paged is not None
             self._paged.repeat(call, sequences, out)
             return
+        self._answered = None  # should it fail, too
         self._check_dtype(call.key, call.value)
         self.attend_in_place(call.by_row(), sequences, out.flatten(0, 1))
         as_given = sequences.queries == 1 and call.key.dtype == call.value.dtype == self._rings.dtype
         repeats = as_given and self._paged is not None and self._paged.repeats
-        self._answered = form if repeats else None
+        if repeats:
+            self._answered = form
 
     def append(self, key: Tensor, value: Tensor) -> Tensor:
         """Keep the newest tokens: pack whole blocks, and give the others to rings in `fill_rings`.
