@@ -47,8 +47,13 @@ class AttentionCall(NamedTuple):
 
     def form(self, out: Tensor) -> tuple[object, ...]:
         """All that a call without a mask asks, and where it goes, but for where these states lie."""
-        query, key, value, _, *scoring = self
-        return *scoring, *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value, out)]
+        query, key, value, _, scaling, softcap, logits = self
+        return (
+            scaling,
+            softcap,
+            logits is None,
+            *[(t.shape, t.stride(), t.dtype, t.device) for t in (query, key, value, out)],
+        )
 
     def by_row(self) -> "AttentionCall":
         """The same as of an engine, whose tokens are no padding and each come before the next."""

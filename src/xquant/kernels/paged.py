@@ -30,5 +30,5 @@ class PagedAttention(ABC):
 
     def repeat(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
         """`attend` of a call that differs from the newest one in where its states lie, and in what these
-        sequences, as many, read. Of one new token each, states ``[B, H, 1, D]`` are those of rows."""
-        raise NotImplementedError
+        sequences, as many, read. They have one new token each: states ``[B, H, 1, D]`` are those of rows."""
+        self.attend(call.by_row(), sequences, out.flatten(0, 1))

@@ -106,11 +106,11 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             if stored is not None and len(stored) < place - first:  # one before it is damaged
                 continue
             start = max(first, self._checkpoints.first(place))
-            of_windows = sequence.names(start, place, self._checkpoints.kind)
-            if self._there(of_windows) < len(of_windows):
+            needed = sequence.names(start, place, self._checkpoints.kind)
+            if self._there(needed) < len(needed):
                 continue
-            parts = self._read(of_windows)
-            if len(parts) < len(of_windows):
+            parts = self._read(needed)
+            if len(parts) < len(needed):
                 continue
             if stored is None:  # blocks behind a checkpoint are of no use, and not read
                 stored = self._read(names[: place - first])

@@ -9,7 +9,7 @@ time, by an online softmax; tail, sinks and the newest tokens are read as they a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,9 @@ class Kernel(ABC):
     other."""
     repeats = False
     """Whether `repeat` can answer a call like the newest one."""
+    _function: Callable[[Any], None]
+    _asked: Any
+    """What its function of the library is called with."""
 
     def __init__(self, to: native.Attend, sources: dict[int, Any], view: AttentionView, block: int) -> None:
         self.to, self.sources = to, sources
@@ -81,7 +84,7 @@ class Kernel(ABC):
 
     def _run(self) -> None:
         """Have the library answer what is pointed to."""
-        raise NotImplementedError
+        self._function(self._asked)
 
     def _point_to_scores(self, call: AttentionCall) -> Tensor | None:
         """How scores are made, but for what they are multiplied with. Returns what is pointed to."""
@@ -114,7 +117,8 @@ class PackedKernel(Kernel):
     def __init__(self, codec: LayerCodec, block: int, isa: str) -> None:
         to = native.Attend()
         super().__init__(to, {0: to.key, 1: to.value}, codec.view, block)
-        self._function, self._key_matrix = native.function("attend", isa), codec.rotations[0]
+        self._function, self._asked = native.function("attend", isa), to
+        self._key_matrix = codec.rotations[0]
         self.repeats = self._key_matrix is None
         self._constant: list[Tensor] = []
         for number, operand in self.sources.items():
@@ -149,9 +153,6 @@ class PackedKernel(Kernel):
         self._point_to_states(query, out, call.scaling)
         self._run()
         del kept  # the library has read it
-
-    def _run(self) -> None:
-        self._function(self.to)
 
 
 def batch_stride(of: Tensor) -> int:

@@ -49,7 +49,7 @@ class NativePages(PagedAttention):
         for each in to.exact:
             each.head_stride = to.head_size
         self._new.causal = to.append = 1
-        self._forms: list[tuple[object, ...]] = []
+        self._form: tuple[object, ...] | None = None
         self._at: dict[str, int] = {}
         if angles is not None:
             cos, sin = (t[None] for t in angles.starts)
@@ -65,7 +65,7 @@ class NativePages(PagedAttention):
             to.dtype = native.DTYPES[rows.dtype]
             to.batch_stride, to.token_stride, _ = rows.stride()
         self._held.capacity, self._dtype = rings.shape[1], rings.dtype
-        self._forms = []
+        self._form = None
 
     def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
         given, (query, key, value) = call, call[:3]
@@ -75,10 +75,10 @@ class NativePages(PagedAttention):
         if key.stride() != value.stride() or key.stride()[1:] != (key.shape[2], 1):
             key, value = key.contiguous(), value.contiguous()
             call = call._replace(key=key, value=value)
-        forms = [_form(states) for states in (query, key, value, out)]
-        if forms != self._forms:
+        form = call.form(out)
+        if form != self._form:
             self._check(query, key, value, out)
-            self._forms = forms
+            self._form = form
         self._point_to_sequences(sequences)
         self._new.key, self._new.value = key.data_ptr(), value.data_ptr()
         self._kernel.attend(call, out, sequences)
@@ -118,8 +118,3 @@ class NativePages(PagedAttention):
             native.address(states, self._dtype, shape[0], to.kv_heads, to.head_size, rows=True)
         new.dtype = native.DTYPES[key.dtype]
         new.batch_stride = new.token_stride = key.stride(0)
-
-
-def _form(states: Tensor) -> tuple[object, ...]:
-    """All that `NativePages` asks of a tensor but where it lies."""
-    return states.shape, states.stride(), states.dtype, states.is_cpu

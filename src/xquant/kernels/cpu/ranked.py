@@ -55,7 +55,7 @@ class RankedKernel(RebuildingKernel):
 
     def __init__(self, codec: Rematerialized, block: int, isa: str) -> None:
         assert codec.key_bias is not None and codec.value_bias is not None
-        self._call = call = native.RankedAttend()
+        self._asked = call = native.RankedAttend()
         sources = dict(zip(range(len(codec.segments)), (call.states, call.more), strict=False))
         super().__init__(call.attend, sources, codec.view, block, call.turning)
         self._codec, self._function = codec, native.function("ranked_attend", isa)
@@ -85,11 +85,8 @@ class RankedKernel(RebuildingKernel):
         self._run()
         del kept  # the library has read it
 
-    def _run(self) -> None:
-        self._function(self._call)
-
     def _use_weights(self, slow: SlowPairs | None) -> None:
-        call, prepared, built = self._call, self._codec.prepared, self._turning.built
+        call, prepared, built = self._asked, self._codec.prepared, self._turning.built
         name = "ranked keys" if slow is None else f"ranked keys from {built}"
         if name not in prepared:
             prepared[name] = self._prepare(built)
