@@ -7,7 +7,7 @@
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make serve-stress   its server with many clients, its folder of blocks damaged, and thousands of random requests
-# make lmcache        two engines that share prompts through LMCache's servers, by each serde
+# make lmcache        prompts shared through LMCache's servers, by each serde: by two engines, and by its SDK
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make gpu-cache       compiles the kernels for it, into a file that make gpu takes along if it is there
 # make gpu-rehearsal   make gpu without a GPU, on a small model, in .venv-gpu, which has what that machine has
@@ -138,9 +138,10 @@ serve-test: serve-env
 serve-stress: serve-env
 	XQUANT_REQUESTS=2000 $(SERVE_RUN) $(STRESS)
 
+LMCACHE_RUN = $(if $(NATIVE),XQUANT_NATIVE_LIBRARY=$(NATIVE)) $(SERVE_BIN)/python benchmarks
 lmcache: serve-env
-	$(if $(NATIVE),XQUANT_NATIVE_LIBRARY=$(NATIVE)) $(SERVE_BIN)/python benchmarks/across_machines.py \
-		--text help-topics --json build/across-machines.json
+	$(LMCACHE_RUN)/across_machines.py --text help-topics --json build/across-machines.json
+	$(LMCACHE_RUN)/lmcache_sdk.py --text help-topics --json build/across-machines-sdk.json
 
 gpu:
 	$(PYTHON) benchmarks/gpu.py --output build/gpu $(if $(wildcard $(GPU_CACHE)),--cache $(GPU_CACHE))

@@ -18,10 +18,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -57,11 +57,10 @@ def main(specs: tuple[str, ...], text: str, context: int, windows: int, dtype: s
     model, tokenizer = load_model("smollm2")
     ids = cut_windows(model, tokenizer, read_text(text), context, windows)
     place = str(packaged_folder())
-    serdes: dict[str, dict[str, Any] | None] = {ALONE: None, NONE: None, FP8: {"type": FP8}}
     for spec in specs:
         if parse_method(spec).needs_calibration:
             own_calibration(model, tokenizer, parse_method(spec))
-        serdes[spec] = {"type": "xquant", "model": place, "method": spec}
+    serdes = {ALONE: None, **serdes_of(place, specs)}
     rows: list[dict[str, Any]] = []
     stored = windows * (context // CHUNK)
     with tempfile.TemporaryDirectory() as name:
@@ -73,10 +72,10 @@ def main(specs: tuple[str, ...], text: str, context: int, windows: int, dtype: s
             folder.mkdir()
             passes = []
             for number in range(0 if serde == ALONE else 2):
-                with _server(folder, options) as port:
-                    passes.append(_answer(place, task, port))
+                with server(folder, options) as ports:
+                    passes.append(_answer(place, task, ports.engines))
                     if number == 0:
-                        _wait_for(folder, stored)
+                        wait_for(folder, stored)
             sizes = [file.stat().st_size for file in folder.glob("*.data")]
             row: dict[str, Any] = {
                 "serde": serde,
@@ -85,7 +84,7 @@ def main(specs: tuple[str, ...], text: str, context: int, windows: int, dtype: s
                 "bf16_bytes": 2 * len(sizes) * math.prod(_shape(model.config)),
                 "hits": [each["hits"] for each in passes],
                 "asked": windows * context,
-                "same_tokens": [_agreed(reference, each["tokens"]) for each in passes],
+                "same_tokens": [agreed(reference, each["tokens"]) for each in passes],
                 "tokens": ANSWER * windows,
             }
             if options is not None:
@@ -97,7 +96,13 @@ def main(specs: tuple[str, ...], text: str, context: int, windows: int, dtype: s
     write_json(target, stamp(rows, model="smollm2", **versions, **subject))
 
 
-def _agreed(wanted: list[list[int]], found: list[list[int]]) -> int:
+def serdes_of(place: str, specs: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+    """Their options, by name."""
+    own = {spec: {"type": "xquant", "model": place, "method": spec} for spec in specs}
+    return {NONE: None, FP8: {"type": FP8}, **own}
+
+
+def agreed(wanted: list[list[int]], found: list[list[int]]) -> int:
     """How many tokens are the same up to the first that differs, of all answers."""
     total = 0
     for one, other in zip(wanted, found, strict=True):
@@ -146,10 +151,18 @@ def answer(model: str, task: str, port: str) -> None:
     print("\n" + json.dumps({"tokens": tokens, "hits": hits}))
 
 
+class Ports(NamedTuple):
+    """Of a server."""
+
+    engines: int
+    http: int
+    metrics: int
+
+
 @contextmanager
-def _server(folder: Path, serde: dict[str, Any] | None) -> Iterator[int]:
-    """LMCache's server over a folder, at the port that is given."""
-    port, http, metrics = _free_ports(3)
+def server(folder: Path, serde: dict[str, Any] | None, *more: str) -> Iterator[Ports]:
+    """LMCache's server over a folder, with ``more`` options."""
+    ports = _free_ports()
     tier: dict[str, Any] = {"type": "fs", "base_path": str(folder)}
     if serde is not None and serde["type"] == "xquant":
         tier = {"type": "plugin", "module_path": "xquant_lmcache", "class_name": "FSAdapter"}
@@ -157,20 +170,21 @@ def _server(folder: Path, serde: dict[str, Any] | None) -> Iterator[int]:
     if serde is not None:
         tier["serde"] = serde
     command = [str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--http-port", str(http), "--prometheus-port", str(metrics)]
+    command += ["--port", str(ports.engines), "--http-port", str(ports.http)]
+    command += ["--prometheus-port", str(ports.metrics), *more]
     command += ["--chunk-size", str(CHUNK), "--l1-size-gb", "1", "--eviction-policy", "LRU"]
     log = (folder.parent / f"{folder.name}.log").open("a")
-    server = subprocess.Popen([*command, "--l2-adapter", json.dumps(tier)], stdout=log, stderr=log)
+    process = subprocess.Popen([*command, "--l2-adapter", json.dumps(tier)], stdout=log, stderr=log)
     try:
         end = time.monotonic() + PATIENCE
-        while not _is_up(http):
-            if server.poll() is not None or time.monotonic() > end:
+        while not _is_up(ports.http):
+            if process.poll() is not None or time.monotonic() > end:
                 raise click.ClickException(Path(log.name).read_text()[-3000:])
             time.sleep(0.5)
-        yield port
+        yield ports
     finally:
-        server.terminate()
-        server.wait(PATIENCE)
+        process.terminate()
+        process.wait(PATIENCE)
         log.close()
 
 
@@ -182,15 +196,15 @@ def _is_up(http: int) -> bool:
         return False
 
 
-def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in held]
+def _free_ports() -> Ports:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in Ports._fields]
+    ports = Ports(*(each.getsockname()[1] for each in held))
     for each in held:
         each.close()
     return ports
 
 
-def _wait_for(folder: Path, count: int) -> None:
+def wait_for(folder: Path, count: int) -> None:
     """Until the folder has so many chunks; less is told by the results."""
     end = time.monotonic() + PATIENCE
     while len(list(folder.glob("*.data"))) < count and time.monotonic() < end:

@@ -66,7 +66,17 @@ def serving_store() -> str:
 @table
 def across_machines() -> str:
     """What LMCache's second tier keeps by each serde, and how a second engine goes on from it."""
-    found = rows("across-machines")
+    return _by_serde("across-machines")
+
+
+@table
+def across_machines_sdk() -> str:
+    """The same of states that plain transformers gives to LMCache's SDK."""
+    return _by_serde("across-machines-sdk")
+
+
+def _by_serde(name: str) -> str:
+    found = rows(name)
     body = []
     for row in found:
         if row["serde"] == "engine":

@@ -79,7 +79,7 @@ def no_folder(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("failing", [full, no_room_for_folders, too_large, read_only, no_folder])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_what_cannot_be_written_is_left_out(failing: Any, family: str, tmp_path: Path) -> None:
     model, folder = two_layers(family), tmp_path / "store"
     first, second = prompt(1, 300), torch.cat([prompt(1, 300), prompt(1, 200, seed=4)], 1)
@@ -99,7 +99,7 @@ def test_what_cannot_be_written_is_left_out(failing: Any, family: str, tmp_path:
     assert store.put(cache, second)[0] > there
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_what_cannot_be_read_is_not_there(family: str, tmp_path: Path) -> None:
     model, folder, ids = two_layers(family), tmp_path / "store", prompt(1, 300)
     store = PrefixStore(folder, model, SPEC, "1GB")

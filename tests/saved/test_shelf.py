@@ -142,7 +142,7 @@ def bytes_in(folder: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5"])
 def test_eight_processes_that_are_killed_at_any_moment(family: str, tmp_path: Path) -> None:
     """What is read is whole and right, and the limit holds at every moment."""
     operations, processes = (500, 8) if "XQUANT_EXAMPLES" in os.environ else (30, 2)

@@ -30,8 +30,9 @@ def model_of(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def two_layers(family: str) -> Any:
-    """A tiny model, one of whose layers has a sliding window where the family has such."""
-    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if family == "gemma3" else {}
+    """A tiny model. Of gemma3's layers one has a sliding window, and of qwen3_5's one is linear attention."""
+    other = {"gemma3": "sliding_attention", "qwen3_5": "linear_attention"}.get(family)
+    kinds = {"layer_types": [other, "full_attention"]} if other else {}
     return tiny(family, num_hidden_layers=2, **kinds)
 
 

@@ -32,6 +32,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
@@ -52,6 +54,13 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,
     "tie_word_embeddings": True,
     "eos_token_id": None,
+}
+LINEAR: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "tie_word_embeddings": False,  # vLLM looks for both
 }
 
 
@@ -125,10 +134,14 @@ def save_qwen3_next(folder: Path) -> Path:
     torch.manual_seed(0)
     own = {"num_experts": 4, "num_experts_per_tok": 2}
     own |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-    own |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-    own |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    own |= {"tie_word_embeddings": False}  # vLLM looks for both
-    Qwen3NextForCausalLM(Qwen3NextConfig(**{**SHAPE, **own})).save_pretrained(folder)
+    Qwen3NextForCausalLM(Qwen3NextConfig(**{**SHAPE, **LINEAR, **own})).save_pretrained(folder)
+    return folder
+
+
+def save_qwen3_5(folder: Path) -> Path:
+    """The same of Qwen3.5."""
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SHAPE, **LINEAR})).save_pretrained(folder)
     return folder
 
 

@@ -23,6 +23,7 @@ from support.vllm_engines import (
     random_prompts,
     save_falcon_h1,
     save_granite,
+    save_qwen3_5,
     save_qwen3_next,
 )
 from xquant.serve import fit
@@ -49,6 +50,15 @@ def stock(granite: Path) -> list[list[int]]:
         tokens = cache_config(llm).kv_cache_size_tokens
     assert tokens == stock_room(_known(granite), STATES).tokens(MEMORY, 1024, BATCHED)
     assert sum(len(set(answer)) for answer in found) > 8 * len(found)  # no model of one word
+    return found
+
+
+@pytest.fixture(scope="module", params=[save_qwen3_next, save_qwen3_5], ids=["qwen3_next", "qwen3_5"])
+def linear(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model most of whose layers are linear attention, which on a CPU vLLM has in bf16 alone."""
+    if request.param is save_qwen3_5:
+        pytest.importorskip("torchvision", reason="vLLM wants it for the pictures of Qwen3.5")
+    found: Path = request.param(tmp_path_factory.mktemp("linear"))
     return found
 
 
@@ -95,25 +105,23 @@ def test_answers_are_the_librarys(granite: Path, spec: str) -> None:
     assert tokens == room.tokens(MEMORY, 1024, 1024)
 
 
-def test_linear_attention(tmp_path: Path) -> None:
-    """In bf16, which vLLM's wants on a CPU. No prompt is cut, since that rounds otherwise."""
-    folder = save_qwen3_next(tmp_path)
+def test_linear_attention(linear: Path) -> None:
+    """No prompt is cut, since that rounds otherwise."""
     own = {**CHUNKS, "dtype": "bfloat16", "max_num_batched_tokens": 1024}
     found = []
     for spec in (None, "full", "kivi-2bit"):
-        with engine(folder, spec, **own) as llm:
+        with engine(linear, spec, **own) as llm:
             found.append(answers(llm, PROMPTS, 32))
     assert found[0] == found[1] != found[2]
     assert sum(len(set(answer)) for answer in found[0]) > 8 * len(PROMPTS)  # no model of one word
 
 
-def test_prefixes_are_found_again_with_their_states(tmp_path: Path) -> None:
+def test_prefixes_are_found_again_with_their_states(linear: Path) -> None:
     """vLLM keeps states where its blocks end, which are longer without xquant, and cuts prompts there."""
-    folder = save_qwen3_next(tmp_path)
     own = {**CHUNKS, "dtype": "bfloat16", "enable_prefix_caching": True, "disable_log_stats": False}
     found = []
     for spec in (None, "full"):
-        with engine(folder, spec, **own) as llm:
+        with engine(linear, spec, **own) as llm:
             found += [logprobs(llm, PROMPTS, 1), logprobs(llm, PROMPTS, 1)]
             assert hits(llm, "prefix_cache_hits") > 0
     for each in found[1:]:
@@ -128,41 +136,39 @@ ALONE |= {"max_num_seqs": 1, "kv_cache_memory_bytes": 128 << 20}
 """Prompts one after the other, as in bf16 the number of rows rounds otherwise."""
 
 
-def test_another_engine_goes_on_from_the_states_at_the_ends_of_prompts(tmp_path: Path) -> None:
+def test_another_engine_goes_on_from_the_states_at_the_ends_of_prompts(linear: Path, tmp_path: Path) -> None:
     """As one does that finds them in its own memory."""
-    folder = save_qwen3_next(tmp_path / "model")
-    with engine(folder, "full", **ALONE) as llm:
+    with engine(linear, "full", **ALONE) as llm:
         answers(llm, PROMPTS, 1)
         want = answers(llm, PROMPTS, 16)
         assert hits(llm, "prefix_cache_hits") == FOUND
     stored = {**ALONE, **kept(tmp_path / "s", state_bits=32)}
     for found, new in ((0, 1), (FOUND, 16)):
-        with engine(folder, "full", **stored) as llm:
+        with engine(linear, "full", **stored) as llm:
             given = answers(llm, PROMPTS, new)
             assert hits(llm) == found
     assert given == want
 
 
 @pytest.mark.filterwarnings("ignore:.* is damaged")
-def test_states_lie_as_far_apart_as_is_asked(tmp_path: Path) -> None:
+def test_states_lie_as_far_apart_as_is_asked(linear: Path, tmp_path: Path) -> None:
     """From the last one that two prompts have in common the second goes on, if it is whole."""
-    folder = save_qwen3_next(tmp_path / "model")
     [prompt, other] = random_prompts([700, 100], seed=3)
     branch = prompt[:600] + other
-    with engine(folder, "full", **ALONE) as llm:
+    with engine(linear, "full", **ALONE) as llm:
         want = answers(llm, [branch], 16)
     for every, there in ((8192, 0), (256, 512)):
         stored = {**ALONE, **kept(tmp_path / str(every), every=every, state_bits=32)}
-        with engine(folder, "full", **stored) as llm:
+        with engine(linear, "full", **stored) as llm:
             answers(llm, [prompt], 1)
-        with engine(folder, "full", **stored) as llm:
+        with engine(linear, "full", **stored) as llm:
             found = answers(llm, [branch], 16)
             assert hits(llm) == there
     assert found == want
     parts = sorted((tmp_path / "256").glob("*.safetensors"), key=lambda file: file.stat().st_size)[-4:]
     for part in parts:
         part.write_bytes(part.read_bytes()[:-1] + b"x")
-    with engine(folder, "full", **stored) as llm:
+    with engine(linear, "full", **stored) as llm:
         answers(llm, [branch], 16)
         assert hits(llm) == 0
 
@@ -179,13 +185,12 @@ def test_what_is_not_served_is_refused(granite: Path, tmp_path: Path) -> None:
             configured(granite, additional_config={"xquant": "kivi-4bit", **options}, **given)
 
 
-def test_states_are_loaded_where_memory_is_short(tmp_path: Path) -> None:
+def test_states_are_loaded_where_memory_is_short(linear: Path, tmp_path: Path) -> None:
     """vLLM counts one block where it takes two, of the state that is loaded and of the step's."""
-    folder = save_qwen3_next(tmp_path / "model")
     stored = {**ALONE, **kept(tmp_path / "s", state_bits=32), "max_num_seqs": 8}
-    with engine(folder, "full", **stored) as llm:
+    with engine(linear, "full", **stored) as llm:
         answers(llm, PROMPTS, 1)
-    with engine(folder, "full", **{**stored, "kv_cache_memory_bytes": 6 << 20}) as llm:
+    with engine(linear, "full", **{**stored, "kv_cache_memory_bytes": 6 << 20}) as llm:
         assert [len(each) for each in answers(llm, PROMPTS, 64)] == [64] * len(PROMPTS)
         assert hits(llm) >= FOUND
         assert hits(llm, "num_preemptions") > 0
