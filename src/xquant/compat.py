@@ -129,10 +129,15 @@ def held_by(layer: Any) -> list[Tensor]:
     return [tensor for tensor in found if isinstance(tensor, Tensor)] + states_in(layer)
 
 
-def states_in(layer: Any) -> list[Tensor]:
-    """The states of linear attention and convolutions of a cache layer of transformers."""
+CONVOLVED, SUMMED = "conv_states", "recurrent_states"
+"""What convolutions look back at, and what linear attention and Mamba add up."""
+
+
+def states_in(layer: Any, *kinds: str) -> list[Tensor]:
+    """The states of linear attention and convolutions of a cache layer of transformers, or of one of these
+    ``kinds``."""
     found: list[Any] = []
-    for name in ("conv_states", "recurrent_states"):
+    for name in kinds or (CONVOLVED, SUMMED):
         states = getattr(layer, name, None)
         found += states.values() if isinstance(states, dict) else [states]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
@@ -140,7 +145,7 @@ def states_in(layer: Any) -> list[Tensor]:
 
 def has_state(layer: Any) -> bool:
     """Whether a cache layer of transformers holds a state of one size, alone or beside keys and values."""
-    return hasattr(layer, "conv_states")
+    return hasattr(layer, CONVOLVED)
 
 
 def compute_experts_together(model: nn.Module) -> None:

@@ -6,14 +6,25 @@ from typing import Any
 import pytest
 import torch
 
-from xquant import Calibration, parse_method
+from support.models import prompt, tiny
+from xquant import Calibration, compat, parse_method
 from xquant.analysis.shapes import shape_config
 from xquant.methods import LayerCodec
 from xquant.past.pages import PageLayout
 from xquant.quant import Segment
 from xquant.quant.ranked import Ranked
 from xquant.serve.build import Model, codecs_of
-from xquant.serve.capacity import Room, StockRoom, Windows, left_beside_recent, room_in, room_of, stock_room
+from xquant.serve.capacity import (
+    Room,
+    States,
+    StockRoom,
+    Windows,
+    left_beside_recent,
+    planned_states,
+    room_in,
+    room_of,
+    stock_room,
+)
 from xquant.serve.fit import wanted
 
 MODEL = Model(shape_config("smollm2"), torch.bfloat16)
@@ -107,3 +118,21 @@ def test_what_recent_tokens_leave() -> None:
     plain, own = (room.tokens(1 << 40, 8192) for room in rooms)
     assert short == pytest.approx(own / plain, rel=1e-3) and short < long < 0.5
     assert left_beside_recent(asked["kivi-4bit"], MODEL, 2000, 8192) < 1
+
+
+def test_states_are_those_of_a_model_that_is_loaded() -> None:
+    """vLLM has a token less of a convolution than transformers, and one more for each draft."""
+    model = tiny("qwen3_next")
+    held = model(prompt(1, 3), use_cache=True).past_key_values.layers[0]
+    ((*_, channels, columns),) = (each.shape for each in compat.states_in(held, compat.CONVOLVED))
+    (total,) = (each.numel() for each in compat.states_in(held, compat.SUMMED))
+    for dtype, drafts, shards in ((torch.float32, 0, 1), (torch.bfloat16, 2, 2)):
+        known = Model(model.config, dtype, shards=shards)
+        (found,) = planned_states(known, drafts)
+        numbers = channels * (columns - 1 + drafts) + total
+        layers = model.config.layer_types.count("linear_attention")
+        assert found == States(layers, numbers * dtype.itemsize // shards)
+    known.config.mamba_ssm_dtype = "float32"
+    (wider,) = planned_states(known, drafts)
+    assert wider.page - found.page == total * 2 // shards
+    assert planned_states(MODEL) == []

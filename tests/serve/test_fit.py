@@ -16,7 +16,6 @@ from support.models import tiny
 from xquant.methods import Method
 from xquant.serve import fit
 from xquant.serve.build import Model
-from xquant.serve.capacity import room_in
 from xquant.serve.chunk import ChunkCoder
 
 SERVED = [
@@ -65,13 +64,11 @@ def test_methods_are_refused_for_a_model(spec: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "granitemoehybrid"])
-def test_states_beside_attention_are_served_and_not_planned(family: str) -> None:
+def test_states_beside_attention_are_served_and_are_no_chunks(family: str) -> None:
     wanted, model = fit.Wanted(fit.parse("kivi-4bit")), Model(tiny(family).config, torch.float32)
     assert model.has_states and fit.check_model(wanted, model)
     assert fit.check_model(wanted, model, stored=True)
     _one_line("chunks have no states", ChunkCoder, model, wanted, 128)
-    with pytest.raises(ValueError, match="known when it starts"):
-        room_in(wanted, model)
 
 
 def test_models_are_refused() -> None:

@@ -35,7 +35,7 @@ def seconds(name: str) -> float:
 def test_another_engine_reads_what_one_has_stored(tiny: Path, tmp_path: Path) -> None:
     """Pages as they are: it answers as one that finds the prefixes in its own memory."""
     prompts = random_prompts(LONG, seed=3)
-    with engine(tiny, "kivi-4bit", **kept(tmp_path / "s")) as llm:
+    with engine(tiny, "kivi-4bit", **kept(tmp_path / "s", limit=1_000_000_000)) as llm:
         first = answers(llm, prompts, 140)
         assert hits(llm) == 0
         again = answers(llm, prompts, 140)  # of its own memory
@@ -45,6 +45,7 @@ def test_another_engine_reads_what_one_has_stored(tiny: Path, tmp_path: Path) ->
         assert 0 <= sum(files.values()) - hits(llm, "xquant_bytes_stored") < 300 * len(files)  # headers
         assert hits(llm, "xquant_blocks_missed") == 2 + 3 + 1 and not hits(llm, "xquant_blocks_loaded")
         assert seconds("pack") > 0
+        assert hits(llm, "xquant_room_bytes") == 1_000_000_000 - sum(files.values())
     assert len(files) >= 2 + 3 + 1 + 4  # whole blocks of prompts and of what was generated
     with engine(tiny, "kivi-4bit", **kept(tmp_path / "s")) as llm:
         assert answers(llm, prompts, 140) == again

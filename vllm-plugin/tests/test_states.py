@@ -28,13 +28,11 @@ from support.vllm_engines import (
 )
 from xquant.serve import fit
 from xquant.serve.build import Model
-from xquant.serve.capacity import States, room_of, stock_room
+from xquant.serve.capacity import room_in, stock_room
 
 PROMPTS = random_prompts(LENGTHS)
 MEMORY, BATCHED = 32 << 20, 256
 CHUNKS = {"max_num_batched_tokens": BATCHED, "kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False}
-STATES = [States(2, 4 * (8 * 32 * 16 + 3 * (256 + 2 * 16)))]
-"""Of `save_granite`, in fp32: of two layers, what is summed and what the convolution looks back at."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def stock(granite: Path) -> list[list[int]]:
     with engine(granite, **CHUNKS) as llm:
         found = answers(llm, PROMPTS, 32)
         tokens = cache_config(llm).kv_cache_size_tokens
-    assert tokens == stock_room(_known(granite), STATES).tokens(MEMORY, 1024, BATCHED)
+    assert tokens == stock_room(_known(granite)).tokens(MEMORY, 1024, BATCHED)
     assert sum(len(set(answer)) for answer in found) > 8 * len(found)  # no model of one word
     return found
 
@@ -62,8 +60,8 @@ def linear(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return found
 
 
-def _known(folder: Path) -> Model:
-    return Model(AutoConfig.from_pretrained(folder), torch.float32, str(folder))
+def _known(folder: Path, dtype: torch.dtype = torch.float32) -> Model:
+    return Model(AutoConfig.from_pretrained(folder), dtype, str(folder))
 
 
 def test_16_bits_answer_as_vllm_does(granite: Path, stock: list[list[int]]) -> None:
@@ -101,17 +99,18 @@ def test_answers_are_the_librarys(granite: Path, spec: str) -> None:
     given = [library.gives(*each) for each in zip(prompts, found, strict=True)]
     near = [library.almost_gives(*each) for each in zip(prompts, found, strict=True)]
     assert all(near) and sum(given) > 1
-    room = room_of(fit.check_model(asked, known), asked.retention(), known, STATES)
-    assert tokens == room.tokens(MEMORY, 1024, 1024)
+    assert tokens == room_in(asked, known).tokens(MEMORY, 1024, 1024)
 
 
 def test_linear_attention(linear: Path) -> None:
     """No prompt is cut, since that rounds otherwise."""
     own = {**CHUNKS, "dtype": "bfloat16", "max_num_batched_tokens": 1024}
-    found = []
+    known, found = _known(linear, torch.bfloat16), []
     for spec in (None, "full", "kivi-2bit"):
         with engine(linear, spec, **own) as llm:
             found.append(answers(llm, PROMPTS, 32))
+            room = stock_room(known) if spec is None else room_in(fit.wanted({"xquant": spec}), known)
+            assert cache_config(llm).kv_cache_size_tokens == room.tokens(MEMORY, 1024, 1024)
     assert found[0] == found[1] != found[2]
     assert sum(len(set(answer)) for answer in found[0]) > 8 * len(PROMPTS)  # no model of one word
 

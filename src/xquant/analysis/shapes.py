@@ -88,7 +88,6 @@ class Skeleton:
                 module.rotary_emb = type(rotary)(rotary.config)
         self.view = view_model(self.model)
         self._held_uncompressed = cache(self._uncompressed)
-        self._states: list[torch.Tensor] | None = None
 
     @property
     def parameters(self) -> int:
@@ -149,7 +148,7 @@ class Skeleton:
     def _uncompressed(self, context: int) -> tuple[int, int]:
         """Bytes and numbers."""
         own = compat.default_layers(compat.text_config(self.model))
-        held = list(self._states_of(own))
+        held = [state for layer in self.stateful for state in compat.states_in(layer)]
         for view in self.view.layers:
             if view.index in self.view.skipped:
                 layer = own[view.index]
@@ -162,26 +161,26 @@ class Skeleton:
                 held += layer.keys, layer.values
         return sum(tensor.nbytes for tensor in held), sum(tensor.numel() for tensor in held)
 
+    @cached_property
     @torch.no_grad()
-    def _states_of(self, own: list[Any]) -> list[torch.Tensor]:
-        """The states of linear attention and convolutions of one sequence: what a pass of a token leaves."""
-        if not any(map(compat.has_state, own)):
+    def stateful(self) -> list[Any]:
+        """Of a cache of transformers' own, the layers that hold states of linear attention and convolutions,
+        after a pass of one token of one sequence, which gives these their sizes.
+
+        Raises:
+            ValueError: it cannot be computed without weights.
+        """
+        text = compat.text_config(self.model)
+        if not any(map(compat.has_state, compat.default_layers(text))):
             return []
-        if self._states is None:
-            cache = compat.default_cache(compat.text_config(self.model))
-            compat.compute_experts_together(self.model)
-            token = torch.zeros(1, 1, dtype=torch.long, device="meta")
-            try:
-                self.view.decoder(token, **{compat.CACHE: cache}, use_cache=True)
-            except Exception as error:  # whatever a layer does that needs numbers
-                family, reason = type(self.model).__name__, message_of(error)[:160]
-                raise ValueError(
-                    f"the states that layers of {family} keep cannot be counted without its weights: {reason}"
-                ) from error
-            self._states = [
-                state
-                for layer in cache.layers
-                if compat.has_state(layer)
-                for state in compat.states_in(layer)
-            ]
-        return self._states
+        cache = compat.default_cache(text)
+        compat.compute_experts_together(self.model)
+        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        try:
+            self.view.decoder(token, **{compat.CACHE: cache}, use_cache=True)
+        except Exception as error:  # whatever a layer does that needs numbers
+            family, reason = type(self.model).__name__, message_of(error)[:160]
+            raise ValueError(
+                f"the states that layers of {family} keep cannot be counted without its weights: {reason}"
+            ) from error
+        return [layer for layer in cache.layers if compat.has_state(layer)]

@@ -240,7 +240,7 @@ def _served(
 ) -> list[dict[str, Any]]:
     """What an engine holds in so many bytes of each shard: as it is, and with each method."""
     from ..calibration import Calibration
-    from ..serve.capacity import USUAL_BATCH, room_in, stock_room
+    from ..serve.capacity import USUAL_BATCH, planned_states, room_in, stock_room
     from ..serve.fit import wanted
 
     files = {Calibration.load(file).method: file for file in artifacts}
@@ -250,7 +250,7 @@ def _served(
         tokens = room.tokens(nbytes, context, USUAL_BATCH * model.shards)
         return {"method": method, **sizes, "tokens": tokens}
 
-    rows = [row_of("vLLM's own", stock_room(model))]
+    rows = [row_of("vLLM's own", stock_room(model, planned_states(model, drafts)))]
     for method in methods:
         asked = {"xquant": method.spec}
         if method.needs_calibration and method.calibrated_as in files:

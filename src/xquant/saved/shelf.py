@@ -63,6 +63,8 @@ class Shelf:
             files = self._files()
             self.limit = _usual(folder, files) if limit is None else limit
             self._make_room(0, files, set())
+        self.room = self.limit - _total(files)
+        """Bytes that were left of the limit when this object last wrote."""
 
     def __contains__(self, name: str) -> bool:
         with self._going_on("read"):
@@ -73,7 +75,7 @@ class Shelf:
     @property
     def nbytes(self) -> int:
         """Of all files."""
-        return sum(size for _, size in self._seen().values())
+        return _total(self._seen())
 
     def names(self) -> list[str]:
         """Of all files."""
@@ -150,6 +152,7 @@ class Shelf:
                         files[name] = time.time_ns(), len(content)
                     there = place + 1
                 self.touch(names[:there])
+                self.room = self.limit - _total(files)
         return there
 
     def clear(self) -> None:
@@ -203,7 +206,7 @@ class Shelf:
         Returns:
             whether they fit now.
         """
-        total = size + sum(nbytes for _, nbytes in files.values())
+        total = size + _total(files)
         for name in sorted(files.keys() - keep, key=lambda name: files[name]):
             if total <= self.limit:
                 break
@@ -212,9 +215,13 @@ class Shelf:
         return total <= self.limit
 
 
+def _total(files: dict[str, tuple[int, int]]) -> int:
+    return sum(nbytes for _, nbytes in files.values())
+
+
 def _usual(folder: Path, files: dict[str, tuple[int, int]]) -> int:
     """The limit of a folder for which nobody gave one; the same for whoever opens it next."""
-    room = shutil.disk_usage(folder).free + sum(nbytes for _, nbytes in files.values())
+    room = shutil.disk_usage(folder).free + _total(files)
     return min(MOST, room // 2)
 
 

@@ -86,6 +86,24 @@ class Window(NamedTuple):
     """Numbers of a token, in all shards."""
 
 
+class State(NamedTuple):
+    """What a layer with a state keeps of a sequence, in all shards."""
+
+    channels: int
+    """Of its convolution."""
+    columns: int
+    """Tokens that the convolution looks back at."""
+    summed: int
+    """Numbers of what it adds up."""
+
+    @classmethod
+    def of(cls, layer: Any) -> "State":
+        """Of a cache layer of transformers, which keeps the newest token of the convolution, too."""
+        convolved = compat.states_in(layer, compat.CONVOLVED)
+        channels, columns = sum(each.shape[1] for each in convolved), convolved[0].shape[-1] - 1
+        return cls(channels, columns, sum(each.numel() for each in compat.states_in(layer, compat.SUMMED)))
+
+
 @dataclass(frozen=True)
 class Model:
     """A model as an engine knows it before it loads one."""
@@ -119,6 +137,15 @@ class Model:
     def has_states(self) -> bool:
         """Whether layers keep a state, such as Mamba's, alone or beside tokens: an engine keeps it itself."""
         return any(map(compat.has_state, _own_layers(self._skeleton)))
+
+    @cached_property
+    def states(self) -> Mapping[State, int]:
+        """How many layers keep a state, by its size.
+
+        Raises:
+            ValueError: the sizes cannot be found without weights.
+        """
+        return Counter(map(State.of, self._skeleton.stateful))
 
     @cached_property
     def identity(self) -> str:

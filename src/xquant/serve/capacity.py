@@ -7,6 +7,8 @@ request, or what the engine itself keeps of some other layers: tokens of sliding
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ..methods import LayerCodec
 from ..past.pages import PageLayout
 from ..past.step import Retention
@@ -126,14 +128,15 @@ class StockRoom(Room):
 
 
 def room_of(
-    codecs: Sequence[LayerCodec], retention: Retention, model: Model, states: Sequence[States] = ()
+    codecs: Sequence[LayerCodec], retention: Retention, model: Model, states: Sequence[States] | None = None
 ) -> Room:
-    """What these layers of a shard ask of a pool, beside those with sliding windows, and ``states``.
+    """What these layers of a shard ask of a pool, beside those with sliding windows, and ``states``: those
+    that are planned for, where none are given.
 
     Raises:
-        ValueError: the model has states, and none are given.
+        ValueError: as of `planned_states`.
     """
-    _check_states(model, states)
+    states = planned_states(model) if states is None else states
     block, nbytes = retention.block, model.dtype.itemsize
     pages = [PageLayout(codec.segments, block).nbytes for codec in codecs]
     row = 2 * max(codec.view.kv_width for codec in codecs)
@@ -141,9 +144,21 @@ def room_of(
     return Room(block, pages, block * retention.width(row) * nbytes, [*windows, *states])
 
 
-def _check_states(model: Model, states: Sequence[States]) -> None:
-    if model.has_states and not states:
-        raise ValueError("how large an engine's states are beside attention is known when it starts")
+def planned_states(model: Model, drafts: int = 0) -> list[States]:
+    """The states that vLLM keeps of a model that is not loaded, where prefixes are not found again: then a
+    request has one of each layer, and otherwise two. Sums have a dtype of their own where the model says so.
+
+    Raises:
+        ValueError: their sizes cannot be found without weights.
+    """
+    named = getattr(model.config, "mamba_ssm_dtype", None)
+    summed = getattr(torch, str(named).removeprefix("torch."), model.dtype) if named else model.dtype
+    found = []
+    for state, layers in model.states.items():
+        convolved = state.channels * (state.columns + drafts) * model.dtype.itemsize
+        page = (convolved + state.summed * summed.itemsize) // model.shards
+        found.append(States(layers, page))
+    return found
 
 
 def _windows(model: Model) -> list[tuple[int, int, int]]:
@@ -163,7 +178,7 @@ def room_in(asked: Wanted, model: Model, drafts: int = 0) -> Room:
         ValueError: it cannot be served; the message says why.
     """
     codecs = codecs_for(asked, model, None, 0, weighted=False)
-    return room_of(codecs, asked.retention(drafts), model)
+    return room_of(codecs, asked.retention(drafts), model, planned_states(model, drafts))
 
 
 def left_beside_recent(asked: Wanted, model: Model, drafts: int, context: int) -> float:
@@ -181,13 +196,13 @@ def left_beside_recent(asked: Wanted, model: Model, drafts: int, context: int) -
     return own / most
 
 
-def stock_room(model: Model, states: Sequence[States] = ()) -> Room:
-    """What vLLM's own cache asks of the pool of a shard, with ``states`` of these sizes beside it.
+def stock_room(model: Model, states: Sequence[States] | None = None) -> Room:
+    """What vLLM's own cache asks of the pool of a shard, with ``states`` as of `room_of`.
 
     Raises:
-        ValueError: heads cannot be divided among so many, or the model has states, and none are given.
+        ValueError: heads cannot be divided among so many; as of `planned_states`.
     """
-    _check_states(model, states)
+    states = planned_states(model) if states is None else states
     nbytes = [2 * view.kv_width * model.dtype.itemsize for view in shard_of(model.layers, 0, model.shards)]
     windows = _windows(model)
     if not windows and not states:

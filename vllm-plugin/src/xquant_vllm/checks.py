@@ -71,7 +71,7 @@ def _check_folder(options: fit.ConnectorOptions) -> None:
 
 def _warn_of_recent(config: VllmConfig, wanted: fit.Wanted, known: Model) -> None:
     if known.has_states:
-        return  # how much they take is not known yet
+        return  # how many vLLM keeps is not known yet
     drafts, context = drafts_of(config), config.model_config.max_model_len
     left = left_beside_recent(wanted, known, drafts, context)
     if left < 0.5:

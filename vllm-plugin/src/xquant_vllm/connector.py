@@ -265,6 +265,7 @@ class XQuantConnector(KVConnectorBase_V1, SupportsHMA):
             self._counts.add("blocks_stored", len(new))
             self._counts.add("blocks_left_out", len(made) - len(new))
             self._counts.add("bytes_stored", sum(map(_nbytes, new)))
+            self._counts.set_room(self._shelf.room)
 
     def _given(self) -> Work:
         found = self._get_connector_metadata()

@@ -20,10 +20,12 @@ COUNTED = {
     "unpack_seconds": "Time in which blocks were unpacked.",
 }
 """By name, what is counted; with tensor parallelism each shard's part of a block is a block."""
+LEFT = {"room_bytes": "Bytes that were left of the folder's limit when it was last written to."}
+"""By name, what is no count."""
 
 
 class Counts(KVConnectorStats):
-    """How much of each of `COUNTED` since the last time that vLLM asked."""
+    """How much of each of `COUNTED` since the last time that vLLM asked, and what is `LEFT`."""
 
     data: dict[str, float]
 
@@ -31,6 +33,10 @@ class Counts(KVConnectorStats):
         """To what was counted of one of `COUNTED`."""
         if count:
             self.data[name] = self.data.get(name, 0) + count
+
+    def set_room(self, nbytes: int) -> None:
+        """To what is left of the folder's limit now."""
+        self.data["room_bytes"] = nbytes
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
@@ -52,7 +58,10 @@ class Counts(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "Counts":
         for name, count in other.data.items():
-            self.add(name, count)
+            if name in LEFT:
+                self.data[name] = count
+            else:
+                self.add(name, count)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -63,7 +72,7 @@ class Counts(KVConnectorStats):
 
 
 class Metrics(KVConnectorPromMetrics):
-    """A counter for each of `COUNTED`, as ``vllm:xquant_NAME``."""
+    """A counter for each of `COUNTED`, and a gauge for what is `LEFT`, as ``vllm:xquant_NAME``."""
 
     def __init__(
         self,
@@ -73,14 +82,17 @@ class Metrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: create_metric_per_engine(
-                self._counter_cls(name=f"vllm:xquant_{name}", documentation=says, labelnames=labelnames),
-                per_engine_labelvalues,
-            )
-            for name, says in COUNTED.items()
-        }
+
+        def of_engines(kind: Any, name: str, says: str) -> dict[int, Any]:
+            metric = kind(name=f"vllm:xquant_{name}", documentation=says, labelnames=labelnames)
+            return create_metric_per_engine(metric, per_engine_labelvalues)
+
+        self._counters = {name: of_engines(self._counter_cls, name, says) for name, says in COUNTED.items()}
+        self._gauges = {name: of_engines(self._gauge_cls, name, says) for name, says in LEFT.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(count)
+            if name in LEFT:
+                self._gauges[name][engine_idx].set(count)
+            else:
+                self._counters[name][engine_idx].inc(count)
