@@ -115,13 +115,16 @@ class Slabs:
 
     def read(self, blocks: Tensor) -> Tensor:
         """The blocks of these numbers ``[m]``; a view where they follow each other in one slab."""
-        count = len(blocks)
-        first = int(blocks[0]) if count else 0
-        follow = torch.equal(blocks, torch.arange(first, first + count, device=blocks.device))
-        found, start = self.slabs[0].new_empty(count, *self.slabs[0].shape[1:]), 0
+        numbers, start = blocks.tolist(), 0
+        first = numbers[0] if numbers else 0
+        stop = first + len(numbers)
+        if numbers == list(range(first, stop)):
+            for slab in self.parts():
+                if start <= first and stop <= start + len(slab):
+                    return slab[first - start : stop - start]
+                start += len(slab)
+        found, start = self.slabs[0].new_empty(len(numbers), *self.slabs[0].shape[1:]), 0
         for slab in self.parts():
-            if follow and start <= first and first + count <= start + len(slab):
-                return slab[first - start : first - start + count]
             here = (blocks >= start) & (blocks < start + len(slab))
             found[here] = slab[blocks[here] - start]
             start += len(slab)
