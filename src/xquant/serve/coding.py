@@ -39,15 +39,18 @@ class LayerCoder:
             below: what this layer is predicted from, as the layer below has given it.
             embedded: what the method knows of the tokens by their ids, ``[1, m n, E]``.
         """
-        features = self._rotated.features(rows, starts)
+        features, hidden = self._rotated.features(rows, starts), self._sinks_of(starts)
         predicted = self._predicted(below, embedded)
         own = None if predicted is None else predicted.unflatten(1, features.shape[:2])
         encoded = self.codec.encode(features[None], own)[0]
         made = torch.zeros(len(rows), self.layout.nbytes, dtype=torch.uint8, device="cpu")
         numbers = torch.arange(len(rows), device="cpu")
-        Pages(self.layout, made, self._packer).write(numbers, encoded, self._sinks_of(starts))
-        recalled = self._recall(made, rows.dtype, predicted)
-        return self.layout.compact(made), self._above(recalled, below, features, starts)
+        Pages(self.layout, made, self._packer).write(numbers, encoded, hidden)
+        above = None
+        if self.codec.feeds_above:
+            recalled = self._recall(made, rows.dtype, predicted)
+            above = self._above(recalled, below, features, hidden)
+        return self.layout.compact(made), above
 
     def unpack(
         self, packed: Tensor, sinks: Tensor, starts: Tensor, below: Tensor | None, embedded: Tensor | None
@@ -57,15 +60,16 @@ class LayerCoder:
         Args:
             sinks: rotated keys beside values of the first tokens of each block, ``[m, S, W]``.
         """
-        exact = torch.nn.functional.pad(sinks, (0, 0, 0, self.block - self.sink))
-        features = self._rotated.features(exact, starts)
-        held = self.layout.spread(packed)
+        held, hidden = self.layout.spread(packed), self._sinks_of(starts)
         recalled = self._recall(held, sinks.dtype, self._predicted(below, embedded))
         states = (part.flatten(1) for part in self._rotated.states(recalled, starts))
-        rows, hidden = torch.cat([*states], -1).view_as(exact), self._sinks_of(starts)
+        rows, features = torch.cat([*states], -1).unflatten(0, (len(starts), self.block)), None
         if hidden is not None:
+            exact = torch.nn.functional.pad(sinks, (0, 0, 0, self.block - self.sink))
             rows = torch.where(hidden[..., None], exact, rows)
-        return rows, self._above(recalled, below, features, starts)
+            features = self._rotated.features(exact, starts) if self.codec.feeds_above else None
+        above = self._above(recalled, below, features, hidden) if self.codec.feeds_above else None
+        return rows, above
 
     def _predicted(self, below: Tensor | None, embedded: Tensor | None) -> Tensor | None:
         """What the codec predicts, ``[1, m n, W]``, from what the layer below has given of these blocks, and
@@ -80,13 +84,13 @@ class LayerCoder:
         rows = Pages(self.layout, pages, self._packer).read(numbers, dtype)
         return self.codec.recall(rows.flatten(0, 1)[None], predicted, sealing=True)
 
-    def _above(self, recalled: Tensor, below: Tensor | None, exact: Tensor, starts: Tensor) -> Tensor | None:
-        """What the layer above is predicted from, ``[m, n, .]``; sinks in it are ``exact`` ``[m, n, W]``."""
-        if not self.codec.feeds_above:
-            return None
-        own = self.codec.accumulate(recalled)[0].unflatten(0, (len(starts), -1))
-        hidden = self._sinks_of(starts)
-        if hidden is not None:
+    def _above(
+        self, recalled: Tensor, below: Tensor | None, exact: Tensor | None, hidden: Tensor | None
+    ) -> Tensor:
+        """What the layer above is predicted from, ``[m, n, .]``. Of tokens that are ``hidden``, bool
+        ``[m, n]``, it is what is ``exact``, ``[m, n, W]``."""
+        own = self.codec.accumulate(recalled)[0].unflatten(0, (-1, self.block))
+        if hidden is not None and exact is not None:
             own = torch.where(hidden[..., None], exact, own)
         return self.codec.accumulated_above(own, below)
 
