@@ -58,10 +58,8 @@ def main(wikitext: str, faq: str, context: int, windows: int, resume: str | None
     rows = []
     for name, text in {WIKITEXT: read_text(wikitext), **faqs(Path(faq)), "JSON": schemas()}.items():
         ids = cut_windows(model, tokenizer, text, context, windows)
-        journal = None
-        if resume is not None:
-            runs = Runs(Path(resume) / f"{name}.json", {"text": name, "windows": windows})
-            journal = Journal(runs)
+        place = None if resume is None else Path(resume) / f"{name}.json"
+        journal = Journal(Runs(place, {"text": name, "windows": windows}))
         for found in measure(model, ids, methods, made, journal):
             rows.append({**found.to_dict(), "text": name})
             click.echo(f"{name:10} {found.method:12} KL {found.kl:.4f}")
