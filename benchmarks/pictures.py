@@ -57,6 +57,8 @@ RIVALS = {
     "turboquant": ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit"),
     "turboquant, qjl": ("turboquant-3bit:qjl=true",),
     "kvarn": ("kvarn-k4v2", "kvarn-k2v2"),
+    "nvfp4": ("nvfp4",),
+    "nvfp4, 4/6": ("nvfp4:four=true",),
     "kvlinc": ("kvlinc-2bit",),
     "oscar": ("oscar-4bit:key_clip=1,value_clip=1", "oscar-2bit"),
     "kivi": ("kivi-4bit", "kivi-2bit"),
@@ -66,11 +68,13 @@ RIVALS = {
 """Methods of `rivals.py` by their names in the picture: those of one line differ in their bits alone."""
 RIVALS_COLOURS = (
     *("#8a8a8a", "#8a8a8a", "#8a8a8a", "#56b4e9", "#0072b2", "#0072b2", "#cc79a7"),
-    *("#b07800", "#7b61c4", "#e69f00", "#d55e00", "#009e73"),
+    *("#8a8a8a", "#8a8a8a", "#b07800", "#7b61c4", "#e69f00", "#d55e00", "#009e73"),
 )
 RIVALS_TEXT, RIVALS_KEPT = "C4", "4 sinks"
 RIVALS_BESIDE: dict[str, dict[str, Any]] = {
     "q4_0, rotated": {"xytext": (9, -4), "ha": "left"},
+    "nvfp4": {"xytext": (9, 2), "ha": "left"},
+    "nvfp4, 4/6": {"xytext": (9, -4), "ha": "left"},
     "turboquant": {"xytext": (-9, -4), "ha": "right"},
     "kvarn": {"xytext": (9, 0), "ha": "left"},
     "kivi": {"xytext": (-9, -12), "ha": "right"},
