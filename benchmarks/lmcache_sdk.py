@@ -14,12 +14,13 @@ what vLLM has on a GPU is registered here by LMCache's own client, without an en
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from across_machines import CHUNK, NONE, agreed, serdes_of, server, wait_for
+from across_machines import ANSWER, CHUNK, NONE, agreed, serdes_of, server, wait_for
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -28,8 +29,8 @@ from xquant.load import packaged_folder
 from xquant.results import stamp, write_json
 from xquant.text import cut_windows, read_text, text_name
 
-ANSWER, BLOCK = 16, 16
-"""Greedy tokens of a window, and tokens of a block of the engine that is registered."""
+BLOCK = 16
+"""Tokens of a block of the engine that is registered."""
 
 
 @click.command()
@@ -45,8 +46,6 @@ ANSWER, BLOCK = 16, 16
 @click.option("--windows", default=4, show_default=True)
 @click.option("--json", "target", required=True)
 def main(specs: tuple[str, ...], text: str, context: int, windows: int, target: str) -> None:
-    from importlib.metadata import version
-
     model, tokenizer = load_model("smollm2")
     ids = cut_windows(model, tokenizer, read_text(text), context, windows)
     place, whole = str(packaged_folder()), context // CHUNK * CHUNK

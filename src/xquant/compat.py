@@ -129,7 +129,7 @@ def held_by(layer: Any) -> list[Tensor]:
     return [tensor for tensor in found if isinstance(tensor, Tensor)] + states_in(layer)
 
 
-CONVOLVED, SUMMED = "conv_states", "recurrent_states"
+CONV_STATES, RECURRENT_STATES = "conv_states", "recurrent_states"
 """What convolutions look back at, and what linear attention and Mamba add up."""
 
 
@@ -137,7 +137,7 @@ def states_in(layer: Any, *kinds: str) -> list[Tensor]:
     """The states of linear attention and convolutions of a cache layer of transformers, or of one of these
     ``kinds``."""
     found: list[Any] = []
-    for name in kinds or (CONVOLVED, SUMMED):
+    for name in kinds or (CONV_STATES, RECURRENT_STATES):
         states = getattr(layer, name, None)
         found += states.values() if isinstance(states, dict) else [states]
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
@@ -145,7 +145,7 @@ def states_in(layer: Any, *kinds: str) -> list[Tensor]:
 
 def has_state(layer: Any) -> bool:
     """Whether a cache layer of transformers holds a state of one size, alone or beside keys and values."""
-    return hasattr(layer, CONVOLVED)
+    return hasattr(layer, CONV_STATES)
 
 
 def compute_experts_together(model: nn.Module) -> None:

@@ -124,8 +124,8 @@ def test_states_are_those_of_a_model_that_is_loaded() -> None:
     """vLLM has a token less of a convolution than transformers, and one more for each draft."""
     model = tiny("qwen3_next")
     held = model(prompt(1, 3), use_cache=True).past_key_values.layers[0]
-    ((*_, channels, columns),) = (each.shape for each in compat.states_in(held, compat.CONVOLVED))
-    (total,) = (each.numel() for each in compat.states_in(held, compat.SUMMED))
+    ((*_, channels, columns),) = (each.shape for each in compat.states_in(held, compat.CONV_STATES))
+    (total,) = (each.numel() for each in compat.states_in(held, compat.RECURRENT_STATES))
     for dtype, drafts, shards in ((torch.float32, 0, 1), (torch.bfloat16, 2, 2)):
         known = Model(model.config, dtype, shards=shards)
         (found,) = planned_states(known, drafts)

@@ -170,10 +170,9 @@ class Skeleton:
         Raises:
             ValueError: it cannot be computed without weights.
         """
-        text = compat.text_config(self.model)
-        if not any(map(compat.has_state, compat.default_layers(text))):
+        cache = compat.default_cache(compat.text_config(self.model))
+        if not any(map(compat.has_state, cache.layers)):
             return []
-        cache = compat.default_cache(text)
         compat.compute_experts_together(self.model)
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
         try:

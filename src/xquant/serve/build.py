@@ -93,15 +93,15 @@ class State(NamedTuple):
     """Of its convolution."""
     columns: int
     """Tokens that the convolution looks back at."""
-    summed: int
-    """Numbers of what it adds up."""
+    recurrent: int
+    """Numbers of its recurrent state."""
 
     @classmethod
     def of(cls, layer: Any) -> "State":
         """Of a cache layer of transformers, which keeps the newest token of the convolution, too."""
-        convolved = compat.states_in(layer, compat.CONVOLVED)
-        channels, columns = sum(each.shape[1] for each in convolved), convolved[0].shape[-1] - 1
-        return cls(channels, columns, sum(each.numel() for each in compat.states_in(layer, compat.SUMMED)))
+        conv = compat.states_in(layer, compat.CONV_STATES)
+        recurrent = sum(each.numel() for each in compat.states_in(layer, compat.RECURRENT_STATES))
+        return cls(sum(each.shape[1] for each in conv), conv[0].shape[-1] - 1, recurrent)
 
 
 @dataclass(frozen=True)

@@ -146,17 +146,18 @@ def room_of(
 
 def planned_states(model: Model, drafts: int = 0) -> list[States]:
     """The states that vLLM keeps of a model that is not loaded, where prefixes are not found again: then a
-    request has one of each layer, and otherwise two. Sums have a dtype of their own where the model says so.
+    request has one of each layer, and otherwise two. Recurrent ones have a dtype of their own where the
+    model says so.
 
     Raises:
         ValueError: their sizes cannot be found without weights.
     """
     named = getattr(model.config, "mamba_ssm_dtype", None)
-    summed = getattr(torch, str(named).removeprefix("torch."), model.dtype) if named else model.dtype
+    recurrent = getattr(torch, str(named).removeprefix("torch."), model.dtype) if named else model.dtype
     found = []
     for state, layers in model.states.items():
-        convolved = state.channels * (state.columns + drafts) * model.dtype.itemsize
-        page = (convolved + state.summed * summed.itemsize) // model.shards
+        conv = state.channels * (state.columns + drafts) * model.dtype.itemsize
+        page = (conv + state.recurrent * recurrent.itemsize) // model.shards
         found.append(States(layers, page))
     return found
 

@@ -63,12 +63,14 @@ class LayerCoder:
         held, hidden = self.layout.spread(packed), self._sinks_of(starts)
         recalled = self._recall(held, sinks.dtype, self._predicted(below, embedded))
         states = (part.flatten(1) for part in self._rotated.states(recalled, starts))
-        rows, features = torch.cat([*states], -1).unflatten(0, (len(starts), self.block)), None
+        rows, exact = torch.cat([*states], -1).unflatten(0, (len(starts), self.block)), None
         if hidden is not None:
             exact = torch.nn.functional.pad(sinks, (0, 0, 0, self.block - self.sink))
             rows = torch.where(hidden[..., None], exact, rows)
-            features = self._rotated.features(exact, starts) if self.codec.feeds_above else None
-        above = self._above(recalled, below, features, hidden) if self.codec.feeds_above else None
+        above = None
+        if self.codec.feeds_above:
+            features = None if exact is None else self._rotated.features(exact, starts)
+            above = self._above(recalled, below, features, hidden)
         return rows, above
 
     def _predicted(self, below: Tensor | None, embedded: Tensor | None) -> Tensor | None:

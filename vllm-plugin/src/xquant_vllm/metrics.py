@@ -20,12 +20,12 @@ COUNTED = {
     "unpack_seconds": "Time in which blocks were unpacked.",
 }
 """By name, what is counted; with tensor parallelism each shard's part of a block is a block."""
-LEFT = {"room_bytes": "Bytes that were left of the folder's limit when it was last written to."}
-"""By name, what is no count."""
+ROOM = "room_bytes"
+"""The name of what is no count: bytes that were left of the folder's limit when it was last written to."""
 
 
 class Counts(KVConnectorStats):
-    """How much of each of `COUNTED` since the last time that vLLM asked, and what is `LEFT`."""
+    """How much of each of `COUNTED` since the last time that vLLM asked, and the newest `ROOM`."""
 
     data: dict[str, float]
 
@@ -36,7 +36,7 @@ class Counts(KVConnectorStats):
 
     def set_room(self, nbytes: int) -> None:
         """To what is left of the folder's limit now."""
-        self.data["room_bytes"] = nbytes
+        self.data[ROOM] = nbytes
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Counts(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> "Counts":
         for name, count in other.data.items():
-            if name in LEFT:
+            if name == ROOM:
                 self.data[name] = count
             else:
                 self.add(name, count)
@@ -72,7 +72,7 @@ class Counts(KVConnectorStats):
 
 
 class Metrics(KVConnectorPromMetrics):
-    """A counter for each of `COUNTED`, and a gauge for what is `LEFT`, as ``vllm:xquant_NAME``."""
+    """A counter for each of `COUNTED`, and a gauge for `ROOM`, as ``vllm:xquant_NAME``."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class Metrics(KVConnectorPromMetrics):
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
         self._counters = {name: of_engines(self._counter_cls, name, says) for name, says in COUNTED.items()}
-        self._gauges = {name: of_engines(self._gauge_cls, name, says) for name, says in LEFT.items()}
+        self._room = of_engines(self._gauge_cls, ROOM, "Bytes that are left of the folder's limit.")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, count in transfer_stats_data.items():
-            if name in LEFT:
-                self._gauges[name][engine_idx].set(count)
+            if name == ROOM:
+                self._room[engine_idx].set(count)
             else:
                 self._counters[name][engine_idx].inc(count)
