@@ -1,7 +1,6 @@
 """Steps that can be recorded: compiled once, with the same launches at the same addresses in every step."""
 
 import copy
-import inspect
 import shutil
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from support.attention_cases import DEVICE
-from support.host_waits import Silent
+from support.host_waits import Launches, Silent
 from support.models import left_padded, prompt, tiny
 from xquant import StaticKVCache
 from xquant.kernels.cpu import library as native
@@ -118,37 +117,6 @@ def test_no_two_caches_have_one_mark(model: Any) -> None:
             marks.add(copy.deepcopy(cache)._mark.data_ptr())
             del cache
     assert len(marks) == 15  # a batch of as many sequences as before keeps its memory
-
-
-PASSING = {"call", "key", "value", "out", "sums", "sums_out", "maxima", "maxima_out"}
-"""Arguments that a graph gives memory which stays: what layers compute, and what kernels leave each other."""
-
-
-class Launches:
-    """In place of a kernel: runs it, and notes what it was given."""
-
-    def __init__(self, kernel: Any, noted: list[Any]) -> None:
-        self._kernel, self._noted = kernel, noted
-        self._names = list(inspect.signature(kernel.fn).parameters)
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-            told = {name: _told(each, name not in PASSING) for name, each in given.items()}
-            self._noted.append((grid, told))
-            self._kernel[grid](*args, **kwargs)
-
-        return launch
-
-
-def _told(argument: Any, stays: bool) -> Any:
-    """What a launch is told by an argument."""
-    if isinstance(argument, Tensor):
-        where = argument.data_ptr() if stays else 0
-        return where, argument.shape, argument.stride(), argument.dtype
-    if isinstance(argument, tuple):
-        return tuple(_told(each, stays) for each in argument)
-    return argument
 
 
 @pytest.mark.long

@@ -128,7 +128,6 @@ class Memory:
             limits=int32([one.limit for one in ones]),
             held=int32(held),
             new=int32(new),
-            most_held=self.capacity,
             sinks=int32(sinks) if self.sink else None,
             sink=self.sink,
         )
@@ -302,7 +301,6 @@ def test_a_cache_is_the_case_of_equal_lengths(spec: str) -> None:
         limits=int32([limit, limit]),
         held=int32([[0, 0, held, limit], [1, 0, held, limit]]),
         new=int32([[0, 0, 1, past], [1, 0, 1, past]]),
-        most_held=held,
         sinks=None,
         sink=0,
     )

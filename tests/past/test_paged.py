@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.attention_cases import TOLERANCES, laid
+from support.examples import examples
+from support.host_waits import Launches, Silent
 from support.models import tiny
 from support.paged_sequences import (
     BLOCK,
@@ -22,12 +24,14 @@ from support.paged_sequences import (
     Engine,
     codec_of,
     scoring_of,
+    step_of,
 )
+from xquant import parse_method
 from xquant.kernels import cpu, triton
 from xquant.kernels.backend import Backend
 from xquant.kernels.call import AttentionCall
 from xquant.past.slots import Slots
-from xquant.past.step import NewTokens, Retention, Step
+from xquant.past.step import NewTokens, Retention
 
 needs_native = pytest.mark.skipif(not cpu.library.isas(), reason="no native kernels here")
 NATIVE = [cpu.BACKENDS[isa] for isa in cpu.library.isas()]
@@ -70,7 +74,8 @@ def test_each_sequence_reads_its_own_past(model: Any, spec: str, retention: Rete
 def test_kernels_read_unequal_sequences(wide: Any, spec: str, retention: Retention, backend: Backend) -> None:
     torch.manual_seed(2)
     codec = codec_of(wide, spec)
-    engine = Engine(codec, scoring_of(codec, 4.0), retention=retention, backend=backend)
+    fixed = retention is not PLAIN
+    engine = Engine(codec, scoring_of(codec, 4.0), retention=retention, backend=backend, fixed=fixed)
     assert engine.layer.in_place
     # Latents of random states differ more in size than those that a model makes.
     tolerance = 5e-3 if spec.startswith("xquant") else 5e-2 if spec.startswith("tc-") else 1e-3
@@ -94,6 +99,47 @@ def test_triton_reads_unequal_sequences(wide: Any, spec: str, retention: Retenti
     assert engine.layer.in_place
     for step in [*STEPS[:3], {0: 3, 1: 2, 2: 1}, *STEPS[3:7]]:
         assert engine.step(step) < 1e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("spec", ["kivi-4bit:group=32", "kivi-4bit:group=32,sink=3"])
+def test_every_step_of_an_engine_launches_the_same(
+    wide: Any, spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a CUDA graph of one step holds for all; and a step that completes no block asks nothing of the
+    device."""
+    pytest.importorskip("triton", minversion="3.5")
+    from support import triton_interpreter
+    from xquant.kernels.triton import attention
+
+    triton_interpreter.mend()
+    torch.manual_seed(2)
+    sink = parse_method(spec).sink
+    retention = Retention(BLOCK, BLOCK, slots=Slots(sink) if sink else None)
+    engine = Engine(codec_of(wide, spec), retention=retention, backend=triton.BACKEND, fixed=True)
+    engine.step({0: 29, 1: 45, 2: 3})
+    noted: list[Any] = []
+    for name in ("attend", "combine", "append"):
+        monkeypatch.setattr(attention, name, Launches(getattr(attention, name), noted))
+    attend, silent = engine.layer.attend, 0
+
+    def asked(call: AttentionCall, step: Any, out: Tensor) -> None:
+        nonlocal silent
+        if step.filled is None:
+            silent += 1
+            with Silent():
+                attend(call, step, out)
+        else:
+            attend(call, step, out)
+
+    monkeypatch.setattr(engine.layer, "attend", asked)
+    first: list[Any] = []
+    for _ in range(6):  # sequence 0 completes its first block on the way
+        noted.clear()
+        assert engine.step({0: 1, 1: 1, 2: 1}) < 1e-3
+        first = first or list(noted)
+        assert noted == first and len(noted) == 3
+    assert silent == 5
 
 
 @pytest.mark.parametrize("backend", [None, *NATIVE[:1]])
@@ -131,7 +177,7 @@ def test_pages_of_a_common_past_are_shared(model: Any) -> None:
     out = torch.empty_like(query)
     new_tokens = [NewTokens(0, 12, 20), NewTokens(12, 15, 32)]
     for order in ([0, 1], [1, 0]):  # whichever comes first
-        step = Step([new_tokens[i] for i in order], tables[order], torch.tensor(order), PLAIN)
+        step = step_of([new_tokens[i] for i in order], order, tables[order], PLAIN)
         engine.layer.attend(AttentionCall(query, key, value, None, 0.3, None), step, out)
         assert (out[12:] - engine.expected(1, query[12:])).abs().max() < 2e-5
         assert torch.equal(engine.rings[1, :3], rows[12:])
@@ -159,13 +205,13 @@ def test_sinks_are_shared_with_their_page(wide: Any, backend: Backend | None) ->
 def test_a_prompt_is_read_by_one_function_from_the_store() -> None:
     """However many of its tokens are left; the tokens that follow it are read by the kernel."""
     new_tokens = [
-        NewTokens(0, 1, 64, until=65),
-        NewTokens(1, 2, 65, until=65),
-        NewTokens(2, 42, 0, until=40),
+        NewTokens(0, 1, 64),
+        NewTokens(1, 2, 65),
+        NewTokens(2, 42, 0),
     ]
-    tables, rings = torch.arange(9).view(3, 3), torch.arange(3)
+    tables = torch.arange(9).view(3, 3)
     for store, wanted in ((True, [0, 2]), (False, [2])):
-        step = Step(new_tokens, tables, rings, Retention(BLOCK, BLOCK, 0, store))
+        step = step_of(new_tokens, [0, 1, 2], tables, Retention(BLOCK, BLOCK, 0, store), [65, 65, 40])
         _, chunks = step.readers(native=True)
         assert [new_tokens.index(chunk.new) for chunk in chunks.each] == wanted
 
@@ -187,7 +233,7 @@ def test_a_page_is_a_block(model: Any) -> None:
 
 
 @needs_native
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_mixed_states_are_read_right_from_pages(data: st.DataObject) -> None:
     spec = data.draw(st.sampled_from(["kivi-8bit:group=32", "xquant-8bit:group=32"]))

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from support.models import tiny
+from support.paged_sequences import step_of
 from xquant.models import view_model
 from xquant.past.exact import Scoring, torch_attention
-from xquant.past.step import NewTokens, Retention, Step
+from xquant.past.step import NewTokens, Retention
 from xquant.serve.over_pages import SCRATCH, ChunkLayout, EngineAttention, OverPages
 
 
@@ -58,7 +59,7 @@ def test_chunks_of_any_length_are_laid_out() -> None:
         NewTokens(170, 172, 127),
     ]
     tables = torch.arange(16).view(4, 4)
-    step = Step(new_tokens, tables, torch.arange(4), Retention(SCRATCH, SCRATCH))
+    step = step_of(new_tokens, [0, 1, 2, 3], tables, Retention(SCRATCH, SCRATCH))
     _, chunks = step.readers(native=False)
     query = torch.randn(172, view.query_heads, size)
     for _ in range(2):  # layers take the same memory, and the same plan

@@ -1,9 +1,10 @@
-"""What the host would wait for, were tensors on a GPU, and kernels that are not run."""
+"""What the host would wait for, were tensors on a GPU, and what is launched there."""
 
 import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ATEN = torch.ops.aten
@@ -48,3 +49,34 @@ class Unlaunched:
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is compiled."""
+
+
+PASSING = {"call", "key", "value", "out", "sums", "sums_out", "maxima", "maxima_out"}
+"""Arguments that a graph gives memory which stays: what layers compute, and what kernels leave each other."""
+
+
+class Launches:
+    """In place of a kernel: runs it, and notes what it was given."""
+
+    def __init__(self, kernel: Any, noted: list[Any]) -> None:
+        self._kernel, self._noted = kernel, noted
+        self._names = list(inspect.signature(kernel.fn).parameters)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            told = {name: _told(each, name not in PASSING) for name, each in given.items()}
+            self._noted.append((grid, told))
+            self._kernel[grid](*args, **kwargs)
+
+        return launch
+
+
+def _told(argument: Any, stays: bool) -> Any:
+    """What a launch is told by an argument."""
+    if isinstance(argument, Tensor):
+        where = argument.data_ptr() if stays else 0
+        return where, argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, tuple):
+        return tuple(_told(each, stays) for each in argument)
+    return argument

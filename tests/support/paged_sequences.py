@@ -18,8 +18,9 @@ from xquant.past.exact import Scoring
 from xquant.past.packer import TORCH
 from xquant.past.paged import PagedPast
 from xquant.past.sealing import pack_rows
+from xquant.past.sequences import FixedSequences
 from xquant.past.slots import Slots
-from xquant.past.step import NewTokens, Retention, Step
+from xquant.past.step import NewTokens, Retention, Step, Whereabouts
 from xquant.past.stream import Stream
 from xquant.serve.build import codecs_of
 
@@ -45,8 +46,26 @@ def scoring_of(codec: LayerCodec, softcap: float) -> Scoring:
     return Scoring(0.3, softcap, torch.randn(codec.view.query_heads))
 
 
+def step_of(
+    new_tokens: list[NewTokens],
+    rings: list[int],
+    tables: Tensor,
+    retention: Retention,
+    until: list[int] | None = None,
+) -> Step:
+    """Of sequences whose numbers the host knows; ``until``: as in `Whereabouts.begun`."""
+    at = Whereabouts.of(new_tokens, rings, tables.int())
+    if until is not None:
+        at.begun[:, 1] = torch.tensor(until, dtype=torch.int32).numpy()
+    return Step(new_tokens, at, retention)
+
+
 class Engine:
-    """Gives out pages and rings as an engine does, and knows what each sequence was given."""
+    """Gives out pages and rings as an engine does, and knows what each sequence was given.
+
+    Args:
+        fixed: all numbers of its steps are tensors, and kernels find them where they were before.
+    """
 
     def __init__(
         self,
@@ -54,7 +73,9 @@ class Engine:
         scoring: Scoring = PLAINLY,
         backend: Backend | None = None,
         retention: Retention = PLAIN,
+        fixed: bool = False,
     ) -> None:
+        self.memory_of_steps = FixedSequences(torch.device("cpu"), 8) if fixed else None
         self.sink = 0 if retention.slots is None else retention.slots.sink
         retention = replace(retention, slots=Slots(self.sink) if self.sink else None)
         self.codec, self.view, self.retention = codec, codec.view, retention
@@ -100,8 +121,12 @@ class Engine:
             start += tokens
         out = torch.full_like(query, torch.nan)
         self.layer.bind(self.memory, self.rings, self.rings.shape[1])
-        rings = torch.tensor([number % 8 for number in new])
-        step = Step(new_tokens, torch.tensor(tables), rings, self.retention)
+        rings, table = [number % 8 for number in new], torch.tensor(tables, dtype=torch.int32)
+        step = step_of(new_tokens, rings, table, self.retention)
+        if self.memory_of_steps is not None:
+            *numbers, table = Whereabouts.of(new_tokens, rings, table)
+            there = Whereabouts(*(torch.from_numpy(each) for each in numbers), table)
+            step = Step(new_tokens, there, self.retention, self.memory_of_steps)
         self.layer.attend(AttentionCall(query, key, value, None, *self.scoring), step, out)
         return query, out, new_tokens
 
@@ -113,7 +138,8 @@ class Engine:
         view, (scaling, softcap, logits) = self.view, self.scoring
         rows = torch.cat(self.past[number])
         before = len(rows) - len(query)
-        sealed = self.retention.sealed(NewTokens(0, len(query), before))
+        numbers = (torch.tensor([number]) for number in (before, len(rows), 0))
+        sealed = int(self.retention.sealed(*numbers))
         keys, values = (
             part.unflatten(-1, (view.kv_heads, view.head_size)).clone()
             for part in rows.split(view.kv_width, -1)

@@ -1,20 +1,17 @@
 """BatchLayout: where the tokens of a batch lie in pages and rings, and how many there are."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .sequences import Sequences
-from .step import Chunk, NewTokens, Retention, Step
+from .sequences import FixedSequences, Sequences
+from .step import Chunk, NewTokens, Retention, Step, Whereabouts
 
 State = tuple[Tensor, list[int], list[int]]
 EMPTY: State = torch.ones(0, 0, dtype=torch.bool, device="cpu"), [], []
-_MOVING = "limits", "held", "new", "sinks"
-"""What of `Sequences` changes from step to step, beside what only the host asks."""
 
 
 class BatchLayout:
@@ -34,15 +31,15 @@ class BatchLayout:
         self.columns = -(-room // retention.block)
         """Pages of a sequence."""
         self._table = torch.arange(batch * self.columns, dtype=torch.int32, device="cpu").view(batch, -1)
-        self._rings = torch.arange(batch, device="cpu")
-        self._fixed: dict[int, Sequences] = {}
+        self._batch = batch
+        self._fixed = FixedSequences(device, batch)
         self.clear()
 
     def clear(self) -> None:
         """Forget all tokens."""
-        self.real = torch.ones(len(self._rings), 0, dtype=torch.bool, device="cpu")
+        self.real = torch.ones(self._batch, 0, dtype=torch.bool, device="cpu")
         """``[B, T]`` on the CPU; False for padding."""
-        self._lengths = [0] * len(self._rings)
+        self._lengths = [0] * self._batch
         self._written = list(self._lengths)  # the most that each ring was given
 
     @property
@@ -71,48 +68,31 @@ class BatchLayout:
         new_tokens = [
             NewTokens(starts[b], starts[b] + self._counts[b], self._lengths[b]) for b in self.members
         ]
-        everyone = len(new_tokens) == len(new)
-        members: slice | list[int] = slice(None) if everyone else self.members
-        self.step = Step(new_tokens, self._table[members], self._rings[members], self.retention)
+        self.step = self._step(self.members, new_tokens)
+
+    def _step(self, members: list[int], new_tokens: list[NewTokens]) -> Step:
+        """Of these sequences."""
+        table = self._table if len(members) == self._batch else self._table[members]
+        at = Whereabouts.of(new_tokens, members, table)
+        return Step(new_tokens, at, self.retention, self._fixed)
 
     def held(self) -> list[tuple[int, Chunk]]:
         """The sequences that have tokens, and where all of those lie."""
         members = [b for b, length in enumerate(self._lengths) if length]
         new_tokens = [NewTokens(0, 0, self._lengths[b]) for b in members]
-        step = Step(new_tokens, self._table[members], self._rings[members], self.retention)
-        return list(zip(members, step.readers(native=False)[1].each, strict=True))
+        chunks = self._step(members, new_tokens).readers(native=False)[1]
+        return list(zip(members, chunks.each, strict=True))
 
     def _write(self) -> None:
         """Rings are given the new tokens."""
         ends = zip(self._written, self._lengths, self._counts, strict=True)
         self._written = [max(most, length + count) for most, length, count in ends]
 
-    @torch.inference_mode(False)  # what is made within it could not be written to outside
     def sequences(self) -> Sequences:
-        """What kernels read in this step, at one address in all steps of as many tokens; they give the
-        new ones to rings."""
+        """What kernels read in this step; they give the new tokens to rings."""
         self._write()
         (own,), _ = self.step.readers(native=True)
-        held = self._fixed.get(own.queries)
-        if held is None:
-            held = replace(
-                own,
-                first=self._own(own.first),
-                table=self._own(own.table),
-                limits=self._own(own.limits),
-                held=self._own(own.held),
-                new=self._own(own.new),
-                sinks=None if own.sinks is None else self._own(own.sinks),
-            )
-            self._fixed[own.queries] = held
-        else:
-            for name in _MOVING:
-                if (tensor := getattr(held, name)) is not None:
-                    tensor.copy_(getattr(own, name), non_blocking=True)
-        return replace(held, most_held=own.most_held)
-
-    def _own(self, numbers: Tensor) -> Tensor:
-        return numbers.clone().to(self._device)
+        return own
 
     def advance(self) -> None:
         """The new tokens are held from now on, and rings have them."""
@@ -123,7 +103,7 @@ class BatchLayout:
     def copied(self) -> "BatchLayout":
         """The same tokens, for a cache of its own."""
         other: BatchLayout = copy.deepcopy(self)
-        other._fixed = {}
+        other._fixed = FixedSequences(self._device, self._batch)
         return other
 
     # -- and back ------------------------------------------------------------------------------------
@@ -141,9 +121,7 @@ class BatchLayout:
         """As `snapshot` after the newest ``tokens`` are dropped; None where rings no longer have what is read
         of them then."""
         real = self.real[:, : self.length - tokens].clone()
-        lengths: Sequence[int] = real.sum(1).tolist()
-        capacity = self.retention.capacity
-        for length, written in zip(lengths, self._written, strict=True):
-            if self.retention.sealed(NewTokens(0, 0, length)) < written - capacity:
-                return None
-        return real, list(lengths), self._written
+        lengths = real.sum(1, dtype=torch.int32).numpy()
+        read = self.retention.sealed(lengths, lengths, np.zeros_like(lengths))
+        gone = read < np.array(self._written) - self.retention.capacity
+        return None if gone.any() else (real, lengths.tolist(), self._written)

@@ -107,7 +107,7 @@ class PagedPast:
             out: ``[T, H, D]``, written to.
         """
         decoding, chunks = step.readers(self.in_place)
-        if step.filled or chunks.each:
+        if step.filled is not None or chunks.each:
             rows = torch.cat([t.flatten(1) for t in call[1:3]], -1).to(self._rings.dtype)
             self.seal(rows, step)
         for sequences in decoding:
@@ -135,15 +135,12 @@ class PagedPast:
 
     def seal(self, rows: Tensor, step: Step) -> None:
         """Pack the whole blocks of every sequence, of what rings hold and the new ``rows`` ``[T, W]``."""
-        if not step.filled:
-            return
-        blocks = []
-        for tokens, places, count in step.filled:
-            held = self._rings[places]
-            new = rows[tokens.start : tokens.start + count * self.block - len(held)]
-            whole = torch.cat([held, new]) if len(held) else new
-            blocks.append(whole.unflatten(0, (count, self.block)))
-        self.write(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
+        if (filled := step.filled) is not None:
+            blocks = rows[filled.rows]
+            begun = filled.begun
+            rings = filled.rings[begun // self.block]
+            blocks.flatten(0, 1)[begun] = self._rings[rings, filled.held.flatten()[begun]]
+            self.write(blocks, filled.pages, filled.starts, filled.slots)
 
     def seal_held(self, step: Step) -> None:
         """The same where rings have all rows of these blocks, the new ones too.
@@ -151,17 +148,10 @@ class PagedPast:
         Raises:
             ValueError: NaN or infinity in one of them.
         """
-        if not step.filled:
-            return
-        blocks = []
-        for filled in step.filled:
-            ring, first = filled.places[0], filled.new.before // self.block
-            last = first + filled.blocks
-            tokens = torch.arange(first * self.block, last * self.block, device="cpu")
-            rows = self._rings[ring, tokens % self._rings.shape[1]]
-            finite.check_rows(rows, self.codec.view.index)
-            blocks.append(rows.unflatten(0, (filled.blocks, self.block)))
-        self.write(torch.cat(blocks), step.filled_pages, step.filled_starts, step.filled_slots)
+        if (filled := step.filled) is not None:
+            blocks = self._rings[filled.rings[:, None], filled.held]
+            finite.check_rows(blocks, self.codec.view.index)
+            self.write(blocks, filled.pages, filled.starts, filled.slots)
 
     def write(self, rows: Tensor, pages: Tensor, starts: Tensor, slots: Tensor | None) -> None:
         """Pack blocks ``[m, n, W]`` of rotated keys and values.

@@ -4,12 +4,17 @@ Letters: ``B`` sequences, ``T`` new tokens of all sequences that an engine runs,
 tokens of one; ``n`` tokens of a block; ``R`` places of a ring.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Numbers = Tensor | np.ndarray[Any, np.dtype[np.int32]]
+"""Of sequences: on the device that reads them, or on the host, in numpy, where the host makes them: of one
+sequence torch takes five times as long."""
 
 MOST_QUERIES = 16
 """Queries at a time that every kernel answers; more are a chunk of a prompt, which pays for rebuilding K and
@@ -35,12 +40,28 @@ class Sequences:
     many are read, and the place of the first in the sequence."""
     new: Tensor
     """int32 ``[B, 4]``: the same of the new tokens, which are rows of the ``T``."""
-    most_held: int
-    """The most tokens that are read from a ring."""
     sinks: Tensor | None
     """int32 ``[B, 4]``: the same of sinks, in the slot of each sequence; None where the method has none."""
     sink: int
     """The most sinks of a sequence."""
+
+    @classmethod
+    def of(cls, numbers: Tensor, table: Tensor, queries: int, block: int, sink: int) -> "Sequences":
+        """Of ``numbers``, int32: ``first``, ``limits``, ``held``, ``new`` and, where there is a ``sink``,
+        ``sinks``, after each other."""
+        count = len(table)
+        each = numbers[2 * count :].view(-1, count, 4)
+        return cls(
+            queries=queries,
+            block=block,
+            first=numbers[:count],
+            table=table,
+            limits=numbers[count : 2 * count],
+            held=each[0],
+            new=each[1],
+            sinks=each[2] if sink else None,
+            sink=sink,
+        )
 
     @cached_property
     def prepared(self) -> dict[str, Any]:
@@ -64,3 +85,36 @@ class Sequences:
         """int64 ``[B, t]``: the new tokens among the ``T``."""
         following = torch.arange(self.queries, device=self.first.device)
         return self.first[:, None].long() + following
+
+
+class FixedSequences:
+    """Memory that a kernel finds `Sequences` in: the same in every step of as many sequences with as many new
+    tokens. So what a device was told to do in one step, in a CUDA graph too, is right for the others.
+
+    Args:
+        device: where kernels read.
+        most: sequences of a step.
+    """
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        self._device, self._most = device, most
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
+        self._found: dict[tuple[int, int], tuple[Tensor, Sequences]] = {}
+
+    def put(self, numbers: Tensor, table: Tensor, queries: int, block: int, sink: int) -> Sequences:
+        """As `Sequences.of`, there. It holds until the next are put."""
+        count, columns = table.shape
+        if (count, queries) not in self._found:
+            if queries not in self._memory:
+                self._memory[queries] = self._new(len(numbers) // count), self._new(columns)
+            own, pages = self._memory[queries]
+            own, pages = own[: len(numbers)], pages[: table.numel()].view(table.shape)
+            self._found[count, queries] = own, Sequences.of(own, pages, queries, block, sink)
+        memory, found = self._found[count, queries]
+        memory.copy_(numbers, non_blocking=True)
+        found.table.copy_(table, non_blocking=True)
+        return replace(found)  # without what was worked out of the numbers before
+
+    @torch.inference_mode(False)  # what is made within it could not be written to outside
+    def _new(self, each: int) -> Tensor:
+        return torch.zeros(self._most * each, dtype=torch.int32, device=self._device)

@@ -7,6 +7,9 @@ their first page share its sinks, and those of a page that is kept for later are
 
 from collections.abc import Sequence
 
+from .noted import Noted
+from .sequences import Numbers
+
 
 class Slots:
     """Which pages have sinks, and where; the same for all layers of an engine.
@@ -18,6 +21,7 @@ class Slots:
     def __init__(self, sink: int) -> None:
         self.sink = sink
         self._of_page: dict[int, int] = {}
+        self._there = Noted(1)  # the same, where kernels read
         self._free: list[int] = []
 
     def write(self, pages: Sequence[int], starts: Sequence[int]) -> list[int]:
@@ -32,8 +36,13 @@ class Slots:
         """The slot of a first page that was written."""
         return self._of_page[page]
 
+    def of_pages(self, pages: Numbers) -> Numbers:
+        """int32 ``[B]``: the slots of these ``pages`` ``[B]``, where these are; any of one that has none."""
+        return self._there.of(pages)[:, 0]
+
     def _slot(self, page: int) -> int:
         if page not in self._of_page:
             free = self._free.pop() if self._free else len(self._of_page)
             self._of_page[page] = free
+            self._there.note(page, free)
         return self._of_page[page]

@@ -4,34 +4,63 @@ Letters: ``T`` new tokens of all sequences, after each other; ``n`` tokens of a 
 A token at position ``p`` lies in place ``p % R`` of its sequence's ring.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..methods import Method
-from .sequences import MOST_QUERIES, Sequences
+from .noted import Noted
+from .sequences import MOST_QUERIES, FixedSequences, Numbers, Sequences
 from .slots import Slots
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of one sequence in a step."""
+    """The new tokens of one sequence in a step, as the host knows them."""
 
     start: int
     """Its first row among the ``T``."""
     stop: int
     before: int
     """Tokens that the sequence had before."""
-    since: int = 0
-    """The first token that its ring was given: those before it are only in pages."""
-    until: int = 0
-    """Tokens that it had when it was given its ring: its prompt, the first of which are ``since``."""
 
     @property
     def after(self) -> int:
         return self.before + self.stop - self.start
+
+
+class Whereabouts(NamedTuple):
+    """The same of ``B`` sequences, and where their past lies: on the device that reads it, or on the host."""
+
+    first: Numbers
+    """int32 ``[B]``: the first new row of each."""
+    before: Numbers
+    """int32 ``[B]``: tokens that it had before."""
+    rings: Numbers
+    """int32 ``[B]``."""
+    begun: Numbers
+    """int32 ``[B, 2]``, of each ring: the first token that it was given, those before it are only in pages;
+    and how many tokens its sequence was to read before it writes one."""
+    table: Tensor
+    """int32 ``[B, columns]``: the page of every block."""
+
+    @classmethod
+    def of(cls, new_tokens: Sequence[NewTokens], rings: Sequence[int], table: Tensor) -> "Whereabouts":
+        """Of sequences whose rings have all of their tokens."""
+        starts, befores = [tokens.start for tokens in new_tokens], [tokens.before for tokens in new_tokens]
+        first, before, of = np.array([starts, befores, rings], np.int32)
+        return cls(first, before, of, np.zeros((len(of), 2), np.int32), table)
+
+    def chosen(self, numbers: list[int]) -> "Whereabouts":
+        """Of these sequences."""
+        if len(numbers) == len(self.first):
+            return self
+        each: Any = (t[numbers] for t in self)
+        return Whereabouts(*each)
 
 
 @dataclass(frozen=True)
@@ -63,11 +92,12 @@ class Retention:
         ``row`` numbers fit. Were rings longer than pages, prefixes would be found only where both end."""
         return -(-self.capacity * row // self.block)
 
-    def sealed(self, tokens: NewTokens) -> int:
-        """How many tokens the new ones read from pages."""
+    def sealed(self, before: Numbers, after: Numbers, since: Numbers) -> Numbers:
+        """How many tokens the new ones read from pages, of sequences ``[B]`` with so many tokens before them
+        and with them, and rings that begin with token ``since``."""
         if self.through_store:
-            return tokens.after // self.block * self.block
-        return max(tokens.since, (tokens.before - self.tail) // self.block * self.block, 0)
+            return after // self.block * self.block
+        return _library(before).maximum((before - self.tail) // self.block * self.block, since)
 
 
 def in_whole_blocks(block: int, request: Any, new: int, *found: int) -> int:
@@ -112,32 +142,50 @@ _NONE = torch.zeros(0, dtype=torch.int64, device="cpu")
 NO_CHUNKS = Chunks([], _NONE, _NONE, (_NONE, _NONE))
 
 
-class Filled(NamedTuple):
-    """The blocks that a sequence completes."""
+@dataclass(frozen=True)
+class Filled:
+    """The ``m`` blocks that a step completes."""
 
-    new: NewTokens
-    places: tuple[Tensor | int, Tensor]
-    """Its ring, and where the tokens of the first block lie there that were begun before."""
-    blocks: int
+    pages: Tensor
+    """int64 ``[m]``: where each goes."""
+    starts: Tensor
+    """int64 ``[m]``: the positions that they start at."""
+    slots: Tensor | None
+    """int64: the slots of sinks of those that start a sequence; None without sinks."""
+    rows: Tensor
+    """int64 ``[m, n]``: their tokens among the ``T``; of those that came before, any."""
+    rings: Tensor
+    """int64 ``[m]``: of their sequences, and"""
+    held: Tensor
+    """int64 ``[m, n]``: the place there of every token that came before, and of the others once they are
+    kept."""
+    begun: Tensor
+    """int64: of all ``m n`` tokens, those that came before."""
 
 
 class Step:
-    """Where new tokens go and what they read.
+    """Where new tokens go and what they read. Of a step in which sequences have few new tokens each and
+    complete no block, the host asks the device nothing.
 
     Args:
         new_tokens: of the sequences that have new tokens.
-        pages: int ``[B, columns]``: the page of every block of each.
-        rings: int ``[B]``: the ring of each.
+        at: where those lie.
         retention: which tokens lie where.
+        memory: where kernels find what they read; each step has memory of its own without.
     """
 
     def __init__(
-        self, new_tokens: Sequence[NewTokens], pages: Tensor, rings: Tensor, retention: Retention
+        self,
+        new_tokens: Sequence[NewTokens],
+        at: Whereabouts,
+        retention: Retention,
+        memory: FixedSequences | None = None,
     ) -> None:
-        self._retention, self._table, self._rings = retention, pages.int(), rings.tolist()
         self.new_tokens = new_tokens
-        self._find_filled()
+        self._at, self._retention, self._memory = at, retention, memory
         self._grouped: dict[bool, tuple[list[Sequences], Chunks]] = {}
+        self.filled = self._find_filled()
+        """The blocks that are completed, if any are."""
 
     def readers(self, native: bool) -> tuple[list[Sequences], Chunks]:
         """The sequences for a kernel that reads pages, by their number of new tokens, and the others. All are
@@ -150,7 +198,7 @@ class Step:
             most = 1 if store else MOST_QUERIES
             for number, tokens in enumerate(self.new_tokens):
                 count = tokens.stop - tokens.start
-                if native and count <= most and not (store and tokens.before < tokens.until):
+                if native and count <= most and not (store and tokens.before < self._begun[number][1]):
                     few.setdefault(count, []).append(number)
                 else:
                     rest.append(number)
@@ -158,27 +206,47 @@ class Step:
             self._grouped[native] = sequences, self._chunks(rest) if rest else NO_CHUNKS
         return self._grouped[native]
 
-    def _find_filled(self) -> None:
+    def _find_filled(self) -> Filled | None:
         block = self._retention.block
-        self.filled: list[Filled] = []
-        pages, starts = [], []
+        of, starts, first_rows = [], [], []
         for number, tokens in enumerate(self.new_tokens):
-            first, last = tokens.before // block, tokens.after // block
-            if first < last:
-                held = self._places(number, first * block, tokens.before)
-                self.filled.append(Filled(tokens, held, last - first))
-                pages.append(self._table[number, first:last])
-                starts.append(torch.arange(first, last, device="cpu") * block)
-        if pages:
-            self.filled_pages = torch.cat(pages).long()
-            """int64 ``[m]``: of the blocks that are completed, and"""
-            self.filled_starts = torch.cat(starts)
-            """the positions that they start at."""
-            self.filled_slots: Tensor | None = None
-            """int64: the slots of sinks of those that start a sequence; None without sinks."""
-            if self._retention.slots is not None:
-                written = self.filled_pages.tolist(), self.filled_starts.tolist()
-                self.filled_slots = _int64(self._retention.slots.write(*written))
+            for start in range(tokens.before // block * block, tokens.after // block * block, block):
+                of.append(number)
+                starts.append(start)
+                first_rows.append(tokens.start - tokens.before + start)
+        if not of:
+            return None
+        pages = self._at.table[of, [start // block for start in starts]].long()
+        within = torch.arange(block, device="cpu")
+        positions = _int64(starts)[:, None] + within
+        befores = _int64([self.new_tokens[number].before for number in of])
+        begun = (positions < befores[:, None]).flatten().nonzero()[:, 0]
+        rings = _tensor(self._at.rings[of]).long()
+        held = positions % self._retention.capacity
+        rows = (_int64(first_rows)[:, None] + within).clamp(min=0)
+        slots = self._retention.slots
+        written = None if slots is None else _int64(slots.write(pages.tolist(), starts))
+        return Filled(pages, _int64(starts), written, rows, rings, held, begun)
+
+    # -- what the host has to know of chunks -----------------------------------------------------------
+
+    @cached_property
+    def _rings(self) -> list[int]:
+        rings: list[int] = self._at.rings.tolist()
+        return rings
+
+    @cached_property
+    def _begun(self) -> list[list[int]]:
+        begun: list[list[int]] = self._at.begun.tolist()
+        return begun
+
+    @cached_property
+    def _sealed(self) -> list[int]:
+        before = np.array([tokens.before for tokens in self.new_tokens], np.int32)
+        after = np.array([tokens.after for tokens in self.new_tokens], np.int32)
+        since = np.array(self._begun, np.int32)[:, 0]
+        sealed: list[int] = self._retention.sealed(before, after, since).tolist()
+        return sealed
 
     def _places(self, number: int, start: int, stop: int) -> tuple[int, Tensor]:
         """Where tokens ``start`` to ``stop - 1`` of a sequence lie in its ring."""
@@ -201,52 +269,43 @@ class Step:
         return Chunks([self._chunk(n) for n in numbers], _int64(rows), _int64(kept), where)
 
     def _chunk(self, number: int) -> Chunk:
-        tokens = self.new_tokens[number]
-        sealed = self._retention.sealed(tokens)
-        pages = self._table[number, : sealed // self._retention.block].long()
+        tokens, sealed, slots = self.new_tokens[number], self._sealed[number], self._retention.slots
+        pages = self._at.table[number, : sealed // self._retention.block].long()
         places = self._places(number, min(sealed, tokens.before), tokens.before)
-        return Chunk(tokens, pages, places, sealed, self._slot(number, sealed))
+        slot = slots.of(int(pages[0])) if slots is not None and sealed else None
+        return Chunk(tokens, pages, places, sealed, slot)
 
-    def _slot(self, number: int, sealed: int) -> int | None:
-        """Of the sinks of a sequence, once their page is read."""
-        slots = self._retention.slots
-        return slots.of(int(self._table[number, 0])) if slots is not None and sealed else None
+    # -- what kernels read -----------------------------------------------------------------------------
 
     def _sequences(self, numbers: list[int], queries: int) -> Sequences:
+        """Of as many new tokens each. All numbers are worked out where they are read."""
         capacity, slots = self._retention.capacity, self._retention.slots
-        new_tokens = [self.new_tokens[number] for number in numbers]
-        limits, held, new, sinks = [], [], [], []
-        for number, tokens in zip(numbers, new_tokens, strict=True):
-            limit = self._retention.sealed(tokens)
-            start = min(limit, tokens.before)
-            limits.append(limit)
-            held += [self._rings[number], start % capacity, tokens.before - start, start]
-            # A single token may be in a block that it has completed: the ring has it no more than the batch.
-            new += [tokens.start, 0, min(tokens.after - limit, queries), tokens.before]
-            if slots is not None:
-                slot = self._slot(number, limit)
-                sinks += [0] * 4 if slot is None else [slot, 0, slots.sink, 0]
-        # One tensor is made of all numbers: six would take five times as long.
-        count = len(new_tokens)
-        numbers_of = torch.tensor(
-            [tokens.start for tokens in new_tokens] + limits + held + new + sinks,
-            dtype=torch.int32,
-            device="cpu",
-        )
-        by_sequence = numbers_of[2 * count :].view(-1, count, 4)
-        everyone = count == len(self.new_tokens)
-        return Sequences(
-            queries=queries,
-            block=self._retention.block,
-            first=numbers_of[:count],
-            table=self._table if everyone else self._table[numbers],
-            limits=numbers_of[count : 2 * count],
-            held=by_sequence[0],
-            new=by_sequence[1],
-            most_held=max(held[2::4]),
-            sinks=None if slots is None else by_sequence[2],
-            sink=0 if slots is None else slots.sink,
-        )
+        first, before, rings, begun, table = self._at.chosen(numbers)
+        by = _library(before)
+        nothing = 0 * before
+        limits = self._retention.sealed(before, before + queries, begun[:, 0])
+        start = by.minimum(limits, before)
+        # A single token may be in a block that it has completed: the ring has it no more than the batch.
+        runs = [rings, start % capacity, before - start, start]
+        runs += [first, nothing, queries - (limits - start), before]
+        sink = 0
+        if slots is not None:
+            pages, sink = table[:, 0] if by is torch else table[:, 0].numpy(), slots.sink
+            there = limits > 0
+            runs += [slots.of_pages(pages) * there, nothing, (nothing + sink) * there, nothing]
+        of_each = by.stack(runs).reshape(-1, 4, len(first)).swapaxes(1, 2)
+        numbers_of_all: Any = by.concatenate([first, limits, of_each.reshape(-1)])
+        put = Sequences.of if self._memory is None else self._memory.put
+        return put(_tensor(numbers_of_all), table, queries, self._retention.block, sink)
+
+
+def _library(numbers: Numbers) -> Any:
+    """What has the same functions for such numbers."""
+    return torch if isinstance(numbers, Tensor) else np
+
+
+def _tensor(numbers: Numbers) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
 
 
 def _int64(numbers: list[int]) -> Tensor:
@@ -258,30 +317,53 @@ class Batch:
     """The sequences of a forward pass, as an engine says them to all layers that share a table of blocks."""
 
     new_tokens: list[NewTokens]
+    first: Numbers
+    """int32 ``[B]``: as of `Whereabouts`, and"""
+    before: Numbers
+    """int32 ``[B]``."""
     table: Tensor
     """int ``[B, columns]``; of rings ``[B, 1]``."""
+    memory: FixedSequences | None = None
+    """As of `Step`."""
     _made: "tuple[Batch, Step] | None" = None
 
     @classmethod
-    def of(cls, starts: list[int], lengths: list[int], table: Tensor) -> "Batch":
+    def of(
+        cls,
+        starts: Numbers,
+        lengths: Numbers,
+        known: tuple[list[int], list[int]],
+        table: Tensor,
+        memory: FixedSequences | None = None,
+    ) -> "Batch":
         """Of sequences whose new tokens begin at ``starts``, one number more than there are sequences, and
-        that have ``lengths`` tokens with them. A batch may be filled up with sequences of no new tokens."""
+        that have ``lengths`` tokens with them. A batch may be filled up with sequences of no new tokens.
+
+        Args:
+            known: both, as the host knows them.
+        """
         numbered = [
             (number, NewTokens(start, stop, length - (stop - start)))
-            for number, (start, stop, length) in enumerate(zip(starts, starts[1:], lengths, strict=False))
+            for number, (start, stop, length) in enumerate(
+                zip(known[0], known[0][1:], known[1], strict=False)
+            )
             if stop > start
         ]
-        own = [tokens for _, tokens in numbered]
-        return cls(own, table if len(own) == len(table) else table[[number for number, _ in numbered]])
+        before, own = lengths - (starts[1:] - starts[:-1]), [number for number, _ in numbered]
+        each: tuple[Any, Any, Tensor] = starts[:-1], before, table
+        if len(own) < len(table):
+            each = starts[:-1][own], before[own], table[own]
+        return cls([tokens for _, tokens in numbered], *each, memory)
 
-    def step_of(self, pages: "Batch", retention: Retention, begun: Mapping[int, tuple[int, int]]) -> Step:
+    def step_of(self, pages: "Batch", retention: Retention, begun: Noted) -> Step:
         """The step of layers whose rings are in this table and whose pages are in the other; made once.
-        ``begun``: of each ring, `NewTokens.since` and `NewTokens.until`."""
+
+        Args:
+            begun: of every ring, `Whereabouts.begun`.
+        """
         if self._made is None or self._made[0] is not pages:
-            rings = self.table[:, 0]
-            new_tokens = []
-            for tokens, ring in zip(pages.new_tokens, rings.tolist(), strict=True):
-                since, until = begun.get(ring, (0, 0))
-                new_tokens.append(tokens._replace(since=since, until=until))
-            self._made = pages, Step(new_tokens, pages.table, rings, retention)
+            rings = self.table[:, 0].int()
+            own: Numbers = rings if isinstance(pages.first, Tensor) else rings.numpy()
+            at = Whereabouts(pages.first, pages.before, own, begun.of(own), pages.table.int())
+            self._made = pages, Step(pages.new_tokens, at, retention, pages.memory)
         return self._made[1]

@@ -31,7 +31,9 @@ from vllm.v1.worker.gpu_worker import Worker
 from xquant.kernels.call import AttentionCall
 from xquant.models import AttentionView
 from xquant.past.angles import Angles
+from xquant.past.noted import Noted
 from xquant.past.paged import PagedPast
+from xquant.past.sequences import FixedSequences
 from xquant.past.step import Batch, Retention, in_whole_blocks
 from xquant.serve import fit
 from xquant.serve.build import DTYPES, EngineView
@@ -195,7 +197,7 @@ class Ring(nn.Module, AttentionLayerBase):
 # -- a forward pass --------------------------------------------------------------------------------
 
 
-_begun: dict[int, tuple[int, int]] = {}
+_begun = Noted(2)
 """By the number of a ring, of the request that has it: how many tokens were found when it began, and how many
 it is to read before it writes one."""
 
@@ -212,7 +214,9 @@ def _noted(original: Callable[..., Any], worker: Any, scheduler_output: Any) -> 
         if name in old.resumed_req_ids:
             found.append((blocks, count, worker.model_runner.requests[name].num_tokens))
     for blocks, count, tokens in found:
-        _begun.update((group[0], (count, tokens)) for group in blocks if group)
+        for group in blocks:
+            if group:
+                _begun.note(group[0], count, tokens)
     return original(scheduler_output)
 
 
@@ -259,6 +263,7 @@ class BatchBuilder(AttentionMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:  # vLLM's own is abstract
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._memory = FixedSequences(device, vllm_config.scheduler_config.max_num_seqs)
 
     def build(
         self,
@@ -267,8 +272,12 @@ class BatchBuilder(AttentionMetadataBuilder):
         fast_build: bool = False,
     ) -> Batch:
         given = common_attn_metadata
-        starts, lengths = given.query_start_loc_cpu.tolist(), given.seq_lens.tolist()
-        return Batch.of(starts, lengths, given.block_table_tensor)
+        starts, lengths = given.query_start_loc, given.seq_lens
+        # More than there are only where drafts are a model's, which are refused.
+        known = lengths if lengths.is_cpu else given.seq_lens_cpu_upper_bound
+        host = given.query_start_loc_cpu.tolist(), known.tolist()
+        told = (starts.numpy(), lengths.numpy()) if lengths.is_cpu else (starts, lengths)
+        return Batch.of(*told, host, given.block_table_tensor, self._memory)
 
 
 class PagedImpl(AttentionImpl):

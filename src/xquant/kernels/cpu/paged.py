@@ -64,7 +64,8 @@ class NativePages(PagedAttention):
             to.key, to.value = start, start + width * rows.itemsize
             to.dtype = native.DTYPES[rows.dtype]
             to.batch_stride, to.token_stride, _ = rows.stride()
-        self._held.capacity, self._dtype = rings.shape[1], rings.dtype
+        self._held.capacity = self._held.count = rings.shape[1]
+        self._dtype = rings.dtype
         self._form = None
 
     def attend(self, call: AttentionCall, sequences: Sequences, out: Tensor) -> None:
@@ -93,7 +94,7 @@ class NativePages(PagedAttention):
     def _point_to_sequences(self, sequences: Sequences) -> None:
         """What they read, but for their new states."""
         to, held, new, sinks = self._kernel.to, self._held, self._new, self._sinks
-        held.count, to.threads = sequences.most_held, torch.get_num_threads()
+        to.threads = torch.get_num_threads()
         at = described(sequences)
         if at == self._at:
             return
