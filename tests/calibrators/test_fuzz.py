@@ -35,7 +35,7 @@ def used(file: Path, spec: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.cases(1)
+@pytest.mark.long
 @pytest.mark.parametrize("spec", fuzz_calibrations.SPECS)
 def test_every_changed_file_is_refused_in_one_line_or_works(spec: str, tmp_path: Path) -> None:
     made, file = calibration(fuzz_calibrations.small_model(), spec), tmp_path / "made.safetensors"

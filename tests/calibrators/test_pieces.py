@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from support.examples import examples
 from support.models import prompt, tiny
 from xquant import attach, parse_method
 from xquant.calibrators.calibrator import Rows
@@ -89,7 +90,7 @@ def test_fitted_ranges_find_a_stretch_and_shift_and_never_do_worse() -> None:
     assert error(a, b) < error(torch.ones(1), torch.zeros(1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.01, 0.1]), st.integers(1, 40))
 def test_extremes_of_parts_are_those_of_the_whole(seed: int, share: float, step: int) -> None:
     generator = torch.Generator().manual_seed(seed)

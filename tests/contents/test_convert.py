@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.caches import calibration, make_cache
+from support.examples import examples
 from support.generation import generate, remove
 from support.method_matrix import IDENTITY, LOW, RIVALS
 from support.models import FAMILIES, left_padded, prompt, tiny
@@ -125,7 +126,7 @@ def test_other_ropes_are_turned_back(rope: str) -> None:
     assert near(states(converted(model, source, "tc-4bit:group=16")), want, 1e-2)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(half=st.integers(1, 8), passed=st.integers(0, 5), seed=st.integers(0, 2**31))
 def test_unrotate_is_the_inverse_of_rotate(half: int, passed: int, seed: int) -> None:
     torch.manual_seed(seed)

@@ -10,15 +10,15 @@ from .forms import FORMS, Form
 from .promise import Promise
 from .refusals import PROMISES, REFUSED
 
-COMPILED_FOR_LONG = {"images", "hybrids", "dtypes", "windows", "defaults", "autocast"}
-"""Promises kept on several models: compiling each takes longer than all forms that are not compiled. `make
-matrix` does."""
+COMPILED = {"padding", "reset", "threads"}
+"""Promises that `make test` asks of compiled models, where each takes as long as of all other forms; of the
+others `make matrix` does."""
 
 
 def cells() -> Iterator[Any]:
     for promise in PROMISES.values():
         for form in FORMS.values():
-            long = form.name.endswith("compiled") and promise.name in COMPILED_FOR_LONG
+            long = form.name.endswith("compiled") and promise.name not in COMPILED
             marks = [pytest.mark.long] if long else []
             yield pytest.param(promise, form, id=f"{promise.name}-{form.name}", marks=marks)
 

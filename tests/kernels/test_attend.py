@@ -18,6 +18,7 @@ from support.attention_cases import (
     filled,
     tolerance_of,
 )
+from support.examples import examples
 from support.models import left_padded, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
@@ -240,7 +241,7 @@ def test_ranges_end_inside_a_head(head_size: int, path: str) -> None:
 SIZES = [8 * n for n in range(1, 17)] + [136, 256]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     spec=st.sampled_from(PER_BITS + OTHERS + TURNED),
     head_size=st.sampled_from(SIZES),
@@ -270,7 +271,7 @@ def test_any_shape_agrees(**drawn: Any) -> None:
     assert error(case, cache) < TOLERANCE
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     spec=st.sampled_from(REBUILT),
     head_size=st.sampled_from(SIZES),
@@ -340,6 +341,7 @@ def test_positions_that_jump_are_left_to_plain_torch() -> None:
             assert cache.attend(0, AttentionCall(q, k, k, None, 0.2, None)) is None
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2"])
 def test_models_decode_as_with_the_reference(family: str, path: str) -> None:

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from support.attention_cases import STRIDES, TOLERANCES, Case, exact, filled, laid, mask_for
 from support.caches import make_cache
+from support.examples import examples
 from support.models import prompt, tiny
 from xquant import KVCache, StaticKVCache
 from xquant.kernels.call import FLOATS, AttentionCall
@@ -56,7 +57,7 @@ def calls(draw: Any) -> tuple[str, str, str, AttentionCall]:
     return spec, path, kind, call
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(calls())
 def test_mixed_states_are_read_right(drawn: tuple[str, str, str, AttentionCall]) -> None:
     spec, path, kind, call = drawn
@@ -97,7 +98,7 @@ def test_states_of_another_size_or_elsewhere_are_refused(spec: str, which: str) 
 
 
 @needs_native
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(native.isas() or ("none",)), st.sampled_from(FLOATS), layouts, seeds)
 def test_blocks_of_any_strides_are_packed_as_in_torch(
     isa: str, dtype: torch.dtype, layout: str, seed: int

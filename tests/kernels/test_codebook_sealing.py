@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.examples import examples
 from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
@@ -113,7 +114,7 @@ def assert_same(found: Packed, expected: Packed) -> None:
             assert torch.equal(one, other), name
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500), deadline=None, derandomize=True)
 @given(cases(), paths)
 def test_codes_ranges_and_outliers_are_those_of_torch(case: Case, path: str) -> None:
     expected = case.quantizer.encode(case.x, case.excluded)

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.attention_cases import NARROW_TOLERANCE, TOLERANCE, Case, decoding_error, error, filled
+from support.examples import examples
 from support.models import tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
@@ -30,7 +31,7 @@ specs = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     spec=specs,
     head_size=st.sampled_from([8, 24, 32, 40, 64, 80, 96, 128]),

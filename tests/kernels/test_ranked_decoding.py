@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.ranked_counts import counts_of
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.sealing import NativePacker
@@ -19,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.skipif(not PATHS, reason="no native library, or no CPU for it")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_both_ways_are_those_of_torch(data: Any) -> None:
     draw = data.draw

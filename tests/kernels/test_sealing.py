@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.examples import examples
 from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.cpu import library as native
@@ -88,7 +89,7 @@ def not_torch(quantizer: Made) -> Iterator[Made]:
         yield quantizer
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(cases(), paths)
 def test_codes_scale_and_zero_are_those_of_torch(case: Case, path: str) -> None:
     expected = case.quantizer.encode(case.x, case.excluded)
@@ -102,7 +103,7 @@ def test_codes_scale_and_zero_are_those_of_torch(case: Case, path: str) -> None:
         assert torch.equal(ours, theirs), name
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(cases(), paths, st.sampled_from(DTYPES), st.sampled_from([(0, 0), (3, 1), (16, 16)]))
 def test_decoding_is_that_of_torch_and_touches_no_other_column(
     case: Case, path: str, dtype: torch.dtype, beside: tuple[int, int]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.attention_cases import Case, decoding_error, error, filled, tolerance_of
+from support.examples import examples
 from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.call import AttentionCall
@@ -91,7 +92,7 @@ def test_others_are_left_to_the_reference(path: str) -> None:
         assert cache.attend(0, AttentionCall(q, k, k, None, 0.2, None, logits)) is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     spec=st.sampled_from([spec for spec in SPECS if not spec.startswith("xquant")]),
     head_size=st.sampled_from([32, 64, 96]),

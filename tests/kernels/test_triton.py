@@ -122,6 +122,7 @@ def test_states_of_several_dtypes_are_read_right(dtypes: tuple[torch.dtype, ...]
         cache.attend(0, AttentionCall(query, key, value[..., :16], None, 1.0, None))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", ["kivi-4bit:group=32,sink=2", "kvquant-3bit-1%:group=32"])
 def test_it_follows_what_happens_to_the_batch(spec: str) -> None:
     one = case(spec, batch=2, tokens=140, kv_heads=1)

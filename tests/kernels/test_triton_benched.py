@@ -53,6 +53,7 @@ def test_states_in_the_type_that_is_timed(spec: str) -> None:
     assert error(one, filled(one)) < (6 if "xquant" in spec else 2) * 2**-8
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("spec", ["kivi-4bit", "kivi-2bit:rope=post", "xquant-4bit"])
 def test_values_that_average_out_leave_no_error(spec: str) -> None:
     """Of so many tokens with equal weights, the result is a small part of each value."""

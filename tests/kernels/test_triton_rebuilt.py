@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from support import triton_interpreter
 from support.attention_cases import DEVICE, TOLERANCE, Case, decoding_error, error, filled
+from support.examples import examples
 from support.models import prompt, tiny
 from xquant import KVCache, attach
 from xquant.kernels.triton import matrices
@@ -191,7 +192,7 @@ def test_codes_do_not_depend_on_what_came_with_them() -> None:
                 assert torch.equal(own, others)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(bits=st.integers(1, 8), tile=st.sampled_from([32, 64, 96, 160, 256]), tiles=st.integers(1, 3))
 def test_a_matrix_meets_its_codes(bits: int, tile: int, tiles: int) -> None:
     states = PackedStates(tile, Layout(bits, False, True, TILE.value, tile, 0))

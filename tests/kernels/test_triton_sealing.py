@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kernels.test_sealing import not_torch
 from support import triton_interpreter
 from support.attention_cases import DEVICE
+from support.examples import examples
 from support.models import prompt, tiny
 from xquant import KVCache
 from xquant.kernels.triton import BACKEND, sealing
@@ -31,7 +32,7 @@ triton_interpreter.mend()
 PACKER = BACKEND.packer
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     bits=st.integers(1, 8),
     per=st.sampled_from(["token", "channel"]),
@@ -80,7 +81,7 @@ def test_codes_scale_and_zero_are_those_of_torch(
         assert torch.equal(ours, theirs), name
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(
     bits=st.integers(1, 8),
     per=st.sampled_from(["token", "channel"]),

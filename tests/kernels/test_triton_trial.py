@@ -113,6 +113,7 @@ def silent(self: TritonAttention, call: Any) -> Tensor | None:
     return None
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("attend", "why"),
     [

@@ -4,10 +4,11 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
+from support.examples import examples
 from xquant.past.rows import ROOM, GrowingRows
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20), st.booleans()), max_size=30))
 def test_what_was_given_out_stays(steps: list[tuple[int, int, bool]]) -> None:
     growing, generator = GrowingRows(), torch.Generator().manual_seed(0)

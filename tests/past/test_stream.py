@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.block_sizes import block_nbytes
+from support.examples import examples
 from xquant.kernels.cpu import best
 from xquant.past.packer import TORCH, Packer
 from xquant.past.sealing import pack_rows
@@ -33,7 +34,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(STEPS, st.integers(0, 2**32 - 1))
 def test_a_stream_reads_what_was_sealed_whatever_happened_since(steps: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from xquant.quant import Affine, Plain, Segment
 from xquant.quant.affine import dequantize, quantize
 from xquant.quant.quantizer import dense
@@ -28,7 +29,7 @@ def there_and_back(x: torch.Tensor, b: int, dim: int, group: int, **kwargs: Any)
     return dequantize(codes, scale, zero, dim, group, torch.empty_like(x, dtype=torch.float32))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(tensors(), bits, dims, st.integers(1, 25))
 def test_error_is_at_most_half_a_step_and_the_rounding_of_scale_and_zero(
     x: torch.Tensor, b: int, dim: int, group: int
@@ -46,7 +47,7 @@ def test_error_is_at_most_half_a_step_and_the_rounding_of_scale_and_zero(
     assert ((back - x).abs() <= step / 2 + 1.01 * slack + 1e-6 * x.abs()).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(tensors(), bits, st.integers(1, 25), st.integers(0, 2**32 - 1))
 def test_excluded_tokens_do_not_touch_the_others(x: torch.Tensor, b: int, group: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -107,7 +108,7 @@ def test_nan_is_refused(dim: int) -> None:
         quantize(x, 4, dim, 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     bits,
     st.sampled_from(["token", "channel"]),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.ranked_counts import counts_of
 from xquant.quant import Affine, Codebook, Ragged, Segment
 from xquant.quant.codebook import (
@@ -73,7 +74,7 @@ def test_nearest_is_the_place_among_the_edges(seed: int, bits: int) -> None:
     assert torch.equal(nearest(x, levels), torch.bucketize(x, edges).to(torch.uint8))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(blocks(), st.integers(0, 4), st.sampled_from([-1, -2]))
 def test_the_inner_range_leaves_as_many_at_both_ends(x: torch.Tensor, count: int, dim: int) -> None:
     count = min(count, x.shape[dim] - 1)
@@ -88,7 +89,7 @@ def test_the_inner_range_leaves_as_many_at_both_ends(x: torch.Tensor, count: int
     assert (((x < low) | (x > high)).sum(dim) == count).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(blocks(), st.sampled_from([0.0, 0.01, 0.1]), st.sampled_from(["token", "channel"]))
 def test_outliers_come_back_in_fp16_and_the_rest_within_its_range(
     x: torch.Tensor, share: float, per: Any

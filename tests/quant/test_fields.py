@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.ranked_counts import counts_of
 from xquant.quant import Affine, Codebook, Packed, Plain, Quantizer, Ragged, Segment
 from xquant.quant.codebook import outlier_count, uniform_levels
@@ -49,7 +50,7 @@ def cases(draw: Any) -> tuple[Quantizer, int, int]:
     return found, tokens, channels
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases(), st.integers(1, 3))
 def test_fields_are_those_that_are_packed(case: tuple[Quantizer, int, int], blocks: int) -> None:
     quantizer, tokens, channels = case

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from xquant.quant import Affine
 from xquant.quant.pack import Tile, pack, packed_rows, planes, unpack
 from xquant.quant.quantizer import dense
@@ -12,7 +13,7 @@ from xquant.quant.quantizer import dense
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 9))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.integers(1, 8), SHAPES, st.integers(0, 2**32 - 1))
 def test_unpack_inverts_pack(bits: int, shape: tuple[int, ...], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -42,7 +43,7 @@ def test_the_packed_format_does_not_change() -> None:
     assert golden(3, [7, 0, 5]) == "1305"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.sampled_from(["tokens", "channels"]),
     st.integers(1, 8),

@@ -292,6 +292,7 @@ MAY_BE = re.compile(
 """What another cache may be: of other numbers, or what nothing asks about."""
 
 
+@pytest.mark.cases(2)
 def test_a_header_or_a_shape_that_is_another_is_refused(kind: Any, tmp_path: Path) -> None:
     number, load, file = kind
     facts, tensors = read(file)

@@ -93,6 +93,7 @@ FORMS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_and_its_caches_end_with_their_last_holder(form: str, tmp_path: Path) -> None:
     """The thread that ran them goes on, and runs nothing else."""

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.examples import examples
 from support.result_rows import benched, compared
 from xquant_lab.results.front import RATIO, compressed, front, verdict
 from xquant_lab.results.labels import write_labels
@@ -153,7 +154,7 @@ def labelled(points, on_front):
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12))
 def test_labels_do_not_collide(points):
     boxes = list(labelled(points, 2).values())
