@@ -6,11 +6,12 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DynamicCache, MiniCPM3Config, MiniCPM3ForCausalLM
 
-from support.models import COMMON, prompt, tiny
+from support.caches import calibration
+from support.models import COMMON, left_padded, prompt, tiny
 from xquant import KVCache, attach
 from xquant.analysis.memory import CacheLayout
 from xquant.analysis.shapes import Skeleton
-from xquant.models.latent import Latents
+from xquant.models.latent import Coded, Exact, Latents
 from xquant.spec import parse_method
 
 
@@ -32,8 +33,20 @@ def test_absorbed_attention_is_attention(count: int, masked: str) -> None:
     want = (query @ key.mT * 0.2).masked_fill(~seen, -torch.inf).softmax(-1) @ value
     lowest = torch.finfo(torch.float32).min
     mask = {"": None, "bool": seen, "float": torch.zeros(seen.shape).masked_fill(~seen, lowest)}
-    found = latents.attend(query, latent, rotated, mask[masked], 0.2)
+    found = latents.attend(query, [Exact(latent[:, 0], rotated[:, 0])], mask[masked], 0.2)
     torch.testing.assert_close(found, want.transpose(1, 2), rtol=1e-4, atol=1e-5)
+    # The same where the first twelve tokens are kept as other numbers, but for some sinks.
+    weight, bias = torch.linalg.qr(torch.randn(40, 40))[0], torch.randn(40)
+    states = torch.cat([latent, rotated], -1)[:, 0]
+    rows = (states[:, :12] - bias) @ weight
+    columns = torch.tensor([[0, 3, 4], [5, 12, 12]])
+    sinks = Exact(*(states[torch.arange(2)[:, None], columns].split((32, 8), -1)))
+    rows[torch.arange(2)[:, None], columns.clamp(max=11)] = 99.0 * (columns < 12)[..., None]
+    rows[1, 11] = (states[1, 11] - bias) @ weight
+    coded = Coded(rows, weight, bias, sinks, columns)
+    parts = [coded, Exact(*states[:, 12:].split((32, 8), -1))]
+    found = latents.attend(query, parts, mask[masked], 0.2)
+    torch.testing.assert_close(found, want.transpose(1, 2), rtol=1e-3, atol=1e-4)
 
 
 def test_steps_read_latents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +60,29 @@ def test_steps_read_latents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             model(ids, past_key_values=cache, use_cache=True)
     assert expanded == [36, 1, 1, 2]
     assert "absorbed" in cache.kernel
+
+
+@pytest.mark.parametrize(
+    "spec", ["tc-4bit:group=16", "tc-4bit:group=16,sink=0", "tc-3bit:group=16,basis=keys-first"]
+)
+def test_codes_are_attended_to_without_making_latents(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With padding, sinks and tokens that are not packed yet."""
+    model = tiny("deepseek_v3")
+    made, given = calibration(model, spec), left_padded([60, 41])
+    caches = [KVCache(model, spec, calibration=made) for _ in range(2)]
+    logits = []
+    for cache, of_states in zip(caches, (False, True), strict=True):
+        if of_states:  # as for a codec without such a matrix
+            monkeypatch.setattr(type(cache.codecs[0]), "to_states", None)
+        ids, mask = given["input_ids"], given["attention_mask"]
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            for step in range(1, 8):
+                ids, mask = prompt(2, 2, seed=step), torch.cat([mask, mask.new_ones(2, 2)], 1)
+                out = model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert "absorbed" in cache.kernel
+        logits.append(out.logits)
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
 
 
 def test_what_asks_for_weights_gets_them() -> None:

@@ -17,6 +17,7 @@ from ..contents.stack import LayerStack
 from ..kernels.call import AttentionCall
 from ..kernels.choose import Choice
 from ..methods import AttentionInputs, LayerCodec, Method
+from ..models.latent import Coded, Exact
 from ..past.built import States
 from ..past.growing_layer import CompressedLayer
 from ..past.offload import is_host
@@ -197,6 +198,10 @@ class KVCache(ChangingCache, RestingCache):
     def latents(self, index: int) -> States:
         layer: CompressedLayer = self.layers[index]
         return layer.states()
+
+    def latent_parts(self, index: int) -> list[Exact | Coded]:
+        layer: CompressedLayer = self.layers[index]
+        return layer.latent_parts()
 
     def pass_over(self, batch: int, length: int) -> None:
         known = self.index.length

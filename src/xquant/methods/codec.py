@@ -97,6 +97,12 @@ class LayerCodec(ABC):
         return None
 
     @property
+    def to_states(self) -> tuple[Tensor, Tensor] | None:
+        """What makes keys and values, side by side, of what is recalled, where one product does: its matrix
+        ``[W, C]``, and what is added ``[W]``."""
+        return None
+
+    @property
     def above_width(self) -> int:
         """Channels of a token that go from this layer to the one above."""
         return self.width if self.feeds_above else 0

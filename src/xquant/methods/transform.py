@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..calibration import Calibration, Expected
 from ..catalogue import short
@@ -219,3 +220,12 @@ class TransformCodec(Rematerialized, ChannelCodec):
 
     def keys(self, source: Tensor) -> Tensor:
         return linear(source, self.key_weight, self.key_bias)
+
+    @property
+    def to_states(self) -> tuple[Tensor, Tensor]:
+        if "to states" not in self.prepared:
+            beside = self.value_weight.shape[1] - self.key_weight.shape[1]
+            weight = torch.cat([F.pad(self.key_weight, (0, beside)), self.value_weight])
+            self.prepared["to states"] = [weight, self.mean]
+        weight, mean = self.prepared["to states"]
+        return weight, mean

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
+from ..models.latent import Coded, Exact
 from ..models.rotation import apply_rope
 from .built import States
 from .growing import GrowingPast
 from .layer import PastLayer
+from .sinks import Sinks
 
 
 class CompressedLayer(GrowingPast, PastLayer):
@@ -51,6 +53,20 @@ class CompressedLayer(GrowingPast, PastLayer):
         states = _join(self.read_parts(self.tokens))
         self.release_below()
         return states
+
+    def latent_parts(self) -> list[Exact | Coded]:
+        """The same of a layer with latents (MLA), or what they are a product of, if its codec keeps that."""
+        to_states, sealed = self.codec.to_states, self.stream.tokens
+        if to_states is None or self.through_store or not sealed:
+            latent, rotated = self.states()
+            return [Exact(latent[:, 0], rotated[:, 0])]
+        assert self.tail is not None
+        rows, sinks = self.recall(sealed), self.sinks or Sinks.none_yet(0, self.tail, None)
+        self.release_below()
+        assert rows is not None
+        columns = torch.where(sinks.columns < 0, sealed, sinks.columns).long()
+        coded = Coded(rows, *to_states, Exact(*self.codec.exact(sinks.rows.to(rows.dtype))), columns)
+        return [coded, Exact(*self.built.of(self.tail))]
 
     def held(self) -> States:
         """All that is known of all tokens: keys (before RoPE unless the codec is `rotated`) and values, two

@@ -61,11 +61,11 @@ class LayerHooks:
         latents are expanded for the model's ``own`` implementation."""
         current, latents = self.attachment.current, self.view.latents
         assert current is not None and latents is not None
-        states = current.cache.latents(self.index)
         if unusual(options):
+            states = current.cache.latents(self.index)
             return own(self.view.module, query, *latents.expand(*states), mask, **options)
         scaling = options.get("scaling") or query.shape[-1] ** -0.5
-        return latents.attend(query, *states, mask, scaling), None
+        return latents.attend(query, current.cache.latent_parts(self.index), mask, scaling), None
 
     @property
     def implementation(self) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.call import AttentionCall
 from ..models import ModelView
+from ..models.latent import Coded, Exact
 from ..models.rotation import Pair
 from .masks import PassMask
 from .watched import Watched
@@ -122,6 +123,10 @@ class ObservingCache:
 
     def latents(self, index: int) -> tuple[Tensor, Tensor]:
         """All latents ``[B, 1, T, r]`` of layer ``index`` and their rotated parts ``[B, 1, T, R]``."""
+        raise NotImplementedError
+
+    def latent_parts(self, index: int) -> list[Exact | Coded]:
+        """The same as it is kept, in the order of tokens."""
         raise NotImplementedError
 
     def fixed_inputs(self, positions: bool) -> dict[str, Tensor]:
