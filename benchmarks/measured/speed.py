@@ -271,20 +271,40 @@ def folded() -> str:
 @table
 def latent() -> str:
     """A decoding step over latents at the shape of DeepSeek-V3."""
-    found = rows("latent")
-    (own,) = (row for row in found if row["method"] == "transformers")
-    head = ("cache", "ms a step", "times faster", "MB", "of its bytes")
+    found = by_method("latent")
+    own, torchs = found["transformers"], found["full"]
+    head = ("cache", "ms a step", "attention alone", "of `full`'s", "MB", "of its bytes")
+    body = []
+    for row in found.values():
+        alone = row["attention_ms"]
+        body.append(
+            [
+                "transformers' own" if row is own else code(row["method"]),
+                f"{row['ms_per_step']:,.0f}",
+                "" if alone is None else f"{alone:.0f}",
+                "" if alone is None else f"{alone / torchs['attention_ms']:.2f}",
+                f"{row['cache_bytes'] / 1e6:.1f}",
+                f"{row['cache_bytes'] / own['cache_bytes']:.3f}",
+            ]
+        )
+    return markdown(head, body)
+
+
+@table
+def latent_coded() -> str:
+    """What coded latents lose, of a small model that was trained for it."""
     body = (
         [
-            "transformers' own" if row is own else code(row["method"]),
-            f"{row['ms_per_step']:,.0f}",
-            f"{own['ms_per_step'] / row['ms_per_step']:.1f}",
-            f"{row['cache_bytes'] / 1e6:.1f}",
-            f"{row['cache_bytes'] / own['cache_bytes']:.3f}",
+            code(row["method"]),
+            row["calibrated"],
+            f"{row['bits_per_value']:.2f}",
+            f"{row['kl']:.5f}",
+            f"{row['ratio']:.4f}",
         ]
-        for row in found
+        for row in rows("latent-coded")
+        if row["method"] != "full"
     )
-    return markdown(head, body)
+    return markdown(["cache", "calibrated on", "bits a value", "KL", "times the perplexity"], body)
 
 
 @table
