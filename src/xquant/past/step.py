@@ -182,7 +182,7 @@ class Step:
         memory: FixedSequences | None = None,
     ) -> None:
         self.new_tokens = new_tokens
-        self._at, self._retention, self._memory = at, retention, memory
+        self.at, self._retention, self._memory = at, retention, memory
         self._grouped: dict[bool, tuple[list[Sequences], Chunks]] = {}
         self.filled = self._find_filled()
         """The blocks that are completed, if any are."""
@@ -216,12 +216,12 @@ class Step:
                 first_rows.append(tokens.start - tokens.before + start)
         if not of:
             return None
-        pages = self._at.table[of, [start // block for start in starts]].long()
+        pages = self.at.table[of, [start // block for start in starts]].long()
         within = torch.arange(block, device="cpu")
         positions = _int64(starts)[:, None] + within
         befores = _int64([self.new_tokens[number].before for number in of])
         begun = (positions < befores[:, None]).flatten().nonzero()[:, 0]
-        rings = _tensor(self._at.rings[of]).long()
+        rings = _tensor(self.at.rings[of]).long()
         held = positions % self._retention.capacity
         rows = (_int64(first_rows)[:, None] + within).clamp(min=0)
         slots = self._retention.slots
@@ -232,12 +232,12 @@ class Step:
 
     @cached_property
     def _rings(self) -> list[int]:
-        rings: list[int] = self._at.rings.tolist()
+        rings: list[int] = self.at.rings.tolist()
         return rings
 
     @cached_property
     def _begun(self) -> list[list[int]]:
-        begun: list[list[int]] = self._at.begun.tolist()
+        begun: list[list[int]] = self.at.begun.tolist()
         return begun
 
     @cached_property
@@ -270,7 +270,7 @@ class Step:
 
     def _chunk(self, number: int) -> Chunk:
         tokens, sealed, slots = self.new_tokens[number], self._sealed[number], self._retention.slots
-        pages = self._at.table[number, : sealed // self._retention.block].long()
+        pages = self.at.table[number, : sealed // self._retention.block].long()
         places = self._places(number, min(sealed, tokens.before), tokens.before)
         slot = slots.of(int(pages[0])) if slots is not None and sealed else None
         return Chunk(tokens, pages, places, sealed, slot)
@@ -280,7 +280,7 @@ class Step:
     def _sequences(self, numbers: list[int], queries: int) -> Sequences:
         """Of as many new tokens each. All numbers are worked out where they are read."""
         capacity, slots = self._retention.capacity, self._retention.slots
-        first, before, rings, begun, table = self._at.chosen(numbers)
+        first, before, rings, begun, table = self.at.chosen(numbers)
         by = _library(before)
         nothing = 0 * before
         limits = self._retention.sealed(before, before + queries, begun[:, 0])
@@ -314,46 +314,20 @@ def _int64(numbers: list[int]) -> Tensor:
 
 @dataclass(eq=False)
 class Batch:
-    """The sequences of a forward pass, as an engine says them to all layers that share a table of blocks."""
+    """The sequences of a forward pass, as an engine says them to all layers that share a table of blocks. A
+    batch may be filled up with sequences of no new tokens."""
 
-    new_tokens: list[NewTokens]
-    first: Numbers
-    """int32 ``[B]``: as of `Whereabouts`, and"""
-    before: Numbers
-    """int32 ``[B]``."""
+    starts: Numbers
+    """int32 ``[B + 1]``: the first new token of each among the ``T``, and the end of the last."""
+    lengths: Numbers
+    """int32 ``[B]``: tokens of each, with the new ones."""
+    known: tuple[list[int], list[int]]
+    """Both, as the host knows them."""
     table: Tensor
     """int ``[B, columns]``; of rings ``[B, 1]``."""
     memory: FixedSequences | None = None
     """As of `Step`."""
     _made: "tuple[Batch, Step] | None" = None
-
-    @classmethod
-    def of(
-        cls,
-        starts: Numbers,
-        lengths: Numbers,
-        known: tuple[list[int], list[int]],
-        table: Tensor,
-        memory: FixedSequences | None = None,
-    ) -> "Batch":
-        """Of sequences whose new tokens begin at ``starts``, one number more than there are sequences, and
-        that have ``lengths`` tokens with them. A batch may be filled up with sequences of no new tokens.
-
-        Args:
-            known: both, as the host knows them.
-        """
-        numbered = [
-            (number, NewTokens(start, stop, length - (stop - start)))
-            for number, (start, stop, length) in enumerate(
-                zip(known[0], known[0][1:], known[1], strict=False)
-            )
-            if stop > start
-        ]
-        before, own = lengths - (starts[1:] - starts[:-1]), [number for number, _ in numbered]
-        each: tuple[Any, Any, Tensor] = starts[:-1], before, table
-        if len(own) < len(table):
-            each = starts[:-1][own], before[own], table[own]
-        return cls([tokens for _, tokens in numbered], *each, memory)
 
     def step_of(self, pages: "Batch", retention: Retention, begun: Noted) -> Step:
         """The step of layers whose rings are in this table and whose pages are in the other; made once.
@@ -362,8 +336,18 @@ class Batch:
             begun: of every ring, `Whereabouts.begun`.
         """
         if self._made is None or self._made[0] is not pages:
-            rings = self.table[:, 0].int()
-            own: Numbers = rings if isinstance(pages.first, Tensor) else rings.numpy()
-            at = Whereabouts(pages.first, pages.before, own, begun.of(own), pages.table.int())
-            self._made = pages, Step(pages.new_tokens, at, retention, pages.memory)
+            self._made = pages, self._make_step(pages, retention, begun)
         return self._made[1]
+
+    def _make_step(self, pages: "Batch", retention: Retention, begun: Noted) -> Step:
+        starts, lengths = pages.known
+        counted = zip(starts, starts[1:], lengths, strict=False)
+        new = {
+            number: NewTokens(start, stop, length - (stop - start))
+            for number, (start, stop, length) in enumerate(counted)
+            if stop > start
+        }
+        before, rings = pages.lengths - (pages.starts[1:] - pages.starts[:-1]), self.table[:, 0].int()
+        own: Numbers = rings if isinstance(before, Tensor) else rings.numpy()
+        at = Whereabouts(pages.starts[:-1], before, own, begun.of(own), pages.table.int())
+        return Step([*new.values()], at.chosen([*new]), retention, pages.memory)

@@ -61,11 +61,13 @@ class LayerHooks:
         latents are expanded for the model's ``own`` implementation."""
         current, latents = self.attachment.current, self.view.latents
         assert current is not None and latents is not None
-        if unusual(options):
-            states = current.cache.latents(self.index)
+        asked = unusual(options)
+        parts = current.cache.latents(self.index, whole=asked)
+        if asked:
+            states = (part[:, None] for part in parts[0][:2])
             return own(self.view.module, query, *latents.expand(*states), mask, **options)
         scaling = options.get("scaling") or query.shape[-1] ** -0.5
-        return latents.attend(query, current.cache.latent_parts(self.index), mask, scaling), None
+        return latents.attend(query, parts, mask, scaling), None
 
     @property
     def implementation(self) -> str:

@@ -121,12 +121,9 @@ class ObservingCache:
         """The same of a decode step that runs compiled: ``out`` ``[B, T, H, D]`` is written to."""
         raise NotImplementedError
 
-    def latents(self, index: int) -> tuple[Tensor, Tensor]:
-        """All latents ``[B, 1, T, r]`` of layer ``index`` and their rotated parts ``[B, 1, T, R]``."""
-        raise NotImplementedError
-
-    def latent_parts(self, index: int) -> list[Exact | Coded]:
-        """The same as it is kept, in the order of tokens."""
+    def latents(self, index: int, whole: bool = False) -> list[Exact | Coded]:
+        """All latents of layer ``index`` as they are kept, in the order of tokens; ``whole``: as one part, in
+        which they are there."""
         raise NotImplementedError
 
     def fixed_inputs(self, positions: bool) -> dict[str, Tensor]:

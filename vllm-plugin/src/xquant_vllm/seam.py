@@ -277,7 +277,7 @@ class BatchBuilder(AttentionMetadataBuilder):
         known = lengths if lengths.is_cpu else given.seq_lens_cpu_upper_bound
         host = given.query_start_loc_cpu.tolist(), known.tolist()
         told = (starts.numpy(), lengths.numpy()) if lengths.is_cpu else (starts, lengths)
-        return Batch.of(*told, host, given.block_table_tensor, self._memory)
+        return Batch(*told, host, given.block_table_tensor, self._memory)
 
 
 class PagedImpl(AttentionImpl):
