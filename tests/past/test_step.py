@@ -70,6 +70,16 @@ def test_a_batch_may_be_empty() -> None:
     assert step.filled is None and not step.readers(native=True)[1].each
 
 
+def test_layers_with_other_rings_read_their_own() -> None:
+    """Though they share pages, and take turns."""
+    starts, lengths = np.array([0, 1, 2], np.int32), np.array([10, 7], np.int32)
+    known, begun = (starts.tolist(), lengths.tolist()), Noted(2)
+    tables = torch.arange(6, dtype=torch.int32).view(2, 3), *(torch.tensor([[a], [a + 1]]) for a in (6, 8))
+    pages, *rings = (Batch(starts, lengths, known, table, FixedSequences(CPU, 2)) for table in tables)
+    read = [each.step_of(pages, Retention(4, 8), begun).readers(native=True)[0][0] for each in rings]
+    assert [sequences.held[:, 0].tolist() for sequences in read] == [[6, 7], [8, 9]]
+
+
 @settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_a_device_works_out_what_the_host_does(data: st.DataObject) -> None:

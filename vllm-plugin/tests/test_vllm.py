@@ -107,6 +107,15 @@ def test_answers_are_the_librarys(tiny: Path, spec: str) -> None:
     assert len(others) < 2 and all(known.almost_gives(*each) for each in others)
 
 
+def test_layers_with_rings_in_one_pool_read_their_own(tmp_path: Path) -> None:
+    """vLLM puts the rings of some layers into one pool, and these take turns with others."""
+    deep, prompts = save_tiny(tmp_path, num_hidden_layers=20), random_prompts([300, 140], seed=1)
+    known = Library(deep, "kivi-4bit", "auto")
+    with engine(deep, "kivi-4bit") as llm:
+        for each in zip(prompts, answers(llm, prompts, 8), strict=True):
+            assert known.gives(*each) or known.almost_gives(*each)
+
+
 def test_chunks_and_hits_read_alike_from_the_store(tiny: Path) -> None:
     """To the bit."""
     found = read_from_store(tiny, "kivi-2bit")

@@ -326,7 +326,8 @@ class Batch:
     table: Tensor
     """int ``[B, columns]``; of rings ``[B, 1]``."""
     memory: FixedSequences | None = None
-    """As of `Step`."""
+    """As of `Step`, of layers whose rings are in this table. Layers with other rings have other memory: their
+    turns come in between."""
     _made: "tuple[Batch, Step] | None" = None
 
     def step_of(self, pages: "Batch", retention: Retention, begun: Noted) -> Step:
@@ -350,4 +351,4 @@ class Batch:
         before, rings = pages.lengths - (pages.starts[1:] - pages.starts[:-1]), self.table[:, 0].int()
         own: Numbers = rings if isinstance(before, Tensor) else rings.numpy()
         at = Whereabouts(pages.starts[:-1], before, own, begun.of(own), pages.table.int())
-        return Step([*new.values()], at.chosen([*new]), retention, pages.memory)
+        return Step([*new.values()], at.chosen([*new]), retention, self.memory)
