@@ -225,6 +225,22 @@ def prompts_avx2() -> str:
     return markdown(["cache", "read", "before", "after"], body)
 
 
+@table
+def prompts_by_kernel() -> str:
+    """The same since the library reads prompts."""
+    every, half = rows("prefill-kernel"), rows("prefill-kernel-bf16")
+    timed = (every, 512), (every, 2048), (half, 512), (half, 2048)
+    body = []
+    for method in dict.fromkeys(row["method"] for row in every if row["method"] != "DynamicCache"):
+        cells = [code(method)]
+        for found, tokens in timed:
+            row = _prompt(found, method, tokens)
+            low, high = row["ratio_min_max"]
+            cells.append(f"{row['ratio_to_dynamic_cache']:.2f} ({low:.2f} to {high:.2f})")
+        body.append(cells)
+    return markdown(["cache", "512, fp32", "2,048, fp32", "512, bf16", "2,048, bf16"], body)
+
+
 def _prompt(found: list[Row], method: str, tokens: int) -> Row:
     return next(row for row in found if (row["method"], row["tokens"]) == (method, tokens))
 

@@ -177,6 +177,7 @@ void of_floats() {
     const float summed = sum(to_floats(small));
     expect("sum", &summed, &total, 4);
     floats("to_floats", to_floats(t.all()), [&](int i) { return (float)t.words[i]; });
+    floats("as_floats", as_floats(as_words(d)), [&](int i) { return x[i]; });
     for (int i = 0; i < 16; i++) r.floats[i] = i < 8 ? i - 3.5f : x[i];
     words("to_nearest", to_nearest(r.all_floats()), [&](int i) { return std::lrintf(x[i]); });
     floats("round_to_whole", round_to_whole(r.all_floats()), [&](int i) { return std::rint(x[i]); });
@@ -222,6 +223,25 @@ void of_halves() {
     std::memcpy(x, bits, sizeof(x));
     each<uint16_t, 16>("store_bf16", [&](uint16_t* to) { store_bf16(to, load_floats(x)); },
                        [&](int i) { return (bits[i] + 0x7FFF + (bits[i] >> 16 & 1)) >> 16; });
+#ifdef XQ_BF16_PAIRS
+    if (!has_bf16_pairs()) return;
+    uint16_t rounded[16], a[32], b[32];
+    store_bf16(rounded, load_floats(x));
+    each<uint16_t, 32>("to_bf16", [&](uint16_t* to) { store(to, to_bf16(load_floats(x), load_floats(x))); },
+                       [&](int i) { return rounded[i % 16]; });
+    for (int i = 0; i < 32; i++) a[i] = 0x3F80 + i, b[i] = 0x4080 - 2 * i;  // products and sums that are exact
+    uint32_t pair;
+    std::memcpy(&pair, a + 6, 4);
+    const auto of = [](uint16_t h) {
+        const uint32_t wide = (uint32_t)h << 16;
+        float found;
+        std::memcpy(&found, &wide, 4);
+        return found;
+    };
+    floats("dot_bf16", dot_bf16(load_floats(x), &pair, load(b)), [&](int i) {
+        return x[i] + (of(a[6]) * of(b[2 * i]) + of(a[7]) * of(b[2 * i + 1]));
+    });
+#endif
 }
 
 void of_shorts() {

@@ -250,6 +250,7 @@ def test_an_interrupted_pass_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 30])
+@torch.no_grad()
 def test_saving_within_a_forward_pass_is_refused(length: int, tmp_path: Path) -> None:
     model = model_of("llama")
     cache = KVCache(model, "kivi-4bit:group=8")

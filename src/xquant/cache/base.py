@@ -13,7 +13,8 @@ from transformers import Cache
 
 from .. import compat
 from ..contents.options import CacheOptions
-from ..kernels.choose import Choice
+from ..kernels.choose import Choice, prompts_of
+from ..kernels.prompts import PromptAttention
 from ..methods import AttentionInputs, Method
 from ..past.built import States
 from ..seam.check import check_input
@@ -71,6 +72,10 @@ class CompressedCache(Cache, ObservingCache):
     @property
     def _family(self) -> str:
         return type(self.attachment.view.model).__name__
+
+    @property
+    def prompts(self) -> PromptAttention | None:
+        return prompts_of(self.options.kernel)
 
     @property
     def kernel(self) -> str:

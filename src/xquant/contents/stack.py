@@ -9,7 +9,7 @@ from torch import Tensor
 from ..analysis.memory import ENTRY_NBYTES, INDEX_NBYTES
 from ..kernels.backend import LayerAttention, Shared
 from ..kernels.call import AttentionCall
-from ..kernels.choose import Choice, choose, chunks_of, packer_of
+from ..kernels.choose import Choice, choose, packer_of
 from ..kernels.rope import RopeTable
 from ..kernels.trial import Trial
 from ..kernels.workspace import Workspace
@@ -74,9 +74,7 @@ class LayerStack:
 
     def _attach_backends(self) -> None:
         self.shared = Shared(RopeTable(self.index), Workspace())
-        self._chunks = chunks_of(self._options.kernel, self._options.through_store)
         self._attentions: dict[int, LayerAttention] = {}
-        self._numbered = {layer.codec.view.index: layer for layer in self.layers}
         for layer in self.layers:
             number = layer.codec.view.index
             backend = self.choices[number].backend
@@ -132,9 +130,8 @@ class LayerStack:
         if self.index.length == queries:  # nothing came before
             return None
         with as_written(call.query):
-            if queries <= MOST_QUERIES or attention.reads_chunks:
-                return attention.attend(call)
-            return None if self._chunks is None else self._chunks.attend(self._numbered[number], call)
+            few = queries <= MOST_QUERIES
+            return attention.attend(call) if few or attention.reads_chunks else None
 
     def complete(self, before: int) -> bool:
         """End a forward pass that began with ``before`` tokens: seal what layers hold for its end. False
@@ -180,8 +177,6 @@ class LayerStack:
         """Forget what holds for one forward pass only."""
         self.forget_unsealed()
         self.shared.rope.clear()
-        if self._chunks is not None:
-            self._chunks.forget()
         self.index.forget()
         for layer in self.layers:
             layer.release()

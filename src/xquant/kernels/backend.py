@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..methods import LayerCodec
 from ..past.angles import PagedAngles
+from ..past.exact import ExactAttention, torch_attention
 from ..past.growing import Accumulator
 from ..past.packer import TORCH, Packer
 from ..past.pages import PageLayout
@@ -57,6 +58,11 @@ class Backend(ABC):
     def packer(self) -> Packer:
         """What blocks are packed and unpacked with."""
         return TORCH
+
+    @property
+    def exact(self) -> ExactAttention:
+        """What attends over states that are not packed, for many queries."""
+        return torch_attention
 
     @property
     def tried_packer(self) -> Packer:

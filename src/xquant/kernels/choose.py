@@ -7,11 +7,12 @@ from functools import cache
 import torch
 
 from ..methods import LayerCodec
+from ..past.exact import ExactAttention, torch_attention
 from ..past.packer import Packer
 from . import KERNELS, cpu, cuda, triton
 from .backend import NOTHING_PACKED, Backend, unread
+from .prompts import PromptAttention
 from .torch import FOLDED, REFERENCE
-from .torch.chunks import ChunkAttention
 from .trial import Trial
 
 BACKENDS: dict[str, Backend] = {
@@ -95,10 +96,18 @@ def _warn(why: str) -> None:
     )
 
 
-def chunks_of(wanted: str, through_store: bool) -> ChunkAttention | None:
-    """What attends for chunks of a prompt at layers whose backend does not read them in place; None where the
-    model's own attention is asked for, or every token reads the store."""
-    return None if wanted == REFERENCE.name or through_store else ChunkAttention()
+@cache
+def prompts_of(wanted: str) -> PromptAttention | None:
+    """What attends for prompts over whole states; None where the model's own attention is asked for, or as
+    fast."""
+    exact = exact_of(wanted, torch.device("cpu"))
+    return None if exact is torch_attention else PromptAttention(exact)
+
+
+def exact_of(wanted: str, device: torch.device) -> ExactAttention:
+    """What attends for prompts on ``device`` over states that are not packed; ``wanted`` as of `choose`."""
+    backend = fastest_first(device)[0] if wanted == "auto" else BACKENDS[wanted]
+    return backend.exact
 
 
 def packer_of(wanted: str, device: torch.device) -> Packer:

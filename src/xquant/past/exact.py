@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .step import Chunks
-
 States = tuple[Tensor, Tensor]
 """Keys and values, ``[tokens, G, D]``."""
 
@@ -24,17 +22,27 @@ class Scoring(NamedTuple):
 
 
 class ExactAttention(Protocol):
-    """Causal attention of the newest tokens of each sequence; an engine may have a faster one than torch."""
+    """Causal attention of the newest tokens of each sequence."""
 
-    def __call__(self, query: Tensor, states: Sequence[States], chunks: Chunks, scoring: Scoring) -> Tensor:
-        """``[t, H, D]`` of a query of this shape, the new tokens of all ``chunks`` after each other; the
-        ``states`` of each end with these tokens."""
+    def __call__(
+        self, query: Tensor, states: Sequence[States], counts: Sequence[int], scoring: Scoring
+    ) -> Tensor:
+        """``[t, H, D]`` of a query of this shape.
+
+        Args:
+            query: of the new tokens of all sequences, after each other.
+            states: of each sequence, in the query's dtype; they end with its new tokens.
+            counts: how many new tokens each has.
+        """
 
 
-def torch_attention(query: Tensor, states: Sequence[States], chunks: Chunks, scoring: Scoring) -> Tensor:
+def torch_attention(
+    query: Tensor, states: Sequence[States], counts: Sequence[int], scoring: Scoring
+) -> Tensor:
     """`ExactAttention` in torch, a sequence at a time."""
-    counts = [chunk.new.stop - chunk.new.start for chunk in chunks.each]
-    found = [_attention(part, *each, scoring) for part, each in zip(query.split(counts), states, strict=True)]
+    found = [
+        _attention(part, *each, scoring) for part, each in zip(query.split([*counts]), states, strict=True)
+    ]
     return torch.cat(found)
 
 

@@ -115,7 +115,7 @@ class PagedPast:
         if chunks.each:
             states = [self.read(chunk, rows[chunk.new.start : chunk.new.stop]) for chunk in chunks.each]
             own, scoring = chunks.rows, Scoring(call.scaling, call.softcap or 0.0, call.sink_logits)
-            found = self._exact(call.query[own].to(self._rings.dtype), states, chunks, scoring)
+            found = self._exact(call.query[own].to(self._rings.dtype), states, chunks.counts, scoring)
             out[own] = found.to(out.dtype)
             # Last: a long ring may give the places of tokens that were read to new ones.
             self.write_rings(rows[chunks.kept], chunks)

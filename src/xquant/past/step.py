@@ -5,7 +5,7 @@ A token at position ``p`` lies in place ``p % R`` of its sequence's ring.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -134,8 +134,11 @@ class Chunks:
     """int64: those of the ``T`` that go into rings, and"""
     places: tuple[Tensor, Tensor]
     """where each goes: its ring and its place there."""
-    prepared: dict[Any, Any] = field(default_factory=dict)
-    """What an engine's attention has made of them for all layers."""
+
+    @property
+    def counts(self) -> list[int]:
+        """New tokens of each."""
+        return [chunk.new.stop - chunk.new.start for chunk in self.each]
 
 
 _NONE = torch.zeros(0, dtype=torch.int64, device="cpu")

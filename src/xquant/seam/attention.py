@@ -10,7 +10,7 @@ from .. import compat
 from ..kernels.call import AttentionCall
 from . import traced
 from .gradients import past_is_constant, without_gradients
-from .layer import NAME, LayerHooks, unusual
+from .layer import NAME, LayerHooks, is_causal, unusual
 from .naming import PREFIX, WRAPPED
 from .passes import Route
 from .watched import Watched, plain
@@ -53,18 +53,30 @@ def _attention(like: str) -> Callable[..., Any]:
         key, value = plain(key), plain(value)
         if returned.route is Route.LATENTS:
             return hooks.attend_to_latents(own, query, attention_mask, kwargs)
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        softcap = logits = None
+        if like == "eager":  # transformers' sdpa knows neither
+            softcap, logits = kwargs.get("softcap"), kwargs.get("s_aux")
+        cache, index = current.cache, hooks.index
+
+        def whole(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Any:
+            """Attention over the states of all tokens."""
+            asked = AttentionCall(query, keys, values, mask, scaling, softcap, logits)
+            known = mask is not None or is_causal(like, module, query, keys, kwargs)
+            if cache.prompts is not None and known and not unusual(kwargs):
+                found = cache.prompts.attend(asked)
+                if found is not None:
+                    return found, None
+            return own(module, query, keys, values, mask, **kwargs)
+
         if returned.route is Route.WHOLE:
             hooks.see_expanded(returned, key, value)
-            return own(module, query, key, value, attention_mask, **kwargs)
+            return whole(query, key, value, attention_mask)
 
         query, key = hooks.view.as_in_cache(query), hooks.view.as_in_cache(key)
-        cache, index, exact = current.cache, hooks.index, (query, key, value)
+        exact = query, key, value
         out = None
         with without_gradients():
-            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            softcap = logits = None
-            if like == "eager":  # transformers' sdpa knows neither
-                softcap, logits = kwargs.get("softcap"), kwargs.get("s_aux")
             call = AttentionCall(*exact, attention_mask, scaling, softcap, logits)
             cache.see(index, call)
             if not unusual(kwargs):
@@ -74,9 +86,9 @@ def _attention(like: str) -> Callable[..., Any]:
         if out is not None:
             return past_is_constant(out, *exact), None
         if keys is key:  # nothing came before
-            return own(module, query, key, value, mask, **kwargs)
+            return whole(query, key, value, mask)
         with torch.no_grad():
-            out, weights = own(module, query, keys, values, mask, **kwargs)
+            out, weights = whole(query, keys, values, mask)
         return past_is_constant(out, *exact), weights
 
     return attend

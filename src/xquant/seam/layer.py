@@ -168,6 +168,13 @@ def _pair(rope: Any) -> Pair | None:
     return None
 
 
+def is_causal(like: str, module: nn.Module, query: Tensor, keys: Tensor, options: dict[str, Any]) -> bool:
+    """Whether attention ``like`` this makes a causal mask where a layer gives it none."""
+    asked = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if asked is None else asked
+    return like == "sdpa" and bool(causal) and query.shape[2] == keys.shape[2]
+
+
 def unusual(options: dict[str, Any]) -> bool:
     """Whether the attention function is asked for more than scores, a mask and a softmax."""
     asked = options.get

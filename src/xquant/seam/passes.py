@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from ..kernels.call import AttentionCall
+from ..kernels.prompts import PromptAttention
 from ..models import ModelView
 from ..models.latent import Coded, Exact
 from ..models.rotation import Pair
@@ -88,6 +89,11 @@ class ObservingCache:
     """Those of compressed layers have a ``codec``."""
     traceable = False
     """Whether compiled forward passes may use it: see `traced`."""
+
+    @property
+    def prompts(self) -> PromptAttention | None:
+        """What attends for prompts in place of the model, where it can."""
+        return None
 
     @abstractmethod
     def begin(self, batch: int, length: int, mask: PassMask) -> Any:

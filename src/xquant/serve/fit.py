@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.choose import choose, packer_of
+from ..kernels.choose import choose, exact_of, packer_of
 from ..methods import LayerCodec, Method
 from ..models import AttentionView
 from ..past.angles import Angles, rotates_halves
-from ..past.exact import ExactAttention, torch_attention
 from ..past.pageable import unfit, unfit_options
 from ..past.paged import PagedPast
 from ..past.step import Retention
@@ -68,21 +67,16 @@ class Wanted:
             )
         return block
 
-    def layer(
-        self,
-        codec: LayerCodec,
-        angles: Callable[[], Angles],
-        exact: Callable[[AttentionView], ExactAttention],
-    ) -> PagedPast:
-        """A layer of an engine, which has these ``angles`` and, for kernels, this attention of its own."""
-        block = self.method.group
+    def layer(self, codec: LayerCodec, angles: Callable[[], Angles]) -> PagedPast:
+        """A layer of an engine, which has these ``angles``."""
+        block, device = self.method.group, codec.view.device
         return PagedPast(
             codec,
             block,
             None if codec.rotated else angles(),
             choose(codec, block, self.kernel).backend,
-            packer_of(self.kernel, codec.view.device),
-            exact(codec.view) if self.kernel == "auto" else torch_attention,
+            packer_of(self.kernel, device),
+            exact_of(self.kernel, device),
             self.method.sink,
         )
 

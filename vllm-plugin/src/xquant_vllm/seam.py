@@ -43,7 +43,6 @@ from xquant.serve.described import described, left_to_torch
 from . import states
 from .checks import CONNECTOR, checked, drafts_of, logger, model_of, rotary_angles, wanted_of
 from .dtype import make_known
-from .exact import exact_of
 from .guard import is_wrapped, refusing, wrap
 
 _NAME = "CUSTOM"  # vLLM has a list of backends, and this place in it for others
@@ -136,7 +135,7 @@ def _prepared(original: Callable[..., Any], worker: Any) -> Any:
         layer: Any = _attention(parent)
         rotary = getattr(parent, "rotary_emb", None)
         angles_of = functools.partial(angles, rotary, codec.view.rotary_size)
-        served = wanted.layer(codec, angles_of, exact_of)
+        served = wanted.layer(codec, angles_of)
         ring = Ring(f"{layer.layer_name}.{RING}", served.row, retention, dtype)
         config.compilation_config.static_forward_context[ring.name] = ring
         layer.impl.served, layer.impl.ring, layer.impl.angles = served, ring, angles_of

@@ -3,13 +3,15 @@
 A decode step fills in a structure of the C interface (`library`), and calls the function for the instruction
 set of this machine. A `Kernel` says in it how a layer is packed and what is asked: `attention` (keys and
 values), `rebuild` and `ranked` (what they are rebuilt from). `growing` and `paged` say where blocks, recent
-tokens and sinks lie. `sealing` packs and unpacks blocks.
+tokens and sinks lie. `prefill` reads prompts as they are.
+`sealing` packs and unpacks blocks.
 """
 
 from typing import TYPE_CHECKING
 
 from ...methods import LayerCodec
 from ...past.angles import PagedAngles
+from ...past.exact import ExactAttention, torch_attention
 from ...past.packer import TORCH, Packer
 from ...past.pages import PageLayout
 from ...past.stream import Stream
@@ -20,6 +22,7 @@ from . import attention, library, ranked, rebuild
 from .attention import Kernel
 from .growing import NativeAttention
 from .paged import NativePages
+from .prefill import NativePrefill
 from .sealing import NativePacker
 
 if TYPE_CHECKING:
@@ -35,6 +38,10 @@ class Native(Backend):
     @property
     def packer(self) -> Packer:
         return NativePacker(self.name) if self.name in library.isas() else TORCH
+
+    @property
+    def exact(self) -> ExactAttention:
+        return NativePrefill(self.name) if self.name in library.isas() else torch_attention
 
     def unfit(self, codec: LayerCodec, block: int) -> str:
         if codec.rematerialized is None:

@@ -183,6 +183,26 @@ class RankedAttend(Structure):
     ]
 
 
+class Chunk(Structure):
+    __slots__ = ()
+    _fields_ = [
+        *((name, c_void_p) for name in ("key", "value")),
+        *((name, c_int64) for name in ("key_token", "key_head", "value_token", "value_head")),
+        *((name, c_int32) for name in ("tokens", "queries", "first", "unused")),
+    ]
+
+
+class Prefill(Structure):
+    __slots__ = ()
+    _fields_ = [
+        *((name, c_void_p) for name in ("chunks", "query", "out", "sink_logits")),
+        *((name, c_int64) for name in ("query_token", "query_head", "out_token", "out_head")),
+        *((name, c_float) for name in ("scaling", "softcap")),
+        *((name, c_int32) for name in ("count", "kv_heads", "group_heads", "head_size")),
+        *((name, c_int32) for name in ("dtype", "threads")),
+    ]
+
+
 LINEAR_PARTS = 4
 """As ``XQ_LINEAR_PARTS``."""
 
@@ -213,6 +233,7 @@ CALLS = {
     "rebuild_sum": RebuildSum,
     "ranked_attend": RankedAttend,
     "weigh": Weigh,
+    "prefill": Prefill,
     "linear": Linear,
 }
 """The functions of an instruction set, and what each is called with."""

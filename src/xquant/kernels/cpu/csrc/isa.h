@@ -10,6 +10,7 @@
 #include "ranked_sealing.h"
 #include "ranked.h"
 #include "weigh.h"
+#include "prefill.h"
 #include "linear.h"
 
 #define XQ_JOIN2(a, b) a##b
@@ -53,4 +54,5 @@ XQ_FUNCTION(ranked_encode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_decode, xq_ranked_blocks)
 XQ_FUNCTION(ranked_attend, xq_ranked_attend)
 XQ_FUNCTION(weigh, xq_weigh)
+XQ_FUNCTION(prefill, xq_prefill)
 XQ_FUNCTION(linear, xq_linear)

@@ -43,6 +43,7 @@ size_t xq_rebuild_scores_size() { return sizeof(xq_rebuild_scores); }
 size_t xq_rebuild_sum_size() { return sizeof(xq_rebuild_sum); }
 size_t xq_ranked_attend_size() { return sizeof(xq_ranked_attend); }
 size_t xq_weigh_size() { return sizeof(xq_weigh); }
+size_t xq_prefill_size() { return sizeof(xq_prefill); }
 size_t xq_linear_size() { return sizeof(xq_linear); }
 
 // The table of rotations R(0) .. R(block - 1) for keys in tiles: cos and sin [block, half] as int16 (1 is 32767)

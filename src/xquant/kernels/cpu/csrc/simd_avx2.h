@@ -12,6 +12,7 @@ namespace {
 constexpr bool FAST_BYTES = false;  // whether dot8 takes less time than two dot16
 
 constexpr int TILES = 1;
+constexpr int PANEL = 1;
 #ifndef XQ_MAX_ROWS
 #define XQ_MAX_ROWS 4
 #endif
@@ -178,6 +179,8 @@ inline float lowest(Floats a) {
     return reduce(a, [](float x, float y) { return x < y ? x : y; });
 }
 inline Floats to_floats(Words a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline Floats as_floats(Words a) { return {_mm256_castsi256_ps(a.lo), _mm256_castsi256_ps(a.hi)}; }
+inline Words as_words(Floats a) { return {_mm256_castps_si256(a.lo), _mm256_castps_si256(a.hi)}; }
 inline Words to_nearest(Floats a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
 inline Floats load_fp16(const uint16_t* p) {
     auto q = (const __m128i*)p;

@@ -16,6 +16,7 @@ namespace {
 constexpr bool FAST_BYTES = true;  // whether dot8 takes less time than two dot16
 
 constexpr int TILES = 2;  // tiles of 16 lanes that share a broadcast weight
+constexpr int PANEL = 4;  // vectors whose sums of six rows fit into registers, with these vectors
 #ifndef XQ_MAX_ROWS
 #define XQ_MAX_ROWS 8
 #endif
@@ -121,6 +122,9 @@ inline float sum(Floats a) { return _mm512_reduce_add_ps(a.v); }
 inline float highest(Floats a) { return _mm512_reduce_max_ps(a.v); }
 inline float lowest(Floats a) { return _mm512_reduce_min_ps(a.v); }
 inline Floats to_floats(Words a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// The same bits.
+inline Floats as_floats(Words a) { return {_mm512_castsi512_ps(a.v)}; }
+inline Words as_words(Floats a) { return {_mm512_castps_si512(a.v)}; }
 inline Words to_nearest(Floats a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline Floats load_fp16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))};
@@ -142,6 +146,23 @@ inline void store_bf16(uint16_t* p, Floats a) {
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     bits = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+}
+// What AVX-512 BF16 adds, which not every CPU with AVX-512 has. In assembly, since this file is compiled for all.
+#define XQ_BF16_PAIRS
+inline bool has_bf16_pairs() {
+    static const bool has = __builtin_cpu_supports("avx512bf16");
+    return has;
+}
+// sum + a0 * b0 + a1 * b1 in every lane, of the two bf16 of a lane of b and of the one lane at `a`.
+inline Floats dot_bf16(Floats sum, const uint32_t* a, Words b) {
+    asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum.v) : "v"(b.v), "m"(*a));
+    return sum;
+}
+// 32 numbers as bf16.
+inline Words to_bf16(Floats first, Floats last) {
+    Words both;
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both.v) : "v"(first.v), "v"(last.v));
+    return both;
 }
 // 16 bytes, one a 32-bit lane.
 inline Words load_bytes(const uint8_t* p) {

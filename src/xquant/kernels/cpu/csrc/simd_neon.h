@@ -13,6 +13,7 @@ namespace {
 constexpr bool FAST_BYTES = false;  // whether dot8 takes less time than two dot16
 
 constexpr int TILES = 1;
+constexpr int PANEL = 1;
 #ifndef XQ_MAX_ROWS
 #define XQ_MAX_ROWS 4
 #endif
@@ -203,6 +204,12 @@ inline float lowest(Floats a) {
 }
 inline Floats to_floats(Words a) {
     return each_float([=](int i) { return vcvtq_f32_s32(ints(a.v[i])); });
+}
+inline Floats as_floats(Words a) {
+    return each_float([=](int i) { return vreinterpretq_f32_u16(a.v[i]); });
+}
+inline Words as_words(Floats a) {
+    return each_word([=](int i) { return vreinterpretq_u16_f32(a.v[i]); });
 }
 inline Words to_nearest(Floats a) {
     return each_word([=](int i) { return words(vcvtnq_s32_f32(a.v[i])); });

@@ -233,6 +233,24 @@ typedef struct {
     int32_t value_dtype, unused;
 } xq_ranked_attend;
 
+// xq_prefill: causal attention of the newest tokens of some sequences over states as they are (prefill.h).
+typedef struct {
+    const void *key, *value;  // [tokens, G, D], contiguous in D
+    int64_t key_token, key_head, value_token, value_head;  // strides
+    int32_t tokens, queries;  // the last `queries` of the tokens attend
+    int32_t first, unused;    // where the first of these is in query and out
+} xq_chunk;
+typedef struct {
+    const xq_chunk *chunks;
+    const void *query;        // [t, H, D], contiguous in D
+    void *out;                // the same
+    const float *sink_logits; // as in xq_attend
+    int64_t query_token, query_head, out_token, out_head;   // strides
+    float scaling, softcap;   // softcap 0: none
+    int32_t count, kv_heads, group_heads, head_size;        // of chunks; H = kv_heads * group_heads
+    int32_t dtype, threads;   // of states, query and out
+} xq_prefill;
+
 // xq_linear: products of rows with packed weights (linear.h, linear/grouped.py).
 enum { XQ_LINEAR_PARTS = 4 };
 typedef struct {
