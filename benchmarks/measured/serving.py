@@ -23,15 +23,12 @@ def serving_capacity() -> str:
 
 @table
 def serving_speed() -> str:
-    """Requests answered at once; tokens a second, and in brackets over those of vLLM as it is."""
-    at_once = {row["spec"]: row for row in rows("serving-concurrency")}
+    """Tokens a second, and in brackets over those of vLLM as it is."""
     body = []
     for row in rows("serving-speed"):
-        own = at_once[row["spec"]]
         speeds = (f"{row[of]:.1f} ({row['times'][of]:.2f})" for of in ("prefill", "decode", "whole"))
-        body.append([contender(row["spec"]), str(own["at_once"]), f"{own['preemptions']:.0f}", *speeds])
-    head = ["cache", "requests at once", "preemptions", "prompts", "answers", "whole load"]
-    return markdown(head, body)
+        body.append([contender(row["spec"]), *speeds])
+    return markdown(["cache", "prompts", "answers", "whole load"], body)
 
 
 @table

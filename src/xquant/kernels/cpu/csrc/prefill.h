@@ -46,12 +46,13 @@ struct PackedStates {
                 for (int i = 0; i < 16; i++) {
                     const int t = first + column + i, c = line * STEP;
                     alignas(64) uint32_t lanes[16] = {};
-                    if (t < chunk.tokens)
-                        Numbers::template lanes<DTYPE>(chunk.key, t * chunk.key_token + g * chunk.key_head + c, D - c, lanes);
+                    const int64_t at = t * chunk.key_token + g * chunk.key_head + c;
+                    if (t < chunk.tokens) Numbers::template lanes<DTYPE>(chunk.key, at, D - c, lanes);
                     rows[i] = load(lanes);
                 }
                 transpose(rows);
-                for (int i = 0; i < 16 && line + i < lines; i++) store(to + (size_t)(line + i) * PANEL_COLUMNS + column, rows[i]);
+                for (int i = 0; i < 16 && line + i < lines; i++)
+                    store(to + (size_t)(line + i) * PANEL_COLUMNS + column, rows[i]);
             }
         for (int from = 0; from < whole_vectors(D); from += PANEL_COLUMNS) {
             const int width = std::min(PANEL_COLUMNS, whole_vectors(D) - from);
@@ -82,7 +83,9 @@ struct QueryBlock {
     OnlineSoftmax softmax;
 
     static int queries_of(const xq_prefill& call) { return std::max(1, MOST_ROWS / call.group_heads); }
-    static int most_rows(const xq_prefill& call) { return up_to_multiple(queries_of(call) * call.group_heads, ROWS_AT_ONCE); }
+    static int most_rows(const xq_prefill& call) {
+        return up_to_multiple(queries_of(call) * call.group_heads, ROWS_AT_ONCE);
+    }
     static size_t bytes(const xq_prefill& call) {
         const size_t rows = most_rows(call), D = whole_vectors(call.head_size);
         return 4 * rows * (PackedStates<Numbers>::lines_of(call) + 2 * TOKENS_AT_A_TIME) +
@@ -138,8 +141,10 @@ struct QueryBlock {
             uint32_t* to = query + (size_t)r * states.lines;
             const bool real = r < queries * call.group_heads;
             const int64_t at = real ? token(r) * call.query_token + head(r) * call.query_head : 0;
-            for (int line = 0; line < states.lines; line += 16)
-                Numbers::template lanes<DTYPE>(call.query, at + line * STEP, real ? call.head_size - line * STEP : 0, to + line);
+            for (int line = 0; line < states.lines; line += 16) {
+                const int count = real ? call.head_size - line * STEP : 0;
+                Numbers::template lanes<DTYPE>(call.query, at + line * STEP, count, to + line);
+            }
         }
     }
 

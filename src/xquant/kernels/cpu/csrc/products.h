@@ -69,7 +69,8 @@ struct Pairs {
         store(to, shift_right32<16>(each[0]) | each[1]);
     }
     static void weights(const float* from, int columns, uint32_t* to) {
-        for (int i = 0; i < columns; i += 32) store(to + i / 2, to_bf16(load_floats(from + i), load_floats(from + i + 16)));
+        for (int i = 0; i < columns; i += 32)
+            store(to + i / 2, to_bf16(load_floats(from + i), load_floats(from + i + 16)));
     }
 };
 #endif
