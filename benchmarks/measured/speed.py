@@ -218,9 +218,7 @@ def prompts_avx2() -> str:
         for method in dict.fromkeys(row["method"] for row in after if row["method"] != "DynamicCache"):
             cells = [code(method), what]
             for found in before, after:
-                row = _prompt(found, method, tokens)
-                low, high = row["ratio_min_max"]
-                cells.append(f"{row['ratio_to_dynamic_cache']:.2f} ({low:.2f} to {high:.2f})")
+                cells.append(_ratio(_prompt(found, method, tokens)))
             body.append(cells)
     return markdown(["cache", "read", "before", "after"], body)
 
@@ -234,11 +232,14 @@ def prompts_by_kernel() -> str:
     for method in dict.fromkeys(row["method"] for row in every if row["method"] != "DynamicCache"):
         cells = [code(method)]
         for found, tokens in timed:
-            row = _prompt(found, method, tokens)
-            low, high = row["ratio_min_max"]
-            cells.append(f"{row['ratio_to_dynamic_cache']:.2f} ({low:.2f} to {high:.2f})")
+            cells.append(_ratio(_prompt(found, method, tokens)))
         body.append(cells)
     return markdown(["cache", "512, fp32", "2,048, fp32", "512, bf16", "2,048, bf16"], body)
+
+
+def _ratio(row: Row) -> str:
+    low, high = row["ratio_min_max"]
+    return f"{row['ratio_to_dynamic_cache']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _prompt(found: list[Row], method: str, tokens: int) -> Row:

@@ -104,6 +104,9 @@ def test_a_mask_that_is_not_causal_is_left_to_the_model(model: Any, answered: li
         assert answered == [True] * layers + [False] * layers
     read(model, begun(model, "full:group=32"), attention_mask=causal)
     assert answered[-1]
+    causal[0, 0, 0, 3] = False  # between two passes
+    read(model, begun(model, "full:group=32"), attention_mask=causal)
+    assert not answered[-1]
 
 
 def test_a_mask_that_adds_to_scores_is_left_to_the_model() -> None:
@@ -111,7 +114,11 @@ def test_a_mask_that_adds_to_scores_is_left_to_the_model() -> None:
     causal = torch.zeros(1, 1, CHUNK, CHUNK).masked_fill(
         ~torch.ones(CHUNK, CHUNK, dtype=torch.bool).tril(), torch.finfo(torch.float32).min
     )
-    attend, adding = PromptAttention(torch_attention).attend, causal.clone()
+    adding, now = causal.clone(), PromptAttention(torch_attention)
+
+    def attend(call: AttentionCall) -> Tensor | None:
+        return now.attend(call, now)
+
     adding[0, 0, 5, 3] = -1.0
     call = AttentionCall(states, states, states, causal, 1.0, None)
     assert attend(call) is not None

@@ -64,7 +64,7 @@ def _attention(like: str) -> Callable[..., Any]:
             asked = AttentionCall(query, keys, values, mask, scaling, softcap, logits)
             known = mask is not None or is_causal(like, module, query, keys, kwargs)
             if cache.prompts is not None and known and not unusual(kwargs):
-                found = cache.prompts.attend(asked)
+                found = cache.prompts.attend(asked, current)
                 if found is not None:
                     return found, None
             return own(module, query, keys, values, mask, **kwargs)
