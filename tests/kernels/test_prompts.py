@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from support.caches import calibration
 from support.models import left_padded, prompt, tiny
@@ -17,7 +18,8 @@ from xquant.past.exact import torch_attention
 
 PAST, CHUNK = 150, 70
 pytestmark = pytest.mark.skipif(not native.isas(), reason="no native library")
-SPECS = ("tc-2bit:group=32", "tc-cl-2bit:group=32", "xquant-4bit:group=32,tail=5", "full:group=32")
+NEAR = "kivi-16bit:group=32"
+SPECS = ("tc-2bit:group=32", "tc-cl-2bit:group=32", "xquant-4bit:group=32,tail=5", NEAR)
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +42,9 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def begun(model: Any, spec: str, batch: int = 1) -> KVCache:
+def begun(model: Any, spec: str, batch: int = 1, kernel: str = "auto") -> KVCache:
     """A cache with a past."""
-    cache = KVCache(model, spec, calibration=calibration(model, spec))
+    cache = KVCache(model, spec, kernel=kernel, calibration=calibration(model, spec))
     with torch.inference_mode():
         model(prompt(batch, PAST + CHUNK)[:, :PAST], past_key_values=cache)
     return cache
@@ -75,22 +77,27 @@ def test_a_chunk_in_16_bits_is_as_near_to_32_bits(
     answered: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama", head_dim=32, hidden_size=128).bfloat16()
-    ours = read(model, begun(model, "full:group=32"))
+    ours = read(model, begun(model, NEAR))
     assert answered
     assert all(answered)
     assert ours.dtype == torch.bfloat16
     monkeypatch.setattr(PromptAttention, "attend", lambda *_: None)
-    theirs = read(model, begun(model, "full:group=32"))
-    exact = read(model.float(), begun(model, "full:group=32"))
+    theirs = read(model, begun(model, NEAR))
+    exact = read(model.float(), begun(model, NEAR))
     assert (ours.float() - exact).norm() < 1.2 * (theirs.float() - exact).norm()
 
 
 def test_the_model_attends_itself_where_it_was_asked_for(model: Any, answered: list[bool]) -> None:
-    cache, ids = KVCache(model, "full:group=32", kernel="reference"), prompt(1, PAST + CHUNK)
-    with torch.inference_mode():
-        for part in ids.split(PAST, 1):
-            model(part, past_key_values=cache)
+    read(model, begun(model, NEAR, kernel="reference"))
     assert not answered
+
+
+def test_the_full_cache_gives_what_transformers_own_does_to_the_bit(model: Any) -> None:
+    ids, own, full = prompt(1, PAST + CHUNK), DynamicCache(), KVCache(model, "full")
+    for part in ids.split(PAST, 1):
+        with torch.inference_mode():
+            ours, theirs = (model(part, past_key_values=cache).logits for cache in (full, own))
+        assert torch.equal(ours, theirs)
 
 
 def test_a_mask_that_is_not_causal_is_left_to_the_model(model: Any, answered: list[bool]) -> None:
@@ -100,12 +107,12 @@ def test_a_mask_that_is_not_causal_is_left_to_the_model(model: Any, answered: li
         mask = causal.clone()
         mask[0, 0, *hidden] = False
         answered.clear()
-        read(model, begun(model, "full:group=32"), attention_mask=mask)
+        read(model, begun(model, NEAR), attention_mask=mask)
         assert answered == [True] * layers + [False] * layers
-    read(model, begun(model, "full:group=32"), attention_mask=causal)
+    read(model, begun(model, NEAR), attention_mask=causal)
     assert answered[-1]
     causal[0, 0, 0, 3] = False  # between two passes
-    read(model, begun(model, "full:group=32"), attention_mask=causal)
+    read(model, begun(model, NEAR), attention_mask=causal)
     assert not answered[-1]
 
 
@@ -140,7 +147,7 @@ def test_gradients_go_back_through_a_prompt(model: Any, answered: list[bool]) ->
 
 def test_padding_is_left_to_the_model(model: Any, answered: list[bool]) -> None:
     inputs = left_padded([PAST + CHUNK, PAST + CHUNK - 20])
-    cache = KVCache(model, "full:group=32")
+    cache = KVCache(model, NEAR)
     with torch.inference_mode():
         whole = model(**inputs, use_cache=False).logits
         ids, mask = inputs["input_ids"], inputs["attention_mask"]

@@ -15,7 +15,7 @@ from .. import compat
 from ..contents.options import CacheOptions
 from ..kernels.choose import Choice, prompts_of
 from ..kernels.prompts import PromptAttention
-from ..methods import AttentionInputs, Method
+from ..methods import AttentionInputs, Full, Method
 from ..past.built import States
 from ..seam.check import check_input
 from ..seam.gradients import past_is_constant, without_gradients
@@ -75,7 +75,8 @@ class CompressedCache(Cache, ObservingCache):
 
     @property
     def prompts(self) -> PromptAttention | None:
-        return prompts_of(self.options.kernel)
+        """The full cache has none: others are compared with it, and it gives what the model does."""
+        return None if isinstance(self.method, Full) else prompts_of(self.options.kernel)
 
     @property
     def kernel(self) -> str:
