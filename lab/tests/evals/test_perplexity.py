@@ -65,6 +65,14 @@ def test_progress_counts_every_forward_pass_and_the_full_cache_runs_once(model):
     assert {total for _, total, _ in seen} == {4}
 
 
+def test_the_error_of_the_divergence_is_over_windows(model):
+    (both,) = run(model, ["int2:group=8"])
+    (first,) = run(model, ["int2:group=8"], windows=1)
+    assert first.kl_error is None
+    # The first window's divergence is as far from the mean as the second's.
+    assert both.kl_error == pytest.approx(abs(first.kl - both.kl))
+
+
 def test_predictions_are_compared_with_the_full_caches(model):
     full, near, far = run(model, ["full", "int8:group=8", "int2:group=8"])
     assert (full.kl, full.agreement, full.difference) == (0, 1, 0)

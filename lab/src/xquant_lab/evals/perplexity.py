@@ -45,7 +45,7 @@ class PerplexityRow:
     """One method's result; bytes are those of the last window's cache.
 
     Standard errors are over windows (None for one window), in nats a token: of the mean negative
-    log-likelihood, and of its difference to the full cache's, paired by window.
+    log-likelihood, of its difference to the full cache's, paired by window, and of the divergence.
     """
 
     method: str
@@ -56,6 +56,7 @@ class PerplexityRow:
     difference: float  # mean nll minus the full cache's, nats per token: log(ratio)
     difference_error: float | None
     kl: float  # mean KL divergence of the prediction from the full cache's, nats
+    kl_error: float | None
     agreement: float  # share of positions whose most likely token is the full cache's
     bits_per_value: float
     code_bits: float  # those of the codes alone, the papers' equivalent bit-width
@@ -231,7 +232,7 @@ def _row(
     block: int | None,
 ) -> PerplexityRow:
     windows, context = ids.shape
-    nll = [window.nll for window in scored]
+    nll, kl = ([getattr(window, name) for window in scored] for name in ("nll", "kl"))
     differences = [own.nll - other.nll for own, other in zip(scored, full, strict=True)]
     own, whole = _exp_mean(nll), _exp_mean([window.nll for window in full])
     last = scored[-1]
@@ -243,7 +244,8 @@ def _row(
         standard_error=_standard_error(nll),
         difference=statistics.fmean(differences),
         difference_error=_standard_error(differences),
-        kl=statistics.fmean(window.kl for window in scored),
+        kl=statistics.fmean(kl),
+        kl_error=_standard_error(kl),
         agreement=statistics.fmean(window.agreement for window in scored),
         bits_per_value=last.bits_per_value,
         code_bits=last.code_bits,
