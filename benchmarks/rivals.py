@@ -53,12 +53,12 @@ def main(
 ) -> None:
     model, tokenizer = load_model("smollm2")
     methods = [parse_method(spec) for spec in specs]
-    made = [own_calibration(model, tokenizer, m) for m in methods if m.needs_calibration]
     wanted = {
         (method.spec, kept): replace(method, sink=sink, tail=tail)
         for method in methods
         for kept, (sink, tail) in KEPT.items()
     }
+    made = [own_calibration(model, tokenizer, m) for m in wanted.values() if m.needs_calibration]
     rows: list[dict[str, Any]] = []
     for name, text in texts(c4, wikitext).items():
         ids = cut_windows(model, tokenizer, text, context, windows)

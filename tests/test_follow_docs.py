@@ -1,11 +1,13 @@
 """tools/follow_docs.py: which blocks of a page are run, and what becomes of one that fails."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import follow_docs
 import pytest
-from follow_docs import WAYS, Block, Clock
+from follow_docs import WAYS, Block, Clock, Engine
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "tools"
@@ -31,6 +33,26 @@ test -f pyproject.toml
 ```python
 print(name)
 ```
+"""
+
+
+SERVES = """
+python - <<'END'
+import http.server
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"choices": [{"text": "MODEL"}]}' if "MODEL" in asked else b"{}")
+
+http.server.HTTPServer(("127.0.0.1", PORT), Answer).serve_forever()
+END
 """
 
 
@@ -85,6 +107,21 @@ def test_a_session_that_ends_is_a_failure(tmp_path: Path, code: int) -> None:
     found = follow(tmp_path / "page.md", page)
     assert "2 blocks, 1 failed" in found.stdout
     assert "the session ended" in found.stderr
+
+
+def test_a_server_is_asked_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(follow_docs, "SERVER", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(follow_docs, "packaged_folder", lambda: tmp_path / "model")
+    code = SERVES.replace("PORT", str(port))
+    well, printed = Engine(tmp_path).run(Block(tmp_path, 1, "sh", code, "server"))
+    assert well and str(tmp_path / "model") in printed
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    well, printed = Engine(tmp_path).run(Block(tmp_path, 1, "sh", "echo no model", "server"))
+    assert not well and printed == "no model\nthe server ended\n"
 
 
 def test_every_way_leads_over_pages_that_exist() -> None:

@@ -4,6 +4,7 @@
     python tools/follow_docs.py --slow          # also what takes minutes
     python tools/follow_docs.py --fresh --slow  # in an empty environment, which the README's commands fill
     python tools/follow_docs.py --fresh --way laptop  # what one kind of user reads, see WAYS
+    python tools/follow_docs.py --vllm docs/serving.md  # also what wants vLLM, which the page installs
 
 Blocks run in a clone of this checkout. A block of code says what it is: ``sh`` and ``python`` are run, and
 a page's Python blocks are one session; ``text`` and other kinds are shown only. A comment before a block says
@@ -11,23 +12,32 @@ more:
 
     <!-- run: slow -->            takes more than some seconds
     <!-- run: setup -->           installs: only in an empty environment
+    <!-- run: vllm -->            wants the environment `vllm` that such a block makes
+    <!-- run: server -->          starts a server there, which is asked something and stopped
     <!-- run: never, a GPU -->    cannot be run here, and why
+
+In blocks for vLLM, MODEL is the folder of a small model, and FOLDER an empty one.
 """
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import venv
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 from markdown_it import MarkdownIt
+
+from xquant.load import packaged_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("sh", "python")
@@ -40,7 +50,9 @@ WAYS = {
 """The pages that follow the README for someone on a laptop, someone who does research, someone who plans and
 serves for others, and someone who doubts every claim."""
 SHOWN = ("text", "json", "toml", "yaml", "bibtex")
-RULE = re.compile(r"<!-- run: (slow|setup|never)(?:, (.+?))? -->\s*$")
+RULE = re.compile(r"<!-- run: (slow|setup|vllm|server|never)(?:, (.+?))? -->\s*$")
+SERVER, PATIENCE = "http://127.0.0.1:8000", 300
+"""Where vLLM serves when it is told nothing else, and for how many seconds its start is waited for."""
 # Sessions are forks of one process, so that pages wait once for what all of them import. A session runs what
 # it is given, one JSON string a line, and says after each whether it went well; null ends it.
 SESSIONS = """
@@ -134,6 +146,66 @@ class Clock:
             yield f"{self.first:9.1f} s  from the install to the first result"
 
 
+class Engine:
+    """Runs blocks for vLLM in a folder, in the environment that one of them makes there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = {"MODEL": str(packaged_folder()), "FOLDER": str(folder / "blocks")}
+
+    def run(self, block: Block) -> tuple[bool, str]:
+        """Whether it went well, and what it printed."""
+        code = re.sub(r"\b(MODEL|FOLDER)\b", lambda found: self.names[found[1]], block.code)
+        command = ["python", "-c", code] if block.kind == "python" else ["bash", "-e", "-c", code]
+        path = f"{self.folder / 'vllm' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        with tempfile.TemporaryFile("w+") as printed:
+            started = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "PATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            well, answer = self._ask(started) if block.rule == "server" else (started.wait() == 0, "")
+            printed.seek(0)
+            return well, printed.read() + answer
+
+    def _ask(self, server: subprocess.Popen[bytes]) -> tuple[bool, str]:
+        """Whether a server becomes well and completes a text; it is stopped."""
+        body = {"model": self.names["MODEL"], "prompt": "The cache", "max_tokens": 8}
+        wanted = urllib.request.Request(
+            f"{SERVER}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            for _ in range(PATIENCE):
+                if server.poll() is not None:
+                    return False, "the server ended\n"
+                if serves():
+                    break
+                time.sleep(1)
+            answer = urllib.request.urlopen(wanted).read().decode()
+            return bool(json.loads(answer)["choices"][0]["text"]), f"{answer}\n"
+        except (OSError, ValueError, LookupError) as error:
+            return False, f"{error}\n"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGTERM)
+            server.wait()
+            while serves():  # processes of its own may end later
+                time.sleep(0.1)
+
+
+def serves() -> bool:
+    """Whether a server says that it is well."""
+    try:
+        urllib.request.urlopen(f"{SERVER}/health").close()
+    except OSError:
+        return False
+    return True
+
+
 class Follower:
     """Runs blocks in a folder and an environment. The Python session begins anew with each page."""
 
@@ -144,6 +216,8 @@ class Follower:
 
     def run(self, block: Block) -> tuple[bool, str]:
         """Whether it went well, and what it printed."""
+        if block.rule in ("vllm", "server"):
+            return Engine(self.folder).run(block)
         if block.rule == "setup":
             self.end()  # what was imported may be another one now
         elif block.page != self.page and self.sessions is not None:
@@ -219,9 +293,10 @@ def environment(folder: Path, fresh: bool) -> dict[str, str]:
 @click.argument("pages", nargs=-1, type=click.Path(exists=True, path_type=Path, resolve_path=True))
 @click.option("--slow", is_flag=True, help="Also run what takes minutes.")
 @click.option("--fresh", is_flag=True, help="Begin with an empty environment.")
+@click.option("--vllm", is_flag=True, help="Also run what vLLM needs: gigabytes and minutes.")
 @click.option("--show", is_flag=True, help="Show what each block prints.")
 @click.option("--way", type=click.Choice(list(WAYS)), help="The README and the pages that such a user reads.")
-def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool, way: str | None) -> None:
+def main(pages: tuple[Path, ...], slow: bool, fresh: bool, vllm: bool, show: bool, way: str | None) -> None:
     """Run each command and snippet of PAGES; by default of README.md and all of docs/."""
     readme, docs = ROOT / "README.md", ROOT / "docs"
     if way:
@@ -234,7 +309,7 @@ def main(pages: tuple[Path, ...], slow: bool, fresh: bool, show: bool, way: str 
         blocks = [block for page in chosen for block in blocks_of(page)]
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    wanted = {"": True, "slow": slow, "setup": fresh, "never": False}
+    wanted = {"": True, "slow": slow, "setup": fresh, "vllm": vllm, "server": vllm, "never": False}
     failed, clock = 0, Clock()
     with tempfile.TemporaryDirectory(prefix="follow-docs-") as place:
         folder = Path(place) / "checkout"

@@ -37,7 +37,9 @@ def test_a_start_command_is_taken(
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     folder = str(save_tiny(tmp_path))
-    [python, flag, module, *given] = [folder if word == "MODEL" else word for word in command]
+    names = {"MODEL": folder, "FOLDER": str(tmp_path / "blocks")}
+    words = [re.sub(r"\b(MODEL|FOLDER)\b", lambda found: names[found[1]], word) for word in command]
+    [python, flag, module, *given] = words
     assert (python, flag) == ("python", "-m") and importlib.util.find_spec(module)
     monkeypatch.setattr(sys, "argv", [module, *given])
     asked = EngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(given))
