@@ -4,7 +4,8 @@
 
 No model with latents is small enough to be packaged, and random weights make latents that have no structure
 to code. So this trains one for some minutes. Calibrations are of text that it writes itself, as everywhere,
-and of text that it was trained on: so little training leaves it with a poor hand.
+and of text that it was trained on: so little training leaves it with a poor hand. Windows are as long as
+those that it was trained on, beyond which it is no model.
 """
 
 import time
@@ -98,15 +99,13 @@ def written(model: Any, texts: int, length: int) -> Tensor:
 @click.option("--train", "train_file", required=True, type=click.Path(path_type=Path))
 @click.option("--test", "test_file", required=True, type=click.Path(path_type=Path))
 @click.option("--steps", default=300, show_default=True)
-@click.option("--context", default=1024, show_default=True)
-@click.option("--windows", default=8, show_default=True)
+@click.option("--windows", default=16, show_default=True)
 @click.option("--method", "specs", multiple=True, default=SPECS)
 @click.option("--json", "target", required=True)
 def main(
     train_file: Path,
     test_file: Path,
     steps: int,
-    context: int,
     windows: int,
     specs: tuple[str, ...],
     target: str,
@@ -117,7 +116,7 @@ def main(
     methods = [parse_method(spec) for spec in specs]
     learned = [method for method in methods if method.needs_calibration]
     plain = [method for method in methods if method not in learned]
-    ids = bytes_of(test_file)[: context * windows].view(windows, context)
+    ids = bytes_of(test_file)[: WINDOW * windows].view(windows, WINDOW)
     samples = {
         "": None,
         "text that it writes": written(model, 48, 256),

@@ -35,7 +35,7 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
         x = torch.cat([x, x], -1)[..., :channels]
     usual = steps_of(size.square()).to(torch.int16)
     counts = allot([size.square().sort(descending=True).values], draw(st.integers(0, 8 * channels)))
-    quantizer = Ranked(usual, counts[0])
+    quantizer = Ranked(usual, counts[0], draw(st.integers(0, channels // 2)))
     excluded = draw(st.sampled_from([None, torch.rand(x.shape[:2], generator=generator) < 0.4]))
     path = draw(st.sampled_from(PATHS))
     packed = quantizer.encode(x, excluded)

@@ -12,7 +12,7 @@ from support.ranked_counts import counts_of
 from xquant.quant import Segment
 from xquant.quant.levels import NORMAL, TAILED, Mixture, best_levels, normal_error, normal_levels
 from xquant.quant.quantizer import dense
-from xquant.quant.ranked import Ranked, allot, steps_of
+from xquant.quant.ranked import REST_STEPS, Ranked, allot, steps_of
 from xquant.quant.trellis import WIDTHS, Width
 
 # Mean squared errors of Max (1960), Table I, for 2, 4, 8, 16 and 32 levels.
@@ -101,6 +101,33 @@ def test_steps_are_thirds_of_an_octave_of_the_root_of_a_variance() -> None:
         # A third of an octave up, and almost half of one step either way.
         for factor, step in ((2 ** (2 / 3), 1), (2**0.333, 0), (2**-0.333, 0), (2**0.334, 1)):
             assert torch.equal(steps_of(variances * factor), 3 * octaves.int() + step)
+
+
+@pytest.mark.parametrize(("bits", "left"), [(1, 0.4), (2, 0.14), (3, 0.06), (4, 0.02), (8, 0.002)])
+def test_a_rest_takes_off_what_its_codes_would_of_any_channel(bits: int, left: float) -> None:
+    x = torch.randn(4, 128, 12, generator=torch.Generator().manual_seed(0)) * torch.logspace(3, 1, 12)
+    usual = steps_of(x.square().mean((0, 1))).to(torch.int16)
+    alone = (decoded(Ranked(usual, counts_of({8: 12})), x) - x).square().mean((0, 1))
+    counts = counts_of({8: 16} if bits == 8 else {8: 12, bits: 4})
+    both = Ranked(torch.cat([usual, usual[:4] - REST_STEPS]), counts, 4)
+    # What stands where rests will is not looked at.
+    found = decoded(both, torch.cat([x, torch.full_like(x[..., :4], torch.nan)], -1))
+    found[..., :4] += found[..., 12:]
+    error = (found[..., :12] - x).square().mean((0, 1)) / alone
+    assert error[:4].mean() < left
+    torch.testing.assert_close(error[4:], torch.ones(8))
+
+
+def test_codes_with_a_trellis_leave_no_rest() -> None:
+    x = torch.randn(1, 32, 2, generator=torch.Generator().manual_seed(0))
+    found = decoded(Ranked(torch.tensor([0, -9], dtype=torch.int16), counts_of({8: 1, 4: 1}), 1), x)
+    narrow = Ranked(torch.tensor([0, -9], dtype=torch.int16), counts_of({4: 2}), 1)
+    assert decoded(narrow, x)[..., 1].abs().max() < 0.1 < found[..., 0].abs().max()
+
+
+def test_rests_are_of_channels_that_are_none() -> None:
+    with pytest.raises(ValueError, match="5 channels cannot be rests of 3 among them"):
+        Ranked(torch.zeros(5, dtype=torch.int16), counts_of({8: 5}), 3)
 
 
 @settings(deadline=None)

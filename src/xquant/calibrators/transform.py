@@ -19,8 +19,8 @@ from ..models import AttentionView
 from ..models.weights import home
 from ..quant import Plain
 from ..quant.affine import FP16_MAX
-from ..quant.ranked import Ranked, allot, side_nbytes, steps_of
-from ..quant.trellis import CIRCLE
+from ..quant.ranked import FARTHEST_STEP, REST_STEPS, Ranked, allot, side_nbytes, steps_of
+from ..quant.trellis import CIRCLE, WIDTHS
 from ..threads import one_thread
 from .calibrator import Rows, Stage
 
@@ -46,7 +46,8 @@ class TransformCalibrator:
     * ``analysis`` ``[C, W]``, ``synthesis`` ``[W, C]`` and ``mean`` ``[W]``: what is packed of a row ``y`` is
       ``analysis @ (y - mean)``;
     * ``usual`` ``[C]``: the usual scale of every channel, see `Ranked`;
-    * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank;
+    * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank. In it and in ``usual``
+      the rests of channels have their places, too;
     * where keys come first, ``from_keys`` ``[C - Ck, Ck]``: what the first ``Ck`` channels, from which alone
       keys are made, predict of the others: see `Segment`. Ranks are then those of either part;
     * with prediction, ``predictor`` ``[W, W']`` and ``of_token`` ``[W, E]``: a row is expected to be
@@ -140,10 +141,10 @@ class TransformCalibrator:
         analysis, synthesis = best_basis(covariance, torch.block_diag(*roots), sum(counts))
         places = dealt_out(counts)
         parts = mean.split(widths), synthesis[:, torch.cat(places)].split(widths)
-        for layer, own, of_mean, of_synthesis in zip(found, places, *parts, strict=True):
+        for view, layer, own, of_mean, of_synthesis in zip(views, found, places, *parts, strict=True):
             layer |= {"mean": of_mean.clone(), "analysis": analysis[own].half()}
             layer["synthesis"] = of_synthesis.half().contiguous()
-            layer |= spectrum(residual @ layer["analysis"].float().T)
+            layer |= spectrum(residual @ layer["analysis"].float().T, self.method.rests(view))
         return found, residual
 
     def _keys_first(self, number: int, rows: Tensor) -> dict[str, Tensor]:
@@ -337,14 +338,17 @@ def blocks(states: Tensor) -> tuple[Tensor, Tensor]:
     return states[:, :whole].unflatten(1, (-1, size)).flatten(0, 1), sinks.reshape(-1, size)
 
 
-def spectrum(states: Tensor) -> dict[str, Tensor]:
-    """``usual`` and ``profile`` of states ``[N, T, C]``."""
+def spectrum(states: Tensor, rests: int = 0) -> dict[str, Tensor]:
+    """``usual`` and ``profile`` of states ``[N, T, C]``, and of the ``rests`` of the first of them."""
     parts, sinks = blocks(states)
     variance = torch.stack(
         [part[~hidden].square().mean(0) for part, hidden in zip(parts, sinks, strict=True)]
     )
+    usual = steps_of(variance.mean(0))
+    below = usual[:rests] - REST_STEPS
+    variance = torch.cat([variance, variance[:, :rests] * WIDTHS[-1].error], 1)
     return {
-        "usual": steps_of(variance.mean(0)).to(torch.int16),
+        "usual": torch.cat([usual, below.clamp(min=-FARTHEST_STEP)]).to(torch.int16),
         "profile": variance.sort(-1, descending=True).values.mean(0).float(),
     }
 

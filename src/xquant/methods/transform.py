@@ -18,6 +18,8 @@ from .base import CALIBRATED_AT, OWN_TEXTS, SINK, Method, Tensors, option
 from .codec import LayerCodec, Rematerialized, by_block
 from .key_value import StateCodec
 
+CHANNELS_TO_A_REST = 6
+"""One of so many channels of latents has a rest."""
 Counts = Sequence[tuple[int, ...]]
 """Of each segment of a layer, how many channels have how many bits: the counts of `Ranked`."""
 
@@ -78,6 +80,12 @@ class Transform(Method):
         numbers: keys alone would take as many of them."""
         return self.basis == "keys-first" and channels(view) == view.state_width
 
+    def rests(self, view: AttentionView) -> int:
+        """How many channels of a layer have a rest, see `Ranked`: latents vary most in a few channels, which
+        are worth more than the 8 bits of the widest codes. What a prediction leaves of them does not."""
+        plain = self.basis == "joint" and not self.layers_below
+        return channels(view) // CHANNELS_TO_A_REST if plain and view.latents is not None else 0
+
     def known(self, views: Sequence[AttentionView]) -> int:
         """Numbers of a token that a layer is predicted from beside the layers below; 0 for none."""
         return 0
@@ -124,6 +132,7 @@ class Transform(Method):
             wanted["embedding"] = Expected((views[0].vocabulary, tokens), torch.float16)
         for i, view in enumerate(views):
             width, count = view.state_width, channels(view)
+            packed = count + self.rests(view)
             start = i // self.layers_together * self.layers_together
             span = views[start : start + self.layers_together]
             of_span = sum(other.state_width for other in span), sum(map(channels, span))
@@ -131,8 +140,8 @@ class Transform(Method):
                 "mean": Expected((width,), torch.float32, -FP16_MAX, FP16_MAX),
                 "analysis": Expected((count, of_span[0]), torch.float16),
                 "synthesis": Expected((width, of_span[1]), torch.float16),
-                "usual": Expected((count,), torch.int16, -FARTHEST_STEP, FARTHEST_STEP),
-                "profile": Expected((count,), torch.float32, least=0),
+                "usual": Expected((packed,), torch.int16, -FARTHEST_STEP, FARTHEST_STEP),
+                "profile": Expected((packed,), torch.float32, least=0),
             }
             if self.finds_keys_first(view):
                 layer["from_keys"] = Expected((width - view.kv_width, view.kv_width), torch.float16)
@@ -163,7 +172,8 @@ def runs(view: AttentionView, found: Tensors) -> list[int]:
 
 
 class ChannelCodec(StateCodec):
-    """Keeps keys before RoPE and values; packs ``C`` channels of their transform.
+    """Keeps keys before RoPE and values; packs ``C`` channels of their transform. The last of them may be the
+    rests of the first.
 
     The transform is computed in fp32: its channels differ in size by orders of magnitude.
 
@@ -178,12 +188,14 @@ class ChannelCodec(StateCodec):
         self.block = block
         self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
         self.mean = found["mean"].to(view.device, view.dtype)  # [W]
-        self.analysis = found["analysis"].to(view.device, torch.float32).contiguous()  # [C, W]
+        self.rests = len(found["usual"]) - len(found["analysis"])
+        analysis = found["analysis"].to(view.device, torch.float32)
+        self.analysis = F.pad(analysis, (0, 0, 0, self.rests)).contiguous()  # [C, W]
         self.from_keys: Tensor | None = None
         if "from_keys" in found:
             self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
         usual = found["usual"].split(runs(view, found))
-        quantizers = [Ranked(*each) for each in zip(usual, counts, strict=True)]
+        quantizers = [Ranked(*each, self.rests) for each in zip(usual, counts, strict=True)]
         from_before = [None, self.from_keys]
         self.segments = tuple(
             Segment(each.channels, each, predictor=weight)
@@ -201,7 +213,8 @@ class TransformCodec(Rematerialized, ChannelCodec):
 
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
-        of_keys, of_values = found["synthesis"].tensor_split([view.kv_width])
+        synthesis = torch.cat([found["synthesis"], found["synthesis"][:, : self.rests]], 1)
+        of_keys, of_values = synthesis.tensor_split([view.kv_width])
         of_keys = of_keys[:, : self.segments[0].channels]
         self.key_weight, self.value_weight = (
             each.to(view.device, view.dtype).contiguous() for each in (of_keys, of_values)

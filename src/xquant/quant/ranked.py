@@ -5,6 +5,9 @@ largest scales get the widest codes.
 powers of ``2 ** (1 / STEPS)``, kept as 4 bits: a channel's above its lowest, the nearest to its root mean
 square in the block; a token's around 1. Decoding finds the order of the scales as encoding did, so that no
 widths are stored, every block takes the same bytes, and none depends on another.
+
+The widest codes have 8 bits, and a few channels may be worth more. What the codes of such a channel leave is
+then a channel of its own, its *rest*: to a decoder one like all others.
 """
 
 from collections.abc import Sequence
@@ -28,6 +31,8 @@ ABOVE = 5
 """The place among a channel's 16 scales, from the top, of the one that is usual."""
 EVEN = 8
 """The place of a gain of 1 among 16."""
+REST_STEPS = 21
+"""How far a channel's scale lies above that of its rest: codes of 8 bits leave a 128th."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +44,8 @@ class Ranked(Quantizer):
         usual: the logarithm of every channel's usual scale, its root mean square in a
             calibration, in steps, int16 ``[C]``.
         counts: how many channels get codes of each of `WIDTHS`.
+        rests: how many channels have a rest. They are the first ones, and their rests the last, whose numbers
+            are not looked at when blocks are packed. Only codes without a trellis leave one.
 
     Raises:
         ValueError: ``usual`` is of another type or shape, or the counts are not those of so many channels.
@@ -46,6 +53,7 @@ class Ranked(Quantizer):
 
     usual: Tensor
     counts: tuple[int, ...]
+    rests: int = 0
 
     def __post_init__(self) -> None:
         usual, counts = self.usual, self.counts
@@ -53,12 +61,19 @@ class Ranked(Quantizer):
             raise ValueError(f"usual scales are int16 [C], not {usual.dtype} {list(usual.shape)}")
         if len(counts) != len(WIDTHS) or min(counts) < 0 or sum(counts) > len(usual):
             raise ValueError(f"{len(usual)} channels cannot have codes of {len(WIDTHS)} widths in {counts}")
+        if not 0 <= 2 * self.rests <= len(usual):
+            raise ValueError(f"{len(usual)} channels cannot be rests of {self.rests} among them")
         object.__setattr__(self, "usual", usual.contiguous())
 
     @property
     def channels(self) -> int:
         """``C``."""
         return len(self.usual)
+
+    @property
+    def measured(self) -> int:
+        """The channels that are no rests."""
+        return self.channels - self.rests
 
     @property
     def runs(self) -> list[tuple[Width, int]]:
@@ -72,11 +87,21 @@ class Ranked(Quantizer):
         weights = weight_table().to(x.device)[loudness]
         if excluded is not None:
             weights = weights.masked_fill(excluded, 0)
-        order = self._order(power)
-        scaled = (even / _size(power).unsqueeze(1)).gather(2, order[:, None].expand_as(even))
-        runs, start = [scaled.new_empty(len(x), 0, dtype=torch.uint8)], 0
+        order, sizes = self._order(power), _size(power)
+        runs, start = [even.new_empty(len(x), 0, dtype=torch.uint8)], 0
         for width, count in self.runs:
-            codes = width.encode(scaled[..., start : start + count], weights)
+            chosen = order[:, start : start + count]
+            size = sizes.gather(1, chosen)[:, None]
+            of_run = chosen[:, None].expand(-1, even.shape[1], -1)
+            codes = width.encode(even.gather(2, of_run) / size, weights)
+            if self.rests and not width.trellis:
+                rest = (even.gather(2, of_run) / size - width.decode(codes)) * size
+                # Of channels without a rest it is put into a column that is not looked at.
+                to = torch.where(of_run < self.rests, of_run + self.measured, self.channels)
+                even.scatter_(2, to, rest)
+                codes = width.encode(
+                    even.gather(2, of_run) / size
+                )  # there may be rests of others in this run
             runs.append(pack(codes, width.code).flatten(1))
             start += count
         packed["codes"] = torch.cat(runs, 1)
@@ -84,21 +109,23 @@ class Ranked(Quantizer):
 
     def _measured(self, x: Tensor, excluded: Tensor | None) -> tuple[Packed, Tensor, Tensor]:
         """The scales and gains of blocks ``[N, n, C]`` as they are stored, the blocks divided by their gains
-        (fp32), and the logarithms of the scales ``[N, C]``.
+        (fp32; rests are 0, and one more column) and the logarithms of the scales ``[N, C]``.
 
         Raises:
             ValueError: NaN.
         """
-        x = x.float().clamp(-FP16_MAX, FP16_MAX)
+        x = x[..., : self.measured].float().clamp(-FP16_MAX, FP16_MAX)
         loud = _sum(x.square() / _variance(x, excluded), 2) / x.shape[2]
         if torch.isnan(loud).any():
             raise ValueError("NaN cannot be quantized")
         loudness = (steps_of(loud) + EVEN).clamp(0, 15)
         x = x / _size(loudness - EVEN)
         low = self._low(x.device)
-        places = (steps_of(_variance(x, excluded)).squeeze(1) - low).clamp(0, 15)
+        steps = steps_of(_variance(x, excluded)).squeeze(1)
+        places = (steps - low[: self.measured]).clamp(0, 15)
+        places = torch.cat([places, places[:, : self.rests]], 1)
         packed: Packed = {"scale": _pack_halves(places), "gain": _pack_halves(loudness.squeeze(2))}
-        return packed, x, places + low
+        return packed, torch.nn.functional.pad(x, (0, self.rests + 1)), places + low
 
     def decode(self, packed: Packed, out: Tensor) -> None:
         tokens, channels = whole(out.shape[1]), out.shape[2]

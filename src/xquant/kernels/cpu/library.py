@@ -120,7 +120,10 @@ class RankedBlocks(Structure):
         *((name, c_void_p) for name in ("units", "ends", "borders", "weights")),
         *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
         ("counts", c_int32 * 11),
-        *((name, c_int32) for name in ("blocks", "tokens", "channels", "dtype", "threads")),
+        *(
+            (name, c_int32)
+            for name in ("blocks", "tokens", "channels", "dtype", "threads", "rests", "unused")
+        ),
     ]
 
 

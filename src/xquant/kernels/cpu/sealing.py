@@ -169,6 +169,7 @@ def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None)
     call.units, call.ends = units.data_ptr(), ends.data_ptr()
     borders, _ = border_table()
     call.borders, call.weights = borders.data_ptr(), weight_table().data_ptr()
+    call.rests, call.levels = quantizer.rests, level_table().data_ptr()
     if excluded is not None:
         call.excluded = native.address(excluded, torch.bool, *x.shape[:2])
     native.function("ranked_encode", isa)(call)

@@ -1,125 +1,16 @@
-// Rows to packed ranked codes and back: x[t, c] = level[t, c] * scale_c * gain_t. Scales and gains are powers of
-// 2^(1/3), kept as 4 bits. A token's gain is the one nearest to the root mean square of its channels, each over its own
-// root mean square in the block; a channel's scale the one nearest to its root mean square after that. The channels
-// with the largest scales get the widest codes (ranking.h), those after the last width get none and decode to 0.
+// Rows to packed ranked codes (ranked_decoding.h). A token's gain is the one nearest to the root mean square of its
+// channels, each over its own root mean square in the block; a channel's scale the one nearest to its root mean square
+// after that. The last channels may be rests: what the codes of the first ones leave, where these have no trellis. They
+// have the places of these, as their usual scales are as much smaller as a rest is.
 //
-// Encoding equals `quant.ranked.Ranked.encode` and decoding `Ranked.decode`, bit for bit. So sums are taken in its
-// order: the second half is added to the first until one is left.
+// Equals `quant.ranked.Ranked.encode`, bit for bit. So sums are taken in its order: the second half is added to the
+// first until one is left.
 #pragma once
 #include <cfloat>
 
-#include "ranking.h"
-#include "trellis.h"
+#include "ranked_decoding.h"
 
 namespace {
-
-// Decodes one block.
-class RankedDecoding {
-  public:
-    static constexpr int TOGETHER = 1;
-    static size_t bytes(const xq_ranked_blocks& call, int) {
-        return Ranking::bytes(call.channels) + (size_t)call.tokens * row_of(call.channels) + 64;
-    }
-    RankedDecoding(const xq_ranked_blocks& call, int, Workspace& workspace)
-        : call(call), ranks(call.channels, workspace) {
-        windows = workspace.take<uint8_t>((size_t)call.tokens * row_of(call.channels));
-    }
-
-    bool run(int number, int) {
-        rank(number);
-        const uint8_t* packed = call.codes + (size_t)number * call.code_bytes;
-        const uint8_t* gains = call.gain + (size_t)number * ((call.tokens + 1) / 2);
-        int first = 0;
-        for (int i = ALL_WIDTHS - 1; i >= 0; i--) {
-            const int count = call.counts[i];
-            if (!count) continue;
-            const Width& width = WIDTHS[i];
-            packed = unpack(packed, width, count);
-            codes_to_windows(width, call.tokens / width.tokens, row_of(count), windows);
-            for (int t = 0; t < call.tokens; t++)
-                write(number, t, first, count, windows + (size_t)(t / width.tokens) * row_of(count),
-                      call.levels + i * TABLE_SIZE + t % width.tokens * WINDOWS,
-                      size_of(call.sizes, nibble_at(gains, call.tokens, t) - UNIT_GAIN_PLACE));
-            first += count;
-        }
-        for (int t = 0; t < call.tokens; t++)
-            for (int i = first; i < call.channels; i++) put(number, t, ranks.order[i], 0);
-        return true;
-    }
-
-  private:
-    const xq_ranked_blocks& call;
-    Ranking ranks;
-    uint8_t* windows;  // [codes, row_of(count)] of one width
-
-    static int row_of(int channels) { return (channels + 63) / 64 * 64; }
-
-    void rank(int number) {
-        ranks.read(call.scale + (size_t)number * ((call.channels + 1) / 2), call.usual, call.sizes);
-    }
-
-    // Unpacks the codes of `count` channels into rows of windows. Returns where the next width begins.
-    const uint8_t* unpack(const uint8_t* packed, const Width& width, int count) {
-        const int codes = call.tokens / width.tokens, stride = row_of(count);
-        int shift = 0;
-        for (int plane = 8; plane >= 1; plane /= 2) {
-            if (!(width.code & plane)) continue;
-            const int rows = codes * plane / 8, mask = (1 << plane) - 1;
-            for (int run = 0; run < 8 / plane; run++)
-                for (int i = 0; i < rows; i++) {
-                    const uint8_t* from = packed + (size_t)i * count;
-                    uint8_t* to = windows + (size_t)(i + run * rows) * stride;
-                    for (int c = 0; c < count; c++) {
-                        const uint8_t code = (from[c] >> (run * plane) & mask) << shift;
-                        to[c] = shift ? to[c] | code : code;
-                    }
-                }
-            packed += (size_t)rows * count;
-            shift += plane;
-        }
-        return packed;
-    }
-
-    void write(int number, int t, int first, int count, const uint8_t* row, const float* table, float gain) {
-        for (int i = 0; i < count; i++) {
-            const int channel = ranks.order[first + i];
-            put(number, t, channel, table[row[i]] * ranks.sizes[channel] * gain);
-        }
-    }
-
-    void put(int number, int t, int channel, float x) {
-        const int64_t at = number * call.block_stride + t * call.token_stride + channel;
-        if (call.dtype == XQ_FLOAT32)
-            ((float*)call.rows)[at] = x;
-        else
-            store_element(call.rows, call.dtype, at, x);
-    }
-};
-
-// Runs Work on all blocks, a few at a time.
-template <class Work>
-int for_each_ranked_block(const xq_ranked_blocks& call) {
-    const int threads = std::max(call.threads, 1);
-    const int together = std::max(1, std::min(Work::TOGETHER, (call.blocks + threads - 1) / threads));
-    int failed = 0, nan = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : failed, nan)
-    {
-        static thread_local Workspace workspace;
-        const bool ready = workspace.reserve(Work::bytes(call, together));
-        failed += !ready;
-#pragma omp for schedule(static)
-        for (int first = 0; first < call.blocks; first += together) {
-            if (!ready) continue;
-            workspace.next = workspace.base;
-            const int count = std::min(together, call.blocks - first);
-            nan += !Work(call, together, workspace).run(first, count);
-        }
-    }
-    return failed ? XQ_NO_MEMORY : nan ? XQ_FOUND_NAN : XQ_DONE;
-}
-
-// xq_ranked_decode.
-inline int ranked_decode(const xq_ranked_blocks& call) { return for_each_ranked_block<RankedDecoding>(call); }
 
 // Encodes blocks that lie one after the other. The search takes LANES rows at a time, of channels of all of them:
 // there are a few channels of each width in a block, and lanes would be left over.
@@ -133,7 +24,8 @@ class RankedEncoding {
                (2 * sizeof(int16_t) + 1) * n * LANES + TrellisSearch::bytes(call.tokens) + 8 * 64;
     }
     RankedEncoding(const xq_ranked_blocks& call, int together, Workspace& workspace)
-        : call(call), C(call.channels), n(call.tokens), ranks(C, workspace), search(n, workspace) {
+        : call(call), C(call.channels), measured(C - call.rests), n(call.tokens), ranks(C, workspace),
+          search(n, workspace) {
         for (int i = 0; i < together; i++) {
             Block& block = blocks[i];
             block.rows = workspace.take<float>((size_t)n * C);
@@ -170,7 +62,7 @@ class RankedEncoding {
         uint8_t* codes;    // [n, count] of one width
     };
     const xq_ranked_blocks& call;
-    const int C, n;
+    const int C, measured, n;  // channels, those that are no rests, and tokens
     Ranking ranks;
     TrellisSearch search;
     Block blocks[TOGETHER];
@@ -197,7 +89,9 @@ class RankedEncoding {
             const float* x = (const float*)call.rows + number * call.block_stride + t * call.token_stride;
             float* to = scaled + (size_t)t * C;
             // NaN stays NaN.
-            for (int c = 0; c < C; c++) to[c] = x[c] < -FP16_MAX ? -FP16_MAX : x[c] > FP16_MAX ? FP16_MAX : x[c];
+            for (int c = 0; c < measured; c++)
+                to[c] = x[c] < -FP16_MAX ? -FP16_MAX : x[c] > FP16_MAX ? FP16_MAX : x[c];
+            std::fill(to + measured, to + C, 0.0f);
         }
         measure_channels();
         for (int t = 0; t < n; t++)
@@ -205,7 +99,8 @@ class RankedEncoding {
         for (int t = 0; t < n; t++) block.weights[t] = excluded && excluded[t] ? 0 : call.weights[places[t]];
         pack_places(n, call.gain + (size_t)number * ((n + 1) / 2));
         measure_channels();
-        for (int c = 0; c < C; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + USUAL_PLACE);
+        for (int c = 0; c < measured; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + USUAL_PLACE);
+        std::copy(places, places + call.rests, places + measured);
         uint8_t* scale = call.scale + (size_t)number * ((C + 1) / 2);
         pack_places(C, scale);
         ranks.read(scale, call.usual, call.sizes);
@@ -250,9 +145,9 @@ class RankedEncoding {
     // Finds the gain of a token and divides by it. False: there is NaN in the token.
     bool divide_by_gain(int t) const {
         float* x = scaled + (size_t)t * C;
-        for (int c = 0; c < C; c++) row[c] = x[c] * x[c] / variance[c];
-        for (int count = C; count > 1; count = (count + 1) / 2) add(row, row + (count + 1) / 2, count / 2);
-        const float mean_square = row[0] / (float)C;
+        for (int c = 0; c < measured; c++) row[c] = x[c] * x[c] / variance[c];
+        for (int count = measured; count > 1; count = (count + 1) / 2) add(row, row + (count + 1) / 2, count / 2);
+        const float mean_square = row[0] / (float)measured;
         if (mean_square != mean_square) return false;
         places[t] = place(steps_of(mean_square) + UNIT_GAIN_PLACE);
         const float gain = size_of(call.sizes, places[t] - UNIT_GAIN_PLACE);
@@ -275,7 +170,13 @@ class RankedEncoding {
             if (i < TRELLIS_WIDTHS)
                 search_codes(i, from, count, together);
             else
-                for (int block = 0; block < together; block++) find_nearest(i, from, count, blocks[block]);
+                for (int block = 0; block < together; block++) {
+                    find_nearest(i, from, count, blocks[block]);
+                    if (call.rests) {
+                        leave_rests(i, from, count, blocks[block]);
+                        find_nearest(i, from, count, blocks[block]);  // there may be rests of others among them
+                    }
+                }
             for (int block = 0; block < together; block++)
                 pack(call.codes + (size_t)(first + block) * call.code_bytes + at, WIDTHS[i], count,
                      blocks[block].codes);
@@ -350,6 +251,20 @@ class RankedEncoding {
                     for (int j = 0; j < 16; j++) below[j] += edges[e] < x[j];
                 for (int j = 0; j < some; j++) block.codes[(size_t)t * count + c + j] = (uint8_t)below[j];
             }
+    }
+
+    // Puts what codes leave of the channels that have a rest in its place.
+    void leave_rests(int i, int from, int count, const Block& block) const {
+        const float* levels = call.levels + i * TABLE_SIZE;
+        for (int c = 0; c < count; c++) {
+            const int channel = block.order[from + c];
+            if (channel >= call.rests) continue;
+            const float size = block.sizes[channel];
+            for (int t = 0; t < n; t++) {
+                float* x = block.rows + (size_t)t * C;
+                x[measured + channel] = (x[channel] / size - levels[block.codes[(size_t)t * count + c]]) * size;
+            }
+        }
     }
 
     // The inverse of RankedDecoding::unpack.

@@ -139,7 +139,7 @@ typedef struct {
     uint8_t *codes;           // [N, code_bytes]
     const int16_t *usual;     // [C] the logarithm of a channel's usual scale
     const float *sizes;       // 2^(i / 3) at i = -400 .. 400
-    const float *levels;      // [11, 2, 256] of every width's windows (widths.h); only for decoding
+    const float *levels;      // [11, 2, 256] of every width's windows (widths.h)
     const float *edges;       // [11, 256] between the levels of widths without a trellis; this and what follows only
     const int16_t *whole_levels;  // [7, 2, 256] of widths with a trellis, in units;                  for encoding
     const float *units;       // [7] of 1
@@ -150,6 +150,8 @@ typedef struct {
     int64_t code_bytes;
     int32_t counts[11];       // channels of each width
     int32_t blocks, tokens, channels, dtype, threads;
+    int32_t rests;            // the first so many channels have a rest, which is one of the last; only for encoding
+    int32_t unused;
 } xq_ranked_blocks;
 
 // How RoPE turns keys that are rebuilt (turning.h). Channels of a head are in the order of their pairs.
