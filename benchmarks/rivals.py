@@ -27,6 +27,7 @@ METHODS = (
     *("q8_0", "q4_0", "q4_0:rotate=true", "nvfp4", "nvfp4:four=true", "quarot-4bit", "quarot-2bit"),
     *("turboquant-4bit", "turboquant-3bit", "turboquant-2bit", "turboquant-3bit:qjl=true"),
     *("kvarn-k4v2", "kvarn-k2v2", "kvlinc-2bit"),
+    *("pairs-4bit", "pairs-3bit", "pairs-2bit", "e8-2bit", "int4-gs64"),
     *("oscar-2bit", "oscar-4bit:key_clip=1,value_clip=1"),
     *("kivi-4bit", "kivi-2bit", "xquant-4bit", "kvquant-3bit-1%"),
     *("tc-2bit", "tc-cl-2bit", "tc-cl-1bit"),

@@ -170,6 +170,8 @@ def test_one_loud_channel_spoils_no_other(spec: str) -> None:
         ("q4_0", 4.5),
         ("q8_0:rotate=true", 8.5),
         ("nvfp4", 4.5),
+        ("pairs-3bit", 3 + 16 / 64),
+        ("e8-2bit", 2 + 16 / 64),
         ("kvarn-k4v2", 3 + (32 / 128 + 16 / 64) / 2 + (32 / 64 + 16 / 128) / 2),
     ],
 )

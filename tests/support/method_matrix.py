@@ -72,5 +72,7 @@ RIVALS = [
     "q8_0:group=8,rotate=true,sink=1",
     "kvtc-4bit:group=8,tail=5,span=3",
     "nvfp4:group=8,sink=1,four=true",
+    "pairs-3bit:group=8,tail=5",
+    "e8-2bit:group=8,sink=2",
 ]
 """Of the codec and the quantizers of some in `LOW`: not crossed with everything."""

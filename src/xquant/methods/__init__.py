@@ -20,6 +20,8 @@ from .crosslayer import CrossLayer as CrossLayer
 from .kvquant import KVQuant as KVQuant
 from .quarot import QuaRot as QuaRot
 from .turboquant import TurboQuant as TurboQuant
+from .pairs import PairCodes as PairCodes
+from .e8 import Lattice as Lattice
 from .kvarn import KVarN as KVarN
 from .kvlinc import KVLinC as KVLinC
 from .oscar import Oscar as Oscar
