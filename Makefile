@@ -7,6 +7,7 @@
 # make mutants    mutation tests, for hours: faults are planted in the core, what no test finds is listed; ONLY=NAMES
 # make serve-env, serve-test   an environment with vLLM, in .venv-serve, and the tests that need it
 # make serve-stress   its server with many clients, its folder of blocks damaged, and thousands of random requests
+# make serve-docs     what docs/serving.md says of vLLM, followed in an empty environment
 # make lmcache        prompts shared through LMCache's servers, by each serde: by two engines, and by its SDK
 # make gpu    the GPU's tests and benchmarks on a borrowed machine, with what is installed there
 # make gpu-cache       compiles the kernels for it, into a file that make gpu takes along if it is there
@@ -56,8 +57,8 @@ NEON := build/neon
 NEON_CXX := aarch64-linux-gnu-g++
 NEON_RUN := OMP_NUM_THREADS=1 qemu-aarch64-static -cpu cortex-a53 -L /usr/aarch64-linux-gnu
 
-.PHONY: env demo test sanitize neon matrix mutants serve-env serve-test serve-stress lmcache gpu gpu-cache
-.PHONY: gpu-rehearsal lint schemas docs wheels clean
+.PHONY: env demo test sanitize neon matrix mutants serve-env serve-test serve-stress serve-docs lmcache gpu
+.PHONY: gpu-cache gpu-rehearsal lint schemas docs wheels clean
 
 env: $(EXTRAS)
 
@@ -142,6 +143,9 @@ serve-test: serve-env
 # An OpenAI server with its clients, one whose folder of blocks fails, and 2,000 random requests.
 serve-stress: serve-env
 	XQUANT_REQUESTS=2000 $(SERVE_RUN) $(STRESS)
+
+serve-docs: env
+	$(BIN)/python tools/follow_docs.py --vllm docs/serving.md
 
 LMCACHE_RUN = $(if $(NATIVE),XQUANT_NATIVE_LIBRARY=$(NATIVE)) $(SERVE_BIN)/python benchmarks
 lmcache: serve-env
