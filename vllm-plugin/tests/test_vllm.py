@@ -94,6 +94,8 @@ def test_preempted_requests_come_back(tiny: Path, stock: list[list[int]]) -> Non
         "kivi-2bit",
         "kivi-3bit:layers=1x8+k4v3",
         "int4:group=64",
+        "pairs-3bit",
+        "e8-2bit",
         "asymkv-1.5bit",  # with recent tokens as they are
     ],
 )
