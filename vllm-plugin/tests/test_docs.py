@@ -17,8 +17,9 @@ from xquant.serve import fit
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 BLOCKS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-COMMANDS = [line for block in BLOCKS for line in shlex.split(block, comments=True)]
-STARTS = [shlex.split(block) for block in BLOCKS if "-m vllm." in block]
+LINES = [block.replace("\\\n", " ") for block in BLOCKS]
+COMMANDS = [word for line in LINES for word in shlex.split(line, comments=True)]
+STARTS = [shlex.split(line) for line in LINES if "-m vllm." in line]
 
 
 def test_the_versions_are_those_that_are_tested() -> None:

@@ -33,6 +33,8 @@ from xquant.serve.capacity import room_in, stock_room
 PROMPTS = random_prompts(LENGTHS)
 MEMORY, BATCHED = 32 << 20, 256
 CHUNKS = {"max_num_batched_tokens": BATCHED, "kv_cache_memory_bytes": MEMORY, "enable_prefix_caching": False}
+SHORT = {**CHUNKS, "dtype": "bfloat16", "mamba_ssm_cache_dtype": "bfloat16"}
+"""Some CPUs' states are fp32 if nothing is said, and blocks then longer than any prompt here."""
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +113,15 @@ def test_linear_attention(linear: Path) -> None:
             found.append(answers(llm, PROMPTS, 32))
             room = stock_room(known) if spec is None else room_in(fit.wanted({"xquant": spec}), known)
             assert cache_config(llm).kv_cache_size_tokens == room.tokens(MEMORY, 1024, 1024)
-    assert found[0] == found[1] != found[2]
+    # In bf16 the library's attention and vLLM's round otherwise, and a random model may show it.
+    assert sum(own != stock for stock, own in zip(*found[:2], strict=True)) < 3
+    assert sum(own != stock for stock, own in zip(found[0], found[2], strict=True)) > 4
     assert sum(len(set(answer)) for answer in found[0]) > 8 * len(PROMPTS)  # no model of one word
 
 
 def test_prefixes_are_found_again_with_their_states(linear: Path) -> None:
     """vLLM keeps states where its blocks end, which are longer without xquant, and cuts prompts there."""
-    own = {**CHUNKS, "dtype": "bfloat16", "enable_prefix_caching": True, "disable_log_stats": False}
+    own = {**SHORT, "enable_prefix_caching": True, "disable_log_stats": False}
     found = []
     for spec in (None, "full"):
         with engine(linear, spec, **own) as llm:
@@ -130,7 +134,7 @@ def test_prefixes_are_found_again_with_their_states(linear: Path) -> None:
 
 
 FOUND = sum((length - 1) // 128 * 128 for length in LENGTHS)
-ALONE = {**CHUNKS, "dtype": "bfloat16", "enable_prefix_caching": True, "disable_log_stats": False}
+ALONE = {**SHORT, "enable_prefix_caching": True, "disable_log_stats": False}
 ALONE |= {"max_num_seqs": 1, "kv_cache_memory_bytes": 128 << 20}
 """Prompts one after the other, as in bf16 the number of rows rounds otherwise."""
 

@@ -257,20 +257,3 @@ def test_adapters_answer_as_vllm_does(tiny: Path, stock: list[list[int]], tmp_pa
             found.append(answers(llm, prompts, 32, asked))
     assert found[0] == found[1]
     assert all(own != plain for own, plain in zip(found[0][::3], stock[::3], strict=True))
-
-
-def test_drafts_change_no_answer(tiny: Path) -> None:
-    """N-grams of the prompt are guessed, a few right: blocks are sealed anew with what was accepted.
-
-    The last test: once numba has compiled vLLM's n-grams, no other engine starts in this process.
-    """
-    prompts = [(prompt * 40)[:250] for prompt in random_prompts([7, 5, 9])]
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
-    own = {"xquant_kernel": "reference"}
-    with engine(tiny, "kivi-4bit", **own) as llm:
-        plain = answers(llm, prompts, 160)
-    options = {"speculative_config": drafts, "disable_log_stats": False}
-    with engine(tiny, "kivi-4bit", **own, **options) as llm:
-        assert answers(llm, prompts, 160) == plain
-        counters = {metric.name: metric for metric in llm.get_metrics()}
-        assert counters["vllm:spec_decode_num_drafts"].value > 0

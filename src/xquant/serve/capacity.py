@@ -147,13 +147,15 @@ def room_of(
 def planned_states(model: Model, drafts: int = 0) -> list[States]:
     """The states that vLLM keeps of a model that is not loaded, where prefixes are not found again: then a
     request has one of each layer, and otherwise two. Recurrent ones have a dtype of their own where the
-    model says so.
+    model says so, and are fp32 on a CPU with AVX-512 BF16, whose kernels want that.
 
     Raises:
         ValueError: their sizes cannot be found without weights.
     """
     named = getattr(model.config, "mamba_ssm_dtype", None)
     recurrent = getattr(torch, str(named).removeprefix("torch."), model.dtype) if named else model.dtype
+    if torch.cpu.get_capabilities().get("avx512_bf16"):
+        recurrent = torch.float32
     found = []
     for state, layers in model.states.items():
         conv = state.channels * (state.columns + drafts) * model.dtype.itemsize
