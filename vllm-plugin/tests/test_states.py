@@ -106,15 +106,25 @@ def test_answers_are_the_librarys(granite: Path, spec: str) -> None:
 
 def test_linear_attention(linear: Path) -> None:
     """No prompt is cut, since that rounds otherwise."""
-    own = {**CHUNKS, "dtype": "bfloat16", "max_num_batched_tokens": 1024}
+    own_options = {**CHUNKS, "dtype": "bfloat16", "max_num_batched_tokens": 1024}
     known, found = _known(linear, torch.bfloat16), []
     for spec in (None, "full", "kivi-2bit"):
-        with engine(linear, spec, **own) as llm:
+        with engine(linear, spec, **own_options) as llm:
             found.append(answers(llm, PROMPTS, 32))
             room = stock_room(known) if spec is None else room_in(fit.wanted({"xquant": spec}), known)
             assert cache_config(llm).kv_cache_size_tokens == room.tokens(MEMORY, 1024, 1024)
-    # In bf16 the library's attention and vLLM's round otherwise, and a random model may show it.
-    assert sum(own != stock for stock, own in zip(*found[:2], strict=True)) < 3
+    # In bf16 the library's attention and vLLM's round otherwise, which may decide between two words.
+    apart = [
+        (prompt + stock[:at], stock[at], own[at])
+        for prompt, stock, own in zip(PROMPTS, *found[:2], strict=True)
+        for at in [at for at in range(32) if stock[at] != own[at]][:1]
+    ]
+    assert len(apart) < 4
+    if apart:
+        with engine(linear, **own_options) as llm:
+            each = logprobs(llm, [text for text, _, _ in apart], 1)
+        for (_, word, other), (known_words,) in zip(apart, each, strict=True):
+            assert abs(known_words[word] - known_words[other]) < 0.25
     assert sum(own != stock for stock, own in zip(found[0], found[2], strict=True)) > 4
     assert sum(len(set(answer)) for answer in found[0]) > 8 * len(PROMPTS)  # no model of one word
 
