@@ -93,15 +93,14 @@ class Ranked(Quantizer):
             chosen = order[:, start : start + count]
             size = sizes.gather(1, chosen)[:, None]
             of_run = chosen[:, None].expand(-1, even.shape[1], -1)
-            codes = width.encode(even.gather(2, of_run) / size, weights)
+            numbers = even.gather(2, of_run) / size
+            codes = width.encode(numbers, weights)
             if self.rests and not width.trellis:
-                rest = (even.gather(2, of_run) / size - width.decode(codes)) * size
-                # Of channels without a rest it is put into a column that is not looked at.
+                # What channels without a rest leave goes into a column that is not looked at.
                 to = torch.where(of_run < self.rests, of_run + self.measured, self.channels)
-                even.scatter_(2, to, rest)
-                codes = width.encode(
-                    even.gather(2, of_run) / size
-                )  # there may be rests of others in this run
+                even.scatter_(2, to, (numbers - width.decode(codes)) * size)
+                # There may be rests of others among these channels.
+                codes = width.encode(even.gather(2, of_run) / size)
             runs.append(pack(codes, width.code).flatten(1))
             start += count
         packed["codes"] = torch.cat(runs, 1)
