@@ -22,7 +22,7 @@ OWN_GROUPS = [
     *("asymkv-1.5bit", "crosslayer", "kvquant-3bit-1%", "kvquant-3bit:scales=online"),
     *("xquant-4bit:rotate=true", "xquant-cl-2bit:rotate=true", "tc-2bit", "tc-cl-1.5bit"),
     *("quarot-2bit:sink=4", "turboquant-3bit:qjl=true", "q4_0", "q8_0:rotate=true", "kvarn-k4v2", "nvfp4"),
-    *("kvlinc-2bit:sink=4", "oscar-2bit:sink=4,tail=30"),
+    *("kvlinc-2bit:sink=4", "oscar-2bit:sink=4,tail=30", "pairs-3bit", "e8-2bit:sink=4"),
 ]
 
 

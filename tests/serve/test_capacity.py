@@ -120,8 +120,9 @@ def test_what_recent_tokens_leave() -> None:
     assert left_beside_recent(asked["kivi-4bit"], MODEL, 2000, 8192) < 1
 
 
-def test_states_are_those_of_a_model_that_is_loaded() -> None:
+def test_states_are_those_of_a_model_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has a token less of a convolution than transformers, and one more for each draft."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     model = tiny("qwen3_next")
     held = model(prompt(1, 3), use_cache=True).past_key_values.layers[0]
     ((*_, channels, columns),) = (each.shape for each in compat.states_in(held, compat.CONV_STATES))
@@ -132,7 +133,10 @@ def test_states_are_those_of_a_model_that_is_loaded() -> None:
         numbers = channels * (columns - 1 + drafts) + total
         layers = model.config.layer_types.count("linear_attention")
         assert found == States(layers, numbers * dtype.itemsize // shards)
-    known.config.mamba_ssm_dtype = "float32"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     (wider,) = planned_states(known, drafts)
     assert wider.page - found.page == total * 2 // shards
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    known.config.mamba_ssm_dtype = "float32"
+    assert planned_states(known, drafts) == [wider]
     assert planned_states(MODEL) == []
