@@ -27,7 +27,7 @@ def compare(model, methods, asked):
     methods = [parse_method(method) for method in methods]
     comparison = Comparison(model, methods, Calibrations())
     for prompt in asked:
-        comparison.answer(Full(), prompt, lambda cache: None)
+        comparison.answer(Full(), prompt, lambda _, asked=prompt: asked)  # nothing is generated
     return list(comparison.found.values())
 
 

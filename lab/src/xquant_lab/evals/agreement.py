@@ -21,7 +21,7 @@ from xquant.compat import CACHE
 from xquant.methods import Full, Method
 
 from ..pyramid.cache import AnyCache
-from .reading import read_together
+from .reading import passes_of, read_together
 
 LAST = 16
 """Tokens at the end of a prompt that read the tokens before them from the store."""
@@ -46,7 +46,8 @@ class Comparison:
     """Reads each prompt of a task once for all methods, the full cache first, and compares what they predict.
 
     ``found`` has the agreement of each method on each prompt. The answers are kept too: `answer` gives them
-    in the order of the prompts.
+    in the order of the prompts. Each cache reads the full cache's answer, several tokens at a time. Where it
+    would have gone on with each of them, that is its own answer, and nothing is generated.
     """
 
     def __init__(self, model: Any, methods: Sequence[Method], calibrations: Calibrations) -> None:
@@ -70,37 +71,50 @@ class Comparison:
         last = min(LAST, prompt.shape[1])
         earlier, rest = prompt.split([prompt.shape[1] - last, last], 1)
         caches = read_together(self._model, self._given, earlier)
-        full = _reference(self._model, copy.deepcopy(caches[Full()]), rest)
+        full = caches.pop(Full())
+        beside = copy.deepcopy(full)
+        logits = self._model(rest, **{CACHE: beside}).logits
+        whole = generate(full)
+        answer: list[int] = whole[0, prompt.shape[1] :].tolist()
+        wanted = _continued(self._model, beside, logits, answer)
+        self.found[Full()].append(Agreement(0.0, ANSWER))
+        self._answers[Full()].append(whole)
         for method, cache in caches.items():
-            same = Agreement(0.0, ANSWER)
-            if method != Full():
-                same = _compare(self._model, copy.deepcopy(cache), rest, full)
-            self.found[method].append(same)
-            self._answers[method].append(generate(cache))
+            steps = passes_of(method, prompt.shape[1], len(wanted))
+            kl, same = _compare(self._model, copy.deepcopy(cache), rest, logits[0], wanted, steps)
+            self.found[method].append(Agreement(kl, min(same, ANSWER)))
+            self._answers[method].append(whole if same >= len(answer) else generate(cache))
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """What the model does with the full cache."""
+def _continued(model: Any, cache: AnyCache, logits: Tensor, answer: list[int]) -> list[int]:
+    """The greedy tokens ``answer`` after ``logits`` ``[1, t, V]``, and more where they are not `ANSWER`."""
+    missing = ANSWER - len(answer)
+    if answer and missing > 0:
+        logits = model(torch.tensor([answer], device=logits.device), **{CACHE: cache}).logits
+    return answer + list(islice(_greedy(model, cache, logits), max(missing, 0)))
 
-    logits: Tensor  # [LAST, V], on the prompt's last tokens
-    answer: list[int]  # ANSWER token ids
 
-
-def _reference(model: Any, cache: AnyCache, rest: Tensor) -> _Reference:
+def _compare(
+    model: Any, cache: AnyCache, rest: Tensor, full: Tensor, wanted: Sequence[int], steps: Sequence[int]
+) -> tuple[float, int]:
+    """The divergence from the logits ``full`` ``[LAST, V]`` on the tokens ``rest``. And of the tokens
+    ``wanted`` after them, read in passes of ``steps``, those before the first that is not the most likely."""
     logits = model(rest, **{CACHE: cache}).logits
-    tokens = list(islice(_greedy(model, cache, logits), ANSWER))
-    return _Reference(logits[0], tokens)
-
-
-def _compare(model: Any, cache: AnyCache, rest: Tensor, full: _Reference) -> Agreement:
-    logits = model(rest, **{CACHE: cache}).logits
-    own, wanted = (each.float().log_softmax(-1) for each in (logits[0], full.logits))
-    kl = F.kl_div(own, wanted, reduction="batchmean", log_target=True).item()
-    pairs = zip(full.answer, _greedy(model, cache, logits), strict=False)
+    own, exact = (each.float().log_softmax(-1) for each in (logits[0], full))
+    kl = F.kl_div(own, exact, reduction="batchmean", log_target=True).item()
+    pairs = zip(wanted, _along(model, cache, logits, wanted, steps), strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     # Rounding can leave a divergence of next to nothing below zero.
-    return Agreement(max(kl, 0.0), same)
+    return max(kl, 0.0), same
+
+
+def _along(
+    model: Any, cache: AnyCache, logits: Tensor, tokens: Sequence[int], steps: Sequence[int]
+) -> Iterator[int]:
+    """The most likely token after ``logits`` ``[1, t, V]`` and after each of ``tokens``."""
+    yield int(logits[0, -1].argmax())
+    for part in torch.tensor([tokens], device=logits.device).split(list(steps), 1):
+        yield from model(part, **{CACHE: cache}).logits[0].argmax(-1).tolist()
 
 
 def _greedy(model: Any, cache: AnyCache, logits: Tensor) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Reads texts into caches: a block at a time, or once for several methods."""
+"""Reads texts into caches: a block at a time, as if token by token, or once for several methods."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,11 @@ from xquant.methods import Method
 from xquant.seam.masks import PassMask
 from xquant.seam.passes import LayerInputs, ObservingCache
 
+from ..pyramid import Pyramid
 from ..pyramid.cache import AnyCache, cache_of
+
+PASS = 16
+"""Tokens of an answer that are read at a time, at most."""
 
 
 def logits_of(model: Any, cache: AnyCache, ids: Tensor, block: int | None) -> Tensor:
@@ -22,6 +26,22 @@ def logits_of(model: Any, cache: AnyCache, ids: Tensor, block: int | None) -> Te
     parts = ids.split(block or ids.shape[1], 1)
     logits = [model(part, **{CACHE: cache}, use_cache=True).logits for part in parts]
     return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+
+def passes_of(method: Method, start: int, count: int) -> list[int]:
+    """How many tokens to read at a time of ``count`` that follow ``start`` others, so that it comes to the
+    same as one by one: at most `PASS`, and the token that completes a block of ``method`` by itself, as some
+    methods seal the block before that token reads it. PyramidInfer drops tokens after every pass."""
+    if isinstance(method, Pyramid):
+        return [1] * count
+    found: list[int] = []
+    for place in range(start - method.tail, start - method.tail + count):
+        # The first block may begin with the sinks, or after them.
+        inside = {(place - sinks) % method.group for sinks in (0, method.sink)}
+        if inside & {0, method.group - 1} or not found or found[-1] == PASS:
+            found.append(0)
+        found[-1] += 1
+    return found
 
 
 @torch.inference_mode()
