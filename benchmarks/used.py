@@ -4,8 +4,12 @@
 
 The full cache continues 20 prompts greedily, and an end of a text does not end them. Each other cache then
 reads the same prompts in passes of 64 tokens, which attend to each other exactly, and the full cache's
-continuation one token at a time. What it predicts before each of these tokens is compared with what the full
-cache predicts there: the divergence, and whether the most likely token is the same.
+continuation one token at a time, or in passes that come to the same (`passes_of`). What it predicts before
+each of these tokens is compared with what the full cache predicts there: the divergence, and whether the most
+likely token is the same.
+
+With ``--turns`` each cache holds a conversation: prompts in the form of the model's chat, each followed by
+the full cache's answer.
 
 That also says how long the method's own greedy text is the full cache's, without another run. As long as its
 most likely token is the one that the full cache went on with, it would have been fed the same token. So the
@@ -28,7 +32,8 @@ the tokens in full, over the fp16 cache: the mean over the steps.
 import importlib.metadata
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -41,12 +46,13 @@ from torch.nn import functional as F
 from transformers import DynamicCache, QuantizedCache
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 
-from xquant import KVCache, load_model, own_calibration, parse_method
+from xquant import KVCache, Method, load_model, own_calibration, parse_method
 from xquant.results import stamp, write_json
 from xquant.runs import Runs, identity
 from xquant.text import cut_windows
 from xquant_lab.bench.contenders import head_sizes
 from xquant_lab.bench.peers import held_bytes
+from xquant_lab.evals.reading import passes_of
 
 OWN = *METHODS, "tc-cl-1bit:tail=128"
 BACKENDS = {"quanto": is_optimum_quanto_available, "hqq": is_hqq_available}
@@ -72,15 +78,17 @@ class Entry(NamedTuple):
     """An empty one."""
     name: str
     """And all that it depends on."""
+    method: Method | None = None
+    """What it compresses by after the prompts; None for transformers' own."""
     after: Callable[[Any], Any] = lambda cache: cache
-    """What goes on with it after the prompts."""
+    """What goes on with it after the first prompts."""
 
 
 class Reference(NamedTuple):
-    """What the full cache does after the prompts."""
+    """What the full cache does after each of the prompts."""
 
-    tokens: Tensor  # [B, N], its greedy continuation
-    predicted: Tensor  # [B, N, V], log-probabilities before each of them
+    tokens: Tensor  # [B, turns, N], its greedy continuations
+    predicted: Tensor  # [B, turns, N, V], log-probabilities before each of them
 
 
 @click.command()
@@ -89,6 +97,7 @@ class Reference(NamedTuple):
 @click.option("--context", default=512, show_default=True, help="Tokens of a prompt.")
 @click.option("--tokens", default=512, show_default=True, help="Tokens after it.")
 @click.option("--prompts", "count", default=20, show_default=True)
+@click.option("--turns", default=1, show_default=True, help="Prompts of a conversation.")
 @click.option("--method", "specs", multiple=True, help="By default all that are installed.")
 @click.option("--resume", help="A folder that keeps what is finished.")
 @click.option("--json", "target", required=True)
@@ -98,6 +107,7 @@ def main(
     context: int,
     tokens: int,
     count: int,
+    turns: int,
     specs: tuple[str, ...],
     resume: str | None,
     target: str,
@@ -105,9 +115,12 @@ def main(
     model, tokenizer = load_model("smollm2")
     whole, quarter = texts(c4, wikitext), count // 4
     shares = {C4: count - 2 * quarter, WIKITEXT: quarter, SOURCE: quarter}
-    cut = [spread(model, tokenizer, whole[name], context, n) for name, n in shares.items() if n]
-    prompts = torch.cat(cut)
-    subject = {"tokens": tokens, "pass": PASS, **identity(model, str(prompts.tolist()), [])}
+    cut = [spread(model, tokenizer, whole[name], context, n, turns) for name, n in shares.items() if n]
+    prompts = list(torch.cat(cut).unbind(1))
+    if turns > 1:
+        prompts = as_chat(tokenizer, prompts)
+    said = str([prompt.tolist() for prompt in prompts])
+    subject = {"tokens": tokens, "pass": PASS, **identity(model, said, [])}
     runs, reference = Runs(resume, subject), None
     rows: list[dict[str, Any]] = []
     for spec in specs or (*OWN, *peers()):
@@ -123,7 +136,7 @@ def main(
         click.echo("{method:26} KL {kl:.4f}, same for {median_first_difference} tokens".format(**held[0]))
     packages = {PACKAGES[found[1]] for row in rows if (found := PEER.fullmatch(row["method"]))}
     where = {name: importlib.metadata.version(name) for name in sorted(packages)}
-    of = {"model": "smollm2", "dtype": "float32", "prompts": shares, "context": context}
+    of = {"model": "smollm2", "dtype": "float32", "prompts": shares, "context": context, "turns": turns}
     write_json(target, stamp(rows, **of, tokens=tokens, source_of=source_versions(), packages=where))
 
 
@@ -137,11 +150,29 @@ def peers() -> list[str]:
     ]
 
 
-def spread(model: Any, tokenizer: Any, text: str, context: int, count: int) -> Tensor:
-    """``[count, context]`` tokens from places spread evenly over a text."""
+def spread(model: Any, tokenizer: Any, text: str, context: int, count: int, turns: int) -> Tensor:
+    """``[count, turns, context]`` tokens from places spread evenly over a text."""
     whole = len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) // context
     windows = cut_windows(model, tokenizer, text, context, whole)
-    return windows[[i * whole // count for i in range(count)]]
+    places = [i * whole // (count * turns) for i in range(count * turns)]
+    return windows[places].unflatten(0, (count, turns))
+
+
+def as_chat(tokenizer: Any, prompts: list[Tensor]) -> list[Tensor]:
+    """Prompts ``[B, T]`` as the user's part of one conversation, each up to where the model answers."""
+    marks = "first@", "answer@", "second@"
+    roles = "user", "assistant", "user"
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    before, rest = whole.split(marks[0])
+    between, after = rest.split(marks[1])[1].split(marks[2])
+
+    def ids(text: str) -> Tensor:
+        found = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return found.expand(len(prompts[0]), -1)
+
+    opening, later, closing = map(ids, (before, between, after))
+    return [torch.cat([later if i else opening, one, closing], 1) for i, one in enumerate(prompts)]
 
 
 def entry_of(model: Any, tokenizer: Any, spec: str) -> Entry:
@@ -162,7 +193,7 @@ def entry_of(model: Any, tokenizer: Any, spec: str) -> Entry:
             cache = cache.converted(method, calibration)
         return cache
 
-    return Entry(make, name, after)
+    return Entry(make, name, methods[-1], after)
 
 
 def quantized(model: Any, backend: str, bits: int) -> QuantizedCache:
@@ -172,61 +203,77 @@ def quantized(model: Any, backend: str, bits: int) -> QuantizedCache:
 
 
 @torch.inference_mode()
-def read(model: Any, cache: Any, prompts: Tensor) -> Tensor:
-    """Logits ``[B, V]`` after the prompts, which ``cache`` reads in passes."""
-    for part in prompts.split(PASS, 1):
-        logits = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return logits[:, -1].float()
+def read(model: Any, cache: Any, ids: Tensor, sizes: int | list[int] = PASS) -> Iterator[Tensor]:
+    """Logits ``[B, T, V]`` of each pass in which ``cache`` reads tokens ``[B, T]``."""
+    for part in ids.split(sizes, 1):
+        yield model(part, past_key_values=cache, use_cache=True).logits
 
 
 @torch.inference_mode()
-def step(model: Any, cache: Any, token: Tensor) -> Tensor:
-    """Logits ``[B, V]`` after one more token ``[B]``."""
-    logits: Tensor = model(token[:, None], past_key_values=cache, use_cache=True).logits
-    return logits[:, -1].float()
+def asked(model: Any, cache: Any, prompt: Tensor) -> Tensor:
+    """Logits ``[B, 1, V]`` after a prompt."""
+    *_, last = read(model, cache, prompt)
+    return last[:, -1:].float()
 
 
 @torch.inference_mode()
-def continued(model: Any, prompts: Tensor, tokens: int, cache: Any = None) -> Reference:
-    """The greedy continuation with an empty cache, by default transformers' full one."""
+def continued(model: Any, prompts: list[Tensor], tokens: int, cache: Any = None) -> Reference:
+    """The greedy continuations with an empty cache, by default transformers' full one."""
     cache = DynamicCache(config=model.config) if cache is None else cache
-    logits = read(model, cache, prompts)
-    found = prompts.new_empty(len(prompts), tokens)
-    predicted = logits.new_empty(len(prompts), tokens, logits.shape[-1])
-    for i in range(tokens):
-        predicted[:, i], found[:, i] = logits.log_softmax(-1), logits.argmax(-1)
-        if i + 1 < tokens:
-            logits = step(model, cache, found[:, i])
+    batch, turns = len(prompts[0]), len(prompts)
+    found = prompts[0].new_empty(batch, turns, tokens)
+    predicted = torch.empty(batch, turns, tokens, model.config.vocab_size)
+    for turn, prompt in enumerate(prompts):
+        logits = asked(model, cache, prompt)
+        for i in range(tokens):
+            predicted[:, turn, i] = logits[:, -1].float().log_softmax(-1)
+            found[:, turn, i] = logits[:, -1].argmax(-1)
+            if (turn, i) != (turns - 1, tokens - 1):  # nothing asks what follows
+                (logits,) = read(model, cache, found[:, turn, i : i + 1])
     return Reference(found, predicted)
 
 
 @torch.inference_mode()
-def measured(model: Any, prompts: Tensor, reference: Reference, entry: Entry) -> dict[str, Any]:
-    """A cache along the full cache's continuation."""
+def measured(model: Any, prompts: list[Tensor], reference: Reference, entry: Entry) -> dict[str, Any]:
+    """A cache along the full cache's continuations."""
     started, cache = time.perf_counter(), entry.make()
-    tokens = reference.tokens.shape[1]
-    chosen, kl, ratios = torch.empty_like(reference.tokens), torch.empty(tokens), []
-    logits = read(model, cache, prompts)
-    cache = entry.after(cache)
-    for i in range(tokens):
-        ratios.append(sizes(model, cache, len(prompts)).cache_ratio)
-        own, wanted = logits.log_softmax(-1), reference.predicted[:, i]
-        kl[i] = F.kl_div(own, wanted, reduction="batchmean", log_target=True)
-        chosen[:, i] = logits.argmax(-1)
-        if i + 1 < tokens:
-            logits = step(model, cache, reference.tokens[:, i])
-    same = first_differences(chosen, reference.tokens)
+    batch, turns, tokens = reference.tokens.shape
+    chosen, kl = torch.empty_like(reference.tokens), torch.empty(turns, tokens)
+    weighted = 0.0
+    for turn, prompt in enumerate(prompts):
+        logits = asked(model, cache, prompt)
+        if not turn:
+            cache = entry.after(cache)
+        given = reference.tokens[:, turn]
+        # Transformers' own caches are read as they are used.
+        steps = (
+            [1] * tokens if entry.method is None else passes_of(entry.method, cache.get_seq_length(), tokens)
+        )
+        place = 0
+        for size, each in zip([1, *steps], chain([logits], read(model, cache, given, steps)), strict=True):
+            here = min(size, tokens - place)  # what follows the last token of all is not asked
+            for i in range(here):
+                own, wanted = each[:, i].float().log_softmax(-1), reference.predicted[:, turn, place + i]
+                kl[turn, place + i] = F.kl_div(own, wanted, reduction="batchmean", log_target=True)
+                chosen[:, turn, place + i] = own.argmax(-1)
+            weighted += here * sizes(model, cache, batch).cache_ratio
+            place += here
+    same = first_differences(chosen.flatten(0, 1), reference.tokens.flatten(0, 1))
+    by_place = kl.mean(0)
     return {
         # Rounding can leave a divergence of next to nothing below zero.
         "kl": max(kl.mean().item(), 0.0),
-        "kl_by_position": {name: max(kl[where].mean().item(), 0.0) for name, where in ranges(tokens).items()},
+        "kl_by_position": {
+            name: max(by_place[where].mean().item(), 0.0) for name, where in ranges(tokens).items()
+        },
+        "kl_by_turn": [max(each.mean().item(), 0.0) for each in kl],
         "same_token": (chosen == reference.tokens).float().mean().item(),
         "first_difference": same,
         "median_first_difference": median(same),
         "mean_first_difference": fmean(same),
         "never_differs": same.count(tokens),
-        "bits_per_value": sizes(model, cache, len(prompts)).bits_per_value,
-        "cache_ratio": fmean(ratios),
+        "bits_per_value": sizes(model, cache, batch).bits_per_value,
+        "cache_ratio": weighted / (turns * tokens),
         "seconds": time.perf_counter() - started,
     }
 
