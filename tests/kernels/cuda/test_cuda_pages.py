@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.cuda.emulation import emulate, needs_a_compiler
-from kernels.test_triton_pages import BLOCK, Memory, One, codec_of, new_states, sequences
-from support.attention_cases import DEVICE, TOLERANCE
+from support.attention_cases import DEVICE
+from support.engine_memory import BLOCK, Asked, Memory, One, asked, check_own_reads, codec_of, new_states
 from support.models import left_padded, prompt, tiny
 from xquant import StaticKVCache
 from xquant.kernels.cuda import BACKEND
-from xquant.kernels.paged import PagedAttention
 
 pytestmark = [needs_a_compiler, pytest.mark.cases(1)]
 SPECS = [
@@ -34,70 +33,17 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
-class CudaMemory(Memory):
-    def reader(self) -> PagedAttention:
-        angles = self.angles.paged(BLOCK)
-        assert not BACKEND.unfit(self.codec, BLOCK)
-        found = BACKEND.paged(self.codec, self.layout, angles)
-        assert found is not None
-        found.bind(self.memory, self.rings, self.slots)
-        return found
-
-
 @pytest.mark.long
 @settings(deadline=None, max_examples=12, phases=(Phase.explicit, Phase.generate), derandomize=True)
 @given(
     spec=st.sampled_from(SPECS),
     heads=st.sampled_from([(64, 2, 2), (128, 1, 3)]),
-    ones=st.lists(sequences, min_size=1, max_size=3),
-    sink=st.sampled_from([0, 1, 3]),
-    queries=st.integers(1, 4),
-    columns=st.integers(3, 40),
-    beside=st.integers(0, 3),
-    softcap=st.sampled_from([0.0, 4.0]),
-    idle=st.booleans(),
-    seed=st.integers(0, 2**31),
+    what=asked,
 )
-def test_any_sequences_read_their_own(
-    spec: str,
-    heads: tuple[int, int, int],
-    ones: list[One],
-    sink: int,
-    queries: int,
-    columns: int,
-    beside: int,
-    softcap: float,
-    idle: bool,
-    seed: int,
-) -> None:
-    torch.manual_seed(seed)
+def test_any_sequences_read_their_own(spec: str, heads: tuple[int, int, int], what: Asked) -> None:
     codec = codec_of(spec, *heads)
-    memory = CudaMemory(codec, 40 + queries, sink, beside)
-    ones = [One(o.limit, o.held, o.first, sink if o.limit >= BLOCK else 0) for o in ones]
-    if idle:
-        ones.append(One(0, 0, 0, 0, idle=True))
-    of = memory.sequences(ones, queries, columns)
-    states = new_states(codec.view, 1 + 2 * queries * len(ones))
-    out = torch.full(states[0].shape, 7.0, device=DEVICE)
-    rings = memory.rings.clone()
-    wanted = [memory.expected(b, one, states, of, softcap) for b, one in enumerate(ones)]
-
-    memory.reader().attend(memory.call(states, softcap), of, out)
-
-    nobodys = torch.ones(len(out), dtype=torch.bool)
-    for b, one in enumerate(ones):
-        start = int(of.first[b])
-        own, found = slice(start, start + queries), out[start : start + queries].double()
-        nobodys[own] = False
-        if one.idle:
-            assert not found.any()
-            continue
-        assert (found - wanted[b]).norm() < TOLERANCE * wanted[b].norm()
-        places = (one.first + one.held + torch.arange(queries)) % memory.capacity
-        rows = torch.cat([t[own].flatten(1) for t in states[1:]], -1)
-        rings[int(of.held[b, 0]), places.to(DEVICE)] = rows
-    assert (out[nobodys.to(DEVICE)] == 7).all()
-    assert torch.equal(memory.rings, rings)
+    assert not BACKEND.unfit(codec, BLOCK)
+    check_own_reads(BACKEND, codec, what)
 
 
 @pytest.mark.long
@@ -127,7 +73,7 @@ def decoded(model: Any, spec: str, kernel: str, steps: int) -> list[Tensor]:
 def test_calls_allocate_no_counters() -> None:
     """A CUDA graph would keep them in memory that it gives away."""
     codec = codec_of("int4:group=32", 64, 2, 2)
-    memory = CudaMemory(codec, 44, 0)
+    memory = Memory(BACKEND, codec, 44, 0)
     reader: Any = memory.reader()
     counters = reader._packed._arrived
     of = memory.sequences([One(40, 3, 0, 0), One(32, 1, 0, 0)], 16, columns=3)
