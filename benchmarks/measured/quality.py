@@ -1,13 +1,11 @@
 """Tables of quality: perplexity, passkeys, tasks, families of models, transformers' own tests."""
 
 from collections import Counter
-from collections.abc import Callable
-from statistics import fmean
 
 from xquant import parse_method
 from xquant.catalogue import RECOMMENDED
 
-from .common import Row, by_method, code, error, markdown, rows, table
+from .common import by_method, code, error, markdown, rows, table
 
 
 def quality_rows(file: str, with_tail: bool) -> str:
@@ -156,72 +154,6 @@ def evaluation_texts() -> str:
     return texts(**{"WikiText-2": "wikitext2-smollm2", "C4": "c4-smollm2"})
 
 
-def passkeys(found: list[Row], cell: Callable[[list[Row]], str]) -> str:
-    """A line a method, a column a context, in which ``cell`` says what was found."""
-    contexts = sorted({row["context"] for row in found})
-    body = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
-        cells = (cell([row for row in own if row["context"] == context]) for context in contexts)
-        body.append([code(method), *cells])
-    return markdown(["method", *(f"{context:,}" for context in contexts)], body)
-
-
-def counted(own: list[Row]) -> str:
-    """Numbers found, of those asked for."""
-    return f"{sum(row['found'] for row in own)} of {sum(row['samples'] for row in own)}"
-
-
-def counted_and_lost(own: list[Row]) -> str:
-    """Numbers found, and the depths at which some were not."""
-    lost = ", ".join(f"{row['depth']:g}" for row in own if row["found"] < row["samples"])
-    return counted(own) + (f" (lost at {lost})" if lost else "")
-
-
-def counted_and_likely(own: list[Row]) -> str:
-    """Numbers found, and the mean logarithm of the probability of the right ones' digits."""
-    return f"{counted(own)} ({fmean(row['likelihood'] for row in own):.2f})"
-
-
-@table
-def evaluation_passkey() -> str:
-    return passkeys(rows("passkey-smollm2"), counted_and_lost)
-
-
-@table
-def evaluation_passkey_exact() -> str:
-    found = rows("passkey-exact-smollm2") + rows("passkey-exact-8k-smollm2")
-    return passkeys(found, counted_and_likely)
-
-
-@table
-def passkey_errors() -> str:
-    """Of each method and calibration: numbers found in both ways of reading, and in brackets the mean
-    logarithm of the probability of the right ones' digits; then squared errors over squared norms, of the
-    number's digits and of the median token. Errors were measured with the first calibration alone."""
-    asked: dict[tuple[str, str], dict[str, list[Row]]] = {}
-    errors: dict[str, dict[str, list[Row]]] = {}
-    for row in rows("passkey-errors-smollm2"):
-        if row["part"] == "asked":
-            by_way = asked.setdefault((row["method"], row["calibrated_on"]), {})
-            by_way.setdefault(row["attend"], []).append(row)
-        else:
-            errors.setdefault(row["method"], {}).setdefault(row["states"], []).append(row)
-    body = []
-    for (method, text), ways in asked.items():
-        cells = [code(method), text if parse_method(method).needs_calibration else ""]
-        for attend in ("chunk", "store"):
-            cells.append(counted_and_likely(ways[attend]))
-        own = errors.pop(method, {})
-        for states in ("keys", "values"):
-            for of in ("digits", "median"):
-                cells.append(f"{fmean(row[of] for row in own[states]):.2%}" if own else "")
-        body.append(cells)
-    head = ["method", "calibrated on", "read exactly", "through the store"]
-    head += ["keys: digits", "all", "values: digits", "all"]
-    return markdown(head, body)
-
-
 @table
 def pyramid() -> str:
     """`pyramid` beside methods of about the same bytes."""
@@ -239,52 +171,6 @@ def pyramid() -> str:
             for method, row in by_method("pyramid-smollm2").items()
         ),
     )
-
-
-def tasks(*files: str) -> str:
-    """Scores of results files of `xquant eval`: a line a method, a column a task and metric; then how many
-    rows were answered as with the full cache. Of the metrics of TruthfulQA those of BLEU."""
-    found = [row for file in files for row in rows(file)]
-    columns: dict[str, dict[str, str]] = {}
-    same: dict[str, dict[str, str]] = {}
-    for row in found:
-        # LongBench names its score twice.
-        if row["metric"].startswith("rouge") or row["metric"].endswith(("_diff", "_score")):
-            continue
-        made_to = f" {row['context']:,}" if row["context"] else ""
-        value = f"{row['value']:.3f}" + ("" if row["stderr"] is None else f" ± {row['stderr']:.3f}")
-        metric = "" if row["metric"] == str(row["context"]) else f", {row['metric']}"
-        columns.setdefault(f"{row['task']}{made_to}{metric}", {})[row["method"]] = value
-        if row["agreement"] is not None:
-            same.setdefault(f"{row['task']}{made_to}, as full", {})[row["method"]] = (
-                f"{row['agreement']} of {row['n']}"
-            )
-    columns |= same
-    methods = dict.fromkeys(row["method"] for row in found)
-    return markdown(
-        ["method", *columns],
-        ([code(m), *(cells.get(m, "") for cells in columns.values())] for m in methods),
-    )
-
-
-@table
-def evaluation_truthfulqa() -> str:
-    return tasks("truthfulqa-smollm2")
-
-
-@table
-def evaluation_gsm8k() -> str:
-    return tasks("gsm8k-smollm2")
-
-
-@table
-def evaluation_ruler() -> str:
-    return tasks("ruler-smollm2", "ruler-2048-smollm2", "ruler-4096-smollm2")
-
-
-@table
-def evaluation_longbench() -> str:
-    return tasks("longbench-smollm2")
 
 
 @table

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable
 
+from .answers import counted_and_lost, passkeys
 from .common import Row, code, markdown, rows, table
-from .quality import counted_and_lost, passkeys, texts
+from .quality import texts
 
 
 @table
