@@ -50,36 +50,30 @@ LEAST_BITS, LEAST_KL = 0.8, 7e-4
 
 
 RIVALS = {
-    "q8_0": ("q8_0",),
-    "q4_0": ("q4_0",),
-    "q4_0, rotated": ("q4_0:rotate=true",),
-    "quarot": ("quarot-4bit", "quarot-2bit"),
-    "turboquant": ("turboquant-4bit", "turboquant-3bit", "turboquant-2bit"),
-    "turboquant, qjl": ("turboquant-3bit:qjl=true",),
-    "kvarn": ("kvarn-k4v2", "kvarn-k2v2"),
-    "nvfp4": ("nvfp4",),
-    "nvfp4, 4/6": ("nvfp4:four=true",),
-    "kvlinc": ("kvlinc-2bit",),
-    "oscar": ("oscar-4bit:key_clip=1,value_clip=1", "oscar-2bit"),
-    "kivi": ("kivi-4bit", "kivi-2bit"),
-    "tc (ours)": ("tc-2bit",),
-    "tc-cl (ours)": ("tc-cl-2bit",),
+    "q8_0": (("q8_0",), "#8a8a8a", "X"),
+    "int4, groups of 64": (("int4-gs64",), "#8a8a8a", "v"),
+    "q4_0": (("q4_0",), "#8a8a8a", "o"),
+    "q4_0, rotated": (("q4_0:rotate=true",), "#8a8a8a", "s"),
+    "nvfp4": (("nvfp4",), "#5a9e2f", "o"),
+    "nvfp4, 4/6": (("nvfp4:four=true",), "#5a9e2f", "s"),
+    "quarot": (("quarot-4bit", "quarot-2bit"), "#56b4e9", "o"),
+    "turboquant": (("turboquant-4bit", "turboquant-3bit", "turboquant-2bit"), "#0072b2", "o"),
+    "turboquant, qjl": (("turboquant-3bit:qjl=true",), "#0072b2", "s"),
+    "pairs": (("pairs-4bit", "pairs-3bit", "pairs-2bit"), "#a6761d", "o"),
+    "e8": (("e8-2bit",), "#a6761d", "s"),
+    "kvarn": (("kvarn-k4v2", "kvarn-k2v2"), "#cc79a7", "o"),
+    "kvlinc": (("kvlinc-2bit",), "#7b61c4", "s"),
+    "oscar": (("oscar-4bit:key_clip=1,value_clip=1", "oscar-2bit"), "#7b61c4", "o"),
+    "kivi": (("kivi-4bit", "kivi-2bit"), "#e69f00", "o"),
+    "kvquant": (("kvquant-3bit-1%",), "#e7298a", "D"),
+    "xquant": (("xquant-4bit",), "#1b9e77", "D"),
+    "tc (ours)": (("tc-2bit",), "#d55e00", "o"),
+    "tc-cl (ours)": (("tc-cl-2bit", "tc-cl-1bit"), "#009e73", "o"),
 }
-"""Methods of `rivals.py` by their names in the picture: those of one line differ in their bits alone."""
-RIVALS_COLOURS = (
-    *("#8a8a8a", "#8a8a8a", "#8a8a8a", "#56b4e9", "#0072b2", "#0072b2", "#cc79a7"),
-    *("#8a8a8a", "#8a8a8a", "#b07800", "#7b61c4", "#e69f00", "#d55e00", "#009e73"),
-)
-RIVALS_TEXT, RIVALS_KEPT = "C4", "4 sinks"
-RIVALS_BESIDE: dict[str, dict[str, Any]] = {
-    "q4_0, rotated": {"xytext": (9, -4), "ha": "left"},
-    "nvfp4": {"xytext": (9, 2), "ha": "left"},
-    "nvfp4, 4/6": {"xytext": (9, -4), "ha": "left"},
-    "turboquant": {"xytext": (-9, -4), "ha": "right"},
-    "kvarn": {"xytext": (9, 0), "ha": "left"},
-    "kivi": {"xytext": (-9, -12), "ha": "right"},
-    "oscar": {"xytext": (-9, -4), "ha": "right"},
-}
+"""Methods of `rivals.py` by their names in the picture, with colour and mark: those of one line differ in
+their bits alone."""
+RIVALS_TEXT = "WikiText-2"
+RIVALS_PANELS = {"4 sinks": "from codes alone", "4 sinks, 128 recent": "in use: 128 recent tokens in full"}
 
 FRONTIER_TEXT, FAST = "WikiText-2", "#d55e00"
 
@@ -112,19 +106,26 @@ def quality(ink: str) -> Any:
 
 
 def rivals(ink: str) -> Any:
-    """The same of the rivals, with sinks, every token read from the store."""
+    """The same of the rivals, with sinks: every token read from the store, and beside it as in use."""
     rows = json.loads((RESULTS / "rivals.json").read_text())
-    found = {row["of"]: row for row in rows if (row["text"], row["kept"]) == (RIVALS_TEXT, RIVALS_KEPT)}
-    if unknown := found.keys() - {m for methods in RIVALS.values() for m in methods}:
-        raise ValueError(f"no line of the picture has {', '.join(sorted(unknown))}")
-    measured = {
-        name: (tuple(m for m in methods if m in found), colour)
-        for (name, methods), colour in zip(RIVALS.items(), RIVALS_COLOURS, strict=True)
-    }
-    figure = new_figure(7.6, 4.8)
-    axes = figure.add_subplot()
-    draw(axes, ink, found, {n: line for n, line in measured.items() if line[0]}, RIVALS_BESIDE)
-    axes.set_xlim(1.5, 9.2)
+    figure = new_figure(11.5, 4.8)
+    panels = figure.subplots(1, len(RIVALS_PANELS), sharey=True)
+    for axes, (kept, title) in zip(panels, RIVALS_PANELS.items(), strict=True):
+        found = {row["of"]: row for row in rows if (row["text"], row["kept"]) == (RIVALS_TEXT, kept)}
+        if unknown := found.keys() - {m for methods, *_ in RIVALS.values() for m in methods}:
+            raise ValueError(f"no line of the picture has {', '.join(sorted(unknown))}")
+        for name, (methods, colour, mark) in RIVALS.items():
+            x, y = ([found[m][of] for m in methods] for of in ("bits_per_value", "kl"))
+            wide = (
+                {"linewidth": 2.4, "markersize": 7} if "ours" in name else {"linewidth": 1, "markersize": 5}
+            )
+            axes.plot(x, y, f"{mark}-", color=colour, label=name, **wide)
+        _axes(axes, ink)
+        axes.set_title(title, color=ink, fontsize=10)
+        axes.set_xlabel("bits per key and value element", color=ink)
+        axes.set_xlim(0.5, 9.2)
+    panels[1].set_ylabel("")
+    panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, labelcolor="linecolor")
     return figure
 
 

@@ -2,28 +2,27 @@
 
 from .common import Row, code, markdown, rows, table
 
-SHORT = {"none": "", "4 sinks": "4 sinks: ", "4 sinks, 128 recent": "and 128 recent: "}
+KEPT = {"4 sinks": "", "4 sinks, 128 recent": "128 recent: "}
 """What columns of a setting of rivals.py begin with."""
 
 
 def on_text(text: str) -> str:
-    """A line a method, as it was asked for, and four columns for each setting of sinks and recent tokens."""
+    """A line a method, as it was asked for: its bits, and three columns for each setting of recent tokens."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows("rivals"):
         if row["text"] == text:
             found.setdefault(row["of"], {})[row["kept"]] = row
-    head = ["method"]
-    for begin in SHORT.values():
-        head += [f"{begin}{name}" for name in ("bits", "of full", "KL", "same token")]
+    head = ["method", "bits"]
+    for begin in KEPT.values():
+        head += [f"{begin}{name}" for name in ("of full", "KL", "same token")]
     body = []
     for method, own in found.items():
-        cells = [code(method)]
-        for kept in SHORT:
+        cells = [code(method), f"{own['4 sinks']['bits_per_value']:.2f}"]
+        for kept in KEPT:
             row = own[kept]
             cells += [
-                f"{row['bits_per_value']:.2f}",
-                f"{row['ratio']:.3f}",
-                f"{row['kl']:.5f}",
+                f"{row['ratio']:.3f} ± {row['ratio'] * row['difference_error']:.3f}",
+                f"{row['kl']:.5f} ± {row['kl_error']:.5f}",
                 f"{row['agreement']:.1%}",
             ]
         body.append(cells)
