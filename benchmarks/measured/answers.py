@@ -15,8 +15,8 @@ def passkeys(found: list[Row], cell: Callable[[list[Row]], str]) -> str:
     body = []
     for method in dict.fromkeys(row["method"] for row in found):
         own = [row for row in found if row["method"] == method]
-        cells = (cell([row for row in own if row["context"] == context]) for context in contexts)
-        body.append([code(method), *cells])
+        asked = ([row for row in own if row["context"] == context] for context in contexts)
+        body.append([code(method), *(cell(each) if each else "" for each in asked)])
     return markdown(["method", *(f"{context:,}" for context in contexts)], body)
 
 
