@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from support.models import tiny
-from xquant import KVCache
+from xquant import KVCache, parse_method
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -75,19 +75,42 @@ def test_first_differences_are_those_of_free_text(monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     used = importlib.import_module("used")
     model = tiny("llama")
-    prompts = torch.randint(2, 100, (3, 40), generator=torch.Generator().manual_seed(0))
+    prompts = [torch.randint(2, 100, (3, 40), generator=torch.Generator().manual_seed(0))]
     reference = used.continued(model, prompts, 24)
+    method = parse_method("kivi-2bit:group=8")
 
     def make() -> KVCache:
-        return KVCache(model, "kivi-2bit:group=8")
+        return KVCache(model, method)
 
-    row = used.measured(model, prompts, reference, used.Entry(make, ""))
+    row = used.measured(model, prompts, reference, used.Entry(make, "", method))
+    one_by_one = used.measured(model, prompts, reference, used.Entry(make, ""))
     free = used.continued(model, prompts, 24, make()).tokens
-    assert row["first_difference"] == used.first_differences(free, reference.tokens)
+    assert row["first_difference"] == used.first_differences(free[:, 0], reference.tokens[:, 0])
     assert min(row["first_difference"]) < 24 and row["kl"] > 0
+    assert one_by_one["first_difference"] == row["first_difference"]
+    assert one_by_one["kl"] == pytest.approx(row["kl"], rel=1e-3)
     entry = used.entry_of(model, None, "full>kivi-2bit:group=8")
     assert isinstance(entry.make(), KVCache) and entry.name == "full>kivi-2bit:group=8"
     converted = used.measured(model, prompts, reference, entry)
     assert converted["kl"] > 0 and converted["bits_per_value"] == row["bits_per_value"]
     full = used.measured(model, prompts, reference, used.entry_of(model, None, "full"))
     assert full["never_differs"] == 3 and full["kl"] < 1e-5
+
+
+def test_turns_of_a_conversation_go_through_one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    used = importlib.import_module("used")
+    model = tiny("llama")
+    prompts = list(torch.randint(2, 100, (3, 2, 12), generator=torch.Generator().manual_seed(0)))
+    reference = used.continued(model, prompts, 9)
+    assert reference.tokens.shape == (2, 3, 9)
+    said = [t for turn in range(3) for t in (prompts[turn], reference.tokens[:, turn])]
+    with torch.inference_mode():
+        whole = model(torch.cat(said, 1)).logits.argmax(-1)
+    for turn in range(3):
+        end = (turn + 1) * (12 + 9)
+        assert torch.equal(whole[:, end - 10 : end - 1], reference.tokens[:, turn])
+    full = used.measured(model, prompts, reference, used.entry_of(model, None, "full"))
+    packed = used.measured(model, prompts, reference, used.entry_of(model, None, "kivi-2bit:group=8"))
+    assert full["never_differs"] == 6 and full["kl"] < 1e-5
+    assert len(packed["kl_by_turn"]) == 3 and min(packed["kl_by_turn"]) > 0
