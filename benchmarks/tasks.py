@@ -60,11 +60,11 @@ def main(
     for length in lengths:
         context, _, rows = length.partition(":")
         wanted.append((RULER, [int(context)], Settings(int(rows), most=MOST, compare=True)))
-    subject = identity(model, "", made)
+    runs = Runs(resume, identity(model, "", made))
     found: list[dict[str, Any]] = []
     with progress("running tasks") as show:
+        journal = Journal(runs, show)
         for names, contexts, settings in wanted:
-            journal = Journal(Runs(resume, subject), show)
             tasks = find_tasks(names, data, contexts)
             asked = evaluate(model, tokenizer, methods, tasks, settings, made, journal)
             found += [row.to_dict() for row in asked]

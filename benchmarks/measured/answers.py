@@ -1,20 +1,28 @@
 """Tables of answers: passkeys, GSM8K, RULER and other tasks."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean
+from typing import Any
 
 from xquant import parse_method
 
 from .common import Row, code, markdown, rows, table
 
 
+def of_methods(found: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each method."""
+    methods: dict[str, list[Row]] = {}
+    for row in found:
+        methods.setdefault(row["method"], []).append(row)
+    return methods
+
+
 def passkeys(found: list[Row], cell: Callable[[list[Row]], str]) -> str:
     """A line a method, a column a context, in which ``cell`` says what was found."""
     contexts = sorted({row["context"] for row in found})
     body = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
+    for method, own in of_methods(found).items():
         asked = ([row for row in own if row["context"] == context] for context in contexts)
         body.append([code(method), *(cell(each) if each else "" for each in asked)])
     return markdown(["method", *(f"{context:,}" for context in contexts)], body)
@@ -106,55 +114,49 @@ def evaluation_truthfulqa() -> str:
     return tasks("truthfulqa-smollm2")
 
 
-FOLLOWED = "answered as full", "same of 32 tokens", "KL"
-"""Columns of `followed`."""
-
-
 @table
 def evaluation_gsm8k() -> str:
     return tasks("gsm8k-smollm2")
 
 
-def followed(own: list[Row]) -> list[str]:
-    """Of one method, how closely it follows the full cache on the prompts of tasks."""
-    prompts = sum(row["n"] for row in own)
-    return [
-        f"{sum(row['agreement'] for row in own)} of {prompts}",
-        f"{sum(row['same_tokens'] * row['n'] for row in own) / prompts:.1f}",
-        f"{sum(row['kl'] * row['n'] for row in own) / prompts:.4f}",
-    ]
-
-
 @table
 def evaluation_ruler() -> str:
-    """Means of six tasks by length, with the standard error, and how closely answers follow."""
+    """Means of six tasks by length, and how closely a cache follows the full one on all these prompts."""
     found = rows("ruler-smollm2")
     contexts = sorted({row["context"] for row in found})
+    head = [
+        "method",
+        *(f"{context:,}" for context in contexts),
+        "answered as full",
+        "same of 32 tokens",
+        "KL",
+    ]
     body = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
-        scores = (mean_score([row for row in own if row["context"] == context]) for context in contexts)
-        body.append([code(method), *scores, *followed(own)])
-    return markdown(["method", *(f"{context:,}" for context in contexts), *FOLLOWED], body)
+    for method, own in of_methods(found).items():
+        prompts = sum(row["n"] for row in own)
+        same, kl = (sum(row[of] * row["n"] for row in own) / prompts for of in ("same_tokens", "kl"))
+        followed = f"{sum(row['agreement'] for row in own)} of {prompts}", f"{same:.1f}", f"{kl:.4f}"
+        body.append([code(method), *mean_scores(own, "context", contexts), *followed])
+    return markdown(head, body)
 
 
 @table
 def evaluation_ruler_tasks() -> str:
-    """Means of all lengths by task, with the standard error."""
+    """Means of all lengths by task."""
     found = rows("ruler-smollm2")
     names = list(dict.fromkeys(row["task"] for row in found))
-    body = []
-    for method in dict.fromkeys(row["method"] for row in found):
-        own = [row for row in found if row["method"] == method]
-        scores = (mean_score([row for row in own if row["task"] == name]) for name in names)
-        body.append([code(method), *scores])
+    body = ([code(method), *mean_scores(own, "task", names)] for method, own in of_methods(found).items())
     return markdown(["method", *map(code, names)], body)
 
 
-def mean_score(own: list[Row]) -> str:
-    """The mean of several scores of one method, and its standard error."""
-    deviation = math.sqrt(sum(row["stderr"] ** 2 for row in own)) / len(own)
-    return f"{fmean(row['value'] for row in own):.2f} ± {deviation:.2f}"
+def mean_scores(own: list[Row], by: str, values: Sequence[Any]) -> list[str]:
+    """Mean scores of one method where ``by`` has each of ``values``, with their standard errors."""
+    cells = []
+    for value in values:
+        scores = [row for row in own if row[by] == value]
+        deviation = math.sqrt(sum(row["stderr"] ** 2 for row in scores)) / len(scores)
+        cells.append(f"{fmean(row['value'] for row in scores):.2f} ± {deviation:.2f}")
+    return cells
 
 
 @table
