@@ -15,6 +15,10 @@ That also says how long the method's own greedy text is the full cache's, withou
 most likely token is the one that the full cache went on with, it would have been fed the same token. So the
 first place where they differ is the number of tokens until the first other one.
 
+With ``--texts`` each cache writes its own greedy text where it would differ, and ``edit_distance`` has how
+many tokens must be put in, left out or replaced to make the full cache's text of it. nltk counts them
+(`pip install './lab[eval]'`).
+
 ``A>B`` reads the prompts into a cache of method A, which is converted to B before the first token after
 them: a prompt at rest, as it is meant to be used. What follows at once was predicted with A.
 
@@ -39,6 +43,7 @@ from typing import Any, NamedTuple
 
 import click
 import torch
+from nltk.metrics import edit_distance
 from rivals import METHODS
 from texts import C4, SOURCE, WIKITEXT, source_versions, texts, with_c4, with_wikitext
 from torch import Tensor
@@ -98,6 +103,7 @@ class Reference(NamedTuple):
 @click.option("--tokens", default=512, show_default=True, help="Tokens after it.")
 @click.option("--prompts", "count", default=20, show_default=True)
 @click.option("--turns", default=1, show_default=True, help="Prompts of a conversation.")
+@click.option("--texts", "writes", is_flag=True, help="Have each cache write its own text, too.")
 @click.option("--method", "specs", multiple=True, help="By default all that are installed.")
 @click.option("--resume", help="A folder that keeps what is finished.")
 @click.option("--json", "target", required=True)
@@ -108,6 +114,7 @@ def main(
     tokens: int,
     count: int,
     turns: int,
+    writes: bool,
     specs: tuple[str, ...],
     resume: str | None,
     target: str,
@@ -120,7 +127,7 @@ def main(
     if turns > 1:
         prompts = as_chat(tokenizer, prompts)
     said = str([prompt.tolist() for prompt in prompts])
-    subject = {"tokens": tokens, "pass": PASS, **identity(model, said, [])}
+    subject = {"tokens": tokens, "pass": PASS, "writes": writes, **identity(model, said, [])}
     runs, reference = Runs(resume, subject), None
     rows: list[dict[str, Any]] = []
     for spec in specs or (*OWN, *peers()):
@@ -131,6 +138,8 @@ def main(
                 reference = continued(model, prompts, tokens)
                 click.echo("the full cache's continuation is there")
             held = [{"method": spec, **measured(model, prompts, reference, entry)}]
+            if writes:
+                held[0]["edit_distance"] = edit_distances(model, prompts, reference, entry, held[0])
             runs.save(entry.name, held)
         rows += held
         click.echo("{method:26} KL {kl:.4f}, same for {median_first_difference} tokens".format(**held[0]))
@@ -217,20 +226,46 @@ def asked(model: Any, cache: Any, prompt: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
+def greedy(model: Any, prompts: list[Tensor], tokens: int, entry: Entry) -> Iterator[tuple[int, int, Tensor]]:
+    """Each place of the greedy continuations with an empty cache, its turn first, and the logits ``[B, V]``
+    there."""
+    cache = entry.make()
+    for turn, prompt in enumerate(prompts):
+        logits = asked(model, cache, prompt)
+        if not turn:
+            cache = entry.after(cache)
+        for i in range(tokens):
+            yield turn, i, logits[:, -1]
+            if (turn, i) != (len(prompts) - 1, tokens - 1):  # nothing asks what follows
+                (logits,) = read(model, cache, logits[:, -1:].argmax(-1))
+
+
 def continued(model: Any, prompts: list[Tensor], tokens: int, cache: Any = None) -> Reference:
     """The greedy continuations with an empty cache, by default transformers' full one."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     batch, turns = len(prompts[0]), len(prompts)
     found = prompts[0].new_empty(batch, turns, tokens)
     predicted = torch.empty(batch, turns, tokens, model.config.vocab_size)
-    for turn, prompt in enumerate(prompts):
-        logits = asked(model, cache, prompt)
-        for i in range(tokens):
-            predicted[:, turn, i] = logits[:, -1].float().log_softmax(-1)
-            found[:, turn, i] = logits[:, -1].argmax(-1)
-            if (turn, i) != (turns - 1, tokens - 1):  # nothing asks what follows
-                (logits,) = read(model, cache, found[:, turn, i : i + 1])
+    for turn, i, logits in greedy(model, prompts, tokens, Entry(lambda: cache, "")):
+        predicted[:, turn, i] = logits.float().log_softmax(-1)
+        found[:, turn, i] = logits.argmax(-1)
     return Reference(found, predicted)
+
+
+def edit_distances(
+    model: Any, prompts: list[Tensor], reference: Reference, entry: Entry, row: dict[str, Any]
+) -> list[int]:
+    """Of each prompt, between the greedy text with a cache and the full cache's, in tokens. ``row``: what
+    `measured` found of the cache."""
+    wanted = reference.tokens.flatten(1)
+    tokens = reference.tokens.shape[2]
+    differs = torch.tensor(row["first_difference"]).view(len(wanted), -1).lt(tokens).any(1)
+    found = wanted.clone()
+    if differs.any():
+        steps = greedy(model, [prompt[differs] for prompt in prompts], tokens, entry)
+        found[differs] = torch.stack([logits.argmax(-1) for _, _, logits in steps], 1)
+    pairs = zip(found.tolist(), wanted.tolist(), strict=True)
+    return [edit_distance(own, other) for own, other in pairs]
 
 
 @torch.inference_mode()

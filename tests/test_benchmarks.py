@@ -89,6 +89,12 @@ def test_first_differences_are_those_of_free_text(monkeypatch: pytest.MonkeyPatc
     assert min(row["first_difference"]) < 24 and row["kl"] > 0
     assert one_by_one["first_difference"] == row["first_difference"]
     assert one_by_one["kl"] == pytest.approx(row["kl"], rel=1e-3)
+    apart = used.edit_distances(model, prompts, reference, used.Entry(make, ""), row)
+    for first, distance, own, other in zip(
+        row["first_difference"], apart, free[:, 0], reference.tokens[:, 0], strict=True
+    ):
+        assert (distance > 0) == (first < 24)
+        assert distance <= int((own != other).sum())  # putting in and leaving out may cost less
     entry = used.entry_of(model, None, "full>kivi-2bit:group=8")
     assert isinstance(entry.make(), KVCache) and entry.name == "full>kivi-2bit:group=8"
     converted = used.measured(model, prompts, reference, entry)
