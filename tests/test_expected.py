@@ -22,6 +22,7 @@ HALVES = Expected((2, 3), torch.float16, least=-4, most=4, rising=True)
     [
         *("tc-2bit", "tc-cl-2bit", "tc-cl-2bit:reach=1,basis=head", "kvquant-2bit-1%"),
         "tc-2bit:basis=keys-first",
+        *("tc-2bit:classes=2", "tc-cl-2bit:classes=4"),
         *("kvquant-2bit-1%:per=matrix,scales=online", "kvquant-2bit:datatype=nf"),
         *("oscar-2bit", "oscar-4bit:matrix=layer,sink=4"),
         *("kvtc-4bit", "kvtc-4bit:span=3,basis=joint"),

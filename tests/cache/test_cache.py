@@ -172,7 +172,7 @@ def test_bad_arguments_are_refused() -> None:
 @pytest.mark.parametrize("spec", [s for s in LOW if parse_method(s).causal])
 @torch.no_grad()
 def test_reading_through_the_store_reads_what_a_later_token_would(spec: str) -> None:
-    """40 tokens are whole blocks of 8: what a store-reading pass saw is what the store then holds."""
+    """64 tokens are whole blocks of all: what a store-reading pass saw is what the store then holds."""
     model = tiny("llama")
     spec = re.sub(",tail=[0-9]", ",tail=0", spec)
     cache = make_cache(model, spec, attend="store")
@@ -185,9 +185,9 @@ def test_reading_through_the_store_reads_what_a_later_token_would(spec: str) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompressedLayer, "read", record)
-        logits(model, prompt(2, 48), cache)
+        logits(model, prompt(2, 64), cache)
     for layer in cache.compressed:
-        assert layer.stream.tokens == 48
+        assert layer.stream.tokens == 64
         key, value = layer.states()
         assert torch.equal(seen[layer][0], key)
         assert torch.equal(seen[layer][1], value)

@@ -7,13 +7,12 @@ from support.models import prompt, tiny
 from xquant import attach, parse_method
 from xquant.calibrators.collect import collect
 from xquant.calibrators.run import calibrate_on
+from xquant.calibrators.spectra import SINKS, blocks
 from xquant.calibrators.transform import (
     METRIC_RIDGE,
-    SINKS,
     StatisticsStage,
     TransformCalibrator,
     best_basis,
-    blocks,
     predict,
     root_of,
     same_head,

@@ -55,10 +55,12 @@ LOW = [
     "xquant-cl-1bit:group=8,form=gqa,stream=residual",
     "tc-2bit:group=16",
     "tc-2bit:group=16,basis=keys-first",
+    "tc-2bit:group=32,classes=2",
     "tc-3.5bit:group=16,metric=identity,tail=5,sink=1",
     "tc-cl-1.5bit:group=16,sink=2",
     "tc-cl-4bit:group=16,basis=head,sink=0",
     "tc-cl-2bit:group=16,span=3,tail=5",
+    "tc-cl-2bit:group=32,classes=2,sink=2",
     "turboquant-3bit:group=8,qjl=true,tail=5",
     "kvarn-k4v2:group=8,sink=2",
 ]

@@ -12,7 +12,8 @@ from ..models import AttentionView
 from ..quant import Affine, Plain
 from ..threads import one_thread
 from .calibrator import Stage
-from .transform import SINKS, StatisticsStage
+from .spectra import SINKS
+from .transform import StatisticsStage
 
 SAMPLE = 1024
 """Tokens whose components are quantized to see what that loses."""

@@ -6,6 +6,7 @@ model with 32 layers of ``W = 2,048``.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -14,20 +15,18 @@ from torch import Tensor
 from ..kernels.choose import packer_of
 from ..methods.base import spans
 from ..methods.key_value import KeyValueCodec
-from ..methods.transform import Transform, channels
+from ..methods.transform import Transform, channels, quantizer_of, side_bits
 from ..models import AttentionView
 from ..models.weights import home
 from ..quant import Plain
 from ..quant.affine import FP16_MAX
-from ..quant.ranked import FARTHEST_STEP, REST_STEPS, Ranked, allot, side_nbytes, steps_of
-from ..quant.trellis import CIRCLE, WIDTHS
+from ..quant.ranked import allot
+from ..quant.trellis import CIRCLE
 from ..threads import one_thread
+from . import costs
 from .calibrator import Rows, Stage
+from .spectra import SINKS, blocks, by_class, loudness, ranks, spectrum
 
-SINKS = 4
-"""First tokens of a sample that are left out: their keys and values are far from all others."""
-BLOCK = 128
-"""Tokens whose variance is taken at a time."""
 GRADIENT_TOKENS = 8192
 """Of how many tokens gradients are taken: those of twice as many take off 1 to 3% of KL (docs/log.md)."""
 METRIC_RIDGE = 0.02
@@ -48,6 +47,10 @@ class TransformCalibrator:
     * ``usual`` ``[C]``: the usual scale of every channel, see `Ranked`;
     * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank. In it and in ``usual``
       the rests of channels have their places, too;
+    * with classes of tokens ``costs`` ``[W]``: ``costs @ (y - mean)`` is the logarithm of what an error in
+      the token costs, up to a constant, see `costs`. ``usual`` and ``profile`` are then ``[classes C]``, of
+      one class after the other, the costliest first, and the profile of a class is times what errors in it
+      cost;
     * where keys come first, ``from_keys`` ``[C - Ck, Ck]``: what the first ``Ck`` channels, from which alone
       keys are made, predict of the others: see `Segment`. Ranks are then those of either part;
     * with prediction, ``predictor`` ``[W, W']`` and ``of_token`` ``[W, E]``: a row is expected to be
@@ -59,7 +62,7 @@ class TransformCalibrator:
     def __init__(self, method: Transform, views: Sequence[AttentionView]) -> None:
         self.method = method
         self.codecs = [KeyValueCodec(v, Plain(v.dtype), Plain(v.dtype), "pre") for v in views]
-        self.stage = StatisticsStage(len(views), method.metric == "fisher")
+        self.stage = StatisticsStage(len(views), method.metric == "fisher", method.classes > 1)
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
         if length < CIRCLE:
@@ -141,11 +144,23 @@ class TransformCalibrator:
         analysis, synthesis = best_basis(covariance, torch.block_diag(*roots), sum(counts))
         places = dealt_out(counts)
         parts = mean.split(widths), synthesis[:, torch.cat(places)].split(widths)
-        for view, layer, own, of_mean, of_synthesis in zip(views, found, places, *parts, strict=True):
+        of_layers = zip(numbers, views, found, places, *parts, strict=True)
+        for number, view, layer, own, of_mean, of_synthesis in of_layers:
             layer |= {"mean": of_mean.clone(), "analysis": analysis[own].half()}
             layer["synthesis"] = of_synthesis.half().contiguous()
-            layer |= spectrum(residual @ layer["analysis"].float().T, self.method.rests(view))
+            states = residual @ layer["analysis"].float().T
+            layer |= spectrum(states, self.method.rests(view))
+            if self.method.classes > 1:
+                layer |= self._classes(number, states, layer)
         return found, residual
+
+    def _classes(self, number: int, states: Tensor, layer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``costs``, and ``usual`` and ``profile`` of each class of tokens. See `costs`."""
+        rows, gradients = self.stage.rows(number), self.stage.gradients_of(number)
+        due = (gradients @ layer["synthesis"].float()).square().mean(-1)
+        due = due / due[:, SINKS:].mean().clamp(min=1e-30) * loudness(states[: len(due)])
+        found = costs.direction(rows[: len(due), SINKS:], due[:, SINKS:])
+        return {"costs": found} | by_class(states, ranks(rows, found), due, self.method.classes)
 
     def _keys_first(self, number: int, rows: Tensor) -> dict[str, Tensor]:
         """The tensors of a layer whose keys have channels of their own, from its rows ``[N, T, W]``.
@@ -208,8 +223,9 @@ class StatisticsStage:
 
     queries = False
 
-    def __init__(self, layers: int, gradients: bool) -> None:
-        self._fisher = gradients
+    def __init__(self, layers: int, gradients: bool, keeps: bool = False) -> None:
+        self._fisher, self._keeps = gradients, keeps
+        self._gradients: list[list[Tensor]] = [[] for _ in range(layers)]
         self._rows: list[list[Tensor]] = [[] for _ in range(layers)]
         self._products: list[Tensor] = []
         self._ids: list[Tensor] = []
@@ -230,7 +246,10 @@ class StatisticsStage:
         self._rows[position].append(states.float().clamp(-FP16_MAX, FP16_MAX).half().cpu())
         if rows.key_gradient is None or rows.value_gradient is None:
             return
-        gradient = torch.cat([rows.key_gradient, rows.value_gradient], -1)[SINKS:].float()
+        gradient = torch.cat([rows.key_gradient, rows.value_gradient], -1).float()
+        if self._keeps:
+            self._gradients[position].append(gradient.cpu())
+        gradient = gradient[SINKS:]
         product = (gradient.T @ gradient).cpu()
         if len(self._products) <= position:
             self._products.append(product)
@@ -240,6 +259,10 @@ class StatisticsStage:
     def rows(self, position: int) -> Tensor:
         """All rows of a layer, fp32 ``[N, T, W]``."""
         return torch.stack(self._rows[position]).float()
+
+    def gradients_of(self, position: int) -> Tensor:
+        """Those that were taken, fp32 ``[N', T, W]``, of the first ``N'`` samples, where it keeps them."""
+        return torch.stack(self._gradients[position])
 
     def metric(self, position: int) -> Tensor:
         """The metric of a layer, ``[W, W]`` in fp64: how much an error in its rows costs. All layers have
@@ -329,45 +352,23 @@ def dealt_out(counts: Sequence[int]) -> list[Tensor]:
     return [(order == number).nonzero().squeeze(1) for number in range(len(counts))]
 
 
-def blocks(states: Tensor) -> tuple[Tensor, Tensor]:
-    """States ``[N, T, C]`` cut into blocks ``[M, n, C]``, and which of their tokens are sinks, ``[M, n]``."""
-    length = states.shape[1]
-    size = min(BLOCK, length // CIRCLE * CIRCLE)
-    whole = length // size * size
-    sinks = (torch.arange(whole, device="cpu") < SINKS).expand(len(states), -1)
-    return states[:, :whole].unflatten(1, (-1, size)).flatten(0, 1), sinks.reshape(-1, size)
-
-
-def spectrum(states: Tensor, rests: int = 0) -> dict[str, Tensor]:
-    """``usual`` and ``profile`` of states ``[N, T, C]``, and of the ``rests`` of the first of them."""
-    parts, sinks = blocks(states)
-    variance = torch.stack(
-        [part[~hidden].square().mean(0) for part, hidden in zip(parts, sinks, strict=True)]
-    )
-    usual = steps_of(variance.mean(0))
-    below = usual[:rests] - REST_STEPS
-    variance = torch.cat([variance, variance[:, :rests] * WIDTHS[-1].error], 1)
-    return {
-        "usual": torch.cat([usual, below.clamp(min=-FARTHEST_STEP)]).to(torch.int16),
-        "profile": variance.sort(-1, descending=True).values.mean(0).float(),
-    }
-
-
 def as_read(rows: list[Tensor], residual: Tensor, layers: list[dict[str, Tensor]]) -> list[Tensor]:
     """Rows ``[N, T, W]`` of layers that are coded together, their ``residual`` quantized at `LOOP_BITS` and
     decoded. Sinks, and tokens that fill no block, stay as they are."""
     states = [residual @ found["analysis"].float().T for found in layers]
-    parts, sinks = blocks(states[0])
-    size = parts.shape[1]
-    sides = sum(side_nbytes(each.shape[-1], size) for each in states)
-    budget = int(LOOP_BITS * residual.shape[-1]) - 8 * sides // size
-    counts = allot([found["profile"] for found in layers], max(budget, 0))
+    size, classes = blocks(states[0])[0].shape[1], len(layers[0]["usual"].view(-1, states[0].shape[-1]))
+    profiles = [profile for found in layers for profile in found["profile"].view(classes, -1)]
+    budget = (int(LOOP_BITS * residual.shape[-1]) - side_bits(profiles, size, classes)) * classes
+    counts = iter(allot(profiles, max(budget, 0)))
     losses, packer = [], packer_of("auto", residual.device)
-    for each, found, own_counts in zip(states, layers, counts, strict=True):
-        quantizer, (parts, _) = Ranked(found["usual"], own_counts), blocks(each)
+    for own, each, found in zip(rows, states, layers, strict=True):
+        usual = found["usual"].view(classes, -1) if classes > 1 else found["usual"]
+        quantizer = quantizer_of(usual, list(islice(counts, classes)))
+        beside = [ranks(own, found["costs"])] if classes > 1 else []
+        parts, sinks = blocks(torch.cat([each, *beside], -1))
         read = torch.empty_like(parts)
         packer.unpack(quantizer, packer.pack(quantizer, parts, sinks), read)
-        losses.append((parts - read).view(len(each), -1, each.shape[-1]))
+        losses.append((parts - read)[..., : each.shape[-1]].reshape(len(each), -1, each.shape[-1]))
     loss, out = torch.cat(losses, -1), []
     for own, found in zip(rows, layers, strict=True):
         coded = own.clone()

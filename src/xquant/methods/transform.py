@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import cycle, islice
 from typing import ClassVar
 
 import torch
@@ -11,9 +11,11 @@ from ..calibration import Calibration, Expected
 from ..catalogue import short
 from ..models import AttentionView
 from ..models.base import linear
-from ..quant import Segment
+from ..quant import Quantizer, Segment
 from ..quant.affine import FP16_MAX
+from ..quant.classes import Classed, class_nbytes, shares
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
+from ..quant.trellis import CIRCLE
 from .base import CALIBRATED_AT, OWN_TEXTS, SINK, Method, Tensors, option
 from .codec import LayerCodec, Rematerialized, by_block
 from .key_value import StateCodec
@@ -60,6 +62,17 @@ class Transform(Method):
         "of all heads together, of keys and then of the values' rest, or of each head",
         choices=("joint", "keys-first", "head"),
     )
+    classes: int = option(1, "classes of a block's tokens: the costlier have more bits", choices=(1, 2, 4))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.classes > 1 and self.basis != "joint":
+            raise ValueError(f"{self.name}: classes={self.classes} needs basis=joint")
+        if self.group % (CIRCLE * self.classes):
+            raise ValueError(
+                f"{self.name}: group={self.group} is no multiple of {CIRCLE * self.classes}, as classes="
+                f"{self.classes} needs"
+            )
 
     @property
     def head(self) -> str:
@@ -83,7 +96,7 @@ class Transform(Method):
     def rests(self, view: AttentionView) -> int:
         """How many channels of a layer have a rest, see `Ranked`: latents vary most in a few channels, which
         are worth more than the 8 bits of the widest codes. What a prediction leaves of them does not."""
-        plain = self.basis == "joint" and not self.layers_below
+        plain = self.basis == "joint" and not self.layers_below and self.classes == 1
         return channels(view) // CHANNELS_TO_A_REST if plain and view.latents is not None else 0
 
     def known(self, views: Sequence[AttentionView]) -> int:
@@ -97,9 +110,9 @@ class Transform(Method):
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:
-        found = self.found(views, calibration)
+        found = [self._by_class(layer) for layer in self.found(views, calibration)]
         each_layer = zip(views, found, strict=True)
-        parts = [layer["profile"].split(runs(view, layer)) for view, layer in each_layer]
+        parts = [profiles_of(view, layer) for view, layer in each_layer]
         counts = iter(self.allotted(views, [profile for each in parts for profile in each]))
         codecs = [
             self._codec(view, layer, list(islice(counts, len(each))))
@@ -109,6 +122,13 @@ class Transform(Method):
             codecs[0].embedding = calibration.tensors["embedding"].to(views[0].device)
         return codecs
 
+    def _by_class(self, found: Tensors) -> Tensors:
+        """What was found of a layer, with a row for each class where there are classes of tokens."""
+        if self.classes == 1:
+            return found
+        rows = {name: found[name].view(self.classes, -1) for name in ("usual", "profile")}
+        return {**found, **rows}
+
     def allotted(self, views: Sequence[AttentionView], profiles: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """The counts of `Ranked` for each profile: together they take ``bits`` a value, scales included.
 
@@ -116,9 +136,8 @@ class Transform(Method):
             ValueError: the scales alone take more.
         """
         values = sum(view.state_width for view in views)
-        sides = sum(side_nbytes(len(profile), self.group) for profile in profiles)
-        scales = -(-8 * sides // self.group)  # bits a token
-        budget = int(self.bits * values) - scales
+        scales = side_bits(profiles, self.group, self.classes)
+        budget = (int(self.bits * values) - scales) * self.classes
         if budget < 0:
             raise ValueError(
                 f"{self.spec}: the scales of blocks of {self.group} tokens alone take"
@@ -132,7 +151,7 @@ class Transform(Method):
             wanted["embedding"] = Expected((views[0].vocabulary, tokens), torch.float16)
         for i, view in enumerate(views):
             width, count = view.state_width, channels(view)
-            packed = count + self.rests(view)
+            packed = (count + self.rests(view)) * self.classes
             start = i // self.layers_together * self.layers_together
             span = views[start : start + self.layers_together]
             of_span = sum(other.state_width for other in span), sum(map(channels, span))
@@ -143,6 +162,8 @@ class Transform(Method):
                 "usual": Expected((packed,), torch.int16, -FARTHEST_STEP, FARTHEST_STEP),
                 "profile": Expected((packed,), torch.float32, least=0),
             }
+            if self.classes > 1:
+                layer["costs"] = Expected((width,), torch.float32)
             if self.finds_keys_first(view):
                 layer["from_keys"] = Expected((width - view.kv_width, view.kv_width), torch.float16)
             if below := views[max(start - self.layers_below, 0) : start]:
@@ -167,8 +188,31 @@ def channels(view: AttentionView) -> int:
 def runs(view: AttentionView, found: Tensors) -> list[int]:
     """Of how many channels each segment is: of all, or of those that keys come from and those that only
     values come from."""
-    count = len(found["usual"])
+    count = found["usual"].shape[-1]
     return [view.kv_width, count - view.kv_width] if "from_keys" in found else [count]
+
+
+def profiles_of(view: AttentionView, found: Tensors) -> Sequence[Tensor]:
+    """The profiles of a layer: of each class of tokens, or of each of its `runs`."""
+    profile = found["profile"]
+    return profile.unbind() if profile.dim() == 2 else profile.split(runs(view, found))
+
+
+def side_bits(profiles: Sequence[Tensor], block: int, classes: int) -> int:
+    """Bits a token of all that blocks have beside codes; ``profiles``: see `profiles_of`."""
+    sizes = shares(block, classes)
+    each = (side_nbytes(len(p), size) for p, size in zip(profiles, cycle(sizes), strict=False))
+    named = class_nbytes(block, classes) * len(profiles) // classes if classes > 1 else 0
+    return -(-8 * (sum(each) + named) // block)
+
+
+def quantizer_of(usual: Tensor, counts: Counts, rests: int = 0) -> Quantizer:
+    """The quantizer of a segment with these usual scales, ``[C]``, or ``[classes, C]`` for classes of tokens,
+    each with its ``counts``."""
+    if usual.dim() == 2:
+        return Classed(tuple(Ranked(own, each) for own, each in zip(usual, counts, strict=True)))
+    (own,) = counts
+    return Ranked(usual, own, rests)
 
 
 class ChannelCodec(StateCodec):
@@ -188,23 +232,38 @@ class ChannelCodec(StateCodec):
         self.block = block
         self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
         self.mean = found["mean"].to(view.device, view.dtype)  # [W]
-        self.rests = len(found["usual"]) - len(found["analysis"])
+        self.rests = found["usual"].shape[-1] - len(found["analysis"])
         analysis = found["analysis"].to(view.device, torch.float32)
         self.analysis = F.pad(analysis, (0, 0, 0, self.rests)).contiguous()  # [C, W]
         self.from_keys: Tensor | None = None
         if "from_keys" in found:
             self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
-        usual = found["usual"].split(runs(view, found))
-        quantizers = [Ranked(*each, self.rests) for each in zip(usual, counts, strict=True)]
+        self.costs: Tensor | None = None
+        if "costs" in found:
+            self.costs = found["costs"].to(view.device, torch.float32)[None].contiguous()  # [1, W]
+        if self.costs is None:
+            of_runs = zip(found["usual"].split(runs(view, found)), counts, strict=True)
+            quantizers = [quantizer_of(usual, [own], self.rests) for usual, own in of_runs]
+        else:
+            quantizers = [quantizer_of(found["usual"], counts)]
         from_before = [None, self.from_keys]
         self.segments = tuple(
-            Segment(each.channels, each, predictor=weight)
+            Segment(each.channels or 0, each, predictor=weight)
             for each, weight in zip(quantizers, from_before, strict=False)
         )
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         rows = (features - (self.mean if predicted is None else predicted)).float()
-        return by_block(rows, self.analysis, self.block)
+        states = by_block(rows, self.analysis, self.block)
+        if self.costs is None:
+            return states
+        costs = by_block((features - self.mean).float(), self.costs, self.block)
+        return torch.cat([states, costs], -1)
+
+    def beside_costs(self, synthesis: Tensor) -> Tensor:
+        """``synthesis`` ``[W, C]``, and a column for the cost of a token where there is one, which nothing is
+        made of."""
+        return synthesis if self.costs is None else F.pad(synthesis, (0, 1))
 
 
 class TransformCodec(Rematerialized, ChannelCodec):
@@ -214,6 +273,7 @@ class TransformCodec(Rematerialized, ChannelCodec):
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
         synthesis = torch.cat([found["synthesis"], found["synthesis"][:, : self.rests]], 1)
+        synthesis = self.beside_costs(synthesis)
         of_keys, of_values = synthesis.tensor_split([view.kv_width])
         of_keys = of_keys[:, : self.segments[0].channels]
         self.key_weight, self.value_weight = (

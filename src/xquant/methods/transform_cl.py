@@ -41,6 +41,11 @@ class PredictedTransform(Transform):
     embedding: bool = option(True, "predict from the token's embedding, too")
     span: int = option(1, "layers that are coded together, at rest", least=1)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.classes > 1 and self.span > 1:
+            raise ValueError(f"{self.name}: classes={self.classes} needs span=1")
+
     @property
     def causal(self) -> bool:
         return self.span == 1
@@ -86,7 +91,8 @@ class PredictedCodec(ChannelCodec):
 
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
-        self.synthesis = found["synthesis"].to(view.device, view.dtype).contiguous()  # [W, C]
+        synthesis = self.beside_costs(found["synthesis"])
+        self.synthesis = synthesis.to(view.device, view.dtype).contiguous()  # [W, C]
         self.from_below, self.from_token = (  # [W, sum of the widths below] and [W, E]
             found[name].to(view.device, view.dtype).contiguous() if name in found else None
             for name in ("predictor", "of_token")

@@ -42,6 +42,8 @@ def unfit(codec: LayerCodec, block: int) -> str:
         return f"the layer is on {view.device.type}"
     if codec.sums_deltas:
         return "keys are rebuilt from sums over layers"
+    if operand is None:
+        return "what keys and values come from is in no format that a kernel reads"
     affine = isinstance(operand, Operand) and operand.levels is None
     if not affine or segment.channels != rebuilt.key_weight.shape[1]:
         return "not all that keys come from is quantized alike"

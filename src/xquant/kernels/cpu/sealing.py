@@ -1,11 +1,12 @@
 """Blocks packed and unpacked by the native library, in one go: csrc/sealing.h, codebook_sealing.h and
 ranked_sealing.h.
 
-It equals `Affine`, `Codebook` and `Ranked` in torch, bit for bit but for the sign of a zero, which torch
-leaves to the order in which it looks for the lowest.
+It equals `Affine`, `Codebook`, `Ranked` and `Classed` in torch, bit for bit but for the sign of a zero, which
+torch leaves to the order in which it looks for the lowest.
 """
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ...past.packer import Packer
 from ...quant import Affine, Codebook, Packed, Quantizer, Ragged
+from ...quant.classes import Classed
 from ...quant.codebook import outlier_count
 from ...quant.grouped import Grouped
 from ...quant.levels import edges_of
@@ -202,7 +204,22 @@ def _ranked_call(quantizer: Ranked, rows: Tensor, packed: Packed) -> native.Rank
     return call
 
 
-_PACKED: dict[type, Any] = {Affine: pack_affine, Codebook: pack_codebook, Ranked: pack_ranked}
-_UNPACKED: dict[type, Any] = {Affine: unpack_affine, Ranked: unpack_ranked}
+def pack_classed(isa: str, quantizer: Classed, x: Tensor, excluded: Tensor | None) -> Packed:
+    """Each class by `pack_ranked`."""
+    return quantizer.encode_with(partial(pack_ranked, isa), x, excluded)
+
+
+def unpack_classed(isa: str, quantizer: Classed, packed: Packed, out: Tensor) -> None:
+    """Each class by `unpack_ranked`."""
+    quantizer.decode_with(partial(unpack_ranked, isa), packed, out)
+
+
+_PACKED: dict[type, Any] = {
+    Affine: pack_affine,
+    Codebook: pack_codebook,
+    Ranked: pack_ranked,
+    Classed: pack_classed,
+}
+_UNPACKED: dict[type, Any] = {Affine: unpack_affine, Ranked: unpack_ranked, Classed: unpack_classed}
 """The quantizers whose arithmetic the library has, of these classes and no other: one that is derived from
 them may do something else."""

@@ -1,0 +1,102 @@
+"""Classes of tokens: who is in which, and what each is stored as."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from xquant.kernels import cpu
+from xquant.kernels.cpu.sealing import NativePacker
+from xquant.quant import Segment
+from xquant.quant.classes import Classed, by_cost, shares
+from xquant.quant.quantizer import dense
+from xquant.quant.ranked import Ranked, allot, steps_of
+
+
+@st.composite
+def cases(draw: Any) -> tuple[Classed, Tensor, Tensor | None]:
+    """A quantizer, blocks with their costs, and tokens that are left out."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    channels, tokens = draw(st.integers(1, 12)), draw(st.sampled_from([1, 3, 16, 40, 64]))
+    count, blocks = draw(st.sampled_from([2, 4])), draw(st.integers(1, 3))
+    size = 10 ** (2 * torch.rand(channels, generator=generator) - 1)
+    x = torch.randn(blocks, tokens, channels + 1, generator=generator)
+    x[..., :-1] *= size
+    if draw(st.booleans()):
+        x[..., -1] = x[..., -1].round()  # many cost the same
+    usual = steps_of(size.square()).to(torch.int16)
+    profile = size.square().sort(descending=True).values
+    counts = allot([profile / 4**number for number in range(count)], draw(st.integers(0, 8 * channels)))
+    excluded = torch.rand(blocks, tokens, generator=generator) < 0.1 if draw(st.booleans()) else None
+    return Classed(tuple(Ranked(usual, each) for each in counts)), x, excluded
+
+
+@settings(deadline=None)
+@given(cases())
+def test_each_class_reads_as_a_block_of_its_own(case: tuple[Classed, Tensor, Tensor | None]) -> None:
+    quantizer, x, excluded = case
+    packed = quantizer.encode(x, excluded)
+    out = torch.full_like(x, 7.0)
+    quantizer.decode(packed, out)
+    assert torch.equal(out[..., -1], torch.zeros_like(out[..., -1]))
+    costs = x[..., -1] if excluded is None else x[..., -1].masked_fill(excluded, -torch.inf)
+    before = torch.full((len(x),), torch.inf)
+    seen = torch.zeros(x.shape[:2], dtype=torch.bool)
+    for part, tokens in zip(
+        quantizer.parts, by_cost(x[..., -1], excluded, len(quantizer.parts)), strict=True
+    ):
+        if not tokens.shape[1]:
+            continue
+        own = costs.gather(1, tokens)
+        assert bool((own.amax(1) <= before).all())  # no class has a token that costs more than one before
+        before = own.amin(1)
+        assert not seen.gather(1, tokens).any() and bool((tokens.diff(dim=1) > 0).all())
+        seen.scatter_(1, tokens, True)
+        rows = x[..., :-1].gather(1, tokens[..., None].expand(-1, -1, x.shape[2] - 1))
+        hidden = None if excluded is None else excluded.gather(1, tokens)
+        wanted = torch.empty_like(rows)
+        part.decode(part.encode(rows, hidden), wanted)
+        found = out[..., :-1].gather(1, tokens[..., None].expand_as(rows))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert bool(seen.all())
+
+
+@settings(deadline=None)
+@given(cases())
+def test_blocks_have_the_fields_that_are_planned(case: tuple[Classed, Tensor, Tensor | None]) -> None:
+    quantizer, x, excluded = case
+    packed = quantizer.encode(x, excluded)
+    fields = Segment(x.shape[2], quantizer).fields(x.shape[1])
+    assert fields.keys() == packed.keys()
+    for name, field in fields.items():
+        assert (dense(packed, name).shape[1:], dense(packed, name).dtype) == (field.shape, field.dtype)
+        streams = quantizer.streams(name, x.shape[1])
+        parts = streams.apart(dense(packed, name))
+        again = streams.together(
+            torch.cat(parts or [dense(packed, name).flatten()]), field.dtype, (len(x), *field.shape)
+        )
+        assert torch.equal(again, dense(packed, name))
+
+
+@pytest.mark.skipif(bool(cpu.library.absence()), reason="no native library")
+@settings(deadline=None)
+@given(cases())
+def test_the_library_packs_the_same(case: tuple[Classed, Tensor, Tensor | None]) -> None:
+    quantizer, x, excluded = case
+    packer = NativePacker(cpu.best().name)
+    wanted, found = quantizer.encode(x, excluded), packer.pack(quantizer, x, excluded)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(dense(found, name), dense(wanted, name)) for name in wanted)
+    out, read = torch.empty_like(x), torch.empty_like(x)
+    quantizer.decode(wanted, out)
+    packer.unpack(quantizer, found, read)
+    assert torch.equal(out, read)
+
+
+def test_classes_of_a_short_block_have_nearly_one_size() -> None:
+    assert shares(128, 4) == [32] * 4
+    assert shares(5, 4) == [1, 1, 1, 2]
+    assert shares(1, 4) == [0, 0, 0, 1]
