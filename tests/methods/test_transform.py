@@ -99,6 +99,21 @@ def test_bits_that_do_not_pay_for_the_scales_are_refused() -> None:
 def test_groups_that_are_no_whole_circles_are_refused() -> None:
     with pytest.raises(ValueError, match="group=24 is not a multiple of 16"):
         parse_method("tc-2bit:group=24")
+    with pytest.raises(ValueError, match="classes=4 needs blocks of a multiple of 64 tokens, not group=96"):
+        parse_method("tc-2bit:group=96,classes=4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "wanted"),
+    [
+        ("tc-2bit:classes=2,basis=head", "basis=joint"),
+        ("tc-2bit:classes=2,metric=identity", "metric=fisher"),
+        ("tc-cl-2bit:classes=4,span=3", "span=1"),
+    ],
+)
+def test_classes_of_tokens_refuse_what_they_do_not_go_with(spec: str, wanted: str) -> None:
+    with pytest.raises(ValueError, match=f"classes=[24] needs {wanted}"):
+        parse_method(spec)
 
 
 class Words:

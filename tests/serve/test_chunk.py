@@ -20,7 +20,7 @@ ANYWHERE = ["kivi-4bit:group=32,rope=post", "int8:group=32", "full:group=32"]
 PLACED = [
     "kivi-2bit:group=32,sink=2",
     "tc-2bit:group=32,sink=2",
-    "tc-cl-2bit:group=32",
+    *("tc-cl-2bit:group=32", "tc-2bit:group=32,classes=2"),
     "kvquant-2bit-1%:group=32",
 ]
 

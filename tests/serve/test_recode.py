@@ -29,7 +29,7 @@ SERVED = [
     "quarot-4bit:group=32",
 ]
 STORED = [
-    "tc-2bit:group=32,basis=keys-first",
+    *("tc-2bit:group=32,basis=keys-first", "tc-2bit:group=32,classes=2", "tc-cl-2bit:group=32,classes=2"),
     *("tc-2bit:group=32", "tc-cl-2bit:group=32", "tc-cl-2bit:group=32,sink=0"),
     *("kivi-2bit:group=32", "kvquant-2bit-1%:group=32", "int4:group=32,rope=post"),
 ]

@@ -25,7 +25,7 @@ SPECS = [
     *("kvquant-3bit-1%:datatype=nf,group=32", "kvquant-2bit-1%:per=matrix,scales=online,group=32"),
     *("kvquant-4bit:scales=online,group=32", "kvquant-2bit-5%:scales=offline,rope=post,group=32"),
     *("tc-2bit:group=32", "tc-2bit:metric=identity,group=32"),
-    *("tc-1bit:basis=head,group=32", "tc-2bit:basis=keys-first,group=32"),
+    *("tc-1bit:basis=head,group=32", "tc-2bit:basis=keys-first,group=32", "tc-2bit:classes=2,group=32"),
     *("tc-cl-2bit:group=32", "tc-cl-2bit:reach=1,basis=head,group=32"),
     *("kvtc-4bit:group=32,tail=0,span=1", "oscar-2bit:group=32"),
 ]

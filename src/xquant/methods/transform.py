@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Transform(Method):
     head_pattern = r"-(?P<bits>[\d.]+)bit"
     calibration_size = OWN_TEXTS
     calibrates_itself = True
+    with_classes: ClassVar[dict[str, Any]] = {"basis": "joint", "metric": "fisher"}
+    """What other options must be where tokens are in classes."""
     narrowest: ClassVar[float] = 1
     """Bits of the narrowest codes. With half a bit a channel would cost as much to decode as any other, and
     from 2 bits a value on it gains nothing."""
@@ -66,12 +68,15 @@ class Transform(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.classes > 1 and self.basis != "joint":
-            raise ValueError(f"{self.name}: classes={self.classes} needs basis=joint")
-        if self.group % (CIRCLE * self.classes):
+        if self.classes > 1:
+            for name, wanted in self.with_classes.items():
+                if getattr(self, name) != wanted:
+                    raise ValueError(f"{self.name}: classes={self.classes} needs {name}={wanted}")
+        least = CIRCLE * self.classes
+        if self.group % least:
             raise ValueError(
-                f"{self.name}: group={self.group} is no multiple of {CIRCLE * self.classes}, as classes="
-                f"{self.classes} needs"
+                f"{self.name}: classes={self.classes} needs blocks of a multiple of {least} tokens, not"
+                f" group={self.group}"
             )
 
     @property

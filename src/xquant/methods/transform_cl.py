@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,16 +36,12 @@ class PredictedTransform(Transform):
     example = "tc-cl-1bit"
     not_causal = "codes layers together"
     narrowest = 0.5
+    with_classes: ClassVar[dict[str, Any]] = Transform.with_classes | {"span": 1}
 
     basis: str = option("joint", "of all heads together, or of each", choices=("joint", "head"))
     reach: int = option(2, "layers below that a layer is predicted from", least=1)
     embedding: bool = option(True, "predict from the token's embedding, too")
     span: int = option(1, "layers that are coded together, at rest", least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.classes > 1 and self.span > 1:
-            raise ValueError(f"{self.name}: classes={self.classes} needs span=1")
 
     @property
     def causal(self) -> bool:
