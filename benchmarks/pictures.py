@@ -69,6 +69,11 @@ RIVALS = {
     "xquant": (("xquant-4bit",), "#1b9e77", "D"),
     "tc (ours)": (("tc-2bit",), "#d55e00", "o"),
     "tc-cl (ours)": (("tc-cl-2bit", "tc-cl-1bit"), "#009e73", "o"),
+    "tc, classes (ours)": (("tc-2bit:group=256,classes=4",), "#d55e00", "s"),
+    "tc-cl, classes (ours)": (
+        ("tc-cl-2bit:group=256,classes=4", "tc-cl-1bit:group=256,classes=4"),
+        *("#009e73", "s"),
+    ),
 }
 """Methods of `rivals.py` by their names in the picture, with colour and mark: those of one line differ in
 their bits alone."""

@@ -31,6 +31,7 @@ METHODS = (
     *("oscar-2bit", "oscar-4bit:key_clip=1,value_clip=1"),
     *("kivi-4bit", "kivi-2bit", "xquant-4bit", "kvquant-3bit-1%"),
     *("tc-2bit", "tc-cl-2bit", "tc-cl-1bit"),
+    *("tc-2bit:group=256,classes=4", "tc-cl-2bit:group=256,classes=4", "tc-cl-1bit:group=256,classes=4"),
 )
 KEPT = {"4 sinks": (4, 0), "4 sinks, 128 recent": (4, 128)}
 

@@ -67,3 +67,50 @@ def rivals_used() -> str:
             ]
         )
     return markdown(head, body)
+
+
+@table
+def turns() -> str:
+    """Ten turns in one cache: KL of the answers by turn, and how many answers are the full cache's."""
+    found = rows("turns-smollm2")
+    count = len(found[0]["kl_by_turn"])
+    head = ["method", "bits per value", "KL", *(f"turn {turn}" for turn in range(1, count + 1))]
+    head += ["same token", "same answers"]
+    body = []
+    for row in found:
+        body.append(
+            [
+                code(row["method"]),
+                f"{row['bits_per_value']:.2f}",
+                f"{row['kl']:.5f}",
+                *(f"{kl:.4f}" for kl in row["kl_by_turn"]),
+                f"{row['same_token']:.1%}",
+                f"{row['never_differs']} of {len(row['first_difference'])}",
+            ]
+        )
+    return markdown(head, body)
+
+
+@table
+def transform_classes() -> str:
+    """Each of tc's methods without classes of tokens and with four, on the three texts."""
+    found = {(row["of"], row["kept"], row["text"]): row for row in rows("rivals")}
+    texts = "WikiText-2", "C4", "Python source"
+    head = [
+        "method",
+        "bits",
+        *(f"{text}: {name}" for text in texts for name in ("of full", "KL", "KL in use")),
+    ]
+    body = []
+    for base in ("tc-2bit", "tc-cl-2bit", "tc-cl-1bit"):
+        for method in (base, f"{base}:group=256,classes=4"):
+            cells = [code(method), f"{found[method, '4 sinks', texts[0]]['bits_per_value']:.2f}"]
+            for text in texts:
+                alone, used = (found[method, kept, text] for kept in KEPT)
+                cells += [
+                    f"{alone['ratio']:.3f} ± {alone['ratio'] * alone['difference_error']:.3f}",
+                    f"{alone['kl']:.5f} ± {alone['kl_error']:.5f}",
+                    f"{used['kl']:.5f} ± {used['kl_error']:.5f}",
+                ]
+            body.append(cells)
+    return markdown(head, body)
