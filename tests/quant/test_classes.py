@@ -11,7 +11,7 @@ from torch import Tensor
 from xquant.kernels import cpu
 from xquant.kernels.cpu.sealing import NativePacker
 from xquant.quant import Segment
-from xquant.quant.classes import Classed, by_cost, shares
+from xquant.quant.classes import EVEN_WEIGHT, Classed, by_cost, shares, weights_of
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 
@@ -58,7 +58,8 @@ def test_each_class_reads_as_a_block_of_its_own(case: tuple[Classed, Tensor, Ten
         rows = x[..., :-1].gather(1, tokens[..., None].expand(-1, -1, x.shape[2] - 1))
         hidden = None if excluded is None else excluded.gather(1, tokens)
         wanted = torch.empty_like(rows)
-        part.decode(part.encode(rows, hidden), wanted)
+        weights = weights_of(x[..., -1].gather(1, tokens), hidden)
+        part.decode(part.encode(rows, hidden, weights), wanted)
         found = out[..., :-1].gather(1, tokens[..., None].expand_as(rows))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert bool(seen.all())
@@ -94,6 +95,21 @@ def test_the_library_packs_the_same(case: tuple[Classed, Tensor, Tensor | None])
     quantizer.decode(wanted, out)
     packer.unpack(quantizer, found, read)
     assert torch.equal(out, read)
+
+
+def test_errors_count_by_what_they_cost() -> None:
+    costs = torch.tensor([[-9.0, -1.0, 0.0, 1.0, 9.0, 50.0]])
+    hidden = torch.tensor([[False, False, False, False, False, True]])
+    found = weights_of(costs, hidden)[0].tolist()
+    assert found == sorted(found) and (found[0], found[2], found[4]) == (1, EVEN_WEIGHT, 16)
+    quantizer = Ranked(torch.zeros(8, dtype=torch.int16), (0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0))
+    x = torch.randn(16, 64, 8, generator=torch.Generator().manual_seed(0))
+    weights = torch.ones(16, 64, dtype=torch.uint8)
+    weights[:, ::2] = 16
+    out = torch.empty_like(x)
+    quantizer.decode(quantizer.encode(x, None, weights), out)
+    lost = (x - out).square()
+    assert float(lost[:, ::2].mean()) < 0.7 * float(lost[:, 1::2].mean())
 
 
 def test_classes_of_a_short_block_have_nearly_one_size() -> None:

@@ -5,6 +5,7 @@ of a block are put into classes of one size, the costliest first, and each class
 own, with its own share of the bits. Which class a token is in is stored beside the codes.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,8 +17,17 @@ from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Packed, Quantizer, dense
 from .ranked import Ranked
 from .streams import Streams
+from .trellis import MOST_WEIGHT
 
-Pack = Callable[[Ranked, Tensor, Tensor | None], Packed]
+EVEN_WEIGHT, POWER = 4, 0.7
+"""A token's error counts so much where it costs as much as the mean, and else in proportion to this power of
+what it costs: 1 would be best if the cost were what is predicted, and a prediction errs."""
+_BORDERS = torch.tensor(
+    [math.log((weight + 0.5) / EVEN_WEIGHT) / POWER for weight in range(1, MOST_WEIGHT)],
+    dtype=torch.float32,
+    device="cpu",
+)
+Pack = Callable[[Ranked, Tensor, Tensor | None, Tensor], Packed]
 Unpack = Callable[[Ranked, Packed, Tensor], None]
 
 
@@ -50,7 +60,8 @@ class Classed(Quantizer):
             classes.scatter_(1, tokens, number)
             own = rows.gather(1, tokens[..., None].expand(-1, -1, rows.shape[2]))
             hidden = None if excluded is None else excluded.gather(1, tokens)
-            found = encode(part, own, hidden) if own.shape[1] else _nothing(part, own)
+            weights = weights_of(costs.squeeze(2).gather(1, tokens), hidden)
+            found = encode(part, own, hidden, weights) if own.shape[1] else _nothing(part, own)
             packed |= {f"{name}_{number}": field for name, field in found.items()}
         packed["class"] = pack(classes[..., None], self._class_bits).squeeze(2)
         return packed
@@ -116,6 +127,15 @@ def by_cost(costs: Tensor, excluded: Tensor | None, classes: int) -> Sequence[Te
         costs = costs.masked_fill(excluded, -torch.inf)
     order = costs.sort(stable=True, dim=1, descending=True).indices
     return [own.sort(1).values for own in order.split(shares(costs.shape[1], classes), 1)]
+
+
+def weights_of(costs: Tensor, excluded: Tensor | None) -> Tensor:
+    """What errors of tokens count where codes are searched, uint8 ``[N, n]``, by the logarithms ``[N, n]`` of
+    what they cost: `EVEN_WEIGHT` at the mean of those that are not ``excluded``."""
+    costs = costs.float()
+    counted = torch.ones_like(costs) if excluded is None else (~excluded).float()
+    mean = (costs * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
+    return torch.bucketize(costs - mean, _BORDERS.to(costs.device)).to(torch.uint8) + 1
 
 
 def _nothing(part: Ranked, rows: Tensor) -> Packed:

@@ -80,11 +80,21 @@ class Ranked(Quantizer):
         """Each width with its channels, the widest first."""
         return [(w, n) for w, n in zip(WIDTHS[::-1], self.counts[::-1], strict=True) if n]
 
-    def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
+    def encode(self, x: Tensor, excluded: Tensor | None, weights: Tensor | None = None) -> Packed:
+        """See `Quantizer.encode`.
+
+        Args:
+            weights: what the error of each token counts where codes are searched, uint8 ``[N, n]``, 1 to
+                `MOST_WEIGHT`. None: by its gain.
+        """
+        tokens = x.shape[1]
         x, excluded = filled(x, excluded)
         packed, even, power = self._measured(x, excluded)
-        loudness = _unpack_halves(dense(packed, "gain"), x.shape[1])
-        weights = weight_table().to(x.device)[loudness]
+        if weights is None:
+            loudness = _unpack_halves(dense(packed, "gain"), x.shape[1])
+            weights = weight_table().to(x.device)[loudness]
+        else:
+            weights = torch.nn.functional.pad(weights, (0, x.shape[1] - tokens))
         if excluded is not None:
             weights = weights.masked_fill(excluded, 0)
         order, sizes = self._order(power), _size(power)

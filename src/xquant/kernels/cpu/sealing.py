@@ -157,12 +157,16 @@ def pack_codebook(isa: str, quantizer: Codebook, x: Tensor, excluded: Tensor | N
     return packed
 
 
-def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
-    """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous.
+def pack_ranked(
+    isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None, weights: Tensor | None = None
+) -> Packed:
+    """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous; ``weights``: see
+    `Ranked.encode`.
 
     Raises:
         ValueError: NaN, or tensors that do not fit each other.
     """
+    tokens = x.shape[1]
     x, excluded = filled(x, excluded)
     packed, rows = _empty(quantizer, x), x.float()
     call = _ranked_call(quantizer, rows, packed)
@@ -174,6 +178,9 @@ def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None)
     call.rests, call.levels = quantizer.rests, level_table().data_ptr()
     if excluded is not None:
         call.excluded = native.address(excluded, torch.bool, *x.shape[:2])
+    if weights is not None:
+        weights = torch.nn.functional.pad(weights, (0, x.shape[1] - tokens)).contiguous()
+        call.of_tokens = native.address(weights, torch.uint8, *x.shape[:2])
     native.function("ranked_encode", isa)(call)
     return packed
 

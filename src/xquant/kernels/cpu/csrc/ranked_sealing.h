@@ -96,7 +96,11 @@ class RankedEncoding {
         measure_channels();
         for (int t = 0; t < n; t++)
             if (!divide_by_gain(t)) return false;
-        for (int t = 0; t < n; t++) block.weights[t] = excluded && excluded[t] ? 0 : call.weights[places[t]];
+        const uint8_t* of_tokens = call.of_tokens ? call.of_tokens + (size_t)number * n : nullptr;
+        for (int t = 0; t < n; t++) {
+            const uint8_t weight = of_tokens ? of_tokens[t] : call.weights[places[t]];
+            block.weights[t] = excluded && excluded[t] ? 0 : weight;
+        }
         pack_places(n, call.gain + (size_t)number * ((n + 1) / 2));
         measure_channels();
         for (int c = 0; c < measured; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + USUAL_PLACE);
