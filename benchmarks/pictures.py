@@ -130,7 +130,8 @@ def rivals(ink: str) -> Any:
         axes.set_xlabel("bits per key and value element", color=ink)
         axes.set_xlim(0.5, 9.2)
     panels[1].set_ylabel("")
-    panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, labelcolor="linecolor")
+    right = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5)}
+    panels[1].legend(**right, frameon=False, labelcolor="linecolor", fontsize=8.5)
     return figure
 
 

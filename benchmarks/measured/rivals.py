@@ -1,5 +1,7 @@
 """Tables of rivals: through the store on three kinds of text, and as caches are used."""
 
+from statistics import fmean, median
+
 from .common import Row, code, markdown, rows, table
 
 KEPT = {"4 sinks": "", "4 sinks, 128 recent": "128 recent: "}
@@ -113,4 +115,27 @@ def transform_classes() -> str:
                     f"{used['kl']:.5f} ± {used['kl_error']:.5f}",
                 ]
             body.append(cells)
+    return markdown(head, body)
+
+
+@table
+def greedy() -> str:
+    """Texts that caches write themselves, beside the full cache's."""
+    head = ["method", "bits per value", "KL", "first other token, median", "mean", "none"]
+    head += ["tokens to change, median", "mean"]
+    body = []
+    for row in rows("greedy-smollm2"):
+        count = len(row["edit_distance"])
+        body.append(
+            [
+                code(row["method"]),
+                f"{row['bits_per_value']:.2f}",
+                f"{row['kl']:.5f}",
+                f"{row['median_first_difference']:g}",
+                f"{row['mean_first_difference']:.0f}",
+                f"{row['never_differs']} of {count}",
+                f"{median(row['edit_distance']):g}",
+                f"{fmean(row['edit_distance']):.0f}",
+            ]
+        )
     return markdown(head, body)
