@@ -20,8 +20,8 @@ from .streams import Streams
 from .trellis import MOST_WEIGHT
 
 EVEN_WEIGHT, POWER = 4, 0.7
-"""A token's error counts so much where it costs as much as the mean, and else in proportion to this power of
-what it costs: 1 would be best if the cost were what is predicted, and a prediction errs."""
+"""An error counts `EVEN_WEIGHT` where it costs as much as the mean, and else in proportion to this power of
+what it costs. The power 1 would be best if costs were predicted without error."""
 _BORDERS = torch.tensor(
     [math.log((weight + 0.5) / EVEN_WEIGHT) / POWER for weight in range(1, MOST_WEIGHT)],
     dtype=torch.float32,
@@ -84,7 +84,7 @@ class Classed(Quantizer):
 
     @property
     def _class_bits(self) -> int:
-        return max((len(self.parts) - 1).bit_length(), 1)
+        return class_bits(len(self.parts))
 
     def fields(self, tokens: int, channels: int) -> dict[str, Field]:
         """Those of each class, their names ending with its number, and ``class``, uint8: the class of every
@@ -108,9 +108,14 @@ class Classed(Quantizer):
         return [table for part in self.parts for table in part.tables]
 
 
+def class_bits(classes: int) -> int:
+    """Bits that say which class a token is in."""
+    return max((classes - 1).bit_length(), 1)
+
+
 def class_nbytes(tokens: int, classes: int) -> int:
     """Bytes of the classes of a block."""
-    return packed_rows(tokens, max((classes - 1).bit_length(), 1))
+    return packed_rows(tokens, class_bits(classes))
 
 
 def shares(tokens: int, classes: int) -> list[int]:
