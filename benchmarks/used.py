@@ -43,7 +43,6 @@ from typing import Any, NamedTuple
 
 import click
 import torch
-from nltk.metrics import edit_distance
 from rivals import METHODS
 from texts import C4, SOURCE, WIKITEXT, source_versions, texts, with_c4, with_wikitext
 from torch import Tensor
@@ -257,6 +256,8 @@ def edit_distances(
 ) -> list[int]:
     """Of each prompt, between the greedy text with a cache and the full cache's, in tokens. ``row``: what
     `measured` found of the cache."""
+    from nltk.metrics import edit_distance
+
     wanted = reference.tokens.flatten(1)
     tokens = reference.tokens.shape[2]
     differs = torch.tensor(row["first_difference"]).view(len(wanted), -1).lt(tokens).any(1)

@@ -2,10 +2,14 @@
 
 from statistics import fmean, median
 
-from .common import Row, code, markdown, rows, table
+from .common import Row, code, error, markdown, rows, table
 
 KEPT = {"4 sinks": "", "4 sinks, 128 recent": "128 recent: "}
 """What columns of a setting of rivals.py begin with."""
+
+
+def divergence(row: Row) -> str:
+    return f"{row['kl']:.5f} ± {row['kl_error']:.5f}"
 
 
 def on_text(text: str) -> str:
@@ -23,8 +27,8 @@ def on_text(text: str) -> str:
         for kept in KEPT:
             row = own[kept]
             cells += [
-                f"{row['ratio']:.3f} ± {row['ratio'] * row['difference_error']:.3f}",
-                f"{row['kl']:.5f} ± {row['kl_error']:.5f}",
+                f"{row['ratio']:.3f} ± {error(row)}",
+                divergence(row),
                 f"{row['agreement']:.1%}",
             ]
         body.append(cells)
@@ -98,11 +102,8 @@ def transform_classes() -> str:
     """Each of tc's methods without classes of tokens and with four, on the three texts."""
     found = {(row["of"], row["kept"], row["text"]): row for row in rows("rivals")}
     texts = "WikiText-2", "C4", "Python source"
-    head = [
-        "method",
-        "bits",
-        *(f"{text}: {name}" for text in texts for name in ("of full", "KL", "KL in use")),
-    ]
+    head = ["method", "bits"]
+    head += [f"{text}: {name}" for text in texts for name in ("of full", "KL", "KL in use")]
     body = []
     for base in ("tc-2bit", "tc-cl-2bit", "tc-cl-1bit"):
         for method in (base, f"{base}:group=256,classes=4"):
@@ -110,9 +111,9 @@ def transform_classes() -> str:
             for text in texts:
                 alone, used = (found[method, kept, text] for kept in KEPT)
                 cells += [
-                    f"{alone['ratio']:.3f} ± {alone['ratio'] * alone['difference_error']:.3f}",
-                    f"{alone['kl']:.5f} ± {alone['kl_error']:.5f}",
-                    f"{used['kl']:.5f} ± {used['kl_error']:.5f}",
+                    f"{alone['ratio']:.3f} ± {error(alone)}",
+                    divergence(alone),
+                    divergence(used),
                 ]
             body.append(cells)
     return markdown(head, body)

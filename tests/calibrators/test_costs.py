@@ -29,11 +29,12 @@ def test_classes_that_cost_the_same_are_as_all_tokens_are() -> None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(8, 256, 6, generator=generator) * torch.tensor([8.0, 4, 2, 1, 0.5, 0.25])
     order = torch.randn(8, 256, 1, generator=generator)
-    whole, found = spectrum(states), by_class(states, order, loudness(states), 2)
+    whole, loud = spectrum(states), loudness(states)
+    found = by_class(states, order, loud, loud, 2)
     for own in found["profile"].split(6):
         torch.testing.assert_close(own, whole["profile"], rtol=0.15, atol=0)
-    costly = loudness(states) * (1 + 8 * (order[..., 0] > order[..., 0].median()))
-    first, second = by_class(states, order, costly, 2)["profile"].split(6)
+    costly = loud * (1 + 8 * (order[..., 0] > order[..., 0].median()))
+    first, second = by_class(states, order, costly, loud, 2)["profile"].split(6)
     assert 5 < float((first / second).mean()) < 12
 
 

@@ -6,12 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from support.classed_blocks import classed_blocks
 from support.examples import examples
 from support.ranked_counts import counts_of
 from xquant.kernels.cpu import library as native
 from xquant.kernels.cpu.sealing import NativePacker
 from xquant.past.packer import Packer
+from xquant.quant.classes import Classed
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot, steps_of
 
@@ -50,6 +53,23 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
     quantizer.decode(packed, expected[..., columns])
     NativePacker(path).unpack(quantizer, packed, rows[..., columns])
     assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@settings(deadline=None)
+@given(case=classed_blocks())
+def test_classes_of_tokens_are_packed_as_torch_packs_them(
+    path: str, case: tuple[Classed, Tensor, Tensor | None]
+) -> None:
+    quantizer, x, excluded = case
+    packer = NativePacker(path)
+    wanted, found = quantizer.encode(x, excluded), packer.pack(quantizer, x, excluded)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(dense(found, name), dense(wanted, name)) for name in wanted)
+    out, read = torch.empty_like(x), torch.empty_like(x)
+    quantizer.decode(wanted, out)
+    packer.unpack(quantizer, found, read)
+    assert torch.equal(out, read)
 
 
 @pytest.mark.parametrize("path", PATHS)

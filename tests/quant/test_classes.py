@@ -1,41 +1,18 @@
 """Classes of tokens: who is in which, and what each is stored as."""
 
-from typing import Any
-
-import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from xquant.kernels import cpu
-from xquant.kernels.cpu.sealing import NativePacker
+from support.classed_blocks import classed_blocks
 from xquant.quant import Segment
 from xquant.quant.classes import EVEN_WEIGHT, Classed, by_cost, shares, weights_of
 from xquant.quant.quantizer import dense
-from xquant.quant.ranked import Ranked, allot, steps_of
-
-
-@st.composite
-def cases(draw: Any) -> tuple[Classed, Tensor, Tensor | None]:
-    """A quantizer, blocks with their costs, and tokens that are left out."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    channels, tokens = draw(st.integers(1, 12)), draw(st.sampled_from([1, 3, 16, 40, 64]))
-    count, blocks = draw(st.sampled_from([2, 4])), draw(st.integers(1, 3))
-    size = 10 ** (2 * torch.rand(channels, generator=generator) - 1)
-    x = torch.randn(blocks, tokens, channels + 1, generator=generator)
-    x[..., :-1] *= size
-    if draw(st.booleans()):
-        x[..., -1] = x[..., -1].round()  # many cost the same
-    usual = steps_of(size.square()).to(torch.int16)
-    profile = size.square().sort(descending=True).values
-    counts = allot([profile / 4**number for number in range(count)], draw(st.integers(0, 8 * channels)))
-    excluded = torch.rand(blocks, tokens, generator=generator) < 0.1 if draw(st.booleans()) else None
-    return Classed(tuple(Ranked(usual, each) for each in counts)), x, excluded
+from xquant.quant.ranked import Ranked
 
 
 @settings(deadline=None)
-@given(cases())
+@given(classed_blocks())
 def test_each_class_reads_as_a_block_of_its_own(case: tuple[Classed, Tensor, Tensor | None]) -> None:
     quantizer, x, excluded = case
     packed = quantizer.encode(x, excluded)
@@ -66,7 +43,7 @@ def test_each_class_reads_as_a_block_of_its_own(case: tuple[Classed, Tensor, Ten
 
 
 @settings(deadline=None)
-@given(cases())
+@given(classed_blocks())
 def test_blocks_have_the_fields_that_are_planned(case: tuple[Classed, Tensor, Tensor | None]) -> None:
     quantizer, x, excluded = case
     packed = quantizer.encode(x, excluded)
@@ -80,21 +57,6 @@ def test_blocks_have_the_fields_that_are_planned(case: tuple[Classed, Tensor, Te
             torch.cat(parts or [dense(packed, name).flatten()]), field.dtype, (len(x), *field.shape)
         )
         assert torch.equal(again, dense(packed, name))
-
-
-@pytest.mark.skipif(bool(cpu.library.absence()), reason="no native library")
-@settings(deadline=None)
-@given(cases())
-def test_the_library_packs_the_same(case: tuple[Classed, Tensor, Tensor | None]) -> None:
-    quantizer, x, excluded = case
-    packer = NativePacker(cpu.best().name)
-    wanted, found = quantizer.encode(x, excluded), packer.pack(quantizer, x, excluded)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(dense(found, name), dense(wanted, name)) for name in wanted)
-    out, read = torch.empty_like(x), torch.empty_like(x)
-    quantizer.decode(wanted, out)
-    packer.unpack(quantizer, found, read)
-    assert torch.equal(out, read)
 
 
 def test_errors_count_by_what_they_cost() -> None:

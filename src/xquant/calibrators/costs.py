@@ -2,8 +2,8 @@
 
 The squared gradient of a token says what an error in it costs, and is known for a calibration text alone. Its
 logarithm is fitted by a linear function of the token's row. Squared gradients vary about their mean like the
-squares of normal numbers, so the fit is that of a gamma distribution (a generalized linear model with a
-logarithmic link), which needs no number to be above 0.
+squares of normal numbers, so the fit is that of a gamma distribution with a logarithmic link (McCullagh and
+Nelder, Generalized Linear Models, 1989, chapter 8), which needs no number to be above 0.
 """
 
 import torch

@@ -47,15 +47,15 @@ def ranks(rows: Tensor, costs: Tensor) -> Tensor:
     return ((rows - rows[:, SINKS:].flatten(0, 1).mean(0)) @ costs)[..., None]
 
 
-def by_class(states: Tensor, order: Tensor, due: Tensor, classes: int) -> dict[str, Tensor]:
+def by_class(states: Tensor, order: Tensor, due: Tensor, loud: Tensor, classes: int) -> dict[str, Tensor]:
     """``usual`` and ``profile`` of states ``[N, T, C]`` for each class of tokens, one after the other, the
     profiles times what an error costs in the class. The tokens with the highest ``order`` ``[N, T, 1]`` are
     in the first; what is ``due`` ``[N', T]`` for the same relative error is known of the first ``N'``
-    samples."""
-    (parts, sinks), loud = blocks(states), loudness(states[: len(due)])
+    samples; ``loud`` ``[N, T]``: their `loudness`."""
+    parts, sinks = blocks(states)
     chosen = by_cost(blocks(order)[0].squeeze(-1), sinks, classes)
     known = len(due) * (len(parts) // len(states))
-    costs_known, loud_known = (blocks(each[..., None])[0][..., 0] for each in (due, loud))
+    costs_known, loud_known = (blocks(each[..., None])[0][..., 0] for each in (due, loud[: len(due)]))
     found = []
     for tokens in chosen:
         own = parts.gather(1, tokens[..., None].expand(-1, -1, parts.shape[2]))

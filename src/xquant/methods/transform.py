@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -11,9 +11,9 @@ from ..calibration import Calibration, Expected
 from ..catalogue import short
 from ..models import AttentionView
 from ..models.base import linear
-from ..quant import Quantizer, Segment
+from ..quant import Segment
 from ..quant.affine import FP16_MAX
-from ..quant.classes import Classed, class_nbytes, shares
+from ..quant.classes import Classed, class_nbytes
 from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
 from ..quant.trellis import CIRCLE
 from .base import CALIBRATED_AT, OWN_TEXTS, SINK, Method, Tensors, option
@@ -115,9 +115,8 @@ class Transform(Method):
     def codecs(
         self, views: Sequence[AttentionView], calibration: Calibration | None = None
     ) -> list[LayerCodec]:
-        found = [self._by_class(layer) for layer in self.found(views, calibration)]
-        each_layer = zip(views, found, strict=True)
-        parts = [profiles_of(view, layer) for view, layer in each_layer]
+        found = self.found(views, calibration)
+        parts = [self._profiles(view, layer) for view, layer in zip(views, found, strict=True)]
         counts = iter(self.allotted(views, [profile for each in parts for profile in each]))
         codecs = [
             self._codec(view, layer, list(islice(counts, len(each))))
@@ -127,12 +126,10 @@ class Transform(Method):
             codecs[0].embedding = calibration.tensors["embedding"].to(views[0].device)
         return codecs
 
-    def _by_class(self, found: Tensors) -> Tensors:
-        """What was found of a layer, with a row for each class where there are classes of tokens."""
-        if self.classes == 1:
-            return found
-        rows = {name: found[name].view(self.classes, -1) for name in ("usual", "profile")}
-        return {**found, **rows}
+    def _profiles(self, view: AttentionView, found: Tensors) -> Sequence[Tensor]:
+        """The profiles of a layer: of each class of tokens, or of each of its `runs`."""
+        profile = found["profile"]
+        return profile.chunk(self.classes) if self.classes > 1 else profile.split(runs(view, found))
 
     def allotted(self, views: Sequence[AttentionView], profiles: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """The counts of `Ranked` for each profile: together they take ``bits`` a value, scales included.
@@ -193,31 +190,26 @@ def channels(view: AttentionView) -> int:
 def runs(view: AttentionView, found: Tensors) -> list[int]:
     """Of how many channels each segment is: of all, or of those that keys come from and those that only
     values come from."""
-    count = found["usual"].shape[-1]
+    count = len(found["usual"])
     return [view.kv_width, count - view.kv_width] if "from_keys" in found else [count]
 
 
-def profiles_of(view: AttentionView, found: Tensors) -> Sequence[Tensor]:
-    """The profiles of a layer: of each class of tokens, or of each of its `runs`."""
-    profile = found["profile"]
-    return profile.unbind() if profile.dim() == 2 else profile.split(runs(view, found))
-
-
 def side_bits(profiles: Sequence[Tensor], block: int, classes: int) -> int:
-    """Bits a token of all that blocks have beside codes; ``profiles``: see `profiles_of`."""
-    sizes = shares(block, classes)
-    each = (side_nbytes(len(p), size) for p, size in zip(profiles, cycle(sizes), strict=False))
-    named = class_nbytes(block, classes) * len(profiles) // classes if classes > 1 else 0
-    return -(-8 * (sum(each) + named) // block)
+    """Bits a token of all that blocks of so many tokens have beside codes, of the layers with these
+    ``profiles``, one for each of their classes of tokens."""
+    sides = sum(side_nbytes(len(profile), block // classes) for profile in profiles)
+    if classes > 1:
+        sides += class_nbytes(block, classes) * len(profiles) // classes
+    return -(-8 * sides // block)
 
 
-def quantizer_of(usual: Tensor, counts: Counts, rests: int = 0) -> Quantizer:
-    """The quantizer of a segment with these usual scales, ``[C]``, or ``[classes, C]`` for classes of tokens,
-    each with its ``counts``."""
-    if usual.dim() == 2:
-        return Classed(tuple(Ranked(own, each) for own, each in zip(usual, counts, strict=True)))
-    (own,) = counts
-    return Ranked(usual, own, rests)
+def quantizer_of(usual: Tensor, counts: Counts, rests: int = 0) -> Ranked | Classed:
+    """The quantizer of a segment with these usual scales ``[C]``, or, with several ``counts``, of that many
+    classes of tokens, whose usual scales ``[classes C]`` lie one after the other."""
+    if len(counts) == 1:
+        return Ranked(usual, counts[0], rests)
+    each = zip(usual.chunk(len(counts)), counts, strict=True)
+    return Classed(tuple(Ranked(own, of_class) for own, of_class in each))
 
 
 class ChannelCodec(StateCodec):
@@ -237,7 +229,7 @@ class ChannelCodec(StateCodec):
         self.block = block
         self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
         self.mean = found["mean"].to(view.device, view.dtype)  # [W]
-        self.rests = found["usual"].shape[-1] - len(found["analysis"])
+        self.rests = 0 if "costs" in found else len(found["usual"]) - len(found["analysis"])
         analysis = found["analysis"].to(view.device, torch.float32)
         self.analysis = F.pad(analysis, (0, 0, 0, self.rests)).contiguous()  # [C, W]
         self.from_keys: Tensor | None = None
@@ -253,7 +245,7 @@ class ChannelCodec(StateCodec):
             quantizers = [quantizer_of(found["usual"], counts)]
         from_before = [None, self.from_keys]
         self.segments = tuple(
-            Segment(each.channels or 0, each, predictor=weight)
+            Segment(each.channels, each, predictor=weight)
             for each, weight in zip(quantizers, from_before, strict=False)
         )
 
