@@ -53,6 +53,9 @@ def methods(draw: Any) -> Any:
             values.pop(other, None)
     if cls is TurboQuant and 1 in (values["bits"], values.get("first_bits")):
         values["qjl"] = False  # one bit is the sketch's
+    if values.get("classes", 1) > 1:  # which go with some values of others alone
+        for other in ("group", *cls.with_classes):
+            values.pop(other, None)
     return cls(**values)
 
 
