@@ -21,7 +21,7 @@ from xquant.analysis.shapes import shape_config
 from xquant.codecs import fingerprint
 from xquant.kernels.call import AttentionCall
 from xquant.kernels.cpu import library as native
-from xquant.quant.ranked import steps_of
+from xquant.quant.steps import steps_of
 from xquant.results import stamp, write_json
 from xquant_lab.bench.contenders import fill
 
@@ -78,6 +78,7 @@ def _drawn(model: Any, spec: str, spectrum: Tensor) -> Calibration:
         "0.synthesis": (basis / variance.sqrt()).half(),
         "0.usual": steps_of(variance).to(torch.int16),
         "0.profile": profile,
+        "0.costs": torch.zeros(width),
     }
     return Calibration(tensors, parse_method(spec).calibrated_as, fingerprint(views), "none", __version__)
 

@@ -8,7 +8,7 @@ from xquant import attach, parse_method
 from xquant.calibrators.collect import collect
 from xquant.calibrators.costs import direction
 from xquant.calibrators.run import calibrate_on
-from xquant.calibrators.spectra import by_class, loudness, ranks, spectrum
+from xquant.calibrators.spectra import by_class, spectrum
 from xquant.calibrators.transform import TransformCalibrator
 
 
@@ -28,13 +28,13 @@ def test_the_direction_that_costs_depend_on_is_found() -> None:
 def test_classes_that_cost_the_same_are_as_all_tokens_are() -> None:
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(8, 256, 6, generator=generator) * torch.tensor([8.0, 4, 2, 1, 0.5, 0.25])
-    order = torch.randn(8, 256, 1, generator=generator)
-    whole, loud = spectrum(states), loudness(states)
-    found = by_class(states, order, loud, loud, 2)
+    order = 9 * torch.randn(8, 256, generator=generator)
+    whole, even = spectrum(states), torch.ones(8, 256)
+    found = by_class(states, order, even, 2)
     for own in found["profile"].split(6):
         torch.testing.assert_close(own, whole["profile"], rtol=0.15, atol=0)
-    costly = loud * (1 + 8 * (order[..., 0] > order[..., 0].median()))
-    first, second = by_class(states, order, costly, loud, 2)["profile"].split(6)
+    costly = 1 + 8.0 * (order > order.median())
+    first, second = by_class(states, order, costly, 2)["profile"].split(6)
     assert 5 < float((first / second).mean()) < 12
 
 
@@ -53,9 +53,12 @@ def test_the_costlier_class_gets_more_bits(spec: str) -> None:
     assert first > last
 
 
-def test_what_is_predicted_to_cost_more_does() -> None:
+@pytest.mark.parametrize(
+    "spec", ["tc-2bit", "tc-2bit:classes=2", "tc-2bit:basis=keys-first", "tc-cl-2bit:basis=head"]
+)
+def test_what_is_predicted_to_cost_more_does(spec: str) -> None:
     model = tiny("llama")
-    method = parse_method("tc-2bit:classes=2")
+    method = parse_method(spec)
     calibrator = TransformCalibrator(method, attach(model).view.compressed)
     for _ in calibrator.stages(8, 128):
         with torch.enable_grad():
@@ -65,7 +68,6 @@ def test_what_is_predicted_to_cost_more_does() -> None:
         gradients, rows = calibrator.stage.gradients_of(layer), calibrator.stage.rows(layer)
         assert gradients.shape == rows.shape
         due = (gradients @ found[f"{layer}.synthesis"].float()).square().mean(-1)
-        due = due * loudness((rows - found[f"{layer}.mean"]) @ found[f"{layer}.analysis"].float().T)
-        order = ranks(rows, found[f"{layer}.costs"])[..., 0]
+        order = rows @ found[f"{layer}.costs"]
         high = order > order.median()
         assert due[:, 4:][high[:, 4:]].mean() > 1.2 * due[:, 4:][~high[:, 4:]].mean()

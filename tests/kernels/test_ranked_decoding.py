@@ -16,7 +16,8 @@ from xquant.kernels.cpu.sealing import NativePacker
 from xquant.past.packer import Packer
 from xquant.quant.classes import Classed
 from xquant.quant.quantizer import dense
-from xquant.quant.ranked import Ranked, allot, steps_of
+from xquant.quant.ranked import Ranked, allot
+from xquant.quant.steps import steps_of
 
 PATHS = native.isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +39,12 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
         x = torch.cat([x, x], -1)[..., :channels]
     usual = steps_of(size.square()).to(torch.int16)
     counts = allot([size.square().sort(descending=True).values], draw(st.integers(0, 8 * channels)))
-    quantizer = Ranked(usual, counts[0], draw(st.integers(0, channels // 2)))
+    rests = draw(st.integers(0, channels // 2))
+    costs = None
+    if draw(st.booleans()):
+        steepness = draw(st.sampled_from([0.1, 1.0, 100.0]))
+        costs = (torch.randn(channels, generator=generator) / size)[: channels - rests] * steepness
+    quantizer = Ranked(usual, counts[0], rests, costs)
     excluded = draw(st.sampled_from([None, torch.rand(x.shape[:2], generator=generator) < 0.4]))
     path = draw(st.sampled_from(PATHS))
     packed = quantizer.encode(x, excluded)

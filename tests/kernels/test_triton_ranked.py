@@ -15,7 +15,8 @@ from support.caches import make_cache
 from support.models import tiny
 from xquant.kernels.triton import BACKEND, support
 from xquant.quant.quantizer import dense
-from xquant.quant.ranked import Ranked, allot, steps_of
+from xquant.quant.ranked import Ranked, allot
+from xquant.quant.steps import steps_of
 
 pytestmark = pytest.mark.cases(1)
 

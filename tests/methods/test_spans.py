@@ -27,7 +27,7 @@ def test_layers_get_loud_and_quiet_channels_alike() -> None:
 def test_together_they_take_the_same_bytes_and_lose_less() -> None:
     model = alike()
     full = filled(model, "full:group=16", 96)
-    spec = "tc-cl-1bit:group=16,embedding=false,reach=1"
+    spec = "tc-cl-1bit:group=16,metric=identity,embedding=false,reach=1"
     apart, together = filled(model, spec, 96), filled(model, spec + ",span=3", 96)
     assert sum(layer.stream.nbytes for layer in together.compressed) == sum(
         layer.stream.nbytes for layer in apart.compressed

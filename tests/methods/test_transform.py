@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from support.caches import calibration, make_cache
 from support.models import prompt, tiny
-from xquant import KVCache, files, parse_method
+from xquant import KVCache, attach, files, parse_method
 from xquant.calibrators.run import own_calibration
 
 
@@ -176,3 +176,24 @@ def test_what_is_kept_is_checked_before_it_is_used(tmp_path: Any, monkeypatch: p
         save_file({"ids": ids}, text)
         assert own_calibration(model, Words(), method) == made
         file.unlink()
+
+
+@pytest.mark.parametrize("spec", ["tc-2bit", "tc-2bit:basis=head", "tc-cl-2bit", "tc-cl-2bit:classes=2"])
+def test_packers_are_told_what_errors_of_tokens_cost(spec: str) -> None:
+    """It follows from rows, where what a prediction leaves of them is packed, too."""
+    model, method = tiny("llama"), parse_method(spec)
+    views, found = attach(model).view.compressed, calibration(model, method)
+    assert found is not None
+    for number, codec in enumerate(method.codecs(views, found)):
+        width = codec.view.state_width
+        rows, predicted = torch.randn(2, 1, 128, width, generator=torch.Generator().manual_seed(number))
+        packed = codec.encode(rows[None], predicted[None] if "cl" in spec else None)[0]
+        (segment,) = codec.segments
+        quantizer = segment.quantizer.parts[0] if "classes" in spec else segment.quantizer
+        told, wanted = packed @ quantizer.costs, rows @ found.tensors[f"{number}.costs"]
+        above = (told - told.mean(), wanted - wanted.mean())
+        torch.testing.assert_close(*above, atol=0.02 * float(above[1].std()), rtol=0)
+        if "cl" in spec:
+            read = torch.empty_like(packed)
+            segment.quantizer.decode(segment.quantizer.encode(packed, None), read)
+            assert read.shape[-1] == width + 1 and not read[..., -1].any()

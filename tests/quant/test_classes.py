@@ -6,9 +6,8 @@ from torch import Tensor
 
 from support.classed_blocks import classed_blocks
 from xquant.quant import Segment
-from xquant.quant.classes import EVEN_WEIGHT, Classed, by_cost, shares, weights_of
+from xquant.quant.classes import Classed, by_cost, shares
 from xquant.quant.quantizer import dense
-from xquant.quant.ranked import Ranked
 
 
 @settings(deadline=None)
@@ -18,13 +17,13 @@ def test_each_class_reads_as_a_block_of_its_own(case: tuple[Classed, Tensor, Ten
     packed = quantizer.encode(x, excluded)
     out = torch.full_like(x, 7.0)
     quantizer.decode(packed, out)
-    assert torch.equal(out[..., -1], torch.zeros_like(out[..., -1]))
-    costs = x[..., -1] if excluded is None else x[..., -1].masked_fill(excluded, -torch.inf)
+    costs = every = quantizer.parts[0].cost(x, excluded)
+    if excluded is not None:
+        costs = costs.masked_fill(excluded, -torch.inf)
     before = torch.full((len(x),), torch.inf)
     seen = torch.zeros(x.shape[:2], dtype=torch.bool)
-    for part, tokens in zip(
-        quantizer.parts, by_cost(x[..., -1], excluded, len(quantizer.parts)), strict=True
-    ):
+    chosen = by_cost(every, excluded, len(quantizer.parts))
+    for part, tokens in zip(quantizer.parts, chosen, strict=True):
         if not tokens.shape[1]:
             continue
         own = costs.gather(1, tokens)
@@ -32,12 +31,11 @@ def test_each_class_reads_as_a_block_of_its_own(case: tuple[Classed, Tensor, Ten
         before = own.amin(1)
         assert not seen.gather(1, tokens).any() and bool((tokens.diff(dim=1) > 0).all())
         seen.scatter_(1, tokens, True)
-        rows = x[..., :-1].gather(1, tokens[..., None].expand(-1, -1, x.shape[2] - 1))
+        rows = x.gather(1, tokens[..., None].expand(-1, -1, x.shape[2]))
         hidden = None if excluded is None else excluded.gather(1, tokens)
         wanted = torch.empty_like(rows)
-        weights = weights_of(x[..., -1].gather(1, tokens), hidden)
-        part.decode(part.encode(rows, hidden, weights), wanted)
-        found = out[..., :-1].gather(1, tokens[..., None].expand_as(rows))
+        part.decode(part.encode(rows, hidden), wanted)
+        found = out.gather(1, tokens[..., None].expand_as(rows))
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert bool(seen.all())
 
@@ -57,21 +55,6 @@ def test_blocks_have_the_fields_that_are_planned(case: tuple[Classed, Tensor, Te
             torch.cat(parts or [dense(packed, name).flatten()]), field.dtype, (len(x), *field.shape)
         )
         assert torch.equal(again, dense(packed, name))
-
-
-def test_errors_count_by_what_they_cost() -> None:
-    costs = torch.tensor([[-9.0, -1.0, 0.0, 1.0, 9.0, 50.0]])
-    hidden = torch.tensor([[False, False, False, False, False, True]])
-    found = weights_of(costs, hidden)[0].tolist()
-    assert found == sorted(found) and (found[0], found[2], found[4]) == (1, EVEN_WEIGHT, 16)
-    quantizer = Ranked(torch.zeros(8, dtype=torch.int16), (0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0))
-    x = torch.randn(16, 64, 8, generator=torch.Generator().manual_seed(0))
-    weights = torch.ones(16, 64, dtype=torch.uint8)
-    weights[:, ::2] = 16
-    out = torch.empty_like(x)
-    quantizer.decode(quantizer.encode(x, None, weights), out)
-    lost = (x - out).square()
-    assert float(lost[:, ::2].mean()) < 0.7 * float(lost[:, 1::2].mean())
 
 
 def test_classes_of_a_short_block_have_nearly_one_size() -> None:

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from ..quant.classes import by_cost
-from ..quant.ranked import FARTHEST_STEP, REST_STEPS, steps_of
+from ..quant.ranked import REST_STEPS
+from ..quant.steps import FARTHEST_STEP, steps_of
 from ..quant.trellis import CIRCLE, WIDTHS
 
 SINKS = 4
@@ -42,26 +43,22 @@ def spectrum_of_blocks(parts: Tensor, sinks: Tensor, rests: int = 0) -> dict[str
     }
 
 
-def ranks(rows: Tensor, costs: Tensor) -> Tensor:
-    """The logarithm of what errors in rows ``[N, T, W]`` cost, up to a constant, ``[N, T, 1]``."""
-    return ((rows - rows[:, SINKS:].flatten(0, 1).mean(0)) @ costs)[..., None]
-
-
-def by_class(states: Tensor, order: Tensor, due: Tensor, loud: Tensor, classes: int) -> dict[str, Tensor]:
+def by_class(states: Tensor, dear: Tensor, due: Tensor, classes: int) -> dict[str, Tensor]:
     """``usual`` and ``profile`` of states ``[N, T, C]`` for each class of tokens, one after the other, the
-    profiles times what an error costs in the class. The tokens with the highest ``order`` ``[N, T, 1]`` are
-    in the first; what is ``due`` ``[N', T]`` for the same relative error is known of the first ``N'``
-    samples; ``loud`` ``[N, T]``: their `loudness`."""
+    profiles times what an error costs in the class. ``dear`` ``[N, T]``: the logarithm of what an error of
+    one unit is predicted to cost; what is ``due`` for it, ``[N', T]``, is known of the first ``N'`` samples.
+    """
     parts, sinks = blocks(states)
-    chosen = by_cost(blocks(order)[0].squeeze(-1), sinks, classes)
-    known = len(due) * (len(parts) // len(states))
-    costs_known, loud_known = (blocks(each[..., None])[0][..., 0] for each in (due, loud[: len(due)]))
+    loud = loudness(states)
+    order, due = dear + loud.clamp(min=1e-30).log(), due * loud[: len(due)]
+    order, due, loud = (blocks(each[..., None])[0][..., 0] for each in (order, due, loud[: len(due)]))
+    chosen = by_cost(order, sinks, classes)
     found = []
     for tokens in chosen:
         own = parts.gather(1, tokens[..., None].expand(-1, -1, parts.shape[2]))
         each = spectrum_of_blocks(own, sinks.gather(1, tokens))
-        seen = ~sinks.gather(1, tokens)[:known]
-        costly, size = (t.gather(1, tokens[:known])[seen].mean() for t in (costs_known, loud_known))
+        seen = ~sinks.gather(1, tokens)[: len(due)]
+        costly, size = (t.gather(1, tokens[: len(due)])[seen].mean() for t in (due, loud))
         found.append((each["usual"], each["profile"] * (costly / size)))
     usual, profile = map(torch.cat, zip(*found, strict=True))
     return {"usual": usual, "profile": profile}

@@ -2,8 +2,7 @@
 
 Letters: ``W`` numbers of a token, its keys before RoPE and its values; ``C`` channels of the basis. Rows of
 all layers are kept in fp16 until the end: ``2 W`` bytes a token and layer, 2.0 GB for 15,360 tokens of a
-model with 32 layers of ``W = 2,048``. With classes of tokens, so are gradients in fp32, of the first 8,192
-tokens: 2.1 GB.
+model with 32 layers of ``W = 2,048``. So are gradients in bf16, of the first 8,192 tokens: 1.1 GB.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from ..kernels.choose import packer_of
 from ..methods.base import spans
 from ..methods.key_value import KeyValueCodec
 from ..methods.transform import Transform, channels, quantizer_of, side_bits
+from ..methods.transform_cl import cost_channel, cost_scale
 from ..models import AttentionView
 from ..models.weights import home
 from ..quant import Plain
@@ -24,9 +24,9 @@ from ..quant.affine import FP16_MAX
 from ..quant.ranked import allot
 from ..quant.trellis import CIRCLE
 from ..threads import one_thread
-from . import costs
 from .calibrator import Rows, Stage
-from .spectra import SINKS, blocks, by_class, loudness, ranks, spectrum
+from .costs import direction
+from .spectra import SINKS, blocks, by_class, spectrum
 
 GRADIENT_TOKENS = 8192
 """Of how many tokens gradients are taken: those of twice as many take off 1 to 3% of KL (docs/log.md)."""
@@ -48,10 +48,10 @@ class TransformCalibrator:
     * ``usual`` ``[C]``: the usual scale of every channel, see `Ranked`;
     * ``profile`` ``[C]``: the mean variance in a block of the channel of each rank. In it and in ``usual``
       the rests of channels have their places, too;
-    * with classes of tokens ``costs`` ``[W]``: ``costs @ (y - mean)`` is the logarithm of what an error in
-      the token costs, up to a constant, see `costs`. ``usual`` and ``profile`` are then ``[classes C]``, of
-      one class after the other, the costliest first, and the profile of a class is times what errors in it
-      cost;
+    * with gradients ``costs`` ``[W]``: times a row it is the logarithm of what an error of one unit in the
+      token costs, up to a constant, see `costs`;
+    * with classes of tokens ``usual`` and ``profile`` are ``[classes C]``, of one class after the other, the
+      costliest first, and the profile of a class is times what errors in it cost;
     * where keys come first, ``from_keys`` ``[C - Ck, Ck]``: what the first ``Ck`` channels, from which alone
       keys are made, predict of the others: see `Segment`. Ranks are then those of either part;
     * with prediction, ``predictor`` ``[W, W']`` and ``of_token`` ``[W, E]``: a row is expected to be
@@ -63,7 +63,7 @@ class TransformCalibrator:
     def __init__(self, method: Transform, views: Sequence[AttentionView]) -> None:
         self.method = method
         self.codecs = [KeyValueCodec(v, Plain(v.dtype), Plain(v.dtype), "pre") for v in views]
-        self.stage = StatisticsStage(len(views), method.metric == "fisher", method.classes > 1)
+        self.stage = StatisticsStage(len(views), method.metric == "fisher")
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
         if length < CIRCLE:
@@ -145,24 +145,32 @@ class TransformCalibrator:
         analysis, synthesis = best_basis(covariance, torch.block_diag(*roots), sum(counts))
         places = dealt_out(counts)
         parts = mean.split(widths), synthesis[:, torch.cat(places)].split(widths)
-        of_layers = zip(numbers, views, found, places, *parts, strict=True)
-        for number, view, layer, own, of_mean, of_synthesis in of_layers:
+        of_layers = zip(numbers, found, places, *parts, strict=True)
+        for number, layer, own, of_mean, of_synthesis in of_layers:
             layer |= {"mean": of_mean.clone(), "analysis": analysis[own].half()}
             layer["synthesis"] = of_synthesis.half().contiguous()
             states = residual @ layer["analysis"].float().T
-            if self.method.classes > 1:
-                layer |= self._classes(number, states, layer)
-            else:
-                layer |= spectrum(states, self.method.rests(view))
+            layer |= self._spectrum(number, states, layer["synthesis"])
         return found, residual
 
-    def _classes(self, number: int, states: Tensor, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-        """``costs``, and ``usual`` and ``profile`` of each class of tokens. See `costs`."""
-        rows, gradients = self.stage.rows(number), self.stage.gradients_of(number)
-        due, loud = (gradients @ layer["synthesis"].float()).square().mean(-1), loudness(states)
-        due = due / due[:, SINKS:].mean().clamp(min=1e-30) * loud[: len(due)]
-        found = costs.direction(rows[: len(due), SINKS:], due[:, SINKS:])
-        return {"costs": found} | by_class(states, ranks(rows, found), due, loud, self.method.classes)
+    def _spectrum(self, number: int, states: Tensor, synthesis: Tensor) -> dict[str, Tensor]:
+        """``costs``, where errors of tokens are weighed, and `spectrum` of the states of a layer, or of each
+        class of its tokens."""
+        layer: dict[str, Tensor] = {}
+        if self.method.weighs_tokens:
+            layer["costs"], due = self._costs(number, synthesis)
+            if self.method.classes > 1:
+                dear = self.stage.rows(number) @ layer["costs"]
+                return layer | by_class(states, dear, due, self.method.classes)
+        return layer | spectrum(states, self.method.rests(self.codecs[number].view))
+
+    def _costs(self, number: int, synthesis: Tensor) -> tuple[Tensor, Tensor]:
+        """The function of rows that tells what an error of one unit in any channel of a token costs, see
+        `costs`; and what it does cost in the first samples, ``[N', T]``."""
+        due = (self.stage.gradients_of(number) @ synthesis.float()).square().mean(-1)
+        due = due / due[:, SINKS:].mean().clamp(min=1e-30)
+        rows = self.stage.rows(number)[: len(due)]
+        return direction(rows[:, SINKS:], due[:, SINKS:]), due
 
     def _keys_first(self, number: int, rows: Tensor) -> dict[str, Tensor]:
         """The tensors of a layer whose keys have channels of their own, from its rows ``[N, T, W]``.
@@ -191,6 +199,8 @@ class TransformCalibrator:
         analysis, synthesis = (torch.block_diag(own[name], rest[name]) for name in ("analysis", "synthesis"))
         analysis[width:, :width] = rest["analysis"] @ added
         synthesis[width:, :width] = back @ own["synthesis"]
+        if self.method.weighs_tokens:
+            found["costs"], _ = self._costs(number, synthesis)
         from_keys = analysis[width:] @ synthesis[:, :width]
         halves = {"analysis": analysis, "synthesis": synthesis, "from_keys": from_keys}
         return found | {name: each.half() for name, each in halves.items()}
@@ -225,8 +235,8 @@ class StatisticsStage:
 
     queries = False
 
-    def __init__(self, layers: int, gradients: bool, keeps: bool = False) -> None:
-        self._fisher, self._keeps = gradients, keeps
+    def __init__(self, layers: int, gradients: bool) -> None:
+        self._fisher = gradients
         self._gradients: list[list[Tensor]] = [[] for _ in range(layers)]
         self._rows: list[list[Tensor]] = [[] for _ in range(layers)]
         self._products: list[Tensor] = []
@@ -249,8 +259,7 @@ class StatisticsStage:
         if rows.key_gradient is None or rows.value_gradient is None:
             return
         gradient = torch.cat([rows.key_gradient, rows.value_gradient], -1).float()
-        if self._keeps:
-            self._gradients[position].append(gradient.cpu())
+        self._gradients[position].append(gradient.bfloat16().cpu())
         gradient = gradient[SINKS:]
         product = (gradient.T @ gradient).cpu()
         if len(self._products) <= position:
@@ -263,8 +272,8 @@ class StatisticsStage:
         return torch.stack(self._rows[position]).float()
 
     def gradients_of(self, position: int) -> Tensor:
-        """Those that were taken, fp32 ``[N', T, W]``, of the first ``N'`` samples, where it keeps them."""
-        return torch.stack(self._gradients[position])
+        """Those of the rows of a layer that were taken, fp32 ``[N', T, W]``, of the first ``N'`` samples."""
+        return torch.stack(self._gradients[position]).float()
 
     def metric(self, position: int) -> Tensor:
         """The metric of a layer, ``[W, W]`` in fp64: how much an error in its rows costs. All layers have
@@ -359,17 +368,23 @@ def as_read(rows: list[Tensor], residual: Tensor, layers: list[dict[str, Tensor]
     decoded. Sinks, and tokens that fill no block, stay as they are."""
     states = [residual @ found["analysis"].float().T for found in layers]
     size, classes = blocks(states[0])[0].shape[1], len(layers[0]["usual"]) // states[0].shape[-1]
+    usual, costs = [found["usual"] for found in layers], None
     profiles = [profile for found in layers for profile in found["profile"].chunk(classes)]
+    if "costs" in layers[0]:
+        with_costs = zip(states, rows, layers, strict=True)
+        states = [torch.cat([each, (own @ found["costs"])[..., None]], -1) for each, own, found in with_costs]
+        usual, costs = [cost_scale(each, classes) for each in usual], cost_channel(states[0].shape[-1])
+        profiles = [torch.nn.functional.pad(profile, (0, 1)) for profile in profiles]
     budget = (int(LOOP_BITS * residual.shape[-1]) - side_bits(profiles, size, classes)) * classes
     counts = iter(allot(profiles, max(budget, 0)))
     losses, packer = [], packer_of("auto", residual.device)
-    for own, each, found in zip(rows, states, layers, strict=True):
-        quantizer = quantizer_of(found["usual"], list(islice(counts, classes)))
-        beside = [ranks(own, found["costs"])] if classes > 1 else []
-        parts, sinks = blocks(torch.cat([each, *beside], -1))
+    for each, own_usual, found in zip(states, usual, layers, strict=True):
+        quantizer = quantizer_of(own_usual, list(islice(counts, classes)), costs)
+        parts, sinks = blocks(each)
         read = torch.empty_like(parts)
         packer.unpack(quantizer, packer.pack(quantizer, parts, sinks), read)
-        losses.append((parts - read)[..., : each.shape[-1]].reshape(len(each), -1, each.shape[-1]))
+        count = len(found["analysis"])
+        losses.append((parts - read)[..., :count].reshape(len(each), -1, count))
     loss, out = torch.cat(losses, -1), []
     for own, found in zip(rows, layers, strict=True):
         coded = own.clone()

@@ -14,7 +14,8 @@ from ..models.base import linear
 from ..quant import Segment
 from ..quant.affine import FP16_MAX
 from ..quant.classes import Classed, class_nbytes
-from ..quant.ranked import FARTHEST_STEP, Ranked, allot, side_nbytes
+from ..quant.ranked import Ranked, allot, side_nbytes
+from ..quant.steps import FARTHEST_STEP
 from ..quant.trellis import CIRCLE
 from .base import CALIBRATED_AT, OWN_TEXTS, SINK, Method, Tensors, option
 from .codec import LayerCodec, Rematerialized, by_block
@@ -23,7 +24,7 @@ from .key_value import StateCodec
 CHANNELS_TO_A_REST = 6
 """One of so many channels of latents has a rest."""
 Counts = Sequence[tuple[int, ...]]
-"""Of each segment of a layer, how many channels have how many bits: the counts of `Ranked`."""
+"""Of each segment of a layer, or of each class of its tokens, the counts of `Ranked`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,11 @@ class Transform(Method):
         numbers: keys alone would take as many of them."""
         return self.basis == "keys-first" and channels(view) == view.state_width
 
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether errors of tokens count by what they are predicted to cost."""
+        return self.metric == "fisher"
+
     def rests(self, view: AttentionView) -> int:
         """How many channels of a layer have a rest, see `Ranked`: latents vary most in a few channels, which
         are worth more than the 8 bits of the widest codes. What a prediction leaves of them does not."""
@@ -127,9 +133,9 @@ class Transform(Method):
         return codecs
 
     def _profiles(self, view: AttentionView, found: Tensors) -> Sequence[Tensor]:
-        """The profiles of a layer: of each class of tokens, or of each of its `runs`."""
+        """The profiles of a layer: of each class of tokens, or of each segment."""
         profile = found["profile"]
-        return profile.chunk(self.classes) if self.classes > 1 else profile.split(runs(view, found))
+        return profile.chunk(self.classes) if self.classes > 1 else of_segments(view, found, profile)
 
     def allotted(self, views: Sequence[AttentionView], profiles: Sequence[Tensor]) -> list[tuple[int, ...]]:
         """The counts of `Ranked` for each profile: together they take ``bits`` a value, scales included.
@@ -164,8 +170,8 @@ class Transform(Method):
                 "usual": Expected((packed,), torch.int16, -FARTHEST_STEP, FARTHEST_STEP),
                 "profile": Expected((packed,), torch.float32, least=0),
             }
-            if self.classes > 1:
-                layer["costs"] = Expected((width,), torch.float32)
+            if self.weighs_tokens:
+                layer["costs"] = Expected((width,), torch.float32, -FP16_MAX, FP16_MAX)
             if self.finds_keys_first(view):
                 layer["from_keys"] = Expected((width - view.kv_width, view.kv_width), torch.float16)
             if below := views[max(start - self.layers_below, 0) : start]:
@@ -187,11 +193,10 @@ def channels(view: AttentionView) -> int:
     return width if view.key_norm is not None else min(width, view.hidden)
 
 
-def runs(view: AttentionView, found: Tensors) -> list[int]:
-    """Of how many channels each segment is: of all, or of those that keys come from and those that only
-    values come from."""
-    count = len(found["usual"])
-    return [view.kv_width, count - view.kv_width] if "from_keys" in found else [count]
+def of_segments(view: AttentionView, found: Tensors, of_channels: Tensor) -> Sequence[Tensor]:
+    """The parts of a tensor ``[C]`` that belong to each segment: to all channels, or to those that keys come
+    from and to those that only values come from."""
+    return of_channels.tensor_split([view.kv_width]) if "from_keys" in found else [of_channels]
 
 
 def side_bits(profiles: Sequence[Tensor], block: int, classes: int) -> int:
@@ -203,13 +208,13 @@ def side_bits(profiles: Sequence[Tensor], block: int, classes: int) -> int:
     return -(-8 * sides // block)
 
 
-def quantizer_of(usual: Tensor, counts: Counts, rests: int = 0) -> Ranked | Classed:
-    """The quantizer of a segment with these usual scales ``[C]``, or, with several ``counts``, of that many
-    classes of tokens, whose usual scales ``[classes C]`` lie one after the other."""
+def quantizer_of(usual: Tensor, counts: Counts, costs: Tensor | None, rests: int = 0) -> Ranked | Classed:
+    """The quantizer of a segment with these usual scales ``[C]`` and costs of tokens, or, with several
+    ``counts``, of that many classes of tokens, whose usual scales ``[classes C]`` lie one after the other."""
     if len(counts) == 1:
-        return Ranked(usual, counts[0], rests)
+        return Ranked(usual, counts[0], rests, costs)
     each = zip(usual.chunk(len(counts)), counts, strict=True)
-    return Classed(tuple(Ranked(own, of_class) for own, of_class in each))
+    return Classed(tuple(Ranked(own, of_class, costs=costs) for own, of_class in each))
 
 
 class ChannelCodec(StateCodec):
@@ -221,7 +226,7 @@ class ChannelCodec(StateCodec):
     Args:
         found: what calibration found of the layer.
         block: tokens of a block.
-        counts: for each of the `runs` of channels.
+        counts: for each class of tokens, or of each segment.
     """
 
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
@@ -229,38 +234,37 @@ class ChannelCodec(StateCodec):
         self.block = block
         self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
         self.mean = found["mean"].to(view.device, view.dtype)  # [W]
-        self.rests = 0 if "costs" in found else len(found["usual"]) - len(found["analysis"])
+        self.rests = len(found["usual"]) % len(found["analysis"])
         analysis = found["analysis"].to(view.device, torch.float32)
         self.analysis = F.pad(analysis, (0, 0, 0, self.rests)).contiguous()  # [C, W]
         self.from_keys: Tensor | None = None
         if "from_keys" in found:
             self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
-        self.costs: Tensor | None = None
-        if "costs" in found:
-            self.costs = found["costs"].to(view.device, torch.float32)[None].contiguous()  # [1, W]
-        if self.costs is None:
-            of_runs = zip(found["usual"].split(runs(view, found)), counts, strict=True)
-            quantizers = [quantizer_of(usual, [own], self.rests) for usual, own in of_runs]
-        else:
-            quantizers = [quantizer_of(found["usual"], counts)]
+        classes = len(counts) if "from_keys" not in found else 1
+        of_channels, of_costs = self.packed_channels(found, classes)
+        usual = of_segments(view, found, of_channels)
+        costs = [None] * len(usual) if of_costs is None else of_segments(view, found, of_costs)
+        of_classes = [counts[i : i + classes] for i in range(0, len(counts), classes)]
+        quantizers = [
+            quantizer_of(*each, rests=self.rests) for each in zip(usual, of_classes, costs, strict=True)
+        ]
         from_before = [None, self.from_keys]
         self.segments = tuple(
             Segment(each.channels, each, predictor=weight)
             for each, weight in zip(quantizers, from_before, strict=False)
         )
 
+    def packed_channels(self, found: Tensors, classes: int) -> tuple[Tensor, Tensor | None]:
+        """The usual scales of all channels that are packed, of one class of tokens after the other; and
+        `Ranked.costs`, where errors of tokens are weighed."""
+        if "costs" not in found:
+            return found["usual"], None
+        synthesis = found["synthesis"].float()
+        return found["usual"], found["costs"].to(synthesis.device) @ synthesis
+
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         rows = (features - (self.mean if predicted is None else predicted)).float()
-        states = by_block(rows, self.analysis, self.block)
-        if self.costs is None:
-            return states
-        costs = by_block((features - self.mean).float(), self.costs, self.block)
-        return torch.cat([states, costs], -1)
-
-    def beside_costs(self, synthesis: Tensor) -> Tensor:
-        """``synthesis`` ``[W, C]``, and a column for the cost of a token where there is one, which nothing is
-        made of."""
-        return synthesis if self.costs is None else F.pad(synthesis, (0, 1))
+        return by_block(rows, self.analysis, self.block)
 
 
 class TransformCodec(Rematerialized, ChannelCodec):
@@ -270,7 +274,6 @@ class TransformCodec(Rematerialized, ChannelCodec):
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
         synthesis = torch.cat([found["synthesis"], found["synthesis"][:, : self.rests]], 1)
-        synthesis = self.beside_costs(synthesis)
         of_keys, of_values = synthesis.tensor_split([view.kv_width])
         of_keys = of_keys[:, : self.segments[0].channels]
         self.key_weight, self.value_weight = (

@@ -4,10 +4,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..calibration import Calibration
 from ..models import AttentionView
 from ..models.base import linear
+from ..quant.steps import FARTHEST_STEP
 from .base import Tensors, option, spans
 from .codec import LayerCodec, by_block
 from .cost import RebuildCost
@@ -73,12 +75,34 @@ class PredictedTransform(Transform):
         codecs[-1].feeds_above = False
         return codecs
 
+    @property
+    def weighs_tokens(self) -> bool:
+        return super().weighs_tokens and self.span == 1
+
+    def _profiles(self, view: AttentionView, found: Tensors) -> Sequence[Tensor]:
+        profiles = super()._profiles(view, found)
+        return [F.pad(profile, (0, 1)) for profile in profiles] if self.weighs_tokens else profiles
+
     def _codec(self, view: AttentionView, found: Tensors, counts: Counts) -> LayerCodec:
         return PredictedCodec(view, found, self.group, counts)
 
 
+def cost_scale(usual: Tensor, classes: int) -> Tensor:
+    """Usual scales ``[classes C]`` with that of one more channel in each class, `cost_channel`: so small that
+    no channel has a lower rank."""
+    return torch.cat([F.pad(each, (0, 1), value=-FARTHEST_STEP) for each in usual.chunk(classes)])
+
+
+def cost_channel(count: int) -> Tensor:
+    """`Ranked.costs` ``[count]`` of channels the last of which tells what an error of the token costs. That
+    follows from the row, which cannot be told from what a prediction leaves of it."""
+    return F.one_hot(torch.tensor(count - 1, device="cpu"), count).float()
+
+
 class PredictedCodec(ChannelCodec):
-    """Carries its own rows and those of the layers below that the layer above is predicted from, side by
+    """Packs one more channel, which gets no bits, where errors of tokens are weighed: see `cost_channel`.
+
+    Carries its own rows and those of the layers below that the layer above is predicted from, side by
     side: ``[B, T, W + W' + ...]``. The lowest layer is predicted from the token alone, or from nothing."""
 
     feeds_above = True
@@ -88,7 +112,11 @@ class PredictedCodec(ChannelCodec):
 
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
-        synthesis = self.beside_costs(found["synthesis"])
+        synthesis = found["synthesis"]
+        self.costs: Tensor | None = None
+        if "costs" in found:
+            self.costs = found["costs"].to(view.device)[None].contiguous()  # [1, W]
+            synthesis = F.pad(synthesis, (0, 1))
         self.synthesis = synthesis.to(view.device, view.dtype).contiguous()  # [W, C]
         self.from_below, self.from_token = (  # [W, sum of the widths below] and [W, E]
             found[name].to(view.device, view.dtype).contiguous() if name in found else None
@@ -113,7 +141,15 @@ class PredictedCodec(ChannelCodec):
             self.from_below = _stacked([codec.from_below for codec in down])
             self.from_token = _stacked([codec.from_token for codec in down])
 
+    def packed_channels(self, found: Tensors, classes: int) -> tuple[Tensor, Tensor | None]:
+        if "costs" not in found:
+            return found["usual"], None
+        return cost_scale(found["usual"], classes), cost_channel(len(found["analysis"]) + 1)
+
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
+        if self.costs is not None:
+            costs = by_block(features.float(), self.costs, self.block)
+            return torch.cat([super().encode(features, predicted), costs], -1)
         if not self.coded_together:
             return super().encode(features, predicted)
         expected = self.mean if predicted is None else predicted

@@ -5,7 +5,6 @@ of a block are put into classes of one size, the costliest first, and each class
 own, with its own share of the bits. Which class a token is in is stored beside the codes.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,51 +16,39 @@ from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Packed, Quantizer, dense
 from .ranked import Ranked
 from .streams import Streams
-from .trellis import MOST_WEIGHT
 
-EVEN_WEIGHT, POWER = 4, 0.7
-"""An error counts `EVEN_WEIGHT` where it costs as much as the mean, and else in proportion to this power of
-what it costs. The power 1 would be best if costs were predicted without error."""
-_BORDERS = torch.tensor(
-    [math.log((weight + 0.5) / EVEN_WEIGHT) / POWER for weight in range(1, MOST_WEIGHT)],
-    dtype=torch.float32,
-    device="cpu",
-)
-Pack = Callable[[Ranked, Tensor, Tensor | None, Tensor], Packed]
+Pack = Callable[[Ranked, Tensor, Tensor | None], Packed]
 Unpack = Callable[[Ranked, Packed, Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Classed(Quantizer):
-    """Ranked codes of ``C - 1`` channels for each of several classes of tokens. The last channel is not
-    stored: it says how much the error of a token costs. What has the highest number there is in the first
-    class. It is read as 0.
+    """Ranked codes of each of several classes of tokens.
 
     Args:
-        parts: the quantizer of each class, the costliest first.
+        parts: the quantizer of each class, the costliest first. All have the same `Ranked.costs`, by which
+            tokens are sorted.
     """
 
     parts: tuple[Ranked, ...]
 
     @property
     def channels(self) -> int:
-        return self.parts[0].channels + 1
+        return self.parts[0].channels
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         return self.encode_with(Ranked.encode, x, excluded)
 
     def encode_with(self, encode: Pack, x: Tensor, excluded: Tensor | None) -> Packed:
         """`encode`, each class by ``encode``."""
-        rows, costs = x.split([x.shape[2] - 1, 1], 2)
-        chosen = by_cost(costs.squeeze(2), excluded, len(self.parts))
+        chosen = by_cost(self.parts[0].cost(x, excluded), excluded, len(self.parts))
         classes = torch.empty(x.shape[:2], dtype=torch.uint8, device=x.device)
         packed: Packed = {}
         for number, (part, tokens) in enumerate(zip(self.parts, chosen, strict=True)):
             classes.scatter_(1, tokens, number)
-            own = rows.gather(1, tokens[..., None].expand(-1, -1, rows.shape[2]))
+            own = x.gather(1, tokens[..., None].expand(-1, -1, x.shape[2]))
             hidden = None if excluded is None else excluded.gather(1, tokens)
-            weights = weights_of(costs.squeeze(2).gather(1, tokens), hidden)
-            found = encode(part, own, hidden, weights) if own.shape[1] else _nothing(part, own)
+            found = encode(part, own, hidden) if own.shape[1] else _nothing(part, own)
             packed |= {f"{name}_{number}": field for name, field in found.items()}
         packed["class"] = pack(classes[..., None], self._class_bits).squeeze(2)
         return packed
@@ -71,15 +58,15 @@ class Classed(Quantizer):
 
     def decode_with(self, decode: Unpack, packed: Packed, out: Tensor) -> None:
         """`decode`, each class by ``decode``."""
-        blocks, tokens, channels = out.shape
+        _, tokens, channels = out.shape
         classes = unpack(dense(packed, "class")[..., None], self._class_bits, tokens).squeeze(2)
         order = classes.sort(stable=True, dim=1).indices
         sizes = shares(tokens, len(self.parts))
-        rows = torch.zeros(blocks, tokens, channels, dtype=out.dtype, device=out.device)
+        rows = torch.empty_like(out, memory_format=torch.contiguous_format)
         for number, (part, own) in enumerate(zip(self.parts, rows.split(sizes, 1), strict=True)):
-            fields = {name: packed[f"{name}_{number}"] for name in part.fields(1, channels - 1)}
+            fields = {name: packed[f"{name}_{number}"] for name in part.fields(1, channels)}
             if own.shape[1]:
-                decode(part, fields, own[..., :-1])
+                decode(part, fields, own)
         out.scatter_(1, order[..., None].expand_as(out), rows)
 
     @property
@@ -93,7 +80,7 @@ class Classed(Quantizer):
         found = {
             f"{name}_{number}": field
             for number, (part, own) in enumerate(zip(self.parts, sizes, strict=True))
-            for name, field in part.fields(own, channels - 1).items()
+            for name, field in part.fields(own, channels).items()
         }
         return found | {"class": Field((packed_rows(tokens, self._class_bits),), torch.uint8, "ranges")}
 
@@ -132,15 +119,6 @@ def by_cost(costs: Tensor, excluded: Tensor | None, classes: int) -> Sequence[Te
         costs = costs.masked_fill(excluded, -torch.inf)
     order = costs.sort(stable=True, dim=1, descending=True).indices
     return [own.sort(1).values for own in order.split(shares(costs.shape[1], classes), 1)]
-
-
-def weights_of(costs: Tensor, excluded: Tensor | None) -> Tensor:
-    """What errors of tokens count where codes are searched, uint8 ``[N, n]``, by the logarithms ``[N, n]`` of
-    what they cost: `EVEN_WEIGHT` at the mean of those that are not ``excluded``."""
-    costs = costs.float()
-    counted = torch.ones_like(costs) if excluded is None else (~excluded).float()
-    mean = (costs * counted).sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)
-    return torch.bucketize(costs - mean, _BORDERS.to(costs.device)).to(torch.uint8) + 1
 
 
 def _nothing(part: Ranked, rows: Tensor) -> Packed:

@@ -10,6 +10,7 @@ The widest codes have 8 bits, and a few channels may be worth more. What the cod
 then a channel of its own, its *rest*: to a decoder one like all others.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -22,11 +23,10 @@ from .levels import edges_of
 from .operand import RankedOperand
 from .pack import pack, packed_rows, unpack
 from .quantizer import Field, Packed, Quantizer, dense
+from .steps import STEPS, size_of, steps_of
 from .streams import RunStreams, Streams
 from .trellis import CIRCLE, MOST_WEIGHT, TRELLIS, WIDTHS, WINDOW, Width, end_of
 
-STEPS = 3
-"""Scales to an octave."""
 ABOVE = 5
 """The place among a channel's 16 scales, from the top, of the one that is usual."""
 EVEN = 8
@@ -46,14 +46,19 @@ class Ranked(Quantizer):
         counts: how many channels get codes of each of `WIDTHS`.
         rests: how many channels have a rest. They are the first ones, and their rests the last, whose numbers
             are not looked at when blocks are packed. Only codes without a trellis leave one.
+        costs: the linear function, fp32 ``[C - rests]``, of a token's channels that tells the logarithm of
+            what an error of one unit costs, up to a constant. The codes with a trellis are those that cost
+            least. Without it errors of all tokens cost the same.
 
     Raises:
-        ValueError: ``usual`` is of another type or shape, or the counts are not those of so many channels.
+        ValueError: ``usual`` or ``costs`` are of another type or shape, or the counts are not those of so
+            many channels.
     """
 
     usual: Tensor
     counts: tuple[int, ...]
     rests: int = 0
+    costs: Tensor | None = None
 
     def __post_init__(self) -> None:
         usual, counts = self.usual, self.counts
@@ -64,6 +69,13 @@ class Ranked(Quantizer):
         if not 0 <= 2 * self.rests <= len(usual):
             raise ValueError(f"{len(usual)} channels cannot be rests of {self.rests} among them")
         object.__setattr__(self, "usual", usual.contiguous())
+        if self.costs is None:
+            return
+        if self.costs.dtype != torch.float32 or self.costs.shape != (self.measured,):
+            raise ValueError(
+                f"costs are fp32 [{self.measured}], not {self.costs.dtype} {list(self.costs.shape)}"
+            )
+        object.__setattr__(self, "costs", self.costs.contiguous())
 
     @property
     def channels(self) -> int:
@@ -80,24 +92,14 @@ class Ranked(Quantizer):
         """Each width with its channels, the widest first."""
         return [(w, n) for w, n in zip(WIDTHS[::-1], self.counts[::-1], strict=True) if n]
 
-    def encode(self, x: Tensor, excluded: Tensor | None, weights: Tensor | None = None) -> Packed:
-        """See `Quantizer.encode`.
-
-        Args:
-            weights: what the error of each token counts where codes are searched, uint8 ``[N, n]``, 1 to
-                `MOST_WEIGHT`. None: by its gain.
-        """
-        tokens = x.shape[1]
+    def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
         x, excluded = filled(x, excluded)
         packed, even, power = self._measured(x, excluded)
-        if weights is None:
-            loudness = _unpack_halves(dense(packed, "gain"), x.shape[1])
-            weights = weight_table().to(x.device)[loudness]
-        else:
-            weights = torch.nn.functional.pad(weights, (0, x.shape[1] - tokens))
+        loudness = _unpack_halves(dense(packed, "gain"), x.shape[1])
+        weights = weights_of(self._costs(x, loudness), excluded)
         if excluded is not None:
             weights = weights.masked_fill(excluded, 0)
-        order, sizes = self._order(power), _size(power)
+        order, sizes = self._order(power), size_of(power)
         runs, start = [even.new_empty(len(x), 0, dtype=torch.uint8)], 0
         for width, count in self.runs:
             chosen = order[:, start : start + count]
@@ -123,12 +125,9 @@ class Ranked(Quantizer):
         Raises:
             ValueError: NaN.
         """
-        x = x[..., : self.measured].float().clamp(-FP16_MAX, FP16_MAX)
-        loud = _sum(x.square() / _variance(x, excluded), 2) / x.shape[2]
-        if torch.isnan(loud).any():
-            raise ValueError("NaN cannot be quantized")
-        loudness = (steps_of(loud) + EVEN).clamp(0, 15)
-        x = x / _size(loudness - EVEN)
+        x = self._reached(x)
+        loudness = _loudness(x, excluded)
+        x = x / size_of(loudness - EVEN)
         low = self._low(x.device)
         steps = steps_of(_variance(x, excluded)).squeeze(1)
         places = (steps - low[: self.measured]).clamp(0, 15)
@@ -136,10 +135,28 @@ class Ranked(Quantizer):
         packed: Packed = {"scale": _pack_halves(places), "gain": _pack_halves(loudness.squeeze(2))}
         return packed, torch.nn.functional.pad(x, (0, self.rests + 1)), places + low
 
+    def cost(self, x: Tensor, excluded: Tensor | None) -> Tensor:
+        """The logarithm of what the same error in the codes of each token of blocks ``[N, n, C]`` costs, up
+        to a constant, fp32 ``[N, n]``.
+
+        Raises:
+            ValueError: NaN.
+        """
+        return self._costs(x, _loudness(self._reached(x), excluded).squeeze(2))
+
+    def _costs(self, x: Tensor, loudness: Tensor) -> Tensor:
+        found = gain_cost_table().to(x.device)[loudness]
+        if self.costs is not None:
+            found = found + _sum(self._reached(x) * self.costs.to(x.device), 2).squeeze(2)
+        return found
+
+    def _reached(self, x: Tensor) -> Tensor:
+        return x[..., : self.measured].float().clamp(-FP16_MAX, FP16_MAX)
+
     def decode(self, packed: Packed, out: Tensor) -> None:
         tokens, channels = whole(out.shape[1]), out.shape[2]
         power = _unpack_halves(dense(packed, "scale"), channels) + self._low(out.device)
-        gain = _size(_unpack_halves(dense(packed, "gain"), tokens) - EVEN).unsqueeze(2)
+        gain = size_of(_unpack_halves(dense(packed, "gain"), tokens) - EVEN).unsqueeze(2)
         order = self._order(power)
         rows = torch.zeros(len(out), tokens, channels, dtype=torch.float32, device=out.device)
         runs = dense(packed, "codes").split([w.nbytes(tokens) * n for w, n in self.runs], 1)
@@ -149,7 +166,7 @@ class Ranked(Quantizer):
             levels = width.decode(codes)
             rows.scatter_(2, order[:, None, start : start + count].expand_as(levels), levels)
             start += count
-        out.copy_(rows.mul_(_size(power).unsqueeze(1)).mul_(gain)[:, : out.shape[1]])
+        out.copy_(rows.mul_(size_of(power).unsqueeze(1)).mul_(gain)[:, : out.shape[1]])
 
     def _low(self, device: torch.device) -> Tensor:
         return self.usual.to(device, torch.int32) - (15 - ABOVE)
@@ -186,7 +203,7 @@ class Ranked(Quantizer):
 
     @property
     def tables(self) -> list[Tensor]:
-        return [self.usual]
+        return [self.usual] if self.costs is None else [self.usual, self.costs]
 
 
 def whole(tokens: int) -> int:
@@ -205,45 +222,38 @@ def filled(x: Tensor, excluded: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return pad(x, (0, 0, 0, missing)), pad(excluded, (0, missing), value=True)
 
 
-FARTHEST_STEP = 200
-"""How far from 0 `steps_of` goes."""
-_BORDERS = torch.tensor(
-    [2 ** ((i + 0.5) * 2 / STEPS) for i in range(-FARTHEST_STEP, FARTHEST_STEP)],
-    dtype=torch.float64,
+@cache
+def gain_cost_table() -> Tensor:
+    """The logarithm of what the error of a token costs for each of its 16 gains, which codes are multiplied
+    by: that of the gain's square (fp32)."""
+    gains = torch.arange(16, dtype=torch.float64, device="cpu") - EVEN
+    return (gains * (2 * math.log(2) / STEPS)).float()
+
+
+EVEN_WEIGHT, POWER = 4, 0.7
+"""An error counts `EVEN_WEIGHT` where it costs as much as the mean, and else in proportion to this power of
+what it costs. The power 1 would be best if costs were predicted without error."""
+_COST_BORDERS = torch.tensor(
+    [math.log((weight + 0.5) / EVEN_WEIGHT) / POWER for weight in range(1, MOST_WEIGHT)],
+    dtype=torch.float32,
     device="cpu",
 )
 
 
-def steps_of(variance: Tensor) -> Tensor:
-    """The logarithm of the root of variances, in whole steps. From a table, as `_size`."""
-    borders = _BORDERS.to(variance.device, variance.dtype)
-    return torch.bucketize(variance, borders, out_int32=True) - FARTHEST_STEP
+def cost_border_table() -> Tensor:
+    """The logarithms of costs, less their mean, between those that count 1, 2, ... (fp32)."""
+    return _COST_BORDERS
 
 
-@cache
-def border_table() -> tuple[Tensor, int]:
-    """The variances between those of whole steps (fp32), and the steps below the first."""
-    return _BORDERS.float(), -FARTHEST_STEP
-
-
-_FARTHEST = 400
-_SIZES = torch.tensor(
-    [2 ** (k / STEPS) for k in range(-_FARTHEST, _FARTHEST + 1)], dtype=torch.float32, device="cpu"
-)
-
-
-def size_table() -> tuple[Tensor, int]:
-    """The numbers whose logarithms are whole steps (fp32), and where the one of 0 is."""
-    return _SIZES, _FARTHEST
-
-
-@cache
-def weight_table() -> Tensor:
-    """What the error of a token counts for each of its 16 gains, uint8: 4 times the gain. Codes are of the
-    token divided by its gain, so by the squares of errors it would be the gain's square; but an error of a
-    loud token costs the model less than its square."""
-    gains = torch.arange(16, dtype=torch.float64, device="cpu") - EVEN
-    return (4 * 2 ** (gains / STEPS)).round().clamp(1, MOST_WEIGHT).byte()
+def weights_of(costs: Tensor, excluded: Tensor | None) -> Tensor:
+    """What errors of tokens count where codes are searched, uint8 ``[N, n]``, by the logarithms ``[N, n]`` of
+    what they cost: `EVEN_WEIGHT` at the mean of those that are not ``excluded``."""
+    counted, count = costs, torch.tensor(float(costs.shape[1]), device=costs.device)
+    if excluded is not None:
+        counted = costs.masked_fill(excluded, 0)
+        count = (~excluded).sum(1, keepdim=True).clamp(min=1).float()
+    above = costs - _sum(counted, 1) / count
+    return torch.bucketize(above, _COST_BORDERS.to(costs.device)).to(torch.uint8) + 1
 
 
 @cache
@@ -271,10 +281,17 @@ def search_tables() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return edges, in_units.round().short(), units.float(), ends
 
 
-def _size(steps: Tensor) -> Tensor:
-    """The number of which ``steps`` is the logarithm. From a table: a function may round differently on
-    another device, or for another number of elements."""
-    return _SIZES.to(steps.device)[steps.clamp(-_FARTHEST, _FARTHEST) + _FARTHEST]
+def _loudness(x: Tensor, excluded: Tensor | None) -> Tensor:
+    """The place of every token's gain, int32 ``[N, n, 1]``: by its channels, each over its root mean square
+    in the block.
+
+    Raises:
+        ValueError: NaN.
+    """
+    loud = _sum(x.square() / _variance(x, excluded), 2) / x.shape[2]
+    if torch.isnan(loud).any():
+        raise ValueError("NaN cannot be quantized")
+    return (steps_of(loud) + EVEN).clamp(0, 15)
 
 
 def _variance(x: Tensor, excluded: Tensor | None) -> Tensor:

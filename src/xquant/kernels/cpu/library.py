@@ -117,7 +117,7 @@ class RankedBlocks(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("rows", "excluded", "scale", "gain", "codes", "usual")),
         *((name, c_void_p) for name in ("sizes", "levels", "edges", "whole_levels")),
-        *((name, c_void_p) for name in ("units", "ends", "borders", "weights", "of_tokens")),
+        *((name, c_void_p) for name in ("units", "ends", "borders", "costs", "gain_costs", "cost_borders")),
         *((name, c_int64) for name in ("block_stride", "token_stride", "code_bytes")),
         ("counts", c_int32 * 11),
         *(

@@ -13,7 +13,8 @@ from ...methods import LayerCodec
 from ...methods.codec import Rematerialized
 from ...past.sequences import Sequences
 from ...quant.operand import RankedOperand
-from ...quant.ranked import level_table, size_table
+from ...quant.ranked import level_table
+from ...quant.steps import size_table
 from ..call import AttentionCall
 from ..slow import SlowPairs, widened
 from . import library as native

@@ -22,14 +22,14 @@ from ...quant.outliers import RAGGED
 from ...quant.quantizer import dense
 from ...quant.ranked import (
     Ranked,
-    border_table,
+    cost_border_table,
     filled,
+    gain_cost_table,
     level_table,
     search_tables,
-    size_table,
-    weight_table,
     whole,
 )
+from ...quant.steps import border_table, size_table
 from ..call import FLOATS
 from . import library as native
 
@@ -157,16 +157,12 @@ def pack_codebook(isa: str, quantizer: Codebook, x: Tensor, excluded: Tensor | N
     return packed
 
 
-def pack_ranked(
-    isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None, weights: Tensor | None = None
-) -> Packed:
-    """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous; ``weights``: see
-    `Ranked.encode`.
+def pack_ranked(isa: str, quantizer: Ranked, x: Tensor, excluded: Tensor | None) -> Packed:
+    """Blocks ``[N, n, C]``, contiguous in ``C``; ``excluded`` bool ``[N, n]``, contiguous.
 
     Raises:
         ValueError: NaN, or tensors that do not fit each other.
     """
-    tokens = x.shape[1]
     x, excluded = filled(x, excluded)
     packed, rows = _empty(quantizer, x), x.float()
     call = _ranked_call(quantizer, rows, packed)
@@ -174,13 +170,13 @@ def pack_ranked(
     call.edges, call.whole_levels = edges.data_ptr(), whole.data_ptr()
     call.units, call.ends = units.data_ptr(), ends.data_ptr()
     borders, _ = border_table()
-    call.borders, call.weights = borders.data_ptr(), weight_table().data_ptr()
+    call.borders, call.gain_costs = borders.data_ptr(), gain_cost_table().data_ptr()
+    call.cost_borders = cost_border_table().data_ptr()
     call.rests, call.levels = quantizer.rests, level_table().data_ptr()
     if excluded is not None:
         call.excluded = native.address(excluded, torch.bool, *x.shape[:2])
-    if weights is not None:
-        weights = torch.nn.functional.pad(weights, (0, x.shape[1] - tokens)).contiguous()
-        call.of_tokens = native.address(weights, torch.uint8, *x.shape[:2])
+    if quantizer.costs is not None:
+        call.costs = native.address(quantizer.costs, torch.float32, quantizer.measured)
     native.function("ranked_encode", isa)(call)
     return packed
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from ...quant import Packed
 from ...quant.operand import RankedOperand
 from ...quant.quantizer import dense
-from ...quant.ranked import Ranked, level_table, size_table, whole
+from ...quant.ranked import Ranked, level_table, whole
+from ...quant.steps import size_table
 from ...quant.trellis import WIDTHS
 from ..addresses import FIELDS
 from .device import start

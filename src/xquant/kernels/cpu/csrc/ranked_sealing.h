@@ -20,8 +20,8 @@ class RankedEncoding {
     static size_t bytes(const xq_ranked_blocks& call, int together) {
         const size_t C = call.channels, n = call.tokens;
         return Ranking::bytes(call.channels) + together * block_bytes(C, n) +
-               sizeof(float) * (((n + 1) / 2 + 2) * C + n * LANES) + std::max(n, C) +
-               (2 * sizeof(int16_t) + 1) * n * LANES + TrellisSearch::bytes(call.tokens) + 8 * 64;
+               sizeof(float) * (((n + 1) / 2 + 1) * C + std::max(n, C) + n + n * LANES) + std::max(n, C) +
+               (2 * sizeof(int16_t) + 1) * n * LANES + TrellisSearch::bytes(call.tokens) + 9 * 64;
     }
     RankedEncoding(const xq_ranked_blocks& call, int together, Workspace& workspace)
         : call(call), C(call.channels), measured(C - call.rests), n(call.tokens), ranks(C, workspace),
@@ -36,7 +36,8 @@ class RankedEncoding {
         }
         partial_sums = workspace.take<float>((size_t)(n + 1) / 2 * C);
         variance = workspace.take<float>(C);
-        row = workspace.take<float>(C);
+        row = workspace.take<float>(std::max(C, n));
+        costs = workspace.take<float>(n);
         places = workspace.take<uint8_t>(std::max(n, C));
         gathered = workspace.take<float>((size_t)n * LANES);
         numbers = workspace.take<int16_t>((size_t)n * LANES);
@@ -53,7 +54,8 @@ class RankedEncoding {
     }
 
   private:
-    static constexpr int LOWEST = -200;  // steps of a variance below the first border
+    static constexpr int LOWEST = -200;      // steps of a variance below the first border
+    static constexpr int COST_BORDERS = 15;  // between weights
     struct Block {
         float* rows;       // [n, C], divided by their gains once these are known
         float* sizes;      // [C] scales
@@ -70,7 +72,8 @@ class RankedEncoding {
     float* scaled;            // its rows
     float* partial_sums;      // [ceil(n / 2), C]
     float* variance;          // [C] mean squares
-    float* row;               // [C]
+    float* row;               // [max(C, n)]
+    float* costs;             // [n] the logarithms of what errors of tokens cost
     uint8_t* places;          // [max(n, C)] scales or gains before they are packed
     float* gathered;          // [n, LANES] channels that are searched together
     int16_t* numbers;         // [n, LANES] the same in units of levels
@@ -94,13 +97,12 @@ class RankedEncoding {
             std::fill(to + measured, to + C, 0.0f);
         }
         measure_channels();
-        for (int t = 0; t < n; t++)
-            if (!divide_by_gain(t)) return false;
-        const uint8_t* of_tokens = call.of_tokens ? call.of_tokens + (size_t)number * n : nullptr;
         for (int t = 0; t < n; t++) {
-            const uint8_t weight = of_tokens ? of_tokens[t] : call.weights[places[t]];
-            block.weights[t] = excluded && excluded[t] ? 0 : weight;
+            costs[t] = cost_of(t);
+            if (!divide_by_gain(t)) return false;
+            costs[t] += call.gain_costs[places[t]];
         }
+        weigh(block.weights);
         pack_places(n, call.gain + (size_t)number * ((n + 1) / 2));
         measure_channels();
         for (int c = 0; c < measured; c++) places[c] = place(steps_of(variance[c]) - call.usual[c] + USUAL_PLACE);
@@ -122,10 +124,32 @@ class RankedEncoding {
         return i + LOWEST;
     }
 
-    void measure_channels() const {
-        auto seen = [this](int t) { return t < n && !(excluded && excluded[t]); };
+    // The logarithm of what an error of one unit in a token costs.
+    float cost_of(int t) const {
+        if (!call.costs) return 0.0f;
+        const float* x = scaled + (size_t)t * C;
+        for (int c = 0; c < measured; c++) row[c] = x[c] * call.costs[c];
+        return sum(row, measured);
+    }
+
+    void weigh(uint8_t* weights) const {
+        for (int t = 0; t < n; t++) row[t] = seen(t) ? costs[t] : 0.0f;
+        const float mean = sum(row, n) / (float)std::max(count_seen(), 1);
+        for (int t = 0; t < n; t++) {
+            weights[t] = seen(t);
+            for (int i = 0; seen(t) && i < COST_BORDERS; i++) weights[t] += call.cost_borders[i] < costs[t] - mean;
+        }
+    }
+
+    bool seen(int t) const { return t < n && !(excluded && excluded[t]); }
+    int count_seen() const {
         int count = 0;
         for (int t = 0; t < n; t++) count += seen(t);
+        return count;
+    }
+
+    void measure_channels() const {
+        const int count = count_seen();
         const int half = (n + 1) / 2;
         for (int t = 0; t < half; t++) {
             const float *a = scaled + (size_t)t * C, *b = a + (size_t)half * C;
@@ -142,6 +166,11 @@ class RankedEncoding {
         const float divisor = (float)std::max(count, 1);
         for (int c = 0; c < C; c++) variance[c] = std::max(partial_sums[c] / divisor, FLT_MIN);
     }
+    // Of numbers that are overwritten.
+    static float sum(float* x, int count) {
+        for (; count > 1; count = (count + 1) / 2) add(x, x + (count + 1) / 2, count / 2);
+        return x[0];
+    }
     static void add(float* __restrict x, const float* __restrict y, size_t count) {
         for (size_t i = 0; i < count; i++) x[i] += y[i];
     }
@@ -150,8 +179,7 @@ class RankedEncoding {
     bool divide_by_gain(int t) const {
         float* x = scaled + (size_t)t * C;
         for (int c = 0; c < measured; c++) row[c] = x[c] * x[c] / variance[c];
-        for (int count = measured; count > 1; count = (count + 1) / 2) add(row, row + (count + 1) / 2, count / 2);
-        const float mean_square = row[0] / (float)measured;
+        const float mean_square = sum(row, measured) / (float)measured;
         if (mean_square != mean_square) return false;
         places[t] = place(steps_of(mean_square) + UNIT_GAIN_PLACE);
         const float gain = size_of(call.sizes, places[t] - UNIT_GAIN_PLACE);

@@ -145,8 +145,9 @@ typedef struct {
     const float *units;       // [7] of 1
     const float *ends;        // [7] what numbers in units end at
     const float *borders;     // [400] between the variances of -200, -199, ... steps
-    const uint8_t *weights;   // [16] of the error of a token with each gain, at most 16
-    const uint8_t *of_tokens; // [N, n] weights of the errors of tokens; null: by their gains
+    const float *costs;       // [C - rests] what channels add to the logarithm of what an error costs; null: nothing
+    const float *gain_costs;  // [16] what each gain adds
+    const float *cost_borders;  // [15] between the logarithms of costs that count 1, 2, ...
     int64_t block_stride, token_stride;  // of rows, in elements
     int64_t code_bytes;
     int32_t counts[11];       // channels of each width
