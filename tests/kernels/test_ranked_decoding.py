@@ -17,7 +17,7 @@ from xquant.past.packer import Packer
 from xquant.quant.classes import Classed
 from xquant.quant.quantizer import dense
 from xquant.quant.ranked import Ranked, allot
-from xquant.quant.steps import steps_of
+from xquant.quant.steps import FARTHEST_STEP, steps_of
 
 PATHS = native.isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,6 +44,8 @@ def test_both_ways_are_those_of_torch(data: Any) -> None:
     if draw(st.booleans()):
         steepness = draw(st.sampled_from([0.1, 1.0, 100.0]))
         costs = (torch.randn(channels, generator=generator) / size)[: channels - rests] * steepness
+    if draw(st.booleans()):  # as the channel of costs of tc-cl
+        usual[-1] = -FARTHEST_STEP
     quantizer = Ranked(usual, counts[0], rests, costs)
     excluded = draw(st.sampled_from([None, torch.rand(x.shape[:2], generator=generator) < 0.4]))
     path = draw(st.sampled_from(PATHS))
