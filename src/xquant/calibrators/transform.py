@@ -63,7 +63,7 @@ class TransformCalibrator:
     def __init__(self, method: Transform, views: Sequence[AttentionView]) -> None:
         self.method = method
         self.codecs = [KeyValueCodec(v, Plain(v.dtype), Plain(v.dtype), "pre") for v in views]
-        self.stage = StatisticsStage(len(views), method.metric == "fisher")
+        self.stage = StatisticsStage(len(views), method.metric == "fisher", method.weighs_tokens)
 
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
         if length < CIRCLE:
@@ -235,8 +235,8 @@ class StatisticsStage:
 
     queries = False
 
-    def __init__(self, layers: int, gradients: bool) -> None:
-        self._fisher = gradients
+    def __init__(self, layers: int, gradients: bool, keeps: bool = False) -> None:
+        self._fisher, self._keeps = gradients, keeps
         self._gradients: list[list[Tensor]] = [[] for _ in range(layers)]
         self._rows: list[list[Tensor]] = [[] for _ in range(layers)]
         self._products: list[Tensor] = []
@@ -259,7 +259,8 @@ class StatisticsStage:
         if rows.key_gradient is None or rows.value_gradient is None:
             return
         gradient = torch.cat([rows.key_gradient, rows.value_gradient], -1).float()
-        self._gradients[position].append(gradient.bfloat16().cpu())
+        if self._keeps:
+            self._gradients[position].append(gradient.bfloat16().cpu())
         gradient = gradient[SINKS:]
         product = (gradient.T @ gradient).cpu()
         if len(self._products) <= position:
@@ -272,7 +273,8 @@ class StatisticsStage:
         return torch.stack(self._rows[position]).float()
 
     def gradients_of(self, position: int) -> Tensor:
-        """Those of the rows of a layer that were taken, fp32 ``[N', T, W]``, of the first ``N'`` samples."""
+        """Those of the rows of a layer that were taken, fp32 ``[N', T, W]``, of the first ``N'`` samples,
+        where it keeps them."""
         return torch.stack(self._gradients[position]).float()
 
     def metric(self, position: int) -> Tensor:

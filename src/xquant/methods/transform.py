@@ -234,13 +234,13 @@ class ChannelCodec(StateCodec):
         self.block = block
         self.sink_dtype = torch.float16 if view.dtype.itemsize > 2 else None
         self.mean = found["mean"].to(view.device, view.dtype)  # [W]
-        self.rests = len(found["usual"]) % len(found["analysis"])
+        classes = len(counts) if "from_keys" not in found else 1
+        self.rests = len(found["usual"]) - classes * len(found["analysis"])
         analysis = found["analysis"].to(view.device, torch.float32)
         self.analysis = F.pad(analysis, (0, 0, 0, self.rests)).contiguous()  # [C, W]
         self.from_keys: Tensor | None = None
         if "from_keys" in found:
             self.from_keys = found["from_keys"].to(view.device, torch.float32).contiguous()
-        classes = len(counts) if "from_keys" not in found else 1
         of_channels, of_costs = self.packed_channels(found, classes)
         usual = of_segments(view, found, of_channels)
         costs = [None] * len(usual) if of_costs is None else of_segments(view, found, of_costs)

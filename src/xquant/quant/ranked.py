@@ -93,10 +93,10 @@ class Ranked(Quantizer):
         return [(w, n) for w, n in zip(WIDTHS[::-1], self.counts[::-1], strict=True) if n]
 
     def encode(self, x: Tensor, excluded: Tensor | None) -> Packed:
-        x, excluded = filled(x, excluded)
-        packed, even, power = self._measured(x, excluded)
-        loudness = _unpack_halves(dense(packed, "gain"), x.shape[1])
+        x, excluded = filled(self._reached(x), excluded)
+        loudness = _loudness(x, excluded)
         weights = weights_of(self._costs(x, loudness), excluded)
+        packed, even, power = self._measured(x, loudness, excluded)
         if excluded is not None:
             weights = weights.masked_fill(excluded, 0)
         order, sizes = self._order(power), size_of(power)
@@ -118,15 +118,11 @@ class Ranked(Quantizer):
         packed["codes"] = torch.cat(runs, 1)
         return packed
 
-    def _measured(self, x: Tensor, excluded: Tensor | None) -> tuple[Packed, Tensor, Tensor]:
-        """The scales and gains of blocks ``[N, n, C]`` as they are stored, the blocks divided by their gains
-        (fp32; rests are 0, and one more column) and the logarithms of the scales ``[N, C]``.
-
-        Raises:
-            ValueError: NaN.
-        """
-        x = self._reached(x)
-        loudness = _loudness(x, excluded)
+    def _measured(
+        self, x: Tensor, loudness: Tensor, excluded: Tensor | None
+    ) -> tuple[Packed, Tensor, Tensor]:
+        """The scales and gains of blocks ``[N, n, C - rests]`` as they are stored, the blocks divided by
+        their gains (fp32; rests are 0, and one more column) and the logarithms of the scales ``[N, C]``."""
         x = x / size_of(loudness - EVEN)
         low = self._low(x.device)
         steps = steps_of(_variance(x, excluded)).squeeze(1)
@@ -142,15 +138,17 @@ class Ranked(Quantizer):
         Raises:
             ValueError: NaN.
         """
-        return self._costs(x, _loudness(self._reached(x), excluded).squeeze(2))
+        x = self._reached(x)
+        return self._costs(x, _loudness(x, excluded))
 
     def _costs(self, x: Tensor, loudness: Tensor) -> Tensor:
-        found = gain_cost_table().to(x.device)[loudness]
+        found = gain_cost_table().to(x.device)[loudness.squeeze(2)]
         if self.costs is not None:
-            found = found + _sum(self._reached(x) * self.costs.to(x.device), 2).squeeze(2)
+            found = found + _sum(x * self.costs.to(x.device), 2).squeeze(2)
         return found
 
     def _reached(self, x: Tensor) -> Tensor:
+        """The channels that are no rests, fp32, as far as fp16 reaches."""
         return x[..., : self.measured].float().clamp(-FP16_MAX, FP16_MAX)
 
     def decode(self, packed: Packed, out: Tensor) -> None:
