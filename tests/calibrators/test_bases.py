@@ -5,18 +5,11 @@ import torch
 
 from support.models import prompt, tiny
 from xquant import attach, parse_method
+from xquant.calibrators.bases import METRIC_RIDGE, best_basis, predict, root_of, same_head
 from xquant.calibrators.collect import collect
 from xquant.calibrators.run import calibrate_on
 from xquant.calibrators.spectra import SINKS, blocks
-from xquant.calibrators.transform import (
-    METRIC_RIDGE,
-    StatisticsStage,
-    TransformCalibrator,
-    best_basis,
-    predict,
-    root_of,
-    same_head,
-)
+from xquant.calibrators.transform import StatisticsStage, TransformCalibrator
 
 
 def covariance(seed: int, size: int = 6) -> torch.Tensor:

@@ -49,11 +49,15 @@ def test_levels_are_the_best_there_are(bits: int, seed: int) -> None:
     assert error <= best_error(x, weight, 2**bits) * 1.001 + 1e-6
 
 
-def test_too_few_elements_for_the_levels_are_told() -> None:
-    histogram = Histogram()
-    histogram.see(torch.tensor([[0.1], [0.5], [0.9]]), torch.ones(3, 1))
-    with pytest.raises(ValueError, match="too short for a codebook"):
-        best_levels(histogram.points(), histogram.weight, 2)
+@pytest.mark.parametrize("elements", [[], [0.5], [0.1, 0.5, 0.9], [0.5, 0.5, 0.5, 0.5, 0.5]])
+def test_each_of_few_elements_is_a_level(elements: list[float]) -> None:
+    x = torch.tensor(elements).view(1, -1)
+    histogram = Histogram(len(elements))
+    histogram.see(x, torch.ones_like(x))
+    levels = best_levels(histogram.points(), histogram.weight, 2)
+    assert levels.shape == (4,)
+    assert torch.equal(levels, levels.sort().values) and levels.abs().max() <= 1
+    torch.testing.assert_close((x - levels[:, None]).abs().min(0).values, torch.zeros(len(elements)))
 
 
 def test_many_channels_give_the_levels_of_all_their_elements() -> None:

@@ -9,7 +9,7 @@ from support.caches import make_cache
 from support.mixed_layers import alike, error, filled, recalls_as_converted, states
 from support.models import tiny
 from support.saved_caches import loaded
-from xquant.calibrators.transform import dealt_out
+from xquant.calibrators.bases import dealt_out
 
 APART, TOGETHER = (
     "tc-cl-2bit:group=16,embedding=false",

@@ -49,20 +49,20 @@ class Histogram:
 
 
 def best_levels(points: Tensor, weight: Tensor, bits: int) -> Tensor:
-    """The ``2**bits`` levels of least weighted squared error to ``points``, sorted, fp32.
+    """The ``2**bits`` levels of least weighted squared error to ``points``, sorted, fp32. Where
+    there are fewer points, each is a level, and the others are spread over [-1, 1].
 
     Args:
         points, weight: of any number of histograms, fp64 of one shape on the CPU.
-
-    Raises:
-        ValueError: fewer points that have a weight than levels.
     """
     # scikit-learn comes with the extra `calibrate`.
     from sklearn.cluster import KMeans
 
     points, weight = points[weight > 0], weight[weight > 0]
-    if len(points) < 2**bits:
-        raise ValueError("the calibration text is too short for a codebook: give more windows")
+    distinct = points.unique()
+    if missing := max(0, 2**bits - len(distinct)):
+        spread = torch.linspace(-1, 1, missing, dtype=points.dtype, device="cpu")
+        return torch.cat([distinct, spread]).sort().values.float()
     if len(points) > MOST_POINTS:  # the bins of many channels: count them into one histogram
         widest = points.abs().max().clamp_min(torch.finfo(points.dtype).tiny)
         together = Histogram()

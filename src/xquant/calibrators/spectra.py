@@ -59,7 +59,7 @@ def by_class(states: Tensor, dear: Tensor, due: Tensor, classes: int) -> dict[st
         each = spectrum_of_blocks(own, sinks.gather(1, tokens))
         seen = ~sinks.gather(1, tokens)[: len(due)]
         costly, size = (t.gather(1, tokens[: len(due)])[seen].mean() for t in (due, loud))
-        found.append((each["usual"], each["profile"] * (costly / size)))
+        found.append((each["usual"], each["profile"] * (costly / size.clamp(min=1e-30))))
     usual, profile = map(torch.cat, zip(*found, strict=True))
     return {"usual": usual, "profile": profile}
 

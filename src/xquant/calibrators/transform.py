@@ -24,16 +24,22 @@ from ..quant.affine import FP16_MAX
 from ..quant.ranked import allot
 from ..quant.trellis import CIRCLE
 from ..threads import one_thread
+from .bases import (
+    PREDICTION_RIDGE,
+    best_basis,
+    dealt_out,
+    own_basis,
+    predict,
+    ridged,
+    root_of,
+    same_head,
+)
 from .calibrator import Rows, Stage
 from .costs import direction
 from .spectra import SINKS, blocks, by_class, spectrum
 
 GRADIENT_TOKENS = 8192
 """Of how many tokens gradients are taken: those of twice as many take off 1 to 3% of KL (docs/log.md)."""
-METRIC_RIDGE = 0.02
-"""A metric gets so much times the mean of its diagonal added to its diagonal, so that it can be inverted."""
-PREDICTION_RIDGE = 1e-3
-"""The same for the covariance of the rows that are predicted from."""
 TOKENS_AT_ONCE = 8192
 """Tokens of the vocabulary whose embeddings are looked up at a time."""
 LOOP_BITS = 1.5
@@ -166,9 +172,11 @@ class TransformCalibrator:
 
     def _costs(self, number: int, synthesis: Tensor) -> tuple[Tensor, Tensor]:
         """The function of rows that tells what an error of one unit in any channel of a token costs, see
-        `costs`; and what it does cost in the first samples, ``[N', T]``."""
+        `costs`; and what it does cost in the first samples, ``[N', T]``. Where nothing reads the layer, all
+        tokens cost the same."""
         due = (self.stage.gradients_of(number) @ synthesis.float()).square().mean(-1)
-        due = due / due[:, SINKS:].mean().clamp(min=1e-30)
+        usual = due[:, SINKS:].mean()
+        due = due / usual if usual > 0 else torch.ones_like(due)
         rows = self.stage.rows(number)[: len(due)]
         return direction(rows[:, SINKS:], due[:, SINKS:]), due
 
@@ -297,72 +305,6 @@ def normed(embedding: torch.nn.Embedding, ids: Tensor) -> Tensor:
     """Embeddings of tokens ``[M]``, fp64 ``[M, d]``, divided by their root mean square."""
     rows = embedding(ids.to(home(embedding))).double().cpu()
     return rows / rows.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-30)
-
-
-def same_head(view: AttentionView) -> Tensor:
-    """1 where two numbers of a row belong to the same head, else 0: ``[W, W]``."""
-    heads = torch.arange(view.kv_heads, device="cpu")
-    head = torch.cat([heads.repeat_interleave(size) for size in (view.head_size, view.value_size)])
-    return (head[:, None] == head).double()
-
-
-def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The linear map ``[W, W']`` and the constant ``[W]`` that predict ``rows`` ``[M, W]`` best from
-    ``below`` ``[M, W']``."""
-    low, high = below.mean(0), rows.mean(0)
-    x, y = (below - low).double(), (rows - high).double()
-    products = x.T @ x
-    products.diagonal().add_(PREDICTION_RIDGE * products.diagonal().mean().clamp(min=1e-30))
-    known = x.T @ y
-    with one_thread():
-        predictor = torch.linalg.solve(products, known).T.half().float()
-    return predictor, high - predictor @ low
-
-
-def ridged(metric: Tensor) -> Tensor:
-    """The metric, and a ridge."""
-    ridge = METRIC_RIDGE * metric.diagonal().mean()
-    return metric + ridge * torch.eye(len(metric), dtype=metric.dtype, device="cpu")
-
-
-def root_of(metric: Tensor) -> Tensor:
-    """``L`` with ``L L^T`` the `ridged` metric."""
-    return torch.linalg.cholesky(ridged(metric))
-
-
-def own_basis(states: Tensor, metric: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of states ``[N, T, W]`` that are coded by themselves, fp32, and the states less their mean.
-    ``metric``: `ridged`."""
-    mean = states[:, SINKS:].flatten(0, 1).mean(0)
-    centred = states - mean
-    inner = centred[:, SINKS:].flatten(0, 1).double()
-    root = torch.linalg.cholesky(metric)
-    analysis, synthesis = best_basis(inner.T @ inner / len(inner), root, len(metric))
-    found = {"mean": mean, "analysis": analysis.half().float(), "synthesis": synthesis}
-    return found | spectrum(centred @ found["analysis"].T), centred
-
-
-@one_thread()
-def best_basis(covariance: Tensor, root: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The basis ``[C, W]`` in which states are uncorrelated and an error in any channel costs the same,
-    with its inverse ``[W, C]``. Only the ``count`` channels of largest variance are kept.
-
-    With ``root`` the ``L`` of the metric ``F = L L^T`` and ``E`` the eigenvectors of ``L^T C L``: states
-    ``E^T L^T y``.
-    """
-    _, vectors = torch.linalg.eigh(root.T @ covariance @ root)
-    vectors = vectors.flip(1)[:, :count]
-    synthesis = torch.linalg.solve_triangular(root.T, vectors, upper=True)
-    return (root @ vectors).T.float(), synthesis.float()
-
-
-def dealt_out(counts: Sequence[int]) -> list[Tensor]:
-    """Deal the channels of a span, ordered by their variance, out to its layers: which of them each layer
-    packs, so many as ``counts`` says. Every layer gets its share of those with the largest variance."""
-    layers = torch.arange(len(counts), device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"))
-    share = torch.cat([(torch.arange(count, device="cpu") + 0.5) / count for count in counts])
-    order = layers[share.argsort(stable=True)]
-    return [(order == number).nonzero().squeeze(1) for number in range(len(counts))]
 
 
 def as_read(rows: list[Tensor], residual: Tensor, layers: list[dict[str, Tensor]]) -> list[Tensor]:
