@@ -80,6 +80,7 @@ LANGUAGES = {
     "it": "Italian",
     "ja": "Japanese",
     "nl": "Dutch",
+    "pt": "Portuguese",
     "ru": "Russian",
     "zh-cn": "Chinese",
 }
