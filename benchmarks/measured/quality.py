@@ -35,7 +35,7 @@ def quality_rows(file: str, with_tail: bool) -> str:
 @table
 def which_method() -> str:
     """What each recommended method costs: SmolLM2 on WikiText-2, decoding after 8,192 tokens on 2 threads."""
-    quality = by_method("wikitext2-smollm2") | by_method("own-wikitext2-smollm2")
+    quality = by_method("wikitext2-smollm2") | by_method("tc-wikitext2-smollm2")
     generating = by_method("generate-wikitext2-smollm2")
     speed = by_method("bench-tc-smollm2-8k") | by_method("bench-smollm2-8k")
 
@@ -65,7 +65,7 @@ def calibration() -> str:
     """Quality with the texts that calibrated `tc` before, all English or code, and with those of today."""
     body = []
     for name, text in {"wikitext2": "WikiText-2", "c4": "C4", "code": "source code"}.items():
-        runs = [by_method(f"{kind}-{name}-smollm2") for kind in ("tc", "own-english", "own")]
+        runs = [by_method(f"{kind}-{name}-smollm2") for kind in ("own-512", "own-english", "own")]
         for method in runs[-1]:
             each = [run[method] for run in runs]
             cells = [f"{row['ratio']:.4f} ± {error(row)} (KL {row['kl']:.4f})" for row in each]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 
-from .answers import counted_and_lost, passkeys
 from .common import Row, code, markdown, rows, table
 from .quality import texts
 
@@ -72,11 +71,6 @@ def trellis() -> str:
 @table
 def transform_options() -> str:
     return texts(**{"WikiText-2": "tc-options-smollm2"})
-
-
-@table
-def transform_passkey() -> str:
-    return passkeys(rows("passkey-tc-smollm2"), counted_and_lost)
 
 
 @table

@@ -86,6 +86,17 @@ def test_keys_do_not_come_first_where_they_tell_all() -> None:
     assert "0.from_keys" not in found and found["0.analysis"].shape[0] == view.hidden
 
 
+@pytest.mark.parametrize("different", [10, 40, 131])
+def test_few_tokens_are_not_learned_by_heart(different: int) -> None:
+    """Of a token's embedding no more numbers are kept than half as many as there were tokens."""
+    model = tiny("llama")
+    ids = torch.arange(4 * 64).view(4, 64) % different
+    embedding = calibrate_on(model, ids, "tc-cl-2bit").tensors["embedding"]
+    kept = (embedding != 0).any(0)
+    assert kept.sum() == min(different // 2, model.config.hidden_size)
+    assert kept[: int(kept.sum())].all()
+
+
 def test_samples_of_no_block_are_refused() -> None:
     with pytest.raises(ValueError, match="fill no block"):
         calibrate_on(tiny("llama"), prompt(2, 15), "tc-2bit")

@@ -40,6 +40,9 @@ from .spectra import SINKS, blocks, by_class, spectrum
 
 GRADIENT_TOKENS = 8192
 """Of how many tokens gradients are taken: those of twice as many take off 1 to 3% of KL (docs/log.md)."""
+TOKENS_A_FUNCTION = 2
+"""How many different tokens must be seen for each number that is kept of an embedding. Of fewer tokens all is
+learned by heart, and what is then predicted of others is anything."""
 TOKENS_AT_ONCE = 8192
 """Tokens of the vocabulary whose embeddings are looked up at a time."""
 LOOP_BITS = 1.5
@@ -98,7 +101,7 @@ class TransformCalibrator:
     def _embedding(self, view: AttentionView, count: int) -> Tensor:
         """``count`` numbers for every token of the vocabulary, fp16 ``[V, count]``: those linear functions of
         its embedding that predict the rows of all layers best, errors weighed by the layers' metrics
-        (reduced-rank regression)."""
+        (reduced-rank regression). After few different tokens the last of them are 0."""
         assert view.embed is not None
         seen = normed(view.embed, self.stage.ids.flatten())
         mean = seen.mean(0)
@@ -115,7 +118,8 @@ class TransformCalibrator:
                 part = torch.linalg.solve_triangular(root, seen.T @ rows / len(rows), upper=False)
                 explained += part @ part.T
             _, vectors = torch.linalg.eigh(explained)
-            best = torch.linalg.solve_triangular(root.T, vectors.flip(1)[:, :count], upper=True)
+            most = max(1, min(count, len(self.stage.ids.unique()) // TOKENS_A_FUNCTION))
+            best = torch.linalg.solve_triangular(root.T, vectors.flip(1)[:, :most], upper=True)
         best = torch.nn.functional.pad(best, (0, count - best.shape[1]))
         every = torch.arange(view.vocabulary, device="cpu").split(TOKENS_AT_ONCE)
         return torch.cat([((normed(view.embed, ids) - mean) @ best).half() for ids in every])
