@@ -120,6 +120,17 @@ def evaluation_gsm8k() -> str:
 
 
 @table
+def evaluation_gsm8k_followed() -> str:
+    """How closely a cache follows the full one on problems of GSM8K."""
+    body = []
+    for row in rows("gsm8k-followed-smollm2"):
+        if row["metric"].endswith("strict-match"):
+            same = f"{row['agreement']} of {row['n']}", f"{row['same_tokens']:.1f}", f"{row['kl']:.4f}"
+            body.append([code(row["method"]), *same])
+    return markdown(["method", "answered as full", "same of 32 tokens", "KL"], body)
+
+
+@table
 def evaluation_ruler() -> str:
     """Means of six tasks by length, and how closely a cache follows the full one on all these prompts."""
     found = rows("ruler-smollm2")
