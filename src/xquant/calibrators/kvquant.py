@@ -42,8 +42,11 @@ class KVQuantCalibrator:
     def stages(self, samples: int, length: int) -> Iterator[Stage]:
         if length <= self.method.sink:
             raise ValueError(f"samples of {length} tokens hold nothing but sinks: give longer ones")
+        tokens = samples * (length - self.method.sink)
+        if self.method.has_levels and tokens < 2**self.method.bits:
+            raise ValueError("the calibration text is too short for a codebook: give more windows")
         if self.method.has_ranges or self.method.has_matrix_thresholds:
-            ranges = RangeStage(self.method, self.found, samples * (length - self.method.sink))
+            ranges = RangeStage(self.method, self.found, tokens)
             yield ranges
             ranges.finish()
         if self.method.has_levels or self.method.has_fitted_ranges:
