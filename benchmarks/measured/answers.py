@@ -122,12 +122,9 @@ def evaluation_gsm8k() -> str:
 @table
 def evaluation_gsm8k_followed() -> str:
     """How closely a cache follows the full one on problems of GSM8K."""
-    body = []
-    for row in rows("gsm8k-followed-smollm2"):
-        if row["metric"].endswith("strict-match"):
-            same = f"{row['agreement']} of {row['n']}", f"{row['same_tokens']:.1f}", f"{row['kl']:.4f}"
-            body.append([code(row["method"]), *same])
-    return markdown(["method", "answered as full", "same of 32 tokens", "KL"], body)
+    found = [row for row in rows("gsm8k-followed-smollm2") if row["metric"].endswith("strict-match")]
+    body = ([code(method), *followed(own)] for method, own in of_methods(found).items())
+    return markdown(["method", *FOLLOWED], body)
 
 
 @table
@@ -135,19 +132,11 @@ def evaluation_ruler() -> str:
     """Means of six tasks by length, and how closely a cache follows the full one on all these prompts."""
     found = rows("ruler-smollm2")
     contexts = sorted({row["context"] for row in found})
-    head = [
-        "method",
-        *(f"{context:,}" for context in contexts),
-        "answered as full",
-        "same of 32 tokens",
-        "KL",
-    ]
-    body = []
-    for method, own in of_methods(found).items():
-        prompts = sum(row["n"] for row in own)
-        same, kl = (sum(row[of] * row["n"] for row in own) / prompts for of in ("same_tokens", "kl"))
-        followed = f"{sum(row['agreement'] for row in own)} of {prompts}", f"{same:.1f}", f"{kl:.4f}"
-        body.append([code(method), *mean_scores(own, "context", contexts), *followed])
+    head = ["method", *(f"{context:,}" for context in contexts), *FOLLOWED]
+    body = (
+        [code(method), *mean_scores(own, "context", contexts), *followed(own)]
+        for method, own in of_methods(found).items()
+    )
     return markdown(head, body)
 
 
@@ -158,6 +147,16 @@ def evaluation_ruler_tasks() -> str:
     names = list(dict.fromkeys(row["task"] for row in found))
     body = ([code(method), *mean_scores(own, "task", names)] for method, own in of_methods(found).items())
     return markdown(["method", *map(code, names)], body)
+
+
+FOLLOWED = "answered as full", "same of 32 tokens", "KL"
+
+
+def followed(own: list[Row]) -> tuple[str, str, str]:
+    """The cells of `FOLLOWED`: how closely one method follows the full cache over all prompts of its rows."""
+    prompts = sum(row["n"] for row in own)
+    same, kl = (sum(row[of] * row["n"] for row in own) / prompts for of in ("same_tokens", "kl"))
+    return f"{sum(row['agreement'] for row in own)} of {prompts}", f"{same:.1f}", f"{kl:.4f}"
 
 
 def mean_scores(own: list[Row], by: str, values: Sequence[Any]) -> list[str]:

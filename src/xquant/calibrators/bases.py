@@ -1,6 +1,6 @@
 """Bases in which bits are worth most, and predictions, from covariances of states and metrics of errors.
 
-Letters are those of `transform`. All is small and in fp64, on one thread, so that it is the same everywhere.
+Letters are those of `transform`. Decompositions and products are in fp64.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from .spectra import SINKS, spectrum
 METRIC_RIDGE = 0.02
 """A metric gets so much times the mean of its diagonal added to its diagonal, so that it can be inverted."""
 LEAST_RIDGE = 1e-6
-"""Where the mean over all layers of the diagonal of their metrics is 1."""
+"""And at least so much, where the mean of all layers' diagonals is 1."""
 PREDICTION_RIDGE = 1e-3
-"""The same for the covariance of the rows that are predicted from."""
+"""The covariance of the rows that are predicted from gets so much times the mean of its diagonal."""
 LEAST_SQUARE = 1e-4
-"""The least mean of that diagonal: of smaller rows the predictor would not fit into fp16."""
+"""That mean is taken to be at least so much: of smaller rows the predictor would not fit into fp16."""
 
 
 def same_head(view: AttentionView) -> Tensor:

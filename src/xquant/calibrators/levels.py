@@ -49,8 +49,8 @@ class Histogram:
 
 
 def best_levels(points: Tensor, weight: Tensor, bits: int) -> Tensor:
-    """The ``2**bits`` levels of least weighted squared error to ``points``, sorted, fp32. Where
-    there are fewer points, each is a level, and the others are spread over [-1, 1].
+    """The ``2**bits`` levels of least weighted squared error to ``points``, sorted, fp32.
+    Of fewer points each is a level, and the other levels are spread evenly over [-1, 1].
 
     Args:
         points, weight: of any number of histograms, fp64 of one shape on the CPU.
@@ -60,7 +60,7 @@ def best_levels(points: Tensor, weight: Tensor, bits: int) -> Tensor:
 
     points, weight = points[weight > 0], weight[weight > 0]
     distinct = points.unique()
-    if missing := max(0, 2**bits - len(distinct)):
+    if (missing := 2**bits - len(distinct)) > 0:
         spread = torch.linspace(-1, 1, missing, dtype=points.dtype, device="cpu")
         return torch.cat([distinct, spread]).sort().values.float()
     if len(points) > MOST_POINTS:  # the bins of many channels: count them into one histogram
