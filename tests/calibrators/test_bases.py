@@ -5,7 +5,15 @@ import torch
 
 from support.models import prompt, tiny
 from xquant import attach, parse_method
-from xquant.calibrators.bases import METRIC_RIDGE, best_basis, predict, root_of, same_head
+from xquant.calibrators.bases import (
+    METRIC_RIDGE,
+    SINK_SHARE,
+    best_basis,
+    predict,
+    products,
+    root_of,
+    same_head,
+)
 from xquant.calibrators.collect import collect
 from xquant.calibrators.run import calibrate_on
 from xquant.calibrators.spectra import SINKS, blocks
@@ -41,11 +49,21 @@ def test_states_of_low_rank_need_no_more_channels() -> None:
 
 def test_a_prediction_finds_a_linear_relation() -> None:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(500, 4, generator=generator) * 3 + 1
+    x = torch.randn(5, 104, 4, generator=generator) * 3 + 1
     matrix, constant = torch.randn(5, 4, generator=generator), torch.arange(5.0)
     predictor, mean = predict(x, x @ matrix.T + constant)
     torch.testing.assert_close(predictor, matrix, atol=0.01, rtol=0.01)
     torch.testing.assert_close(x @ predictor.T + mean, x @ matrix.T + constant, atol=0.1, rtol=0.02)
+
+
+def test_what_samples_begin_with_counts_a_little() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 50, 4, generator=generator), torch.randn(3, 50, 2, generator=generator)
+    first = [row.outer(other) for row, other in zip(x[:, 0], y[:, 0], strict=True)]
+    rows = zip(x[:, SINKS:].flatten(0, 1), y[:, SINKS:].flatten(0, 1), strict=True)
+    others = [row.outer(other) for row, other in rows]
+    expected = torch.stack(others).mean(0) + SINK_SHARE * torch.stack(first).mean(0)
+    torch.testing.assert_close(products(x, y).float(), expected)
 
 
 def test_blocks_leave_out_sinks_and_the_rest() -> None:

@@ -20,6 +20,10 @@ PREDICTION_RIDGE = 1e-3
 """The covariance of the rows that are predicted from gets so much times the mean of its diagonal."""
 LEAST_SQUARE = 1e-4
 """That mean is taken to be at least so much: of smaller rows the predictor would not fit into fp16."""
+SINK_SHARE = 0.03
+"""How much the tokens that begin samples count, all others together being 1. They are sinks, and a sink
+can stand in the middle of a text, too: the token between two documents. Its row is far from all others,
+in channels that these do not use."""
 
 
 def same_head(view: AttentionView) -> Tensor:
@@ -29,17 +33,29 @@ def same_head(view: AttentionView) -> Tensor:
     return (head[:, None] == head).double()
 
 
+def mean_of(states: Tensor) -> Tensor:
+    """The mean row of states ``[N, T, W]`` but sinks."""
+    return states[:, SINKS:].flatten(0, 1).mean(0)
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """The mean product of rows of states ``[N, T, W]`` and ``[N, T, W']``, fp64 ``[W, W']``: of all tokens
+    but sinks, and by `SINK_SHARE` of those that begin the samples."""
+    inner, other = (each[:, SINKS:].flatten(0, 1).double() for each in (x, y))
+    first = x[:, 0].double().T @ y[:, 0].double()
+    return inner.T @ other / len(inner) + SINK_SHARE / len(x) * first
+
+
 def predict(below: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The linear map ``[W, W']`` and the constant ``[W]`` that predict ``rows`` ``[M, W]`` best from
-    ``below`` ``[M, W']``."""
-    low, high = below.mean(0), rows.mean(0)
-    x, y = (below - low).double(), (rows - high).double()
-    products = x.T @ x
-    usual = products.diagonal().mean().clamp(min=LEAST_SQUARE * len(x))
-    products.diagonal().add_(PREDICTION_RIDGE * usual)
-    known = x.T @ y
+    """The linear map ``[W, W']`` and the constant ``[W]`` that predict ``rows`` ``[N, T, W]`` best from
+    ``below`` ``[N, T, W']``."""
+    low, high = mean_of(below), mean_of(rows)
+    x, y = below - low, rows - high
+    covariance = products(x, x)
+    usual = covariance.diagonal().mean().clamp(min=LEAST_SQUARE)
+    covariance.diagonal().add_(PREDICTION_RIDGE * usual)
     with one_thread():
-        predictor = torch.linalg.solve(products, known).T.half().float()
+        predictor = torch.linalg.solve(covariance, products(x, y)).T.half().float()
     return predictor, high - predictor @ low
 
 
@@ -57,11 +73,10 @@ def root_of(metric: Tensor) -> Tensor:
 def own_basis(states: Tensor, metric: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """The tensors of states ``[N, T, W]`` that are coded by themselves, fp32, and the states less their mean.
     ``metric``: `ridged`."""
-    mean = states[:, SINKS:].flatten(0, 1).mean(0)
+    mean = mean_of(states)
     centred = states - mean
-    inner = centred[:, SINKS:].flatten(0, 1).double()
     root = torch.linalg.cholesky(metric)
-    analysis, synthesis = best_basis(inner.T @ inner / len(inner), root, len(metric))
+    analysis, synthesis = best_basis(products(centred, centred), root, len(metric))
     found = {"mean": mean, "analysis": analysis.half().float(), "synthesis": synthesis}
     return found | spectrum(centred @ found["analysis"].T), centred
 

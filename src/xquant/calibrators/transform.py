@@ -28,8 +28,10 @@ from .bases import (
     PREDICTION_RIDGE,
     best_basis,
     dealt_out,
+    mean_of,
     own_basis,
     predict,
+    products,
     ridged,
     root_of,
     same_head,
@@ -132,12 +134,11 @@ class TransformCalibrator:
         views = [self.codecs[number].view for number in numbers]
         widths = [view.state_width for view in views]
         residual = torch.cat([*rows], -1)
-        inner = residual[:, SINKS:].flatten(0, 1)
         found: list[dict[str, Tensor]] = [{} for _ in views]
-        mean = inner.mean(0)
+        mean = mean_of(residual)
         if known:
             every = torch.cat(known.parts, -1)
-            predictor, mean = predict(every[:, SINKS:].flatten(0, 1), inner)
+            predictor, mean = predict(every, residual)
             found = [known.split(own) for own in predictor.split(widths)]
             residual = residual - every @ predictor.T
         residual = residual - mean
@@ -147,8 +148,7 @@ class TransformCalibrator:
             if self.method.basis == "head":
                 metric = metric * same_head(view)
             roots.append(root_of(metric))
-        centred = residual[:, SINKS:].flatten(0, 1)
-        covariance = centred.T.double() @ centred.double() / len(centred)
+        covariance = products(residual, residual)
         if self.method.basis == "head":
             covariance = covariance * torch.block_diag(*map(same_head, views))
         counts = [channels(view) for view in views]
@@ -203,7 +203,7 @@ class TransformCalibrator:
         added = added.float()
         (read,) = as_read([keys], centred, [own])
         sums = values + keys @ added.T
-        predictor, _ = predict(read[:, SINKS:].flatten(0, 1), sums[:, SINKS:].flatten(0, 1))
+        predictor, _ = predict(read, sums)
         rest, _ = own_basis(sums - read @ predictor.T, of_values)
         back = predictor - added  # what values get of the decoded keys
         found = {name: torch.cat([own[name], rest[name]]) for name in ("mean", "usual", "profile")}
