@@ -20,7 +20,7 @@ PREDICTION_RIDGE = 1e-3
 """The covariance of the rows that are predicted from gets so much times the mean of its diagonal."""
 LEAST_SQUARE = 1e-4
 """That mean is taken to be at least so much: of smaller rows the predictor would not fit into fp16."""
-SINK_SHARE = 0.03
+SINK_SHARE = 0.003
 """How much the tokens that begin samples count, all others together being 1. They are sinks, and a sink
 can stand in the middle of a text, too: the token between two documents. Its row is far from all others,
 in channels that these do not use."""
