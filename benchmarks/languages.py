@@ -5,7 +5,7 @@
 The texts are Debian's FAQ in every language of which the folder has it, as Debian 12's packages
 ``debian-faq-LANGUAGE`` unpack to, from an eighth on, where front matter is over; and the JSON schemas that
 the package `check-jsonschema` brings, 6,000 characters of each. WikiText-2 stands for what calibrations know,
-and once more as documents of 64 tokens, joined: with the token that texts begin with in place of every 64th.
+and once more as documents of 64 tokens, joined: with the token between documents in place of every 64th.
 Every token reads the store. Calibrations are of the model's own writing.
 """
 
@@ -27,6 +27,8 @@ from xquant_lab.evals.perplexity import measure
 
 METHODS = "kivi-4bit", "tc-2bit", "tc-cl-2bit", "tc-cl-1bit"
 SCHEMAS = "check-jsonschema"
+BETWEEN = "<|endoftext|>"
+"""What stands between the documents that SmolLM2 learned from."""
 DOCUMENT = 64
 """Tokens of each of the joined documents, with the one between them."""
 
@@ -61,7 +63,7 @@ def main(wikitext: str, faq: str, context: int, windows: int, resume: str | None
     texts = {WIKITEXT: read_text(wikitext), **faqs(Path(faq)), "JSON": schemas()}
     cut = {name: cut_windows(model, tokenizer, text, context, windows) for name, text in texts.items()}
     cut["joined"] = joined = cut[WIKITEXT].clone()
-    joined[:, DOCUMENT - 1 :: DOCUMENT] = tokenizer.bos_token_id
+    joined[:, DOCUMENT - 1 :: DOCUMENT] = tokenizer.convert_tokens_to_ids(BETWEEN)
     rows = []
     for name, ids in cut.items():
         place = None if resume is None else Path(resume) / f"{name}.json"
