@@ -23,7 +23,7 @@ LEAST_SQUARE = 1e-4
 SINK_SHARE = 0.003
 """How much the tokens that begin samples count, all others together being 1. They are sinks, and a sink
 can stand in the middle of a text, too: the token between two documents. Its row is far from all others,
-in channels that these do not use."""
+in channels that these do not use. A larger share turns the basis away from all others (docs/log.md)."""
 
 
 def same_head(view: AttentionView) -> Tensor:
@@ -41,7 +41,8 @@ def mean_of(states: Tensor) -> Tensor:
 def products(x: Tensor, y: Tensor) -> Tensor:
     """The mean product of rows of states ``[N, T, W]`` and ``[N, T, W']``, fp64 ``[W, W']``: of all tokens
     but sinks, and by `SINK_SHARE` of those that begin the samples."""
-    inner, other = (each[:, SINKS:].flatten(0, 1).double() for each in (x, y))
+    inner = x[:, SINKS:].flatten(0, 1).double()
+    other = inner if y is x else y[:, SINKS:].flatten(0, 1).double()
     first = x[:, 0].double().T @ y[:, 0].double()
     return inner.T @ other / len(inner) + SINK_SHARE / len(x) * first
 
