@@ -275,7 +275,7 @@ def measured(model: Any, prompts: list[Tensor], reference: Reference, entry: Ent
     started, cache = time.perf_counter(), entry.make()
     batch, turns, tokens = reference.tokens.shape
     chosen, kl = torch.empty_like(reference.tokens), torch.empty(turns, tokens)
-    weighted = 0.0
+    total = 0.0
     for turn, prompt in enumerate(prompts):
         logits = asked(model, cache, prompt)
         if not turn:
@@ -285,14 +285,15 @@ def measured(model: Any, prompts: list[Tensor], reference: Reference, entry: Ent
         steps = (
             [1] * tokens if entry.method is None else passes_of(entry.method, cache.get_seq_length(), tokens)
         )
-        place = 0
+        place, ratio = 0, sizes(model, cache, batch).cache_ratio
         for size, each in zip([1, *steps], chain([logits], read(model, cache, given, steps)), strict=True):
             here = min(size, tokens - place)  # what follows the last token of all is not asked
             for i in range(here):
                 own, wanted = each[:, i].float().log_softmax(-1), reference.predicted[:, turn, place + i]
                 kl[turn, place + i] = F.kl_div(own, wanted, reduction="batchmean", log_target=True)
                 chosen[:, turn, place + i] = own.argmax(-1)
-            weighted += here * sizes(model, cache, batch).cache_ratio
+            before, ratio = ratio, sizes(model, cache, batch).cache_ratio
+            total += sum(ratios(before, ratio, cache.get_seq_length() - size, size)[:here])
             place += here
     same = first_differences(chosen.flatten(0, 1), reference.tokens.flatten(0, 1))
     by_place = kl.mean(0)
@@ -309,9 +310,21 @@ def measured(model: Any, prompts: list[Tensor], reference: Reference, entry: Ent
         "mean_first_difference": fmean(same),
         "never_differs": same.count(tokens),
         "bits_per_value": sizes(model, cache, batch).bits_per_value,
-        "cache_ratio": weighted / (turns * tokens),
+        "cache_ratio": total / (turns * tokens),
         "seconds": time.perf_counter() - started,
     }
+
+
+def ratios(before: float, after: float, start: int, size: int) -> list[float]:
+    """Of a cache to an fp16 cache after each token of a pass, as if read one by one: each adds as much.
+
+    Args:
+        before, after: the ratios before and after the pass.
+        start: tokens before it.
+        size: its tokens.
+    """
+    first, last = before * start, after * (start + size)
+    return [(first + (last - first) * i / size) / (start + i) for i in range(1, size + 1)]
 
 
 def ranges(tokens: int) -> dict[str, slice]:

@@ -89,6 +89,7 @@ def test_first_differences_are_those_of_free_text(monkeypatch: pytest.MonkeyPatc
     assert min(row["first_difference"]) < 24 and row["kl"] > 0
     assert one_by_one["first_difference"] == row["first_difference"]
     assert one_by_one["kl"] == pytest.approx(row["kl"], rel=1e-3)
+    assert one_by_one["cache_ratio"] == pytest.approx(row["cache_ratio"], rel=1e-3)
     apart = used.edit_distances(model, prompts, reference, used.Entry(make, ""), row)
     for first, distance, own, other in zip(
         row["first_difference"], apart, free[:, 0], reference.tokens[:, 0], strict=True
