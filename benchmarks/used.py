@@ -316,12 +316,13 @@ def measured(model: Any, prompts: list[Tensor], reference: Reference, entry: Ent
 
 
 def ratios(before: float, after: float, start: int, size: int) -> list[float]:
-    """Of a cache to an fp16 cache after each token of a pass, as if read one by one: each adds as much.
+    """The bytes of a cache over those of an fp16 cache after each token of a pass: each adds as many, as it
+    would if it were read by itself.
 
     Args:
-        before, after: the ratios before and after the pass.
-        start: tokens before it.
-        size: its tokens.
+        before, after: the ratio before and after the pass.
+        start: tokens that were held before it.
+        size: tokens of the pass.
     """
     first, last = before * start, after * (start + size)
     return [(first + (last - first) * i / size) / (start + i) for i in range(1, size + 1)]
