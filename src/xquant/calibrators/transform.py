@@ -16,7 +16,7 @@ from ..kernels.choose import packer_of
 from ..methods.base import spans
 from ..methods.key_value import KeyValueCodec
 from ..methods.transform import Transform, channels, quantizer_of, side_bits
-from ..methods.transform_cl import cost_channel, cost_scale
+from ..methods.transform_cl import cost_channel, cost_scale, with_costs
 from ..models import AttentionView
 from ..models.weights import home
 from ..quant import Plain
@@ -315,23 +315,26 @@ def as_read(rows: list[Tensor], residual: Tensor, layers: list[dict[str, Tensor]
     """Rows ``[N, T, W]`` of layers that are coded together, their ``residual`` quantized at `LOOP_BITS` and
     decoded. Sinks, and tokens that fill no block, stay as they are."""
     states = [residual @ found["analysis"].float().T for found in layers]
-    size, classes = blocks(states[0])[0].shape[1], len(layers[0]["usual"]) // states[0].shape[-1]
+    size, of_states = blocks(states[0])[0].shape[1], states[0].shape[-1]
+    classes, rests = divmod(len(layers[0]["usual"]), of_states)
+    states = [torch.nn.functional.pad(each, (0, rests)) for each in states]
     usual, costs = [found["usual"] for found in layers], None
     profiles = [profile for found in layers for profile in found["profile"].chunk(classes)]
     if "costs" in layers[0]:
-        with_costs = zip(states, rows, layers, strict=True)
-        states = [torch.cat([each, (own @ found["costs"])[..., None]], -1) for each, own, found in with_costs]
-        usual, costs = [cost_scale(each, classes) for each in usual], cost_channel(states[0].shape[-1])
+        due = [(own @ found["costs"])[..., None] for own, found in zip(rows, layers, strict=True)]
+        states = [with_costs(*each, rests) for each in zip(states, due, strict=True)]
+        usual, costs = [cost_scale(each, classes, rests) for each in usual], cost_channel(of_states)
         profiles = [torch.nn.functional.pad(profile, (0, 1)) for profile in profiles]
     budget = (int(LOOP_BITS * residual.shape[-1]) - side_bits(profiles, size, classes)) * classes
     counts = iter(allot(profiles, max(budget, 0)))
     losses, packer = [], packer_of("auto", residual.device)
     for each, own_usual, found in zip(states, usual, layers, strict=True):
-        quantizer = quantizer_of(own_usual, list(islice(counts, classes)), costs)
+        quantizer = quantizer_of(own_usual, list(islice(counts, classes)), costs, rests)
         parts, sinks = blocks(each)
         read = torch.empty_like(parts)
         packer.unpack(quantizer, packer.pack(quantizer, parts, sinks), read)
         count = len(found["analysis"])
+        read[..., :rests] += read[..., read.shape[-1] - rests :]
         losses.append((parts - read)[..., :count].reshape(len(each), -1, count))
     loss, out = torch.cat(losses, -1), []
     for own, found in zip(rows, layers, strict=True):

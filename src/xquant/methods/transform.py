@@ -106,8 +106,8 @@ class Transform(Method):
 
     def rests(self, view: AttentionView) -> int:
         """How many channels of a layer have a rest, see `Ranked`: latents vary most in a few channels, which
-        are worth more than the 8 bits of the widest codes. What a prediction leaves of them does not."""
-        plain = self.basis == "joint" and not self.layers_below and self.classes == 1
+        are worth more than the 8 bits of the widest codes."""
+        plain = self.basis == "joint" and self.layers_together == 1 and self.classes == 1
         return channels(view) // CHANNELS_TO_A_REST if plain and view.latents is not None else 0
 
     def known(self, views: Sequence[AttentionView]) -> int:
@@ -262,6 +262,10 @@ class ChannelCodec(StateCodec):
         synthesis = found["synthesis"].float()
         return found["usual"], found["costs"].to(synthesis.device) @ synthesis
 
+    def all_synthesis(self, found: Tensors) -> Tensor:
+        """``[W, C]``: that of a rest is that of its channel."""
+        return torch.cat([found["synthesis"], found["synthesis"][:, : self.rests]], 1)
+
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         rows = (features - (self.mean if predicted is None else predicted)).float()
         return by_block(rows, self.analysis, self.block)
@@ -273,8 +277,7 @@ class TransformCodec(Rematerialized, ChannelCodec):
 
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
-        synthesis = torch.cat([found["synthesis"], found["synthesis"][:, : self.rests]], 1)
-        of_keys, of_values = synthesis.tensor_split([view.kv_width])
+        of_keys, of_values = self.all_synthesis(found).tensor_split([view.kv_width])
         of_keys = of_keys[:, : self.segments[0].channels]
         self.key_weight, self.value_weight = (
             each.to(view.device, view.dtype).contiguous() for each in (of_keys, of_values)

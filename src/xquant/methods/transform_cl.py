@@ -87,16 +87,23 @@ class PredictedTransform(Transform):
         return PredictedCodec(view, found, self.group, counts)
 
 
-def cost_scale(usual: Tensor, classes: int) -> Tensor:
+def cost_scale(usual: Tensor, classes: int, rests: int) -> Tensor:
     """Usual scales ``[classes C]`` with that of one more channel in each class, `cost_channel`: so small that
     no channel has a lower rank."""
-    return torch.cat([F.pad(each, (0, 1), value=-FARTHEST_STEP) for each in usual.chunk(classes)])
+    lowest = usual.new_full((1,), -FARTHEST_STEP)
+    return torch.cat([with_costs(each, lowest, rests) for each in usual.chunk(classes)])
 
 
 def cost_channel(count: int) -> Tensor:
-    """`Ranked.costs` ``[count]`` of channels the last of which tells what an error of the token costs. That
-    follows from the row, which cannot be told from what a prediction leaves of it."""
-    return F.one_hot(torch.tensor(count - 1, device="cpu"), count).float()
+    """`Ranked.costs` ``[count + 1]`` of ``count`` channels and one more, which tells what an error of the
+    token costs. That follows from the row, which cannot be told from what a prediction leaves of it."""
+    return F.one_hot(torch.tensor(count, device="cpu"), count + 1).float()
+
+
+def with_costs(channels: Tensor, costs: Tensor, rests: int) -> Tensor:
+    """Channels ``[..., C]`` and one more, ``[..., 1]``, before the ``rests`` at their end."""
+    count = channels.shape[-1] - rests
+    return torch.cat([channels[..., :count], costs, channels[..., count:]], -1)
 
 
 class PredictedCodec(ChannelCodec):
@@ -112,11 +119,11 @@ class PredictedCodec(ChannelCodec):
 
     def __init__(self, view: AttentionView, found: Tensors, block: int, counts: Counts) -> None:
         super().__init__(view, found, block, counts)
-        synthesis = found["synthesis"]
+        synthesis = self.all_synthesis(found)
         self.costs: Tensor | None = None
         if "costs" in found:
             self.costs = found["costs"].to(view.device)[None].contiguous()  # [1, W]
-            synthesis = F.pad(synthesis, (0, 1))
+            synthesis = with_costs(synthesis, synthesis.new_zeros(len(synthesis), 1), self.rests)
         self.synthesis = synthesis.to(view.device, view.dtype).contiguous()  # [W, C]
         self.from_below, self.from_token = (  # [W, sum of the widths below] and [W, E]
             found[name].to(view.device, view.dtype).contiguous() if name in found else None
@@ -144,12 +151,12 @@ class PredictedCodec(ChannelCodec):
     def packed_channels(self, found: Tensors, classes: int) -> tuple[Tensor, Tensor | None]:
         if "costs" not in found:
             return found["usual"], None
-        return cost_scale(found["usual"], classes), cost_channel(len(found["analysis"]) + 1)
+        return cost_scale(found["usual"], classes, self.rests), cost_channel(len(found["analysis"]))
 
     def encode(self, features: Tensor, predicted: Tensor | None) -> Tensor:
         if self.costs is not None:
             costs = by_block(features.float(), self.costs, self.block)
-            return torch.cat([super().encode(features, predicted), costs], -1)
+            return with_costs(super().encode(features, predicted), costs, self.rests)
         if not self.coded_together:
             return super().encode(features, predicted)
         expected = self.mean if predicted is None else predicted
