@@ -315,7 +315,7 @@ def latent_coded() -> str:
             code(row["method"]),
             row["calibrated"],
             f"{row['bits_per_value']:.2f}",
-            f"{row['kl']:.5f}",
+            f"{row['kl']:.6f}",
             f"{row['ratio']:.4f}",
         ]
         for row in rows("latent-coded")
