@@ -321,8 +321,8 @@ def as_read(rows: list[Tensor], residual: Tensor, layers: list[dict[str, Tensor]
     usual, costs = [found["usual"] for found in layers], None
     profiles = [profile for found in layers for profile in found["profile"].chunk(classes)]
     if "costs" in layers[0]:
-        due = [(own @ found["costs"])[..., None] for own, found in zip(rows, layers, strict=True)]
-        states = [with_costs(*each, rests) for each in zip(states, due, strict=True)]
+        dear = [(own @ found["costs"])[..., None] for own, found in zip(rows, layers, strict=True)]
+        states = [with_costs(*each, rests) for each in zip(states, dear, strict=True)]
         usual, costs = [cost_scale(each, classes, rests) for each in usual], cost_channel(of_states)
         profiles = [torch.nn.functional.pad(profile, (0, 1)) for profile in profiles]
     budget = (int(LOOP_BITS * residual.shape[-1]) - side_bits(profiles, size, classes)) * classes

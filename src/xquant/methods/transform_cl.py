@@ -88,8 +88,8 @@ class PredictedTransform(Transform):
 
 
 def cost_scale(usual: Tensor, classes: int, rests: int) -> Tensor:
-    """Usual scales ``[classes C]`` with that of one more channel in each class, `cost_channel`: so small that
-    no channel has a lower rank."""
+    """Usual scales ``[classes C]`` with that of one more channel in each class, `cost_channel`, before its
+    ``rests``: so small that no channel has a lower rank."""
     lowest = usual.new_full((1,), -FARTHEST_STEP)
     return torch.cat([with_costs(each, lowest, rests) for each in usual.chunk(classes)])
 
