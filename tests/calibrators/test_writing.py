@@ -19,7 +19,7 @@ class Letters:
 
 
 def test_samples_are_made_of_texts_that_begin_with_the_openings() -> None:
-    model, letters = tiny("llama"), Letters()
+    model, letters = tiny("llama", max_position_embeddings=2 * LENGTH), Letters()
     samples = write_samples(model, letters, LENGTH + 20, 3)
     assert samples.shape == (3, LENGTH + 20)
     texts = samples.flatten()[: 3 * LENGTH].view(3, LENGTH).tolist()
@@ -36,7 +36,7 @@ def test_a_token_that_begins_texts_stands_at_the_start_of_samples_alone() -> Non
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": [1, *super().__call__(text)["input_ids"]]}
 
-    model, begun = tiny("llama"), Begun()
+    model, begun = tiny("llama", max_position_embeddings=2 * LENGTH), Begun()
     samples = write_samples(model, begun, 2 * LENGTH, 2)
     assert samples.shape == (2, 2 * LENGTH) and samples[:, 0].tolist() == [1, 1]
     stream = samples[:, 1:].flatten().tolist()

@@ -12,7 +12,6 @@ from transformers.generation.streamers import BaseStreamer
 from .. import compat
 from ..cache.growing import KVCache
 from ..kernels import cpu
-from ..methods.base import OWN_TEXTS
 from ..models.weights import home
 from ..positions import check_context
 from ..progress import Progress, silent
@@ -20,9 +19,8 @@ from ..runs import Runs
 
 GENERATED = "generated"
 """The name of such a text in an artifact."""
-LENGTH = OWN_TEXTS[0]
-"""Tokens of a text. Longer ones calibrate better and take longer to write, since a step of writing reads all
-weights once for all texts."""
+LENGTH = 512
+"""Most tokens of a text. Of a small model longer ones become nonsense, and calibrate no better."""
 TOKENS_AT_ONCE = 20480
 """Tokens of the texts that are written together, and kept together."""
 WRITER = "kivi-4bit:group=32"
@@ -125,8 +123,8 @@ def write_samples(
     progress: Progress | None = None,
     runs: Runs | None = None,
 ) -> Tensor:
-    """Let the model write ``windows`` samples of ``context`` tokens. A sample is made of texts of `LENGTH`
-    tokens, each written from one of `OPENINGS` on.
+    """Let the model write ``windows`` samples of ``context`` tokens. A sample is a text that is written from
+    one of `OPENINGS` on; one of more than `LENGTH` tokens is made of several.
 
     Args:
         runs: keeps the texts that are finished, and has those of a run of the same model, sizes and seed that
