@@ -1,5 +1,7 @@
 import json
 import math
+import sys
+from importlib import import_module
 
 import pytest
 
@@ -86,10 +88,23 @@ def test_the_digest_is_of_this_code_and_this_library(tmp_path, monkeypatch):
     for content in (b"one", b"two"):
         (tmp_path / "library.so").write_bytes(content)
         monkeypatch.setenv("XQUANT_NATIVE_LIBRARY", str(tmp_path / "library.so"))
-        digests.add(runs.code_digest.__wrapped__())
+        digests.add(runs.code_digest())
     monkeypatch.setenv("XQUANT_NATIVE_LIBRARY", str(tmp_path / "none.so"))
-    digests.add(runs.code_digest.__wrapped__())
+    digests.add(runs.code_digest())
     assert len(digests) == 4
+
+
+def test_the_digest_is_of_a_package_that_is_loaded_later(tmp_path, monkeypatch):
+    before = runs.code_digest()
+    (tmp_path / "xquant_later").mkdir()
+    (tmp_path / "xquant_later" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("xquant_later")
+    try:
+        assert runs.code_digest() != before
+    finally:
+        del sys.modules["xquant_later"]
+    assert runs.code_digest() == before
 
 
 def test_results_of_other_weights_are_not_found():

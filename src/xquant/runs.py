@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,6 @@ def tell_unfit(file: Path) -> None:
     print(f"xquant: '{file}' is not what was written there: it is made anew", file=sys.stderr)
 
 
-@cache
 def code_digest() -> str:
     """SHA-256 over the Python files of our packages that are loaded, those of methods from outside, and the
     native library: results of edited code are those of other code."""

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from importlib import import_module
 
 import pytest
 
 from support.word_tokenizer import text_of
+from xquant.runs import Runs
 
 AGAIN = "with --resume DIR keeps what it has finished"
 
@@ -81,37 +80,33 @@ def test_a_request_to_end_is_a_stop(run, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-SIGNALLED = """
-import os, signal, sys
-from xquant.cli import main
-from xquant.runs import Runs
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs behind
-save = Runs.save
-
-def save_and_stop(*part):
-    save(*part)
-    os.kill(os.getpid(), signal.SIGINT)
-
-Runs.save = save_and_stop
-sys.exit(main())
-"""
+@pytest.fixture
+def interruptible():
+    """Ctrl-C stops this process, which it does not in what a shell runs behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
-def test_a_run_stopped_by_a_signal_goes_on_from_its_parts(run, model, text, tmp_path):
-    kept = tmp_path / "kept"
-    asked = ["perplexity", model, "--method", "kivi-4bit:group=8", "--text", str(text)]
-    asked += ["--context", "16", "--windows", "3", "--device", "cpu", "--json", "-"]
-    asked += ["--resume", str(kept)]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # a tiny model loses time with more
-    process = subprocess.run(
-        [sys.executable, "-c", SIGNALLED, *asked], capture_output=True, text=True, env=alone
-    )
-    assert (process.returncode, process.stdout) == (130, "")
-    assert process.stderr.splitlines()[-1] == (
+@pytest.mark.usefixtures("interruptible")
+def test_a_run_stopped_by_a_signal_goes_on_from_its_parts(run, monkeypatch, model, text, tmp_path):
+    kept, save = tmp_path / "kept", Runs.save
+
+    def save_and_stop(*part):
+        save(*part)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    asked = ["perplexity", model, "--method", "kivi-4bit:group=8", "--text", text]
+    asked += ["--context", 16, "--windows", 3, "--device", "cpu", "--json", "-"]
+    asked += ["--resume", kept]
+    with monkeypatch.context() as patched:
+        patched.setattr(Runs, "save", save_and_stop)
+        status, out, err = run(*asked)
+    assert (status, out) == (130, "")
+    assert err.splitlines()[-1] == (
         f"xquant: stopped; the same command goes on from what is finished in '{kept}'"
     )
-    assert "Traceback" not in process.stderr
+    assert "Traceback" not in err
     (part,) = kept.rglob("*.json")
     written = part.stat().st_mtime_ns
     status, out, _ = run(*asked)

@@ -38,7 +38,6 @@ def forgotten() -> Iterator[None]:
         if name.startswith("xquant plugin"):
             del sys.modules[name]
     find_installed.cache_clear()
-    code_digest.cache_clear()
 
 
 def test_a_file_is_a_method_in_a_cache_and_in_a_saved_one(tmp_path: Path) -> None:
@@ -124,15 +123,12 @@ def test_ours_are_found_without_a_look_at_what_is_installed() -> None:
 
 
 def test_results_of_an_edited_file_are_others(tmp_path: Path) -> None:
-    code_digest.cache_clear()
     before = code_digest()
     file = tmp_path / "mine.py"
     file.write_text(RENAMED.format("kivi-mine"))
     load_file(file)
-    code_digest.cache_clear()
     first = code_digest()
     file.write_text(file.read_text() + "\n")
-    code_digest.cache_clear()
     assert len({before, first, code_digest()}) == 3
 
 
