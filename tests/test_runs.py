@@ -97,11 +97,15 @@ def test_the_digest_is_of_this_code_and_this_library(tmp_path, monkeypatch):
 def test_the_digest_is_of_a_package_that_is_loaded_later(tmp_path, monkeypatch):
     before = runs.code_digest()
     (tmp_path / "xquant_later").mkdir()
-    (tmp_path / "xquant_later" / "__init__.py").touch()
+    file = tmp_path / "xquant_later" / "__init__.py"
+    file.touch()
     monkeypatch.syspath_prepend(tmp_path)
     import_module("xquant_later")
     try:
-        assert runs.code_digest() != before
+        loaded = runs.code_digest()
+        assert loaded != before
+        file.write_text("edited = True\n")
+        assert runs.code_digest() == loaded  # what runs is what was loaded
     finally:
         del sys.modules["xquant_later"]
     assert runs.code_digest() == before

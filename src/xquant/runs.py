@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +109,19 @@ def code_digest() -> str:
     native library: results of edited code are those of other code."""
     digest, library = hashlib.sha256(), native.library_file()
     for name in sorted(name for name in sys.modules if _OURS.fullmatch(name)):
-        for root in map(Path, sys.modules[name].__path__):
-            for file in sorted(root.rglob("*.py")):
-                digest.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
+        for root in sys.modules[name].__path__:
+            digest.update(_package_digest(Path(root)))
     for method, file in sorted(outside().items()):
         digest.update(method.encode() + file.read_bytes())
     if library is not None:
         digest.update(library.read_bytes())
     return digest.hexdigest()
+
+
+@cache  # as the package was loaded: an edit does not change what this process runs
+def _package_digest(root: Path) -> bytes:
+    """SHA-256 over the Python files of a package."""
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
+    return digest.digest()
